@@ -1,0 +1,43 @@
+# Two commands do everything: `make demo` trains, `make test` runs the whole gate. Both set up the environment once.
+#
+#   PYTHON    interpreter for the environment        (default python3, >= 3.10)
+#   VENV      where the environment lives            (default .venv)
+#   PIP_ARGS  extra arguments of pip install         (for example --index-url ... for a CPU build of torch)
+#   RANKS     processes of the demo                  (default 2)
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+RANKS ?= 2
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One thread per rank: on a small machine the ranks are the parallelism.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check lint types unit bench setup clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m megabucket train -c configs/bytegpt.yaml
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis runs

@@ -1,0 +1,115 @@
+"""``DistributedDataParallelConfig``: what a user may say about buffers, buckets and gradient sync. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import annotated_types as at
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
+from megabucket.units import parse_count
+
+
+class Section(BaseModel):
+    """Base of every config section: frozen, strict, and closed to unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+def _read_count(value: Any) -> Any:
+    """Accept ``40M``, ``"5e8"`` and whole floats for a count; leave the rest to strict validation."""
+    if isinstance(value, str):
+        return parse_count(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _read_number(value: Any) -> Any:
+    """Accept an integer where a float is meant; refuse bool, which Python counts among the integers."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+PositiveCount = Annotated[int, BeforeValidator(_read_count), at.Gt(0), at.Le(2**62)]
+PositiveNumber = Annotated[float, BeforeValidator(_read_number), at.Gt(0)]
+
+
+class DistributedDataParallelConfig(Section):
+    """How gradients are stored, cut into buckets and reduced.
+
+    Field names are Megatron's where the meaning is Megatron's. The object is frozen and never changed by its users;
+    ``megabucket.config.resolve`` derives the values that depend on the model and the group, each with its reason.
+    """
+
+    use_distributed_optimizer: bool = False
+    """Reduce-scatter gradients and let each rank own one shard of the optimizer (ZeRO-1) instead of all-reducing."""
+
+    overlap_grad_reduce: bool = True
+    """Launch each bucket while backward still runs. The result and the layout do not depend on it."""
+
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the next forward instead of at the end of the optimizer step."""
+
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce the gradients of 16-bit parameters in float32. ``False`` keeps the parameter's dtype."""
+
+    grad_reduction: Literal["mean", "sum"] = "mean"
+    """What the reduced gradient is: the mean over the data-parallel ranks, or their sum."""
+
+    average_in_collective: bool = False
+    """Let the collective divide (AVG) instead of scaling once around a SUM. Only with ``grad_reduction="mean"``."""
+
+    layout: Literal["stable", "megatron"] = "stable"
+    """``stable``: one padded layout, whatever is switched on. ``megatron``: Megatron's own choices, that is no padding without
+    the distributed optimizer and a single bucket without overlap."""
+
+    bucket_size: PositiveCount | None = None
+    """Close a bucket at the first parameter that brings it to this many elements (not bytes). ``None`` and no other way to
+    size buckets: ``max(40_000_000, 1_000_000 * dp_size)``."""
+
+    bucket_cap_mb: PositiveNumber | None = None
+    """Size buckets by gradient bytes instead, in MiB."""
+
+    num_buckets: PositiveCount | None = None
+    """Size buckets so that about this many are cut: ``bucket_size = total elements // num_buckets``."""
+
+    pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad the end of each bucket to a multiple of 65536 elements, which lets NCCL reach its full bus bandwidth."""
+
+    bucket_groups: Literal["per_bucket", "single"] = "per_bucket"
+    """``per_bucket``: each bucket is sent as soon as it is complete. ``single``: all buckets go out as one coalesced batch."""
+
+    unused_parameters: Literal["error", "zero"] = "error"
+    """What a parameter without a gradient in a whole step means: an error that names it, or a gradient of zero."""
+
+    finish: Literal["auto", "explicit"] = "auto"
+    """``auto``: gradients are ready for use after the last backward (all-reduce) or inside the optimizer's step
+    (reduce-scatter). ``explicit``: the caller calls ``finish_grad_sync()``, as with Megatron."""
+
+    init_sync: bool = True
+    """Broadcast parameters and module buffers from the first rank of the group when wrapping."""
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> DistributedDataParallelConfig:
+        problems = []
+        sizes = {
+            name: value
+            for name in ("bucket_size", "bucket_cap_mb", "num_buckets")
+            if (value := getattr(self, name)) is not None
+        }
+        if len(sizes) > 1:
+            given = ", ".join(f"{name}={value}" for name, value in sizes.items())
+            problems.append(f"{' and '.join(sizes)} all size the buckets; keep one of them (got {given})")
+        if self.average_in_collective and self.grad_reduction == "sum":
+            problems.append("average_in_collective=True divides, but grad_reduction='sum' asks for the plain sum; drop one")
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            problems.append(
+                "overlap_param_gather=True needs use_distributed_optimizer=True: without it there is nothing to gather"
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            problems.append("overlap_param_gather=True needs overlap_grad_reduce=True, as in Megatron")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
