@@ -2,20 +2,89 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
 import annotated_types as at
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+from typing_extensions import Self
 
 from megabucket.units import parse_count
+
+_UNKNOWN_KEY: Final = "unknown_key"
+_UNKNOWN_KEYS_SHOWN: Final = 5
+_KEY_CHARS_SHOWN: Final = 60
+_LARGEST_NUMBER: Final = 2**62
 
 
 class Section(BaseModel):
     """Base of every config section: frozen, strict, and closed to unknown keys."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
     )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Refuse unknown keys with the likely spelling, next to whatever else is wrong in the section."""
+        known = cls.model_fields
+        unknown = [key for key in data if key not in known] if isinstance(data, Mapping) else []
+        if not unknown:
+            return handler(data)
+        problems = _unknown_key_problems(unknown, cls)
+        try:
+            handler({key: value for key, value in data.items() if key in known})
+        except ValidationError as error:
+            problems += [_as_problem(detail) for detail in error.errors(include_url=False)]
+        raise ValidationError.from_exception_data(cls.__name__, problems)
+
+
+def _unknown_key_problems(unknown: list[Any], section: type[Section]) -> list[InitErrorDetails]:
+    problems: list[InitErrorDetails] = []
+    listed = False
+    for key in unknown[:_UNKNOWN_KEYS_SHOWN]:
+        name = str(key)[:_KEY_CHARS_SHOWN]
+        text = f"unknown key {name!r}"
+        if suggestion := _likely_key(name, section):
+            text += f"; did you mean {suggestion!r}?"
+        elif not listed:
+            text += f"; known keys are {', '.join(section.model_fields)}"
+            listed = True
+        problems.append(_unknown_key(text, loc=(name,)))
+    hidden = len(unknown) - _UNKNOWN_KEYS_SHOWN
+    if hidden > 0:
+        problems.append(_unknown_key(f"and {hidden} more unknown keys", loc=()))
+    return problems
+
+
+def _likely_key(name: str, section: type[Section]) -> str | None:
+    """Return the known key nearest to ``name``, also one level down: ``bucket_size`` is ``ddp.bucket_size`` at the top."""
+    for parent, field in section.model_fields.items():
+        child = field.annotation
+        if isinstance(child, type) and issubclass(child, Section) and name in child.model_fields:
+            return f"{parent}.{name}"
+    close = difflib.get_close_matches(name, section.model_fields, n=1)
+    return close[0] if close else None
+
+
+def _unknown_key(text: str, *, loc: tuple[str, ...]) -> InitErrorDetails:
+    return InitErrorDetails(type=PydanticCustomError(_UNKNOWN_KEY, "{text}", {"text": text}), loc=loc, input=None)
+
+
+def _as_problem(detail: Any) -> InitErrorDetails:
+    """Turn a reported error back into what an error is made from: custom types are given as objects, others by name."""
+    kind: str | PydanticCustomError = detail["type"]
+    if kind == _UNKNOWN_KEY:
+        kind = PydanticCustomError(_UNKNOWN_KEY, "{text}", detail["ctx"])
+    return InitErrorDetails(type=kind, loc=detail["loc"], input=detail["input"], ctx=detail.get("ctx", {}))
 
 
 def _read_count(value: Any) -> Any:
@@ -29,11 +98,13 @@ def _read_count(value: Any) -> Any:
 
 def _read_number(value: Any) -> Any:
     """Accept an integer where a float is meant; refuse bool, which Python counts among the integers."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER:
+        return float(value)
+    return value
 
 
-PositiveCount = Annotated[int, BeforeValidator(_read_count), at.Gt(0), at.Le(2**62)]
-PositiveNumber = Annotated[float, BeforeValidator(_read_number), at.Gt(0)]
+PositiveCount = Annotated[int, BeforeValidator(_read_count), at.Gt(0), at.Le(_LARGEST_NUMBER)]
+PositiveNumber = Annotated[float, BeforeValidator(_read_number), at.Gt(0), at.Le(_LARGEST_NUMBER)]
 
 
 class DistributedDataParallelConfig(Section):
@@ -62,12 +133,12 @@ class DistributedDataParallelConfig(Section):
     """Let the collective divide (AVG) instead of scaling once around a SUM. Only with ``grad_reduction="mean"``."""
 
     layout: Literal["stable", "megatron"] = "stable"
-    """``stable``: one padded layout, whatever is switched on. ``megatron``: Megatron's own choices, that is no padding without
-    the distributed optimizer and a single bucket without overlap."""
+    """``stable``: one padded layout, whatever is switched on. ``megatron``: Megatron's own choices, that is no padding
+    without the distributed optimizer and a single bucket without overlap."""
 
     bucket_size: PositiveCount | None = None
-    """Close a bucket at the first parameter that brings it to this many elements (not bytes). ``None`` and no other way to
-    size buckets: ``max(40_000_000, 1_000_000 * dp_size)``."""
+    """Close a bucket at the first parameter that brings it to this many elements (not bytes). ``None`` and no other way
+    to size buckets: ``max(40_000_000, 1_000_000 * dp_size)``."""
 
     bucket_cap_mb: PositiveNumber | None = None
     """Size buckets by gradient bytes instead, in MiB."""
@@ -79,7 +150,8 @@ class DistributedDataParallelConfig(Section):
     """Pad the end of each bucket to a multiple of 65536 elements, which lets NCCL reach its full bus bandwidth."""
 
     bucket_groups: Literal["per_bucket", "single"] = "per_bucket"
-    """``per_bucket``: each bucket is sent as soon as it is complete. ``single``: all buckets go out as one coalesced batch."""
+    """``per_bucket``: each bucket is sent as soon as it is complete. ``single``: all buckets go out as one coalesced
+    batch."""
 
     unused_parameters: Literal["error", "zero"] = "error"
     """What a parameter without a gradient in a whole step means: an error that names it, or a gradient of zero."""
@@ -103,7 +175,9 @@ class DistributedDataParallelConfig(Section):
             given = ", ".join(f"{name}={value}" for name, value in sizes.items())
             problems.append(f"{' and '.join(sizes)} all size the buckets; keep one of them (got {given})")
         if self.average_in_collective and self.grad_reduction == "sum":
-            problems.append("average_in_collective=True divides, but grad_reduction='sum' asks for the plain sum; drop one")
+            problems.append(
+                "average_in_collective=True divides, but grad_reduction='sum' asks for the plain sum; drop one of them"
+            )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             problems.append(
                 "overlap_param_gather=True needs use_distributed_optimizer=True: without it there is nothing to gather"

@@ -1,0 +1,95 @@
+"""``ParamAndGradBuffer``: allocates the flat tensors of one buffer layout and binds parameters to them.
+
+The only code that rebinds ``param.data`` and that sets and removes the published attributes ``main_grad`` and
+``grad_added_to_main_grad``. Decides nothing: positions come from the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from megabucket.buffer.grad_slot import GradSlot
+from megabucket.buffer.views import dense_strides, dtype_named, view_like
+from megabucket.layout import BucketLayout, BufferLayout
+
+
+class _ParamAndGradBucket:
+    """Views of one bucket: what a collective is launched on."""
+
+    def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
+        self.layout = layout
+        self.buffer = buffer
+        self.bucket_id = layout.index
+        self.offset = layout.start
+        self.numel_unpadded = layout.numel_unpadded
+        self.params = [buffer.params[name] for name in layout.params]
+        self.slots = [buffer.slots[name] for name in layout.params]
+        self.param_data = buffer.param_data[layout.start : layout.stop]  # 1D, parameter dtype
+        self.grad_data = buffer.grad_data[layout.start : layout.stop]  # 1D, gradient dtype
+
+    def param_range(self, name: str) -> tuple[int, int]:
+        """Return where a parameter starts and stops, counted from the start of the bucket."""
+        slot = self.buffer.layout.params[name]
+        return slot.start - self.offset, slot.stop - self.offset
+
+    def shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the part of ``param_data`` or ``grad_data`` that ``rank`` owns."""
+        shard_numel = flat.numel() // self.buffer.layout.num_shards
+        return flat[rank * shard_numel : (rank + 1) * shard_numel]
+
+
+class ParamAndGradBuffer:
+    """One contiguous buffer for parameters and one for their gradients.
+
+    Constructing it moves the parameters in: values, shapes and memory order stay, the storage is new. The memory peak is the
+    model, both buffers and the largest parameter, because each original is released as soon as it was copied.
+
+    Args:
+        layout: where each parameter lies.
+        params: the parameters by name; all on one device, of the layout's dtype.
+    """
+
+    def __init__(self, layout: BufferLayout, params: Mapping[str, torch.nn.Parameter]) -> None:
+        self.layout = layout
+        self.params = {name: params[name] for name in layout.params}
+        device = next(iter(self.params.values())).device
+        self.param_data = torch.zeros(layout.numel, dtype=dtype_named(layout.key.param_dtype), device=device)  # 1D
+        self.grad_data = torch.zeros(layout.numel, dtype=dtype_named(layout.key.grad_dtype), device=device)  # 1D
+        self.slots = {name: self._attach(name, param) for name, param in self.params.items()}
+        self.buckets = [_ParamAndGradBucket(bucket, self) for bucket in layout.buckets]
+
+    def _attach(self, name: str, param: torch.nn.Parameter) -> GradSlot:
+        start, strides = self.layout.params[name].start, dense_strides(param)
+        new_data = view_like(self.param_data, start, param.shape, strides)
+        new_data.copy_(param.detach())
+        param.data = new_data
+        grad_view = view_like(self.grad_data, start, param.shape, strides)
+        earlier_grad, param.grad = param.grad, None
+        # With grad_dtype=None autograd hands over gradients in the dtype it computed them in and accepts any dtype as .grad,
+        # so a 16-bit gradient reaches the float32 view in one casting copy.
+        param.grad_dtype = None
+        param.main_grad = grad_view  # type: ignore[attr-defined]
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        if earlier_grad is not None:
+            # Accumulated before wrapping: it counts, as it would without a wrapper.
+            param.grad = grad_view.copy_(earlier_grad)
+        return GradSlot(name, param, grad_view)
+
+    def detach(self) -> None:
+        """Give every parameter a storage of its own again, with its current values, and remove what attaching set."""
+        for param in self.params.values():
+            param.grad = None
+            own_data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
+            param.data = own_data.copy_(param.detach())
+            param.grad_dtype = param.dtype
+            del param.main_grad  # type: ignore[attr-defined]
+            del param.grad_added_to_main_grad  # type: ignore[attr-defined]
+
+    def zero_grads(self) -> None:
+        """Fill the gradient buffer with zeros, padding included: one pass over memory."""
+        self.grad_data.zero_()
+        for slot in self.slots.values():
+            slot.forget()
+            slot.is_clean = True

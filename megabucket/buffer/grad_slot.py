@@ -1,0 +1,101 @@
+"""One parameter's place in the gradient buffer, and the rule that brings each gradient there in one pass over memory.
+
+The rule needs no flag, because ``param.grad`` is the state:
+
+* ``None`` before backward: nothing accumulated in this step. Autograd hands its gradient over without copying, and the hook
+  copies it into the buffer (casting to the buffer's dtype). One pass, and no zeroing before it.
+* the buffer view: autograd adds the next gradient in place, into the buffer. One pass, nothing left for the hook.
+* anything else: the caller put it there (or ``create_graph=True`` made a new sum); it already contains what was accumulated,
+  so it is copied.
+
+While a collective owns the buffer ``param.grad`` is ``None``, so a late gradient lands in memory of its own and is found.
+
+Fused weight-gradient kernels add into ``main_grad`` themselves, set ``grad_added_to_main_grad`` and hand autograd a dummy.
+Their ``param.grad`` stays ``None`` (autograd must not add dummies up) and their view is zeroed at the start of a step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megabucket.errors import PhaseError
+
+
+class GradSlot:
+    """The gradient side of one parameter in its buffer."""
+
+    __slots__ = ("_added_by_kernel", "_uses_fused_kernel", "is_clean", "name", "param", "view")
+
+    def __init__(self, name: str, param: torch.nn.Parameter, view: torch.Tensor) -> None:
+        self.name = name
+        self.param = param
+        self.view = view  # ND, gradient dtype, memory order of the parameter
+        self.is_clean = True
+        """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
+        self._uses_fused_kernel = False
+        self._added_by_kernel = False
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether this step has brought a gradient so far."""
+        return self._added_by_kernel or self.param.grad is not None
+
+    def store(self) -> None:
+        """Bring the gradient that autograd has just accumulated into the buffer.
+
+        Raises:
+            PhaseError: a fused kernel added its gradient to values of an earlier step.
+        """
+        param = self.param
+        if param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            self._store_fused()
+            return
+        grad = param.grad
+        if grad is self.view or grad is None:
+            return
+        if self._added_by_kernel:
+            self.view.add_(grad)  # this layer's kernel ran for another microbatch or another use; this one came by autograd
+            param.grad = None
+            return
+        if grad.is_sparse:
+            self.view.zero_().add_(grad)
+        else:
+            self.view.copy_(grad)
+        param.grad = self.view
+
+    def _store_fused(self) -> None:
+        param = self.param
+        if param.grad is self.view or not (self.is_clean or self._uses_fused_kernel):
+            raise PhaseError(
+                f"a fused kernel added the gradient of {self.name!r} to main_grad, which was not prepared for it: "
+                "the first gradient of a parameter that sometimes comes from a fused kernel needs zeros to add to. "
+                "Call zero_grad_buffer() before each step of such a model, and use the fused kernel in every microbatch."
+            )
+        self._uses_fused_kernel = self._added_by_kernel = True
+        param.grad = None
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def hand_over(self) -> bool:
+        """Let go of the view so that a collective can own it; return whether this step brought a gradient.
+
+        Without a gradient the view is zero afterwards, unless somebody wrote into a clean view on purpose.
+        """
+        had_grad = self.has_grad
+        if not had_grad and not self.is_clean:
+            self.view.zero_()
+        self.param.grad = None
+        self._added_by_kernel = False
+        self.is_clean = False
+        return had_grad
+
+    def publish(self) -> None:
+        """Show the reduced values to plain torch code as ``param.grad``."""
+        self.param.grad = self.view
+
+    def forget(self) -> None:
+        """Start a step: the next gradient overwrites. Costs no pass over memory, except for fused kernels."""
+        self.param.grad = None
+        self._added_by_kernel = False
+        if self._uses_fused_kernel:
+            self.view.zero_()
+            self.is_clean = True

@@ -1,0 +1,49 @@
+"""When is a bucket group complete? Counts gradients per parameter; learns in the first step how many to expect.
+
+A parameter usually receives one gradient per backward, but several when reentrant activation checkpointing re-runs a layer
+that is used twice, or when the last microbatch runs several backwards. Nothing in the model says so in advance, so the first
+step only counts; from then on a group is complete when every parameter has received as many gradients as it did then.
+
+A step with fewer gradients is still right: the group is sent at the end of the step. A step with more gradients is refused
+(a gradient comes too late) and teaches the larger count.
+"""
+
+from __future__ import annotations
+
+
+class Readiness:
+    """Counts gradients of the parameters ``0 .. num_params - 1`` within one step. Every call is O(1) but the resets."""
+
+    __slots__ = ("_counts", "_expected", "_num_complete")
+
+    def __init__(self, num_params: int) -> None:
+        self._counts = [0] * num_params
+        self._expected: list[int] | None = None
+        self._num_complete = 0
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether a first step has taught what to expect."""
+        return self._expected is not None
+
+    def mark(self, param: int) -> bool:
+        """Count one gradient; return whether it makes the group complete."""
+        count = self._counts[param] + 1
+        self._counts[param] = count
+        if self._expected is None or count != self._expected[param]:
+            return False
+        self._num_complete += 1
+        return self._num_complete == len(self._counts)
+
+    def expect_one_more(self, param: int) -> None:
+        """Learn that a parameter can receive more gradients than the first step showed."""
+        if self._expected is not None:
+            self._expected[param] = max(self._expected[param], self._counts[param]) + 1
+
+    def finish_step(self) -> None:
+        """Learn from the first step that had gradients, and forget the counts."""
+        if self._expected is None and any(self._counts):
+            # A parameter without a gradient still holds its group back: sending early could only lose a later gradient.
+            self._expected = [max(count, 1) for count in self._counts]
+        self._counts = [0] * len(self._counts)
+        self._num_complete = 0

@@ -1,0 +1,43 @@
+"""How a sum over ranks becomes a mean: exactly once, without overflow or underflow on a 16-bit wire.
+
+A float32 or float64 sum is divided once, at the end. In a 16-bit buffer that could overflow before the division, and
+dividing everything first would flush small float16 gradients to zero; so a power of two near the square root of the number
+of ranks, which is exact, is divided out before, and the rest after.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GradScale:
+    """Divisors around one collective; their product is the number of ranks (or 1 for a sum)."""
+
+    divisor_before: float
+    divisor_after: float
+
+    @staticmethod
+    def mean_of(num_ranks: int, dtype: torch.dtype) -> GradScale:
+        """Return the divisors for a mean over ``num_ranks`` in a buffer of ``dtype``.
+
+        >>> GradScale.mean_of(6, torch.float32)
+        GradScale(divisor_before=1.0, divisor_after=6.0)
+        >>> GradScale.mean_of(6, torch.float16)
+        GradScale(divisor_before=2.0, divisor_after=3.0)
+        """
+        before = 2.0 ** math.floor(math.log2(math.sqrt(num_ranks))) if dtype.itemsize == 2 else 1.0
+        return GradScale(before, num_ranks / before)
+
+    def before(self, values: torch.Tensor) -> None:
+        """Scale in place what goes into the collective."""
+        if self.divisor_before != 1:
+            values.div_(self.divisor_before)
+
+    def after(self, values: torch.Tensor) -> None:
+        """Scale in place what came out of it."""
+        if self.divisor_after != 1:
+            values.div_(self.divisor_after)

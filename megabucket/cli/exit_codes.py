@@ -1,0 +1,105 @@
+"""What a command's exit code means, and the one place that turns errors into exit codes."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import typer
+
+from megabucket.errors import (
+    AlreadyWrappedError,
+    CheckpointUnavailableError,
+    ConfigError,
+    CorpusError,
+    LayoutError,
+    MegabucketError,
+    MismatchedCollectiveError,
+    NoTrainableParametersError,
+    OptimizerParametersError,
+    ProcessGroupMissingError,
+    UnsupportedParameterError,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of every command."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    MISMATCH = 3
+    NUMERICAL = 4
+    PEER_LOST = 5
+    CHECKPOINT = 6
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+    @property
+    def meaning(self) -> str:
+        """What the code says, for the table in ``--help``."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    ExitCode.OK: "done",
+    ExitCode.FAILED: "a check that was asked for did not hold, or an error without a code of its own",
+    ExitCode.USAGE: "wrong usage, config or model",
+    ExitCode.MISMATCH: "ranks disagree",
+    ExitCode.NUMERICAL: "a value that is not finite",
+    ExitCode.PEER_LOST: "a peer went away or froze",
+    ExitCode.CHECKPOINT: "a checkpoint cannot be written or read",
+    ExitCode.INTERRUPTED: "interrupted (SIGINT)",
+    ExitCode.TERMINATED: "terminated (SIGTERM)",
+}
+
+_CODES: tuple[tuple[type[MegabucketError], ExitCode], ...] = (
+    (ConfigError, ExitCode.USAGE),
+    (LayoutError, ExitCode.USAGE),
+    (UnsupportedParameterError, ExitCode.USAGE),
+    (NoTrainableParametersError, ExitCode.USAGE),
+    (AlreadyWrappedError, ExitCode.USAGE),
+    (OptimizerParametersError, ExitCode.USAGE),
+    (ProcessGroupMissingError, ExitCode.USAGE),
+    (CorpusError, ExitCode.USAGE),
+    (MismatchedCollectiveError, ExitCode.MISMATCH),
+    (CheckpointUnavailableError, ExitCode.CHECKPOINT),
+)
+
+
+def exit_code_of(error: MegabucketError) -> ExitCode:
+    """Return the exit code of a command that ended with ``error``."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
+
+
+def exit_code_table() -> str:
+    """Return one line per code, for ``--help``."""
+    return "\n".join(f"  {code.value:>3}  {code.meaning}" for code in ExitCode)
+
+
+def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a command: an error of ours becomes its text on stderr and its exit code, without a traceback."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except MegabucketError as error:
+            typer.echo(f"error: {_printable_lines(str(error))}", err=True)
+            raise typer.Exit(exit_code_of(error)) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+    return wrapper
+
+
+def _printable_lines(text: str) -> str:
+    """Escape what would control the terminal, but keep line breaks, which our own texts use."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode("ascii") for char in text
+    )

@@ -1,0 +1,55 @@
+"""``megabucket explain``: print every derived value with its reason, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megabucket.config.resolve import ResolvedConfig
+    from megabucket.config.run import RunConfig
+
+
+def explain(
+    config: Annotated[Path, typer.Option("-c", "--config", help="YAML file; a model section makes the answer complete")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example mode=reduce_scatter")] = None,
+    dp_size: Annotated[int, typer.Option(min=1, help="data-parallel ranks")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="print the values as JSON on stdout")] = False,
+) -> None:
+    """Print what the config leaves to the model and the group: each value and its reason."""
+    from megabucket.config.load import load_config
+
+    answers = _resolve_all(load_config(config, overrides or []), dp_size)
+    if json:
+        _print_json(answers)
+        return
+    for answer in answers:
+        typer.echo(f"{answer.param_dtype} parameters on {answer.dp_size} ranks")
+        for entry in answer.entries:
+            value = f"{entry.value:,}" if isinstance(entry.value, int) and not isinstance(entry.value, bool) else entry.value
+            typer.echo(f"  {entry.name:<20} {value!s:<16} {entry.reason}")
+
+
+def _resolve_all(run: RunConfig, dp_size: int) -> list[ResolvedConfig]:
+    """Return one answer per parameter dtype of the model, or one for the dtype of ``train`` without a model."""
+    from megabucket.config.resolve import resolve
+    from megabucket.planning.architecture import param_specs
+
+    if run.model is None:
+        return [resolve(run.ddp, dp_size=dp_size, param_dtype=run.train.param_dtype)]
+    specs = param_specs(run.model)
+    total_numel = sum(spec.numel for spec in specs)
+    num_buffers = len({(spec.dtype, spec.group) for spec in specs})
+    return [
+        resolve(run.ddp, dp_size=dp_size, total_numel=total_numel, param_dtype=dtype, num_buffers=num_buffers)
+        for dtype in dict.fromkeys(spec.dtype for spec in specs)
+    ]
+
+
+def _print_json(answers: list[ResolvedConfig]) -> None:
+    import json
+
+    data = [{"param_dtype": answer.param_dtype, "values": answer.to_dict()} for answer in answers]
+    typer.echo(json.dumps({"dp_size": answers[0].dp_size, "answers": data}, indent=2))

@@ -1,0 +1,234 @@
+"""A world of N ranks in one process, with real tensors and no network: the second rung of the tests, and public.
+
+Collectives are matched by their position in each rank's schedule. A mismatch fails at once and names both calls, where a
+process group would hang or mix data. Results are computed when a collective completes: at the last launch, or, with
+``completion="manual"``, when the test says so, in any order. Sums run in rank order in the tensors' own dtype.
+
+The input of every call is copied at launch and compared at completion, so a write into a buffer in flight is found with
+certainty.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+import torch
+
+from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, Communicator, Handle, ReduceOp, ReduceScatter
+from megabucket.errors import CollectiveDeadlockError, CollectiveError, InFlightWriteError, MismatchedCollectiveError
+from megabucket.trace.recorder import Recorder
+
+_Result = TypeVar("_Result")
+
+
+def describe_call(call: Call) -> str:
+    """Return kind, reduce op, numel and dtype of a call: what ranks must agree on."""
+    op = f" {call.op.value}" if isinstance(call, AllReduce | ReduceScatter) else ""
+    return f"{call.kind.value}{op} of {call.full.numel()} x {str(call.full.dtype).removeprefix('torch.')}"
+
+
+def _describe(calls: Sequence[Call], label: str) -> str:
+    return f"{label} [{', '.join(describe_call(call) for call in calls)}]"
+
+
+def _input(call: Call) -> torch.Tensor:
+    return call.shard if isinstance(call, AllGather) else call.full
+
+
+class _Collective:
+    """One position of the schedule: the batches launched there so far."""
+
+    def __init__(self, sequence: int) -> None:
+        self.sequence = sequence
+        self.batches: dict[int, Sequence[Call]] = {}
+        self.texts: dict[int, str] = {}
+        self.inputs_at_launch: dict[int, list[torch.Tensor]] = {}
+        self.is_complete = False
+
+    def add(self, rank: int, calls: Sequence[Call], text: str) -> None:
+        for other_rank, other_text in self.texts.items():
+            if other_text != text:
+                raise MismatchedCollectiveError(
+                    sequence=self.sequence, rank=rank, call=text, other_rank=other_rank, other_call=other_text
+                )
+        self.batches[rank] = calls
+        self.texts[rank] = text
+        self.inputs_at_launch[rank] = [_input(call).detach().clone() for call in calls]
+
+    def complete(self) -> None:
+        ranks = sorted(self.batches)
+        for rank in ranks:
+            for call, before in zip(self.batches[rank], self.inputs_at_launch[rank], strict=True):
+                self._check_untouched(rank, _input(call), before)
+        for position in range(len(self.batches[ranks[0]])):
+            _execute(
+                [self.batches[rank][position] for rank in ranks], [self.inputs_at_launch[rank][position] for rank in ranks]
+            )
+        self.is_complete = True
+        self.batches.clear()
+        self.inputs_at_launch.clear()
+
+    def _check_untouched(self, rank: int, now: torch.Tensor, before: torch.Tensor) -> None:
+        same = (now == before) | (now.isnan() & before.isnan())
+        if not bool(same.all()):
+            index = int((~same).flatten().nonzero()[0])
+            raise InFlightWriteError(sequence=self.sequence, rank=rank, call=self.texts[rank], index=index)
+
+
+def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
+    """Write the result of one collective to all ranks; ``calls[r]`` and ``inputs[r]`` belong to rank ``r``."""
+    first = calls[0]
+    if isinstance(first, Broadcast):
+        result = inputs[0]
+    elif isinstance(first, AllGather):
+        result = torch.cat([shard.flatten() for shard in inputs])
+    else:
+        result = inputs[0].clone()
+        for addend in inputs[1:]:
+            result += addend
+        if first.op is ReduceOp.AVG:
+            result /= len(calls)
+    for rank, call in enumerate(calls):
+        if isinstance(call, ReduceScatter):
+            numel = call.shard.numel()
+            call.shard.detach().copy_(result[rank * numel : (rank + 1) * numel])
+        else:
+            call.full.detach().copy_(result)
+
+
+class LoopbackWorld:
+    """N ranks in one process.
+
+    One thread may play all ranks in turn (launch on every rank before waiting on any), or ``run`` gives each rank a thread.
+
+    Args:
+        size: number of ranks.
+        completion: ``"immediate"`` completes a collective at its last launch; ``"manual"`` when ``complete`` or a ``wait``
+            asks for it.
+        timeout_s: how long a rank in a thread waits for the others before it calls the wait a deadlock.
+
+    >>> world = LoopbackWorld(2)
+    >>> tensors = [torch.tensor([1.0]), torch.tensor([2.0])]
+    >>> handles = [world.communicator(r).launch([AllReduce(tensors[r])], label="sum") for r in range(2)]
+    >>> tensors
+    [tensor([3.]), tensor([3.])]
+    """
+
+    def __init__(self, size: int, *, completion: Literal["immediate", "manual"] = "immediate", timeout_s: float = 30.0) -> None:
+        if size < 1:
+            raise ValueError(f"a world needs at least one rank, got size={size}")
+        self.size = size
+        self._completion = completion
+        self._timeout_s = timeout_s
+        self._is_threaded = False
+        self._changed = threading.Condition()
+        self._collectives: list[_Collective] = []
+        self._num_launched = [0] * size
+        self._failure: BaseException | None = None
+
+    def communicator(self, rank: int, recorder: Recorder | None = None) -> Communicator:
+        """Return the communicator of one rank; a second call for a rank continues its schedule."""
+        return _LoopbackCommunicator(self, rank, recorder)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Sequence numbers of collectives that all ranks have launched and nothing has completed."""
+        return tuple(item.sequence for item in self._collectives if len(item.batches) == self.size and not item.is_complete)
+
+    def schedule(self, rank: int) -> tuple[str, ...]:
+        """Return what a rank has launched so far, in order."""
+        return tuple(item.texts[rank] for item in self._collectives if rank in item.texts)
+
+    def complete(self, sequence: int) -> None:
+        """Complete one pending collective; any order is allowed.
+
+        Raises:
+            InFlightWriteError: an input changed since its launch.
+        """
+        with self._changed:
+            self._collectives[sequence].complete()
+            self._changed.notify_all()
+
+    def run(self, function: Callable[[int], _Result]) -> list[_Result]:
+        """Call ``function(rank)`` in one thread per rank and return the results in rank order.
+
+        The first error of any rank ends the waits of all others and is raised here.
+        """
+        results: dict[int, _Result] = {}
+        errors: list[BaseException] = []
+
+        def target(rank: int) -> None:
+            try:
+                results[rank] = function(rank)
+            except BaseException as error:
+                with self._changed:
+                    errors.append(error)
+                    self._failure = self._failure or error
+                    self._changed.notify_all()
+
+        threads = [threading.Thread(target=target, args=(rank,), name=f"loopback-rank-{rank}") for rank in range(self.size)]
+        self._is_threaded = True
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            self._is_threaded = False
+            self._failure = None
+        if errors:
+            raise errors[0]
+        return [results[rank] for rank in range(self.size)]
+
+    def _launch(self, rank: int, calls: Sequence[Call], label: str) -> Handle:
+        with self._changed:
+            sequence = self._num_launched[rank]
+            if sequence == len(self._collectives):
+                self._collectives.append(_Collective(sequence))
+            collective = self._collectives[sequence]
+            collective.add(rank, calls, _describe(calls, label))
+            self._num_launched[rank] += 1
+            if self._completion == "immediate" and len(collective.batches) == self.size:
+                collective.complete()
+            self._changed.notify_all()
+        return _LoopbackHandle(self, rank, collective)
+
+    def _wait(self, rank: int, collective: _Collective) -> None:
+        with self._changed:
+            if self._is_threaded:
+                self._changed.wait_for(
+                    lambda: self._failure or collective.is_complete or len(collective.batches) == self.size, self._timeout_s
+                )
+                if self._failure is not None and not collective.is_complete:
+                    raise CollectiveError(
+                        f"[rank {rank}] gave up waiting for collective {collective.sequence}: another rank failed with "
+                        f"{type(self._failure).__name__}"
+                    ) from self._failure
+            if collective.is_complete:
+                return
+            missing = [other for other in range(self.size) if other not in collective.batches]
+            if missing:
+                raise CollectiveDeadlockError(
+                    sequence=collective.sequence, rank=rank, call=collective.texts[rank], missing_ranks=missing
+                )
+            collective.complete()
+            self._changed.notify_all()
+
+
+class _LoopbackCommunicator(Communicator):
+    def __init__(self, world: LoopbackWorld, rank: int, recorder: Recorder | None) -> None:
+        super().__init__(rank=rank, size=world.size, recorder=recorder)
+        self._world = world
+
+    def _launch(self, calls: Sequence[Call], label: str) -> Handle:
+        return self._world._launch(self.rank, calls, label)
+
+
+class _LoopbackHandle(Handle):
+    def __init__(self, world: LoopbackWorld, rank: int, collective: _Collective) -> None:
+        self._world, self._rank, self._collective = world, rank, collective
+
+    def wait(self) -> None:
+        self._world._wait(self._rank, self._collective)

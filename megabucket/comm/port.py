@@ -1,0 +1,155 @@
+"""The communicator port: what a bucket group may ask of the ranks it reduces with.
+
+A launch takes a batch of like calls and returns one handle; batching (coalescing) is the business behind the port. Every
+launch is asynchronous; ``Handle.wait`` may be called any number of times. Launches are recorded here, so the number and the
+bytes of collectives are counted in one place for every implementation.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megabucket.errors import InvariantError
+from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Interval, Lane, NullRecorder, Recorder
+
+
+class ReduceOp(enum.Enum):
+    """How elements of the ranks are combined."""
+
+    SUM = "sum"
+    AVG = "avg"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllReduce:
+    """Combine ``tensor`` over all ranks, in place."""
+
+    tensor: torch.Tensor  # 1D, contiguous
+    op: ReduceOp = ReduceOp.SUM
+    kind = CollectiveKind.ALL_REDUCE
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The buffer as every rank sees it."""
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReduceScatter:
+    """Combine ``full`` over all ranks; this rank keeps its shard in ``shard``, which may be its own part of ``full``.
+
+    What the other parts of ``full`` hold afterwards is undefined.
+    """
+
+    shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
+    full: torch.Tensor  # 1D, contiguous
+    op: ReduceOp = ReduceOp.SUM
+    kind = CollectiveKind.REDUCE_SCATTER
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllGather:
+    """Collect the shards of all ranks in ``full``, in rank order; ``shard`` may be this rank's own part of ``full``."""
+
+    full: torch.Tensor  # 1D, contiguous
+    shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
+    kind = CollectiveKind.ALL_GATHER
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Broadcast:
+    """Copy ``tensor`` of the first rank of the group to all ranks, in place."""
+
+    tensor: torch.Tensor  # contiguous
+    kind = CollectiveKind.BROADCAST
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The buffer as every rank sees it."""
+        return self.tensor
+
+
+Call = AllReduce | ReduceScatter | AllGather | Broadcast
+
+
+class Handle(ABC):
+    """A launched batch of collectives."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the results may be used by the caller's thread (CPU) or current stream (CUDA). Idempotent."""
+
+
+class DoneHandle(Handle):
+    """A batch that was complete when it was launched."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Communicator(ABC):
+    """Ranks that reduce together. Implementations launch; this class checks and records."""
+
+    def __init__(self, *, rank: int, size: int, recorder: Recorder | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.recorder: Recorder = recorder if recorder is not None else NullRecorder()
+
+    def launch(self, calls: Sequence[Call], *, label: str) -> Handle:
+        """Start a batch of like calls and return its handle.
+
+        The caller keeps every tensor untouched until ``wait`` has returned. Calls on empty tensors are dropped: all ranks
+        hold the same layout, so all of them drop the same ones.
+
+        Args:
+            label: names the batch in traces and errors.
+        """
+        calls = [call for call in calls if call.full.numel()]
+        if not calls or self.size == 1:
+            self._keep_own_shards(calls)
+            return DoneHandle()
+        if any(call.kind is not calls[0].kind for call in calls):
+            raise InvariantError(f"{label}: a batch must hold calls of one kind, got {[call.kind.value for call in calls]}")
+        self.recorder.record_collective(
+            CollectiveRecord(
+                kind=calls[0].kind,
+                label=label,
+                num_calls=len(calls),
+                payload_bytes=sum(call.full.numel() * call.full.element_size() for call in calls),
+                num_ranks=self.size,
+            )
+        )
+        return self._launch(calls, label)
+
+    @abstractmethod
+    def _launch(self, calls: Sequence[Call], label: str) -> Handle:
+        """Start a non-empty batch of like calls on more than one rank."""
+
+    @staticmethod
+    def _keep_own_shards(calls: Sequence[Call]) -> None:
+        """Do what a collective of one rank means: nothing, unless the shard is a tensor of its own."""
+        for call in calls:
+            if isinstance(call, ReduceScatter) and call.shard.data_ptr() != call.full.data_ptr():
+                call.shard.copy_(call.full)
+            elif isinstance(call, AllGather) and call.shard.data_ptr() != call.full.data_ptr():
+                call.full.copy_(call.shard)
+
+    def record_wait(self, label: str, start_s: float) -> None:
+        """Record that the caller's thread was blocked from ``start_s`` until now."""
+        self.recorder.record_interval(Interval(Lane.WAIT, label, start_s, time.perf_counter()))
+
+
+class LocalCommunicator(Communicator):
+    """The communicator of a process that trains alone: the same code path, minus the wire."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def _launch(self, calls: Sequence[Call], label: str) -> Handle:
+        raise InvariantError(f"{label}: one rank has nobody to talk to, got {len(calls)} calls")

@@ -1,0 +1,127 @@
+"""``load_config``: from a file and ``key=value`` arguments to a ``RunConfig``, or one readable error.
+
+Owns the order of the steps (read, override, validate) and the text of what is wrong. Reads no environment variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pydantic import ValidationError
+
+from megabucket.config.overrides import Override, apply_overrides, parse_override
+from megabucket.config.run import RunConfig
+from megabucket.config.text import printable, quoted
+from megabucket.config.yaml_loader import KeyPath, Plain, YamlDocument, read_yaml
+from megabucket.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+MAX_PROBLEMS: Final = 20
+"""Problems shown in one error; the rest is counted."""
+
+_PROBLEM_CHARS: Final = 500
+_VALUE_CHARS: Final = 60
+_YAML_1_1_BOOLEANS: Final = frozenset({"yes", "no", "on", "off", "y", "n"})
+# What pydantic says about these is about Python, not about the file.
+_MESSAGES: Final = {
+    "missing": "is required",
+    "union_tag_not_found": "kind is required; it says which sort of model this is",
+    "model_type": "should be a section with keys",
+    "model_attributes_type": "should be a section with keys",
+    "dict_type": "should be a mapping of keys and values",
+    "tuple_type": "should be a list",
+}
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply ``key=value`` overrides and validate the result.
+
+    Args:
+        overrides: for example ``ddp.bucket_size=40M``; a later one wins over an earlier one, all win over the file.
+
+    Raises:
+        ConfigError: anything wrong with the file, an override or a value. The text lists at most 20 problems, each with
+            its dotted path and the line or the argument it comes from; ``problems`` holds them one by one.
+    """
+    document = read_yaml(Path(path))
+    if document.data is not None and not isinstance(document.data, dict):
+        raise ConfigError(f"{document.source}:{document.lines[()]}: a config is a mapping with keys such as 'ddp:'")
+    parsed = [parse_override(text) for text in overrides]
+    data = apply_overrides(document.data or {}, parsed)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise explain_validation_error(error, data=data, document=document, overrides=parsed) from None
+
+
+def explain_validation_error(
+    error: ValidationError, *, data: Plain, document: YamlDocument, overrides: Iterable[Override] = ()
+) -> ConfigError:
+    """Return what pydantic found as one ``ConfigError`` with paths and places.
+
+    Args:
+        data: the values that were validated.
+        document: the file they come from.
+        overrides: the arguments that were applied to them.
+    """
+    arguments: dict[KeyPath, str] = {override.path: override.text for override in overrides}
+    problems = []
+    for detail in error.errors(include_url=False)[:MAX_PROBLEMS]:
+        path = _path_in_data(detail["loc"], data)
+        dotted = ".".join(str(part) for part in path)
+        text = f"{dotted}: {_message(detail)}" if dotted else _message(detail)
+        problems.append(printable(f"{_place(path, document, arguments)}: {text}", _PROBLEM_CHARS))
+    hidden = error.error_count() - len(problems)
+    if hidden > 0:
+        problems.append(f"and {hidden} more problems")
+    if len(problems) == 1:
+        return ConfigError(problems[0], problems=problems)
+    count = error.error_count()
+    return ConfigError("\n  ".join([f"{document.source}: {count} problems", *problems]), problems=problems)
+
+
+def _path_in_data(loc: tuple[int | str, ...], data: Plain) -> KeyPath:
+    """Return where pydantic's location lies in the data: right inside a tagged union stands the tag, which is no key."""
+    path: list[int | str] = []
+    value, may_be_tag = data, False
+    for part in loc:
+        if may_be_tag and isinstance(value, dict) and part == value.get("kind"):
+            may_be_tag = False
+            continue
+        path.append(part)
+        if isinstance(value, dict) and isinstance(part, str):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            value = None
+        may_be_tag = True
+    return tuple(path)
+
+
+def _place(path: KeyPath, document: YamlDocument, arguments: Mapping[KeyPath, str]) -> str:
+    """Return the argument or the line of the innermost enclosing value that has one."""
+    for length in range(len(path), -1, -1):
+        outer = path[:length]
+        if outer in arguments:
+            return f"command line, {quoted(arguments[outer])}"
+        if outer in document.lines:
+            return f"{document.source}:{document.lines[outer]}"
+    return document.source
+
+
+def _message(detail: ErrorDetails) -> str:
+    kind, value = detail["type"], detail["input"]
+    if kind == "union_tag_invalid":
+        context = detail.get("ctx", {})
+        return f"kind should be one of {context['expected_tags']} (got {printable(repr(context['tag']), _VALUE_CHARS)})"
+    message = _MESSAGES.get(kind, detail["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    if kind in {"value_error", "missing", "unknown_key", "union_tag_not_found"}:
+        return message
+    if kind == "bool_type" and isinstance(value, str) and value.lower() in _YAML_1_1_BOOLEANS:
+        message = "should be true or false"
+    return f"{message} (got {printable(repr(value), _VALUE_CHARS)})"

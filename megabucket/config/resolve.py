@@ -1,0 +1,288 @@
+"""Derive the values a config leaves open, each with its reason.
+
+Owns every rule that turns a ``DistributedDataParallelConfig`` and a group size into numbers: gradient dtype, bucket
+size, padding, alignment, gradient scale, collective. Changes no config and imports no torch. ``build_layout`` and the
+wrapper call the single rules; ``megabucket explain`` prints all of them through ``resolve``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.errors import ConfigError, LayoutError
+from megabucket.units import MIB, dtype_bytes
+
+START_ALIGNMENT: Final = 64
+"""Elements: a parameter starts at a multiple of this in a padded buffer."""
+
+BUCKET_END_ALIGNMENT: Final = 128
+"""Elements: with the group size, the divisor of where a padded bucket ends."""
+
+HIGH_BUSBW_ALIGNMENT: Final = 65_536
+"""Elements: the further divisor under ``pad_buckets_for_high_nccl_busbw``."""
+
+DEFAULT_BUCKET_NUMEL: Final = 40_000_000
+"""Elements per bucket when nothing sizes the buckets and the group is small."""
+
+DEFAULT_BUCKET_NUMEL_PER_RANK: Final = 1_000_000
+"""Elements per bucket and rank when nothing sizes the buckets and the group is large."""
+
+_HALF_PRECISION: Final = frozenset({"bfloat16", "float16"})
+
+Value = int | float | str | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """One derived value and why it is what it is."""
+
+    name: str
+    value: Value
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """Every derived value of one config on one group, in the order a reader needs them."""
+
+    dp_size: int
+    param_dtype: str
+    entries: tuple[Resolved, ...]
+
+    def __getitem__(self, name: str) -> Resolved:
+        """Return the entry called ``name``; ``KeyError`` when there is none."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return name -> value and reason as plain data, ready for JSON."""
+        return {entry.name: {"value": entry.value, "reason": entry.reason} for entry in self.entries}
+
+
+def resolve_grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) -> str:
+    """Return the dtype in which gradients of ``param_dtype`` parameters are stored and reduced.
+
+    Raises:
+        LayoutError: ``param_dtype`` is not a dtype that a buffer can hold.
+    """
+    return _grad_dtype(config, param_dtype)[0]
+
+
+def resolve_bucket_size(
+    config: DistributedDataParallelConfig, *, dp_size: int, total_numel: int, grad_itemsize_bytes: int
+) -> int | None:
+    """Return the elements that close a bucket, or ``None`` for one bucket per buffer.
+
+    Args:
+        config: which of ``bucket_size``, ``bucket_cap_mb``, ``num_buckets`` is given decides; none gives the default.
+        dp_size: ranks of the data-parallel group.
+        total_numel: elements of all parameters, without padding.
+        grad_itemsize_bytes: bytes of one gradient element.
+
+    Raises:
+        ConfigError: more buckets were asked for than there are elements.
+        LayoutError: ``dp_size`` is not positive.
+
+    >>> resolve_bucket_size(DistributedDataParallelConfig(), dp_size=512, total_numel=10**9, grad_itemsize_bytes=4)
+    512000000
+    """
+    size = _bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=grad_itemsize_bytes)
+    return size.numel
+
+
+def is_padded(config: DistributedDataParallelConfig) -> bool:
+    """Return whether parameters are aligned and buckets padded to equal shards."""
+    return config.layout == "stable" or config.use_distributed_optimizer
+
+
+def bucket_end_multiple(config: DistributedDataParallelConfig, dp_size: int) -> int:
+    """Return the number of elements that divides every bucket's end; 1 without padding.
+
+    Raises:
+        LayoutError: ``dp_size`` is not positive.
+
+    >>> bucket_end_multiple(DistributedDataParallelConfig(), 3)
+    384
+    """
+    _check_dp_size(dp_size)
+    if not is_padded(config):
+        return 1
+    if config.pad_buckets_for_high_nccl_busbw:
+        return math.lcm(dp_size, BUCKET_END_ALIGNMENT, HIGH_BUSBW_ALIGNMENT)
+    return math.lcm(dp_size, BUCKET_END_ALIGNMENT)
+
+
+def resolve(
+    config: DistributedDataParallelConfig,
+    *,
+    dp_size: int,
+    total_numel: int | None = None,
+    param_dtype: str = "float32",
+    num_buffers: int = 1,
+) -> ResolvedConfig:
+    """Return every value that ``config`` leaves to the model and the group, each with its reason.
+
+    Args:
+        config: the section as the user wrote it.
+        dp_size: ranks of the data-parallel group.
+        total_numel: elements of all parameters, without padding; ``None`` when the model is not known.
+        param_dtype: dtype of the parameters the answer is for.
+        num_buffers: buffers the model needs; more than one when parameters differ in dtype or group.
+
+    Raises:
+        ConfigError: more buckets were asked for than there are elements.
+        LayoutError: ``dp_size`` is not positive, or no buffer can hold ``param_dtype``.
+    """
+    _check_dp_size(dp_size)
+    grad_dtype, grad_reason = _grad_dtype(config, param_dtype)
+    size = _bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=dtype_bytes(grad_dtype))
+    return ResolvedConfig(
+        dp_size=dp_size,
+        param_dtype=param_dtype,
+        entries=(
+            Resolved("grad_dtype", grad_dtype, grad_reason),
+            Resolved("bucket_size", size.numel if size.is_known else "unknown", size.reason),
+            *_alignment_entries(config, dp_size),
+            *_reduction_entries(config, dp_size),
+            _finish_entry(config),
+            _overlap_entry(config, dp_size, is_one_bucket=num_buffers == 1 and size.holds(total_numel)),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketSize:
+    numel: int | None
+    reason: str
+    is_known: bool = True
+
+    def holds(self, total_numel: int | None) -> bool:
+        """Return whether one bucket is known to hold everything."""
+        if total_numel is None or not self.is_known:
+            return False
+        return self.numel is None or total_numel <= self.numel
+
+
+def _check_dp_size(dp_size: object) -> None:
+    if isinstance(dp_size, bool) or not isinstance(dp_size, int) or dp_size < 1:
+        raise LayoutError(f"dp_size={dp_size!r} is not a group size; give the number of data-parallel ranks, at least 1")
+
+
+def _grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) -> tuple[str, str]:
+    dtype_bytes(param_dtype)
+    if param_dtype not in _HALF_PRECISION:
+        return param_dtype, f"{param_dtype} parameters keep {param_dtype} gradients"
+    if config.grad_reduce_in_fp32:
+        return "float32", f"grad_reduce_in_fp32=True: {param_dtype} gradients are accumulated and reduced in float32"
+    return param_dtype, f"grad_reduce_in_fp32=False keeps the dtype of the {param_dtype} parameters"
+
+
+def _bucket_size(
+    config: DistributedDataParallelConfig, *, dp_size: int, total_numel: int | None, grad_itemsize_bytes: int
+) -> _BucketSize:
+    _check_dp_size(dp_size)
+    if config.layout == "megatron" and not config.overlap_grad_reduce:
+        reason = "layout='megatron' without overlap_grad_reduce: one bucket per buffer, whatever sizes the buckets"
+        return _BucketSize(None, reason)
+    if config.bucket_size is not None:
+        return _BucketSize(config.bucket_size, "bucket_size, as given")
+    if config.bucket_cap_mb is not None:
+        numel = max(1, int(config.bucket_cap_mb * MIB // grad_itemsize_bytes))
+        reason = f"bucket_cap_mb={config.bucket_cap_mb:g} MiB of gradients at {grad_itemsize_bytes} bytes per element"
+        return _BucketSize(numel, reason)
+    if config.num_buckets is not None:
+        return _size_from_count(config.num_buckets, total_numel)
+    per_rank = DEFAULT_BUCKET_NUMEL_PER_RANK * dp_size
+    reason = f"default: max({DEFAULT_BUCKET_NUMEL:_}, {DEFAULT_BUCKET_NUMEL_PER_RANK:_} * dp_size={dp_size})"
+    return _BucketSize(max(DEFAULT_BUCKET_NUMEL, per_rank), reason)
+
+
+def _size_from_count(num_buckets: int, total_numel: int | None) -> _BucketSize:
+    if total_numel is None:
+        reason = f"num_buckets={num_buckets}: total elements // {num_buckets}, known once there is a model"
+        return _BucketSize(None, reason, is_known=False)
+    # A model without elements still gets its one empty bucket; only a promise that cannot be kept is refused.
+    if num_buckets > max(total_numel, 1):
+        raise ConfigError(
+            f"num_buckets={num_buckets} is more than the {total_numel} elements there are to put into buckets. "
+            f"Ask for at most {max(total_numel, 1)}, or give bucket_size instead."
+        )
+    reason = f"num_buckets={num_buckets}: {total_numel:_} elements // {num_buckets}"
+    return _BucketSize(max(1, total_numel // num_buckets), reason)
+
+
+def _alignment_entries(config: DistributedDataParallelConfig, dp_size: int) -> tuple[Resolved, ...]:
+    if not is_padded(config):
+        why = "layout='megatron' without use_distributed_optimizer packs parameters back to back"
+        return (
+            Resolved("padded", False, why),
+            Resolved("start_multiple", 1, "not padded: a parameter starts where the one before ends"),
+            Resolved("bucket_end_multiple", 1, "not padded: a bucket ends where its last parameter ends"),
+        )
+    why = (
+        "layout='stable': the same padded layout whatever is switched on"
+        if config.layout == "stable"
+        else "use_distributed_optimizer=True: every rank owns an equal shard of each bucket"
+    )
+    parts = f"dp_size={dp_size}, {BUCKET_END_ALIGNMENT}"
+    if config.pad_buckets_for_high_nccl_busbw:
+        parts += f", {HIGH_BUSBW_ALIGNMENT}"
+    end = bucket_end_multiple(config, dp_size)
+    return (
+        Resolved("padded", True, why),
+        Resolved("start_multiple", START_ALIGNMENT, f"padded: a parameter starts at a multiple of {START_ALIGNMENT}"),
+        Resolved("bucket_end_multiple", end, f"padded: lcm({parts}), so that shards are equal"),
+    )
+
+
+def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int) -> tuple[Resolved, ...]:
+    if config.use_distributed_optimizer:
+        collective = Resolved("collective", "reduce_scatter", "use_distributed_optimizer=True: a rank needs its shard only")
+    else:
+        collective = Resolved("collective", "all_reduce", "use_distributed_optimizer=False: every rank steps on all parameters")
+    if config.grad_reduction == "sum":
+        return (
+            collective,
+            Resolved("reduce_op", "sum", "grad_reduction='sum'"),
+            Resolved("gradient_scale", 1.0, "grad_reduction='sum': the plain sum over the ranks"),
+        )
+    if config.average_in_collective:
+        return (
+            collective,
+            Resolved("reduce_op", "avg", "average_in_collective=True: the collective divides"),
+            Resolved("gradient_scale", 1.0, "average_in_collective=True: no scaling beside the collective"),
+        )
+    return (
+        collective,
+        Resolved("reduce_op", "sum", "average_in_collective=False: the mean is a scaled sum"),
+        Resolved("gradient_scale", 1.0 / dp_size, f"grad_reduction='mean': 1 / dp_size={dp_size}, applied once per step"),
+    )
+
+
+def _finish_entry(config: DistributedDataParallelConfig) -> Resolved:
+    if config.finish == "explicit":
+        return Resolved("finished_by", "finish_grad_sync()", "finish='explicit': the caller ends the gradient sync")
+    if config.use_distributed_optimizer:
+        why = "finish='auto' with reduce-scatter: DistributedOptimizer.step() waits for the gradients"
+        return Resolved("finished_by", "optimizer step", why)
+    why = "finish='auto' with all-reduce: gradients are ready when the last backward returns"
+    return Resolved("finished_by", "end of backward", why)
+
+
+def _overlap_entry(config: DistributedDataParallelConfig, dp_size: int, *, is_one_bucket: bool) -> Resolved:
+    name = "overlaps_backward"
+    if not config.overlap_grad_reduce:
+        return Resolved(name, False, "overlap_grad_reduce=False: buckets go out after backward")
+    if dp_size == 1:
+        return Resolved(name, False, "dp_size=1: there is nothing to send")
+    if config.bucket_groups == "single":
+        return Resolved(name, False, "bucket_groups='single': all buckets wait for the last gradient")
+    if is_one_bucket:
+        why = "everything fits into one bucket, complete only when backward ends; a smaller bucket_size would overlap"
+        return Resolved(name, False, why)
+    return Resolved(name, True, "overlap_grad_reduce=True: a bucket is launched as soon as its gradients are complete")

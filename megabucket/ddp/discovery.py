@@ -1,0 +1,148 @@
+"""Which parameters of a module are held, under which names, and which ones cannot be.
+
+Turns a module into parameter descriptions; every refusal names the parameter, the reason and the way out. Touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch.nn.parameter import UninitializedParameter
+
+from megabucket.buffer.views import dtype_name
+from megabucket.errors import AlreadyWrappedError, NoTrainableParametersError, UnsupportedParameterError
+from megabucket.layout import ParamSpec
+from megabucket.units import DTYPE_BYTES
+
+
+@dataclass(frozen=True)
+class DiscoveredParams:
+    """The parameters of one module, in registration order."""
+
+    trainable: Mapping[str, torch.nn.Parameter]
+    """By first name: a tied parameter stands here once."""
+    aliases: Mapping[str, tuple[str, ...]]
+    """The further names of tied parameters, by first name."""
+    frozen: tuple[str, ...]
+
+    @property
+    def specs(self) -> list[ParamSpec]:
+        """Descriptions for ``build_layout``."""
+        return [
+            ParamSpec(
+                name=name,
+                shape=tuple(param.shape),
+                dtype=dtype_name(param.dtype),
+                shared_embedding=bool(getattr(param, "shared_embedding", False)),
+            )
+            for name, param in self.trainable.items()
+        ]
+
+
+def discover_params(module: torch.nn.Module) -> DiscoveredParams:
+    """Return the parameters of ``module`` that buffers will hold.
+
+    Raises:
+        NoTrainableParametersError: nothing requires a gradient.
+        UnsupportedParameterError: a trainable parameter cannot live in a buffer.
+        AlreadyWrappedError: a wrapper holds some of the parameters already.
+    """
+    names_of: dict[int, list[str]] = {}
+    params: dict[str, torch.nn.Parameter] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names = names_of.setdefault(id(param), [])
+        if not names:
+            params[name] = param
+        names.append(name)
+    frozen = tuple(name for name, param in params.items() if not param.requires_grad)
+    trainable = {name: param for name, param in params.items() if param.requires_grad}
+    if not trainable:
+        raise NoTrainableParametersError(module=type(module).__name__, frozen=frozen)
+
+    wrapped = [name for name, param in trainable.items() if getattr(param, "main_grad", None) is not None]
+    if wrapped:
+        raise AlreadyWrappedError(params=wrapped)
+    for name, param in trainable.items():
+        _check_supported(name, param)
+    _check_one_device(trainable)
+    _check_disjoint_memory(trainable)
+    aliases = {names[0]: tuple(names[1:]) for names in names_of.values() if len(names) > 1 and names[0] in trainable}
+    return DiscoveredParams(trainable, aliases, frozen)
+
+
+def _check_supported(name: str, param: torch.nn.Parameter) -> None:
+    if isinstance(param, UninitializedParameter):
+        raise UnsupportedParameterError(
+            param=name, reason="it is uninitialized (a lazy module)", remedy="Run one forward before wrapping."
+        )
+    if param.is_meta:
+        raise UnsupportedParameterError(
+            param=name,
+            reason="it is on the meta device and has no values",
+            remedy="Call module.to_empty(device=...) and initialize the parameters before wrapping.",
+        )
+    if param.layout is not torch.strided:
+        raise UnsupportedParameterError(
+            param=name, reason=f"it is sparse ({param.layout})", remedy="Use a dense parameter, or freeze it."
+        )
+    if type(param.data) is not torch.Tensor:
+        raise UnsupportedParameterError(
+            param=name,
+            reason=f"it is a {type(param.data).__name__}, not a plain tensor",
+            remedy="Wrap the module before sharding or quantizing it, or freeze the parameter.",
+        )
+    if dtype_name(param.dtype) not in DTYPE_BYTES:
+        raise UnsupportedParameterError(
+            param=name,
+            reason=f"its dtype is {dtype_name(param.dtype)}",
+            remedy=f"Buffers hold {', '.join(DTYPE_BYTES)}; convert the parameter before wrapping, or freeze it.",
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
+        raise UnsupportedParameterError(
+            param=name,
+            reason=f"it is expanded: shape {tuple(param.shape)} with strides {param.stride()} repeats the same memory",
+            remedy="Make it a parameter of its own with .clone() before wrapping.",
+        )
+    if getattr(param, "allreduce", True) is False:
+        raise UnsupportedParameterError(
+            param=name,
+            reason="it is an expert parameter (allreduce=False), which is reduced over another group than the others",
+            remedy="Expert groups can be planned with build_layout(), but not be trained in this version.",
+        )
+
+
+def _check_one_device(params: Mapping[str, torch.nn.Parameter]) -> None:
+    first_name, first = next(iter(params.items()))
+    for name, param in params.items():
+        if param.device != first.device:
+            raise UnsupportedParameterError(
+                param=name,
+                reason=f"it is on {param.device}, but {first_name!r} is on {first.device}",
+                remedy="One buffer lives on one device: move the module to a single device before wrapping.",
+            )
+
+
+def _check_disjoint_memory(params: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse different parameters over the same memory: each would move to a place of its own and the tie would be lost."""
+    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in params.items():
+        if param.numel():
+            start = param.data_ptr()
+            stop = start + (1 + sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))) * param.itemsize
+            by_storage.setdefault(param.untyped_storage().data_ptr(), []).append((start, stop, name))
+    for ranges in by_storage.values():
+        _check_ranges(sorted(ranges), params)
+
+
+def _check_ranges(ranges: Sequence[tuple[int, int, str]], params: Mapping[str, torch.nn.Parameter]) -> None:
+    for (_, stop, before), (start, _, after) in pairwise(ranges):
+        # Interleaved views (columns of one matrix) overlap as ranges but share no element; only dense ones are decided here.
+        if start < stop and params[before].is_contiguous() and params[after].is_contiguous():
+            raise UnsupportedParameterError(
+                param=after,
+                reason=f"it shares memory with {before!r} but is a different parameter, so the tie would be lost",
+                remedy="Register the same Parameter object under both names, or clone() one of them before wrapping.",
+            )

@@ -1,0 +1,252 @@
+"""``DistributedDataParallel``: a module whose parameters and gradients live in buffers that are reduced while backward runs.
+
+Puts the parts together: discovery -> layout -> buffers -> bucket groups -> hooks. Holds no rule of its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, _ParamAndGradBucketGroup
+from megabucket.comm import Broadcast, Communicator, ReduceOp, discover_communicator
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.ddp.discovery import discover_params
+from megabucket.ddp.grad_sync import GradSync
+from megabucket.ddp.guard import PlainOptimizerGuard
+from megabucket.ddp.param_gather import ParamGather
+from megabucket.errors import PhaseError
+from megabucket.layout import ModelLayout, build_layout, launch_order
+from megabucket.trace.recorder import Recorder
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Wrap a module for data-parallel training through buffers and buckets.
+
+    Wrapping moves the trainable parameters into contiguous buffers (values, shapes and memory order stay), makes the replicas
+    equal by a broadcast from the first rank, and hooks backward. ``param.main_grad`` is the gradient's place in the buffer;
+    ``param.grad`` is the same view whenever it holds something a plain torch user may read. Frozen parameters stay where
+    they are. Module buffers (running statistics) are made equal once, when wrapping.
+
+    Args:
+        module: on its final device and in its final dtypes.
+        config: the defaults all-reduce with overlap.
+        process_group: the ranks to reduce with; the default group when not given, or this process alone when
+            ``torch.distributed`` is not initialized.
+        recorder: receives collectives and intervals, for traces and tests.
+
+    Raises:
+        NoTrainableParametersError: nothing requires a gradient.
+        UnsupportedParameterError: a trainable parameter cannot live in a buffer; the text says which and why.
+        AlreadyWrappedError: another wrapper holds some of the parameters.
+        ProcessGroupMissingError: several processes were launched, but they have no process group.
+        ConfigError: the config cannot be honoured for this module.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: DistributedDataParallelConfig | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        recorder: Recorder | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        self.ddp_config = config if config is not None else DistributedDataParallelConfig()
+        found = discover_params(module)
+        self.communicator = communicator or discover_communicator(process_group, recorder)
+        self.layout: ModelLayout = build_layout(found.specs, self.ddp_config, dp_size=self.communicator.size)
+        self.param_names = {param: name for name, param in found.trainable.items()}
+        self.module = module
+        self.param_and_grad_buffers = [ParamAndGradBuffer(buffer, found.trainable) for buffer in self.layout.buffers]
+        self.bucket_groups = self._make_groups()
+        self._sync = GradSync(self.bucket_groups, self.ddp_config)
+        self._gather = ParamGather(self.bucket_groups, module, overlaps=self.ddp_config.overlap_param_gather)
+        self._guard = PlainOptimizerGuard(
+            found.trainable,
+            self._sync,
+            reduce_scatters=self.ddp_config.use_distributed_optimizer,
+            rank=self.communicator.rank,
+        )
+        self._handles = self._register_hooks()
+        if self.ddp_config.init_sync:
+            self.broadcast_params()
+
+    def _make_groups(self) -> list[_ParamAndGradBucketGroup]:
+        config = self.ddp_config
+        policy = GradSyncPolicy(
+            reduce_scatters=config.use_distributed_optimizer,
+            op=ReduceOp.AVG if config.average_in_collective else ReduceOp.SUM,
+            average=config.grad_reduction == "mean",
+        )
+        buckets = [self.param_and_grad_buffers[i].buckets[j] for i, j in launch_order(self.layout)]
+        batches = [buckets] if config.bucket_groups == "single" else [[bucket] for bucket in buckets]
+        return [
+            _ParamAndGradBucketGroup(batch, index=index, num_groups=len(batches), communicator=self.communicator, policy=policy)
+            for index, batch in enumerate(batches)
+        ]
+
+    def _register_hooks(self) -> list[RemovableHandle]:
+        handles = [
+            slot.param.register_post_accumulate_grad_hook(self._sync.hook(group, position))
+            for group in self.bucket_groups
+            for position, slot in enumerate(group.slots)
+        ]
+        if self._sync.finishes_with_backward:
+            handles.append(self.module.register_forward_hook(self._watch_outputs))
+        return handles
+
+    def _watch_outputs(self, *call: Any) -> None:
+        *_, output = call
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._on_output_grad)
+
+    def _on_output_grad(self, _: torch.Tensor) -> None:
+        self._sync.begin_backward()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module. Calling ``ddp.module`` directly trains just as well: all hooks sit inside."""
+        return self.module(*args, **kwargs)
+
+    # Gradients #
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward only accumulates: for all but the last microbatch of a step.
+
+        What counts is where backward runs, not forward. Contexts may be nested.
+        """
+        return self._sync.no_sync()
+
+    def start_grad_sync(self) -> None:
+        """Launch the reduction of every bucket that was not launched yet, and return without waiting."""
+        self._sync.start()
+
+    def finish_grad_sync(self, *, force_all_reduce: bool = False) -> None:
+        """Leave reduced gradients behind: launch what was not launched, wait for all. A second call does nothing.
+
+        Gradients that the caller wrote into ``main_grad`` without a backward are reduced as they are.
+
+        Args:
+            force_all_reduce: all-reduce what is launched here, although the distributed optimizer is on. Set the attribute
+                ``force_all_reduce`` before backward to reach what backward launches, too.
+
+        Raises:
+            UnusedParameterError: a parameter had no gradient in the whole step (``unused_parameters="error"``).
+        """
+        before = self._sync.force_all_reduce
+        self._sync.force_all_reduce = before or force_all_reduce
+        try:
+            self._sync.finish()
+        finally:
+            self._sync.force_all_reduce = before
+
+    @property
+    def force_all_reduce(self) -> bool:
+        """Whether gradients are all-reduced although the distributed optimizer is on."""
+        return self._sync.force_all_reduce
+
+    @force_all_reduce.setter
+    def force_all_reduce(self, value: bool) -> None:
+        self._sync.force_all_reduce = value
+
+    @property
+    def sync(self) -> GradSync:
+        """The state of the gradient sync, for optimizers."""
+        return self._sync
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients in place, for instance by one over the number of tokens of the global batch.
+
+        Raises:
+            PhaseError: a collective owns some of them.
+        """
+        self._sync.check_not_in_flight("scale_gradients()")
+        for buffer in self.param_and_grad_buffers:
+            buffer.grad_data.mul_(factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. The next ones overwrite them, so nothing is zeroed unless ``set_to_none`` is false."""
+        self._sync.reset()
+        if not set_to_none:
+            self.zero_grad_buffer()
+
+    def zero_grad_buffer(self) -> None:
+        """Fill the gradient buffers with zeros now, and forget all gradients. ``zero_grad`` does less and is enough."""
+        self._sync.reset()
+        for buffer in self.param_and_grad_buffers:
+            buffer.zero_grads()
+
+    # Parameters #
+
+    def start_param_sync(self, *, force_sync: bool = False) -> None:
+        """Gather updated parameters from the ranks that own them, the first layers first.
+
+        Returns at once with ``overlap_param_gather=True``: forward then waits for each bucket where it is needed. Does
+        nothing without the distributed optimizer.
+
+        Args:
+            force_sync: wait in any case.
+        """
+        if self.ddp_config.use_distributed_optimizer:
+            self._gather.start()
+            if force_sync or not self.ddp_config.overlap_param_gather:
+                self._gather.finish()
+
+    def finish_param_sync(self) -> None:
+        """Return when every parameter may be read."""
+        self._gather.finish()
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Copy parameters (frozen ones too) and module buffers of the group's first rank to all ranks."""
+        self.finish_param_sync()
+        state = [buffer.param_data for buffer in self.param_and_grad_buffers]
+        state += [param.data for param in self.module.parameters() if param not in self.param_names]
+        state += [buffer for buffer in self.module.buffers() if not buffer.is_meta]
+        for tensor in state:
+            dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+            self.communicator.launch([Broadcast(dense)], label="initial broadcast").wait()
+            if dense is not tensor:
+                tensor.copy_(dense)
+
+    # The wrapper as a module #
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the wrapped module's ``state_dict``, with its own names and complete on every rank."""
+        self.finish_param_sync()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load into the wrapped module. Values are copied into the buffers, so ``assign`` is refused.
+
+        Raises:
+            PhaseError: ``assign=True``, which would replace the parameters that live in the buffers.
+        """
+        if assign:
+            raise PhaseError(
+                "load_state_dict(assign=True) would replace the parameters that live in the buffers, and their gradients "
+                "would be reduced no more. Load with assign=False, which copies the values, or load before wrapping."
+            )
+        self.finish_param_sync()
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def detach(self) -> torch.nn.Module:
+        """Undo the wrapping: give the parameters storages of their own, remove all hooks, and return the module."""
+        self._sync.drain()
+        self.finish_param_sync()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._gather.remove()
+        self._guard.remove()
+        for buffer in self.param_and_grad_buffers:
+            buffer.detach()
+        return self.module

@@ -1,0 +1,27 @@
+"""Where parameters lie: pure data and arithmetic, importable without torch."""
+
+from megabucket.layout.build import build_layout
+from megabucket.layout.invariants import BUFFER_INVARIANTS, check_layout
+from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout, ParamSlot, Span
+from megabucket.layout.order import BucketId, launch_order
+from megabucket.layout.serialize import layout_diff
+from megabucket.layout.shards import ShardSlice, shard_slices
+from megabucket.layout.spec import BufferKey, ParamSpec
+
+__all__ = [
+    "BUFFER_INVARIANTS",
+    "BucketId",
+    "BucketLayout",
+    "BufferKey",
+    "BufferLayout",
+    "ModelLayout",
+    "ParamSlot",
+    "ParamSpec",
+    "ShardSlice",
+    "Span",
+    "build_layout",
+    "check_layout",
+    "launch_order",
+    "layout_diff",
+    "shard_slices",
+]

@@ -1,0 +1,119 @@
+"""A layout as rows of a table: what each bucket holds, sends and wastes. Pure arithmetic, no torch, no printing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout
+from megabucket.units import dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRow:
+    """One bucket in numbers."""
+
+    buffer: str
+    """The buffer's key in its short form, for example ``dense/bfloat16->float32``."""
+    bucket: int
+    """Position in the buffer; bucket 0 is complete first in backward."""
+    first_param: str
+    """The parameter with the lowest position, registered last."""
+    last_param: str
+    """The parameter with the highest position, registered first."""
+    num_params: int
+    params_numel: int
+    """Elements that belong to parameters."""
+    numel: int
+    """Elements of the bucket, padding included; a collective moves all of them."""
+    grad_bytes: int
+    """Bytes of the bucket's gradients, padding included."""
+    num_shards: int
+    """Ranks the bucket is cut for; 1 when it is not sharded."""
+    num_padding_only_ranks: int
+    """Ranks whose shard holds no element of any parameter."""
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the bucket that belongs to no parameter; 0 for an empty bucket."""
+        return 1 - self.params_numel / self.numel if self.numel else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTotals:
+    """A whole layout in numbers."""
+
+    num_buffers: int
+    num_buckets: int
+    num_params: int
+    params_numel: int
+    """Elements that belong to parameters."""
+    numel: int
+    """Elements of all buffers, padding included."""
+    grad_bytes: int
+    """Bytes of all gradient buffers."""
+    param_bytes: int
+    """Bytes of all parameters in their own dtype, padding included."""
+    num_buckets_with_padding_only_ranks: int
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the buffers that belongs to no parameter; 0 for empty buffers."""
+        return 1 - self.params_numel / self.numel if self.numel else 0.0
+
+
+def describe_rows(layout: ModelLayout) -> tuple[BucketRow, ...]:
+    """Return one row per bucket, in buffer and bucket order. Time is linear in the number of parameters."""
+    return tuple(_row(buffer, bucket) for buffer in layout.buffers for bucket in buffer.buckets)
+
+
+def describe_totals(layout: ModelLayout, rows: Iterable[BucketRow]) -> LayoutTotals:
+    """Return the totals of ``layout``, given its rows."""
+    rows = tuple(rows)
+    return LayoutTotals(
+        num_buffers=len(layout.buffers),
+        num_buckets=len(rows),
+        num_params=sum(row.num_params for row in rows),
+        params_numel=sum(row.params_numel for row in rows),
+        numel=layout.numel,
+        grad_bytes=sum(buffer.grad_bytes for buffer in layout.buffers),
+        param_bytes=sum(buffer.numel * dtype_bytes(buffer.key.param_dtype) for buffer in layout.buffers),
+        num_buckets_with_padding_only_ranks=sum(row.num_padding_only_ranks > 0 for row in rows),
+    )
+
+
+def num_padding_only_ranks(buffer: BufferLayout, bucket: BucketLayout) -> int:
+    """Return how many ranks own padding only in ``bucket``.
+
+    Counts the shards that each parameter touches, once each; does not look at the ranks one by one.
+    """
+    shard_numel = bucket.numel // buffer.num_shards
+    if shard_numel == 0:
+        return buffer.num_shards
+    num_owners = 0
+    last_owner = -1  # parameters lie in buffer order, so only the last shard counted can be touched again
+    for name in bucket.params:
+        slot = buffer.params[name]
+        if slot.start == slot.stop:
+            continue
+        first = max((slot.start - bucket.start) // shard_numel, last_owner + 1)
+        last = (slot.stop - 1 - bucket.start) // shard_numel
+        num_owners += max(last - first + 1, 0)
+        last_owner = max(last_owner, last)
+    return buffer.num_shards - num_owners
+
+
+def _row(buffer: BufferLayout, bucket: BucketLayout) -> BucketRow:
+    slots = buffer.params
+    return BucketRow(
+        buffer=str(buffer.key),
+        bucket=bucket.index,
+        first_param=bucket.params[0] if bucket.params else "",
+        last_param=bucket.params[-1] if bucket.params else "",
+        num_params=len(bucket.params),
+        params_numel=sum(slots[name].stop - slots[name].start for name in bucket.params),
+        numel=bucket.numel,
+        grad_bytes=bucket.numel * dtype_bytes(buffer.key.grad_dtype),
+        num_shards=buffer.num_shards,
+        num_padding_only_ranks=num_padding_only_ranks(buffer, bucket),
+    )

@@ -1,0 +1,190 @@
+"""What must hold for every sound layout, by name. No torch.
+
+The checks look at the layout alone, never at how it was built, so they hold layouts of any origin to the same rules: ours,
+one read from JSON, one made by somebody else's code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Final
+
+from megabucket.layout.layout import BufferLayout, ModelLayout
+from megabucket.layout.spec import GROUPS
+from megabucket.units import DTYPE_BYTES
+
+_Check = Callable[[BufferLayout], Iterator[str]]
+
+
+def check_layout(layout: ModelLayout) -> list[str]:
+    """Return every violated invariant as ``"name: what is wrong where"``; empty when the layout is sound.
+
+    Time is linear in the number of parameters (plus the sort by position). Never raises for a badly cut layout.
+    """
+    violations = [f"each-parameter-once: {text}" for text in _names_repeat(layout)]
+    for index, buffer in enumerate(layout.buffers):
+        for name, check in BUFFER_INVARIANTS.items():
+            violations += [f"{name}: buffer {index} ({buffer.key}): {text}" for text in check(buffer)]
+    return violations
+
+
+def _names_repeat(layout: ModelLayout) -> Iterator[str]:
+    holders = Counter(name for buffer in layout.buffers for name in buffer.params)
+    yield from (f"{name!r} lies in {count} buffers" for name, count in holders.items() if count > 1)
+    indices = Counter(slot.registration_index for buffer in layout.buffers for slot in buffer.params.values())
+    yield from (f"registration number {index} is used {count} times" for index, count in indices.items() if count > 1)
+
+
+def _each_parameter_in_one_bucket(buffer: BufferLayout) -> Iterator[str]:
+    listed = Counter(name for bucket in buffer.buckets for name in bucket.params)
+    for name in buffer.params:
+        if listed[name] != 1:
+            yield f"{name!r} is listed in {listed[name]} buckets"
+    for name in listed:
+        if name not in buffer.params:
+            yield f"bucket lists {name!r}, which has no slot"
+    for bucket in buffer.buckets:
+        for name in bucket.params:
+            if name in buffer.params and buffer.params[name].bucket != bucket.index:
+                yield f"{name!r} is listed in bucket {bucket.index} but its slot says {buffer.params[name].bucket}"
+
+
+def _ranges_have_the_size_of_the_shape(buffer: BufferLayout) -> Iterator[str]:
+    for name, slot in buffer.params.items():
+        if slot.stop - slot.start != math.prod(slot.shape) or any(size < 0 for size in slot.shape):
+            yield f"{name!r} has shape {slot.shape} but range [{slot.start}, {slot.stop})"
+
+
+def _ranges_are_disjoint(buffer: BufferLayout) -> Iterator[str]:
+    filled = sorted((slot.start, slot.stop, name) for name, slot in buffer.params.items() if slot.stop > slot.start)
+    for (_, stop, before), (start, _, after) in pairwise(filled):
+        if start < stop:
+            yield f"{before!r} and {after!r} overlap at element {start}"
+
+
+def _ranges_lie_inside_their_bucket(buffer: BufferLayout) -> Iterator[str]:
+    for name, slot in buffer.params.items():
+        if not 0 <= slot.bucket < len(buffer.buckets):
+            yield f"{name!r} is in bucket {slot.bucket} of {len(buffer.buckets)}"
+            continue
+        bucket = buffer.buckets[slot.bucket]
+        if not bucket.start <= slot.start <= slot.stop <= bucket.start + bucket.numel_unpadded:
+            yield f"{name!r} at [{slot.start}, {slot.stop}) leaves the unpadded part of bucket {slot.bucket}"
+
+
+def _buckets_tile_the_buffer(buffer: BufferLayout) -> Iterator[str]:
+    position = 0
+    for number, bucket in enumerate(buffer.buckets):
+        if bucket.index != number:
+            yield f"bucket at position {number} is numbered {bucket.index}"
+        if bucket.start != position or bucket.stop < bucket.start:
+            yield f"bucket {number} is [{bucket.start}, {bucket.stop}), expected to start at {position}"
+        position = bucket.stop
+
+
+def _order_is_reverse_registration(buffer: BufferLayout) -> Iterator[str]:
+    in_buffer_order = [name for bucket in buffer.buckets for name in bucket.params if name in buffer.params]
+    for before, after in pairwise(in_buffer_order):
+        first, second = buffer.params[before], buffer.params[after]
+        if first.registration_index <= second.registration_index or first.start > second.start:
+            yield f"{before!r} (number {first.registration_index}) stands before {after!r} (number {second.registration_index})"
+
+
+def _starts_are_aligned(buffer: BufferLayout) -> Iterator[str]:
+    for name, slot in buffer.params.items():
+        if buffer.start_alignment < 1 or slot.start % buffer.start_alignment:
+            yield f"{name!r} starts at {slot.start}, not a multiple of {buffer.start_alignment}"
+
+
+def _bucket_ends_are_aligned(buffer: BufferLayout) -> Iterator[str]:
+    for bucket in buffer.buckets:
+        if buffer.end_multiple < 1 or bucket.stop % buffer.end_multiple:
+            yield f"bucket {bucket.index} ends at {bucket.stop}, not a multiple of {buffer.end_multiple}"
+
+
+def _shards_are_equal(buffer: BufferLayout) -> Iterator[str]:
+    for bucket in buffer.buckets:
+        if buffer.num_shards < 1 or bucket.numel % buffer.num_shards:
+            yield f"bucket {bucket.index} has {bucket.numel} elements, not divisible into {buffer.num_shards} shards"
+
+
+def _padding_is_minimal(buffer: BufferLayout) -> Iterator[str]:
+    for bucket, following in zip(buffer.buckets, [*buffer.buckets[1:], None], strict=True):
+        tail = bucket.numel - bucket.numel_unpadded
+        if not 0 <= tail < max(buffer.end_multiple, 1):
+            yield f"bucket {bucket.index} ends with {tail} elements of padding, limit {buffer.end_multiple - 1}"
+        end = bucket.start
+        for name in bucket.params:
+            slot = buffer.params.get(name)
+            if slot is None:
+                continue
+            if slot.start - end >= max(buffer.start_alignment, 1):
+                yield f"{slot.start - end} unused elements before {name!r}, limit {buffer.start_alignment - 1}"
+            end = slot.stop
+        counted = bucket.start + bucket.numel_unpadded - end
+        # Only a bucket that a shared embedding closed may count the gap up to where the embedding would have started.
+        first = buffer.params.get(following.params[0]) if following is not None and following.params else None
+        gap = -end % max(buffer.start_alignment, 1) if first is not None and first.shared_embedding else 0
+        if counted > 0 and counted != gap:
+            yield f"bucket {bucket.index} counts {counted} elements after its last parameter"
+
+
+def _no_bucket_is_empty(buffer: BufferLayout) -> Iterator[str]:
+    yield from (f"bucket {bucket.index} holds no parameter" for bucket in buffer.buckets if not bucket.params)
+
+
+def _buckets_close_at_the_bucket_size(buffer: BufferLayout) -> Iterator[str]:
+    """A bucket closes at the first parameter that reaches the size, and for no other reason but a shared embedding."""
+    if any(name not in buffer.params for bucket in buffer.buckets for name in bucket.params):
+        return
+    isolates = buffer.start_alignment > 1
+    for bucket, following in zip(buffer.buckets, [*buffer.buckets[1:], None], strict=True):
+        if not bucket.params:
+            continue
+        slots = [buffer.params[name] for name in bucket.params]
+        if buffer.bucket_size is not None and any(slot.stop - bucket.start >= buffer.bucket_size for slot in slots[:-1]):
+            yield f"bucket {bucket.index} goes on after reaching bucket_size={buffer.bucket_size}"
+        is_full = buffer.bucket_size is not None and slots[-1].stop - bucket.start >= buffer.bucket_size
+        follows_shared = following is not None and any(buffer.params[name].shared_embedding for name in following.params[:1])
+        closes_for_embedding = isolates and (follows_shared or slots[-1].shared_embedding)
+        if following is not None and not is_full and not closes_for_embedding:
+            yield f"bucket {bucket.index} closes at {bucket.numel_unpadded} elements, before bucket_size={buffer.bucket_size}"
+
+
+def _shared_embeddings_are_alone(buffer: BufferLayout) -> Iterator[str]:
+    if buffer.start_alignment == 1:
+        return  # unpadded layouts are not sharded, so copies on other stages need no common cut
+    for bucket in buffer.buckets:
+        shared = [name for name in bucket.params if name in buffer.params and buffer.params[name].shared_embedding]
+        if shared and len(bucket.params) > 1:
+            yield f"shared embedding {shared[0]!r} shares bucket {bucket.index} with {len(bucket.params) - 1} others"
+
+
+def _key_is_known(buffer: BufferLayout) -> Iterator[str]:
+    for dtype in (buffer.key.param_dtype, buffer.key.grad_dtype):
+        if dtype not in DTYPE_BYTES:
+            yield f"dtype {dtype!r} is not known"
+    if buffer.key.group not in GROUPS:
+        yield f"group {buffer.key.group!r} is not known"
+
+
+BUFFER_INVARIANTS: Final[dict[str, _Check]] = {
+    "each-parameter-in-one-bucket": _each_parameter_in_one_bucket,
+    "range-has-the-size-of-the-shape": _ranges_have_the_size_of_the_shape,
+    "ranges-are-disjoint": _ranges_are_disjoint,
+    "ranges-lie-inside-their-bucket": _ranges_lie_inside_their_bucket,
+    "buckets-tile-the-buffer": _buckets_tile_the_buffer,
+    "order-is-reverse-registration": _order_is_reverse_registration,
+    "starts-are-aligned": _starts_are_aligned,
+    "bucket-ends-are-aligned": _bucket_ends_are_aligned,
+    "shards-are-equal": _shards_are_equal,
+    "padding-is-minimal": _padding_is_minimal,
+    "no-bucket-is-empty": _no_bucket_is_empty,
+    "buckets-close-at-the-bucket-size": _buckets_close_at_the_bucket_size,
+    "shared-embeddings-are-alone": _shared_embeddings_are_alone,
+    "key-is-known": _key_is_known,
+}
+"""Checks of one buffer by name; each yields a text per violation."""

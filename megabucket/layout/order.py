@@ -1,0 +1,29 @@
+"""The order in which buckets are launched: data, the same on every rank. No torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megabucket.layout.layout import ModelLayout
+
+
+class BucketId(NamedTuple):
+    """A bucket of a model: which buffer, and which bucket of it."""
+
+    buffer: int
+    bucket: int
+
+
+def launch_order(layout: ModelLayout) -> tuple[BucketId, ...]:
+    """Return all buckets, in the order in which backward is expected to complete them.
+
+    Backward visits parameters roughly in reverse registration order, so a bucket is complete when its first registered
+    parameter is. Within one buffer this is index order; buckets of several buffers (dtypes) are interleaved, so that none
+    waits for the whole backward. The order is a function of the layout alone: what hooks do never changes it.
+    """
+    ids = [
+        (min(buffer.params[name].registration_index for name in bucket.params), BucketId(buffer_index, bucket.index))
+        for buffer_index, buffer in enumerate(layout.buffers)
+        for bucket in buffer.buckets
+    ]
+    return tuple(bucket_id for _, bucket_id in sorted(ids, reverse=True))

@@ -1,0 +1,50 @@
+"""The global gradient norm over shards, and clipping by it.
+
+Squares are summed in float64, so the norm does not depend on how the gradients are cut into shards, buckets or modes: float32
+sums over different cuts differ in the last bit in most cases, and clipping would carry the difference into the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from megabucket.comm import AllReduce, Communicator
+
+_CHUNK_NUMEL: Final = 1 << 18
+"""Elements summed at a time on CPU: the float64 copy torch makes of them (2 MiB) stays in the cache."""
+
+
+def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of squares of all elements: one float64 value, shape ``(1,)``."""
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for grad in grads:
+        for chunk in grad.split(_CHUNK_NUMEL) if device.type == "cpu" else (grad,):
+            total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
+    return total
+
+
+def global_norm(grads: Sequence[torch.Tensor], communicator: Communicator, *, is_sharded: bool) -> float:
+    """Return the L2 norm over the gradients of all ranks' shards.
+
+    Args:
+        grads: this rank's gradients; alignment gaps and padding in them are zero and count nothing.
+        is_sharded: whether other ranks hold the rest (one all-reduce of 8 bytes), or ``grads`` is everything.
+    """
+    device = grads[0].device if grads else torch.device("cpu")
+    total = sum_of_squares(grads, device)
+    if is_sharded:
+        communicator.launch([AllReduce(total)], label="grad norm").wait()
+    return float(total.sqrt())
+
+
+def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float) -> None:
+    """Scale gradients in place so that their global norm is at most ``max_norm``; leave smaller ones untouched.
+
+    The factor is ``max_norm / (norm + 1e-6)``, as in ``torch.nn.utils.clip_grad_norm_`` and in Megatron.
+    """
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1 and grads:
+        torch._foreach_mul_(list(grads), factor)

@@ -1,0 +1,65 @@
+"""Test tools for users of this library: hypothesis strategies, and assertions about layouts.
+
+Names are resolved on first use, so the hypothesis entry point and tests without hypothesis pay for nothing they do not use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from megabucket.testing.invariants import (
+        assert_json_round_trip,
+        assert_layouts_equal,
+        assert_places,
+        assert_shards_partition,
+        assert_sound,
+        assert_views_are_a_bijection,
+    )
+    from megabucket.testing.strategies import (
+        LayoutInput,
+        ddp_configs,
+        dp_sizes,
+        layout_inputs,
+        model_layouts,
+        param_shapes,
+        param_specs,
+    )
+
+__all__ = [
+    "LayoutInput",
+    "assert_json_round_trip",
+    "assert_layouts_equal",
+    "assert_places",
+    "assert_shards_partition",
+    "assert_sound",
+    "assert_views_are_a_bijection",
+    "ddp_configs",
+    "dp_sizes",
+    "layout_inputs",
+    "model_layouts",
+    "param_shapes",
+    "param_specs",
+]
+
+_MODULES: Final = MappingProxyType(
+    {name: "invariants" if name.startswith("assert_") else "strategies" for name in __all__},
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "hypothesis":
+            raise
+        hint = f"{__name__}.{name} draws examples with hypothesis, which is not installed: pip install 'megabucket[testing]'"
+        raise ModuleNotFoundError(hint, name="hypothesis") from None
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

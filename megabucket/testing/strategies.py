@@ -1,0 +1,278 @@
+"""Hypothesis strategies for what a layout is made from, and for layouts. Public API.
+
+Every argument is a keyword, every bound is checked when the strategy is made (``InvalidArgument``), and every docstring
+says what its values shrink towards. The defaults keep parameters small enough to allocate; shapes are only numbers here,
+so a test that allocates nothing may raise ``max_numel`` as far as it likes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any, Final, NamedTuple
+
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+from hypothesis.strategies import SearchStrategy
+
+from megabucket.config import DistributedDataParallelConfig
+from megabucket.layout import ModelLayout, ParamSpec, build_layout
+from megabucket.layout.spec import GROUPS
+from megabucket.units import MIB
+
+__all__ = ["LayoutInput", "ddp_configs", "dp_sizes", "layout_inputs", "model_layouts", "param_shapes", "param_specs"]
+
+DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+LAYOUTS: Final = ("stable", "megatron")
+SIZINGS: Final = ("default", "bucket_size", "bucket_cap_mb", "num_buckets")
+
+# Around the alignments (64, 128, 65536) and at primes is where arithmetic on positions goes wrong; 32-bit numbers end at 2**31
+# and 2**32, also when both factors of a product fit into them.
+_LANDMARK_SHAPES: Final = (
+    *((size,) for size in (1, 2, 63, 64, 65, 97, 103, 127, 128, 129, 191, 193, 1021, 4093, 9025)),
+    *((size,) for size in (65_535, 65_536, 65_537, 104_729, 2**31 - 1, 2**31, 2**31 + 11, 2**40 - 87)),
+    *((46_341, 46_341), (65_536, 65_537), (3, 2**33)),
+)
+
+_EMPTY_SHAPES: Final = ((0,), (0, 7), (3, 0), (2, 0, 5))
+
+_NAME_FORMS: Final = ("p{}", "layers.{}.weight", "block{}.attn.ü", 'odd "{}" \\ \n\u2028 name', "{}")
+
+
+class LayoutInput(NamedTuple):
+    """The arguments of ``build_layout``, as one value: what a test of a layout algorithm is given."""
+
+    specs: tuple[ParamSpec, ...]
+    config: DistributedDataParallelConfig
+    dp_size: int
+    expert_dp_size: int | None = None
+
+    def build(self) -> ModelLayout:
+        """Return the layout that this library makes of it."""
+        return build_layout(self.specs, self.config, dp_size=self.dp_size, expert_dp_size=self.expert_dp_size)
+
+
+def param_shapes(*, max_numel: int = 5_000, max_dims: int = 4, allow_empty: bool = True) -> SearchStrategy[tuple[int, ...]]:
+    """Shapes of at most ``max_numel`` elements.
+
+    Among them scalars (no dimension), shapes with a zero when ``allow_empty``, sizes next to the alignments, primes and, as
+    far as ``max_numel`` lets them, shapes of more than 2**31 elements.
+
+    Shrinks towards ``(1,)``.
+    """
+    _check_at_least(1, max_numel=max_numel, max_dims=max_dims)
+    fitting = [shape for shape in _LANDMARK_SHAPES if math.prod(shape) <= max_numel and len(shape) <= max_dims]
+    degenerate = [(), *(shape for shape in _EMPTY_SHAPES if allow_empty and len(shape) <= max_dims)]
+    boxes = [_boxes(max_numel=max_numel, num_dims=num_dims) for num_dims in range(1, max_dims + 1)]
+    return st.one_of([*boxes, st.sampled_from(fitting), st.sampled_from(degenerate)])
+
+
+def param_specs(
+    *,
+    min_params: int = 1,
+    max_params: int = 12,
+    max_numel: int = 5_000,
+    dtypes: Sequence[str] = DTYPES,
+    groups: Sequence[str] = GROUPS,
+    shared_embeddings: bool = True,
+) -> SearchStrategy[tuple[ParamSpec, ...]]:
+    """The parameters of a model, with distinct names, in registration order.
+
+    About half of the models have one dtype and one group; the others mix all that are allowed.
+
+    Shrinks towards ``min_params`` parameters of one element, called ``p0, p1, ...``, of ``dtypes[0]`` and ``groups[0]``.
+
+    Args:
+        max_numel: most elements of a single parameter.
+        dtypes: names of the storage dtypes to draw from.
+        groups: reduction groups to draw from.
+        shared_embeddings: whether some of the parameters have a copy on another pipeline stage.
+    """
+    _check_range(0, min_params=min_params, max_params=max_params)
+    _check_members(known=DTYPES, dtypes=dtypes)
+    _check_members(known=GROUPS, groups=groups)
+    # One draw decides what a parameter is apart from its shape; an embedding is the rare case.
+    weights = (False, False, False, False, True) if shared_embeddings else (False,)
+    mixed = [(dtype, group, shared) for shared, dtype, group in product(weights, dtypes, groups)]
+    uniform = [(dtypes[0], groups[0], shared) for shared in weights]
+    shapes = param_shapes(max_numel=max_numel)
+
+    def models(kinds: list[tuple[str, str, bool]]) -> SearchStrategy[list[tuple[tuple[int, ...], tuple[str, str, bool]]]]:
+        return st.lists(st.tuples(shapes, st.sampled_from(kinds)), min_size=min_params, max_size=max_params)
+
+    return st.builds(_name_params, models(uniform) | models(mixed), st.sampled_from(_NAME_FORMS))
+
+
+def ddp_configs(
+    *,
+    max_bucket_size: int = 20_000,
+    max_num_buckets: int = 8,
+    layouts: Sequence[str] = LAYOUTS,
+    sizings: Sequence[str] = SIZINGS,
+) -> SearchStrategy[DistributedDataParallelConfig]:
+    """Valid configs: every field takes every kind of value, and contradictory combinations are never built.
+
+    Shrinks towards the default config, as far as ``layouts`` and ``sizings`` allow: they are tried in the order given.
+
+    Args:
+        max_bucket_size: most elements of ``bucket_size``; ``bucket_cap_mb`` is bounded by as many float64 elements.
+        max_num_buckets: largest ``num_buckets``; a layout needs at least as many elements.
+        layouts: values of ``layout`` to draw from.
+        sizings: the ways to size buckets to draw from; ``"default"`` gives none of the three fields.
+    """
+    _check_at_least(1, max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets)
+    _check_members(known=LAYOUTS, layouts=layouts)
+    _check_members(known=SIZINGS, sizings=sizings)
+    ways = [_sizing(way, max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets) for way in sizings]
+    return st.builds(_merge_into_config, st.one_of(ways), _switches(layouts))
+
+
+def dp_sizes(*, min_size: int = 1, max_size: int = 1_024) -> SearchStrategy[int]:
+    """Sizes of a data-parallel group: small ones, powers of two, and awkward ones in equal parts.
+
+    Shrinks towards ``min_size``.
+    """
+    _check_range(1, min_size=min_size, max_size=max_size)
+    powers = [2**i for i in range(max_size.bit_length()) if min_size <= 2**i <= max_size]
+    kinds = [st.integers(min_size, min(max_size, min_size + 7)), st.integers(min_size, max_size)]
+    return st.one_of([*kinds, st.sampled_from(powers)] if powers else kinds)
+
+
+def layout_inputs(
+    *,
+    specs: SearchStrategy[tuple[ParamSpec, ...]] | None = None,
+    dp_size: SearchStrategy[int] | None = None,
+    layouts: Sequence[str] = LAYOUTS,
+    sizings: Sequence[str] = SIZINGS,
+) -> SearchStrategy[LayoutInput]:
+    """Arguments of ``build_layout`` that it accepts, with bucket sizes that fit the model.
+
+    Shrinks towards the smallest model, the default config, and a group of one rank.
+
+    Args:
+        specs: what models to draw; ``param_specs()`` when not given. Each must hold at least one parameter.
+        dp_size: what group sizes to draw; ``dp_sizes()`` when not given. Sizes of the expert group are drawn from it, too.
+        layouts: as in ``ddp_configs``.
+        sizings: as in ``ddp_configs``.
+    """
+    _check_members(known=LAYOUTS, layouts=layouts)
+    _check_members(known=SIZINGS, sizings=sizings)
+    sizes = dp_sizes() if dp_size is None else dp_size
+    return _layout_inputs(param_specs() if specs is None else specs, sizes, _switches(layouts), st.sampled_from(sizings))
+
+
+def model_layouts(
+    *,
+    specs: SearchStrategy[tuple[ParamSpec, ...]] | None = None,
+    dp_size: SearchStrategy[int] | None = None,
+    layouts: Sequence[str] = LAYOUTS,
+    sizings: Sequence[str] = SIZINGS,
+) -> SearchStrategy[ModelLayout]:
+    """Layouts as this library builds them; the arguments and the shrinking are those of ``layout_inputs``."""
+    return layout_inputs(specs=specs, dp_size=dp_size, layouts=layouts, sizings=sizings).map(LayoutInput.build)
+
+
+# All combinations that the config's validator accepts, the default first: hypothesis shrinks towards the first.
+_VALID_SYNC: Final[tuple[dict[str, Any], ...]] = tuple(
+    {"overlap_grad_reduce": overlap, "use_distributed_optimizer": sharded, "overlap_param_gather": gather}
+    for gather, sharded, overlap in product((False, True), (False, True), (True, False))
+    if not gather or (sharded and overlap)
+)
+
+_VALID_REDUCTION: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"grad_reduction": "mean", "average_in_collective": True},
+    {"grad_reduction": "sum"},
+)
+
+_INDEPENDENT_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
+    {
+        "grad_reduce_in_fp32": fp32,
+        "pad_buckets_for_high_nccl_busbw": busbw,
+        "bucket_groups": bucket_groups,
+        "unused_parameters": unused,
+        "finish": finish,
+        "init_sync": init_sync,
+    }
+    for busbw, fp32, bucket_groups, unused, finish, init_sync in product(
+        (False, True), (True, False), ("per_bucket", "single"), ("error", "zero"), ("auto", "explicit"), (True, False)
+    )
+)
+
+
+def _name_params(params: list[tuple[tuple[int, ...], tuple[str, str, bool]]], name_form: str) -> tuple[ParamSpec, ...]:
+    """Distinct by construction: the number of the parameter is part of every form."""
+    return tuple(
+        ParamSpec(name_form.format(i), shape, dtype, group, shared) for i, (shape, (dtype, group, shared)) in enumerate(params)
+    )
+
+
+def _boxes(*, max_numel: int, num_dims: int) -> SearchStrategy[tuple[int, ...]]:
+    """Shapes of ``num_dims`` dimensions, each at most the root, so that the product needs no filter."""
+    side = round(max_numel ** (1 / num_dims))
+    side -= side**num_dims > max_numel
+    return st.tuples(*[st.integers(1, side)] * num_dims)
+
+
+def _switches(layouts: Sequence[str]) -> SearchStrategy[dict[str, Any]]:
+    """Every field of the config but the three that size the buckets."""
+    parts = (_VALID_SYNC, _VALID_REDUCTION, _INDEPENDENT_SWITCHES, [{"layout": layout} for layout in layouts])
+    return st.tuples(*[st.sampled_from(part) for part in parts]).map(_merge)
+
+
+def _sizing(way: str, *, max_bucket_size: int, max_num_buckets: int) -> SearchStrategy[dict[str, Any]]:
+    """One way to size buckets, as a field and its value."""
+    if way == "bucket_size":
+        return st.integers(1, max_bucket_size).map(lambda numel: {"bucket_size": numel})
+    if way == "bucket_cap_mb":
+        return st.integers(1, max_bucket_size).map(lambda numel: {"bucket_cap_mb": numel * 8 / MIB})
+    if way == "num_buckets":
+        return st.integers(1, max_num_buckets).map(lambda count: {"num_buckets": count})
+    return st.just({})
+
+
+@st.composite
+def _layout_inputs(
+    draw: st.DrawFn,
+    specs: SearchStrategy[tuple[ParamSpec, ...]],
+    dp_size: SearchStrategy[int],
+    switches: SearchStrategy[dict[str, Any]],
+    sizing: SearchStrategy[str],
+) -> LayoutInput:
+    """Composite, because sensible bucket sizes depend on the model."""
+    params = draw(specs)
+    total_numel = max(1, sum(spec.numel for spec in params))
+    # Half of the sizes cut small pieces out of whatever the model is, half range up to one bucket for all of it.
+    max_bucket_size = draw(st.sampled_from((min(total_numel, 2_000), total_numel + 1)))
+    max_num_buckets = min(total_numel, 2 * len(params))
+    size = draw(_sizing(draw(sizing), max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets))
+    config = _merge_into_config(size, draw(switches))
+    return LayoutInput(params, config, draw(dp_size), draw(st.none() | dp_size))
+
+
+def _merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _merge_into_config(*parts: dict[str, Any]) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(**_merge(parts))
+
+
+def _check_at_least(minimum: int, **bounds: int) -> None:
+    for name, value in bounds.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise InvalidArgument(f"{name}={value!r} must be an integer >= {minimum}")
+
+
+def _check_range(minimum: int, **bounds: int) -> None:
+    _check_at_least(minimum, **bounds)
+    (low_name, low), (high_name, high) = bounds.items()
+    if low > high:
+        raise InvalidArgument(f"{low_name}={low} must not exceed {high_name}={high}")
+
+
+def _check_members(*, known: Sequence[str], **given: Sequence[str]) -> None:
+    for name, values in given.items():
+        if isinstance(values, str) or not values or any(value not in known for value in values):
+            raise InvalidArgument(f"{name}={values!r} must be a non-empty sequence out of {', '.join(known)}")

@@ -1,0 +1,12 @@
+"""Hypothesis profiles: ``ci`` where CI=true, ``dev`` elsewhere; ``--hypothesis-profile`` chooses by hand."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# No deadline: the first call of anything in torch is slow. No check for slow data: the machine is shared with other tests.
+_SHARED_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+
+settings.register_profile("dev", max_examples=200, **_SHARED_MACHINE)
+settings.register_profile("ci", max_examples=2_000, derandomize=True, print_blob=True, **_SHARED_MACHINE)
+settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")
