@@ -22,7 +22,7 @@ from megabucket.comm.port import (
     ReduceOp,
     ReduceScatter,
 )
-from megabucket.errors import ProcessGroupMissingError
+from megabucket.errors import CollectiveError, ProcessGroupMissingError
 from megabucket.trace.recorder import Interval, Lane, Recorder
 
 _REDUCE_OPS: Final = MappingProxyType({ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG})
@@ -55,18 +55,36 @@ def discover_communicator(process_group: dist.ProcessGroup | None, recorder: Rec
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Launches on one process group. Several of them may live in one process."""
+    """Launches on one process group. Several of them may live in one process.
+
+    Raises:
+        CollectiveError: this process is not a member of the group.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, recorder: Recorder | None = None) -> None:
-        self._group = group
-        super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group), recorder=recorder)
+        self._group = group if group is not None else dist.group.WORLD
+        self._gloo_devices: dict[torch.device, bool] = {}
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise CollectiveError(
+                f"global rank {dist.get_rank()} is not a member of the process group it was given; wrap the module on the "
+                "group's members only, or pass a group that contains this rank."
+            )
+        super().__init__(rank=rank, size=dist.get_world_size(group), recorder=recorder)
 
     def _launch(self, calls: Sequence[Call], label: str) -> Handle:
         start_s = time.perf_counter()
+        if self._is_gloo(calls[0].full.device):
+            calls = [_without_clone(call) for call in calls]
         works = [self._start(call) for call in calls] if len(calls) == 1 else self._start_coalesced(calls)
         if self.recorder.records_time:
             self._record_completion(works, label, start_s)
         return _WorkHandle(works, calls, self, label)
+
+    def _is_gloo(self, device: torch.device) -> bool:
+        if device not in self._gloo_devices:
+            self._gloo_devices[device] = self._group is not None and self._group._get_backend(device).name() == "gloo"
+        return self._gloo_devices[device]
 
     def _start(self, call: Call) -> dist.Work:
         group = self._group
@@ -112,6 +130,20 @@ class ProcessGroupCommunicator(Communicator):
 
         for work in works:
             work.get_future().add_done_callback(on_done)
+
+
+def _without_clone(call: Call) -> Call:
+    """Return an all-reduce in place of an in-place reduce-scatter, which is what gloo makes of it anyway.
+
+    Gloo clones the input on the caller's thread, all-reduces the clone and copies the shard out while waiting; its handle
+    cannot tell when the data arrived. Reducing the buffer itself gives the same bits without clone and copy, and whatever it
+    leaves outside the shard is allowed to be anything. See docs/decisions/gloo-reduce-scatter.md.
+    """
+    if not isinstance(call, ReduceScatter):
+        return call
+    start, shard = call.full.data_ptr(), call.shard.data_ptr()
+    is_in_place = start <= shard < start + call.full.numel() * call.full.element_size()
+    return AllReduce(call.full, call.op) if is_in_place else call
 
 
 class _WorkHandle(Handle):

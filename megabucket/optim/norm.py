@@ -1,11 +1,12 @@
 """The global gradient norm over shards, and clipping by it.
 
-Squares are summed in float64, so the norm does not depend on how the gradients are cut into shards, buckets or modes: float32
+Squares are summed in float64 and the norm is rounded to float32, so it does not depend on how the gradients are cut into shards, buckets or modes: float32
 sums over different cuts differ in the last bit in most cases, and clipping would carry the difference into the weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -37,7 +38,10 @@ def global_norm(grads: Sequence[torch.Tensor], communicator: Communicator, *, is
     total = sum_of_squares(grads, device)
     if is_sharded:
         communicator.launch([AllReduce(total)], label="grad norm").wait()
-    return float(total.sqrt())
+    norm = total.sqrt()
+    # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
+    rounded = float(norm.float())
+    return rounded if math.isfinite(rounded) else float(norm)
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float) -> None:

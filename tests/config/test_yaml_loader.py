@@ -7,7 +7,7 @@ import math
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.config.yaml_loader import MAX_BYTES, MAX_NODES, parse_yaml, read_yaml
@@ -22,6 +22,15 @@ def refusal(text):
     with pytest.raises(ConfigError) as caught:
         load(text)
     return str(caught.value)
+
+
+def refusal_or_nothing(read):
+    """The text of the ConfigError, "" when there is none; anything else that is raised fails the test."""
+    try:
+        read()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 # What is read
@@ -188,10 +197,9 @@ def test_the_largest_file_of_any_sort_is_settled_in_bounded_time(unit):
     text = unit * (MAX_BYTES // len(unit))
 
     start = time.perf_counter()
-    try:
-        load(text)
-    except ConfigError as error:
-        assert len(str(error)) < 500
+    message = refusal_or_nothing(lambda: load(text))
+
+    assert len(message) < 500
     assert time.perf_counter() - start < 20  # measured: below 1 s; quadratic behaviour would take hours
 
 
@@ -234,34 +242,50 @@ def test_bytes_that_are_not_utf_8_are_refused_with_their_line(tmp_path):
 
 # Any input at all
 
-yaml_pieces = st.sampled_from(
-    [":", ": ", "- ", "\n", "\n  ", "[", "]", "{", "}", ",", "&a ", "*a", "!!t ", "<<", "? ", "|", ">", "%", "---\n", "...\n"]
-    + ["'", '"', "\\", "\\x", "\\U", "#", "a", "b", "1", "0", "_", ".", "e", "~", "@", "`", "\t", "\r", "\x85", "\ufeff", "é"]
-)
+STRUCTURE = [":", ": ", "- ", "\n", "\n  ", "[", "]", "{", "}", ",", "? ", "|", ">", "---\n", "...\n", "'", '"', "#", "\t"]
+EXTRAS = [
+    "&a ",
+    "*a",
+    "!!t ",
+    "<<",
+    "%",
+    "\\",
+    "\\x",
+    "\\U",
+    "1",
+    "0",
+    "_",
+    ".",
+    "e",
+    "~",
+    "@",
+    "`",
+    "\r",
+    "\x85",
+    "\ufeff",
+    "é",
+]
+yaml_pieces = st.sampled_from([*STRUCTURE, *EXTRAS])
 documents = st.one_of(st.text(max_size=200), st.lists(yaml_pieces, max_size=60).map("".join))
 
 
-@settings(max_examples=1_000, deadline=None)
 @given(text=documents)
 def test_any_text_is_read_or_refused_with_a_short_config_error(text):
-    try:
-        parse_yaml(text, source="run.yaml")
-    except ConfigError as error:
-        assert str(error).startswith("run.yaml")
-        assert len(str(error)) < 500
+    message = refusal_or_nothing(lambda: load(text))
+
+    assert not message or message.startswith("run.yaml:")
+    assert len(message) < 500
 
 
-@settings(max_examples=300, deadline=None)
 @given(raw=st.binary(max_size=300))
 def test_any_bytes_are_read_or_refused_with_a_short_config_error(raw, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     path.write_bytes(raw)
 
-    try:
-        read_yaml(path)
-    except ConfigError as error:
-        assert str(error).startswith(str(path))
-        assert len(str(error)) < 500 + len(str(path))
+    message = refusal_or_nothing(lambda: read_yaml(path))
+
+    assert not message or message.startswith(f"{path}:")
+    assert len(message) < 500 + len(str(path))
 
 
 plain_keys = st.from_regex(r"k[A-Za-z_]{1,8}", fullmatch=True)
@@ -277,7 +301,6 @@ plain_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(value=st.dictionaries(plain_keys, plain_values, max_size=4))
 def test_json_is_read_as_the_value_it_is(value):
     text = json.dumps(value)

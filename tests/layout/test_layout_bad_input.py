@@ -47,11 +47,8 @@ def test_many_parameters_given_twice_are_listed_up_to_five():
     assert text.startswith("the same parameter is given twice: 'p0', 'p1', 'p2', 'p3', 'p4' and 2 more. ")
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None], ids=repr)
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, float("nan"), "2"], ids=repr)
 def test_a_dp_size_that_is_no_positive_integer_is_refused(size):
-    if size is None:
-        size = float("nan")
-
     text = refusal(lambda: build_layout([ParamSpec("a", (4,))], DEFAULT, dp_size=size))
 
     assert text == f"dp_size must be an integer >= 1, got {size!r}"

@@ -52,7 +52,7 @@ def padded(buffer: BufferLayout) -> list[int]:
     return [bucket.numel for bucket in buffer.buckets]
 
 
-# Without bias: 9025 is followed by a gap up to 9088 = 142 * 64, the next multiple of 64; 9088 = 71 * 128 is the bucket end, too.
+# Without bias: 9025 is followed by a gap up to 9088 = 142 * 64, the next multiple of 64; 71 * 128 is the bucket end, too.
 #   one bucket     9 * 9088 + 9025 = 90817, up to 710 * 128 = 90880
 #   two in one     9088 + 9025 = 18113, up to 142 * 128 = 18176
 #   three in one   2 * 9088 + 9025 = 27201, up to 213 * 128 = 27264

@@ -1,0 +1,176 @@
+"""DistributedDataParallelConfig as Python sees it: bad values, unknown keys, contradictions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megabucket.config import DistributedDataParallelConfig, RunConfig
+
+
+def problems(**fields):
+    """What is wrong, as (dotted field, text)."""
+    with pytest.raises(ValidationError) as caught:
+        DistributedDataParallelConfig(**fields)
+    return [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in caught.value.errors()]
+
+
+@pytest.mark.parametrize(
+    ("written", "elements"), [("40M", 40_000_000), ("5e8", 500_000_000), (5e8, 500_000_000), ("1.5K", 1_500), (1, 1)]
+)
+def test_a_bucket_size_may_be_written_as_a_count(written, elements):
+    assert DistributedDataParallelConfig(bucket_size=written).bucket_size == elements
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, "Input should be greater than 0"),
+        (-1, "Input should be greater than 0"),
+        (True, "Input should be a valid integer"),
+        (math.nan, "Input should be a valid integer"),
+        (math.inf, "Input should be a valid integer"),
+        (1.5, "Input should be a valid integer"),
+        ("40m2", "Value error, '40m2' is not a count; write 40000000, 4e7 or 40M"),
+        ("1.5", "Value error, '1.5' is not a whole number of elements"),
+        ("-4", "Value error, '-4' is not a count; write 40000000, 4e7 or 40M"),
+        ([4], "Input should be a valid integer"),
+        (10**400, "Input should be less than or equal to 4611686018427387904"),
+    ],
+)
+@pytest.mark.parametrize("field", ["bucket_size", "num_buckets"])
+def test_a_bad_count_is_refused(field, value, message):
+    assert problems(**{field: value}) == [(field, message)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, "Input should be greater than 0"),
+        (-25.0, "Input should be greater than 0"),
+        (True, "Input should be a valid number"),
+        (math.nan, "Input should be a finite number"),
+        ("25", "Input should be a valid number"),
+        (10**400, "Input should be a valid number"),
+        (1e300, "Input should be less than or equal to 4611686018427387904"),
+    ],
+)
+def test_a_bad_bucket_cap_is_refused(value, message):
+    assert problems(bucket_cap_mb=value) == [("bucket_cap_mb", message)]
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", "yes", None, 1.0])
+def test_a_switch_takes_nothing_but_a_boolean(value):
+    assert problems(overlap_grad_reduce=value) == [("overlap_grad_reduce", "Input should be a valid boolean")]
+
+
+# Unknown keys
+
+
+def test_a_misspelt_key_is_answered_with_the_likely_one():
+    assert problems(bucket_sise=4) == [("bucket_sise", "unknown key 'bucket_sise'; did you mean 'bucket_size'?")]
+
+
+def test_a_key_like_no_other_is_answered_with_the_known_ones():
+    ((field, message),) = problems(zzz=4)
+
+    assert field == "zzz"
+    assert message.startswith("unknown key 'zzz'; known keys are use_distributed_optimizer, overlap_grad_reduce, ")
+
+
+def test_unknown_keys_do_not_hide_bad_values():
+    found = problems(bucket_sise=4, num_buckets=0)
+
+    assert found == [
+        ("bucket_sise", "unknown key 'bucket_sise'; did you mean 'bucket_size'?"),
+        ("num_buckets", "Input should be greater than 0"),
+    ]
+
+
+def test_twenty_thousand_unknown_keys_give_five_names_and_a_count():
+    with pytest.raises(ValidationError) as caught:
+        DistributedDataParallelConfig(**{f"bucket_size{i}": i for i in range(20_000)})
+
+    found = [detail["msg"] for detail in caught.value.errors()]
+    assert found[0] == "unknown key 'bucket_size0'; did you mean 'bucket_size'?"
+    assert len(found) == 6
+    assert found[5] == "and 19995 more unknown keys"
+    assert len(str(caught.value)) < 2_000
+
+
+def test_a_huge_unknown_key_is_cut():
+    ((_, message),) = problems(**{"x" * 100_000: 1})
+
+    assert message.startswith("unknown key '" + "x" * 60 + "'; ")
+
+
+def test_a_key_of_a_section_given_at_the_top_is_answered_with_its_place():
+    with pytest.raises(ValidationError, match=r"unknown key 'bucket_size'; did you mean 'ddp\.bucket_size'\?"):
+        RunConfig.model_validate({"bucket_size": 4})
+
+
+def test_unknown_keys_of_nested_sections_carry_their_path():
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate({"ddp": {"layuot": "stable"}, "optimizer": {"learning_rate": 1.0}})
+
+    assert [detail["loc"] for detail in caught.value.errors()] == [("ddp", "layuot"), ("optimizer", "learning_rate")]
+
+
+# Contradictions
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"bucket_size": 10, "num_buckets": 2},
+            "bucket_size and num_buckets all size the buckets; keep one of them (got bucket_size=10, num_buckets=2)",
+        ),
+        (
+            {"bucket_cap_mb": 25, "num_buckets": 2},
+            "bucket_cap_mb and num_buckets all size the buckets; keep one of them (got bucket_cap_mb=25.0, num_buckets=2)",
+        ),
+    ],
+)
+def test_two_ways_to_size_buckets_are_refused_with_both_names(fields, message):
+    assert problems(**fields) == [("", f"Value error, {message}")]
+
+
+def test_contradictions_are_reported_together():
+    ((_, message),) = problems(
+        bucket_size=10, bucket_cap_mb=25, average_in_collective=True, grad_reduction="sum", overlap_param_gather=True
+    )
+
+    assert message.split("; ") == [
+        "Value error, bucket_size and bucket_cap_mb all size the buckets",
+        "keep one of them (got bucket_size=10, bucket_cap_mb=25.0)",
+        "average_in_collective=True divides, but grad_reduction='sum' asks for the plain sum",
+        "drop one of them",
+        "overlap_param_gather=True needs use_distributed_optimizer=True: without it there is nothing to gather",
+    ]
+
+
+def test_a_config_cannot_be_changed():
+    config = DistributedDataParallelConfig()
+
+    with pytest.raises(ValidationError, match="frozen"):
+        config.bucket_size = 4
+
+
+@given(config=st.builds(RunConfig))
+def test_a_run_survives_being_written_and_read_again(config):
+    assert RunConfig.model_validate(config.model_dump()) == config
+
+
+@given(value=st.one_of(st.integers(), st.floats(), st.text(), st.booleans(), st.none(), st.lists(st.integers())))
+def test_whatever_is_given_as_bucket_size_becomes_a_positive_integer_or_a_validation_error(value):
+    try:
+        config = DistributedDataParallelConfig(bucket_size=value)
+    except ValidationError:
+        return
+
+    assert config.bucket_size is None or (type(config.bucket_size) is int and config.bucket_size > 0)

@@ -1,0 +1,236 @@
+"""``load_config``: file, overrides and sections together, and the one error that lists what is wrong and where."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from megabucket.config import load_config
+from megabucket.errors import ConfigError
+
+GPT = "{kind: gpt, vocab_size: 256, sequence_length: 64, num_layers: 2, hidden_size: 32, num_heads: 4}"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text):
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def refusal(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value
+
+
+def lines_of(error, path):
+    """The text without the directory, line by line."""
+    return [line.strip() for line in str(error).replace(str(path), "run.yaml").splitlines()]
+
+
+# What is read
+
+
+def test_an_empty_file_is_a_run_of_defaults(write):
+    run = load_config(write(""))
+
+    assert run.model is None
+    assert run.ddp.bucket_size is None
+    assert run.optimizer.name == "adamw"
+
+
+def test_overrides_win_over_the_file(write):
+    path = write("ddp:\n  bucket_size: 10\noptimizer:\n  lr: 1e-4\n")
+
+    run = load_config(path, ["ddp.bucket_size=40M", "optimizer.betas=[0.8,0.9]"])
+
+    assert run.ddp.bucket_size == 40_000_000
+    assert run.optimizer.betas == (0.8, 0.9)
+    assert run.optimizer.lr == 1e-4
+
+
+def test_a_section_with_all_lines_commented_out_has_its_defaults(write):
+    run = load_config(write("ddp:\n  # bucket_size: 10\ntrain:\nmodel:\n"))
+
+    assert run.ddp.bucket_size is None
+    assert run.model is None
+
+
+@pytest.mark.parametrize(("mode", "uses_it"), [("reduce_scatter", True), ("all_reduce", False)])
+def test_mode_sets_the_distributed_optimizer(write, mode, uses_it):
+    assert load_config(write(f"mode: {mode}")).ddp.use_distributed_optimizer is uses_it
+
+
+def test_mode_and_the_field_it_stands_for_may_agree(write):
+    assert load_config(write("mode: reduce_scatter\nddp: {use_distributed_optimizer: true}")).ddp.use_distributed_optimizer
+
+
+def test_mode_makes_what_needs_the_distributed_optimizer_valid(write):
+    assert load_config(write("mode: reduce_scatter\nddp: {overlap_param_gather: true}")).ddp.overlap_param_gather
+
+
+def test_the_dtype_of_the_parameters_is_one_fact_of_model_and_train(write):
+    from_model = load_config(write(f"model: {GPT[:-1]}, dtype: bfloat16}}"))
+    from_train = load_config(write(f"model: {GPT}\ntrain: {{param_dtype: bfloat16}}"))
+
+    assert from_model.train.param_dtype == "bfloat16"
+    assert from_train.model.dtype == "bfloat16"
+
+
+# What is refused, with the text
+
+
+def test_a_contradicting_mode_is_refused_with_both_names(write):
+    error = refusal(write("mode: all_reduce\nddp:\n  use_distributed_optimizer: true\n"))
+
+    assert str(error).endswith("run.yaml:1: mode=all_reduce contradicts ddp.use_distributed_optimizer=True; keep one of them")
+
+
+def test_contradictions_of_the_run_are_reported_together(write):
+    model = GPT[:-1] + ", dtype: bfloat16}"
+    error = refusal(
+        write(f"mode: all_reduce\nddp: {{use_distributed_optimizer: true}}\nmodel: {model}\ntrain: {{param_dtype: float32}}")
+    )
+
+    assert "mode=all_reduce contradicts ddp.use_distributed_optimizer=True" in str(error)
+    assert "model.dtype=bfloat16 contradicts train.param_dtype=float32" in str(error)
+
+
+def test_every_problem_has_its_path_and_its_place(write):
+    text = (
+        "model:\n  kind: gpt\n  vocab_size: true\n  sequence_length: .nan\n  num_layers: 1.5\n  hidden_size: 32\n  bias: yes\n"
+        "ddp:\n  bucket_size: 0\n  bucket_cap_mb: .inf\n  num_buckets: 5x\nbucket_size: 3\noptimizer:\n  lr: true\n"
+    )
+    path = write(text)
+
+    error = refusal(path, "ddp.bucket_size=-1", "data.corpus=3")
+
+    assert lines_of(error, path) == [
+        "run.yaml: 11 problems",
+        "run.yaml:12: bucket_size: unknown key 'bucket_size'; did you mean 'ddp.bucket_size'?",
+        "run.yaml:3: model.vocab_size: should be a valid integer (got True)",
+        "run.yaml:4: model.sequence_length: should be a valid integer (got nan)",
+        "run.yaml:5: model.num_layers: should be a valid integer (got 1.5)",
+        "run.yaml:1: model.num_heads: is required",
+        "run.yaml:7: model.bias: should be true or false (got 'yes')",
+        "command line, 'ddp.bucket_size=-1': ddp.bucket_size: should be greater than 0 (got -1)",
+        "run.yaml:10: ddp.bucket_cap_mb: should be a finite number (got inf)",
+        "run.yaml:11: ddp.num_buckets: '5x' is not a count; write 40000000, 4e7 or 40M",
+        "run.yaml:14: optimizer.lr: should be a valid number (got True)",
+        "command line, 'data.corpus=3': data.corpus: should be a valid string (got 3)",
+    ]
+    assert len(error.problems) == 11
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", "run.yaml:1: a config is a mapping with keys such as 'ddp:'"),
+        ("ddp: 3", "run.yaml:1: ddp: should be a section with keys (got 3)"),
+        ("model: {}", "run.yaml:1: model: kind is required; it says which sort of model this is"),
+        ("model: 3", "run.yaml:1: model: should be a section with keys (got 3)"),
+        ("model: {kind: gpd}", "run.yaml:1: model: kind should be one of 'gpt', 'llama', 'params', 'factory' (got 'gpd')"),
+        (
+            "model: {kind: params}",
+            "run.yaml:1: model: the parameters come from params or from path, one of them, but neither is given",
+        ),
+        (
+            "model: {kind: params, path: a, params: [{name: a, shape: []}]}",
+            "run.yaml:1: model: the parameters come from params or from path, one of them, but both are given",
+        ),
+        (
+            "model: {kind: factory, factory: os.system}",
+            "run.yaml:1: model: factory='os.system' is not module:callable, for example mymodels.gpt:build",
+        ),
+        (
+            "model:\n  kind: factory\n  factory: a:b\n  arguments: {x: [1]}",
+            "run.yaml:4: model.arguments.x: should be text, a number, true, false or null",
+        ),
+        (
+            f"model: {GPT.replace('hidden_size: 32', 'hidden_size: 30')}",
+            "run.yaml:1: model: hidden_size=30 is not a multiple of num_heads=4",
+        ),
+        (
+            f"model: {GPT[:-1]}, ffn_size: 64, ffn_multiplier: 2}}",
+            "run.yaml:1: model: ffn_size=64 and ffn_multiplier=2 both size the feed-forward layer; keep one of them",
+        ),
+        (
+            "model: {kind: llama, vocab_size: 9, num_layers: 1, hidden_size: 9, ffn_size: 4, num_heads: 4, num_kv_heads: 3}",
+            "run.yaml:1: model: hidden_size=9 is not a multiple of num_heads=4; num_heads=4 is not a multiple of num_kv_heads=3",
+        ),
+    ],
+)
+def test_a_wrong_config_is_answered_in_one_line(write, text, message):
+    path = write(text)
+
+    lines = lines_of(refusal(path), path)
+
+    assert lines == [message]
+
+
+def test_a_problem_in_a_list_of_parameters_is_found_by_position_and_line(write):
+    path = write("model:\n  kind: params\n  params:\n    - {name: a, shape: [1]}\n    - {name: b, shape: [2, -1]}\n")
+
+    assert lines_of(refusal(path), path) == [
+        "run.yaml:5: model.params.1.shape.1: should be greater than or equal to 0 (got -1)"
+    ]
+
+
+def test_thousands_of_unknown_keys_give_a_short_message(write):
+    path = write("ddp:\n" + "\n".join(f"  k{i}: 1" for i in range(4_900)))
+
+    error = refusal(path)
+
+    assert lines_of(error, path)[-1] == "run.yaml:1: ddp: and 4895 more unknown keys"
+    assert len(str(error)) < 2_000
+
+
+def test_twenty_thousand_unknown_keys_pass_the_limit_of_the_loader(write):
+    path = write("\n".join(f"k{i}: 1" for i in range(20_000)))
+
+    assert lines_of(refusal(path), path) == ["run.yaml:5000: more than 10000 values, the limit for a config"]
+
+
+def test_at_most_twenty_problems_are_shown(write):
+    entries = "\n".join(f"    - {{name: p{i}, shape: [-1]}}" for i in range(1_000))
+    path = write(f"model:\n  kind: params\n  params:\n{entries}\n")
+
+    error = refusal(path)
+
+    assert lines_of(error, path)[0] == "run.yaml: 1000 problems"
+    assert lines_of(error, path)[-1] == "and 980 more problems"
+    assert len(error.problems) == 21
+
+
+def test_a_huge_value_is_cut(write):
+    path = write(f"ddp:\n  layout: {'x' * 500_000}\n")
+
+    (line,) = lines_of(refusal(path), path)
+
+    assert line == f"run.yaml:2: ddp.layout: should be 'stable' or 'megatron' (got '{'x' * 56}...)"
+
+
+def test_control_characters_of_a_key_do_not_reach_the_text(write):
+    path = write('"a\\x1b[31m\\nb": 1\n')
+
+    (line,) = lines_of(refusal(path), path)
+
+    assert line.startswith("run.yaml:1: a\\x1b[31m\\nb: unknown key 'a\\x1b[31m\\nb'; known keys are mode, model, ddp, ")
+
+
+def test_the_error_survives_pickling(write):
+    error = refusal(write("ddp: {bucket_size: 0}"))
+
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301
+
+    assert (str(copy), copy.problems) == (str(error), error.problems)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama3-8b", "llama3-70b"])
+def test_the_shipped_configs_are_valid(name):
+    assert load_config(f"configs/{name}.yaml").model is not None

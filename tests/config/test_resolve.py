@@ -1,0 +1,224 @@
+"""The rules that derive values, each with its arithmetic, and the reasons given for them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabucket.config import DistributedDataParallelConfig, resolve
+from megabucket.config.resolve import bucket_end_multiple, is_padded, resolve_bucket_size, resolve_grad_dtype
+from megabucket.errors import ConfigError, LayoutError
+
+Config = DistributedDataParallelConfig
+
+
+def bucket_size(config, *, dp_size=1, total_numel=1_000, grad_itemsize_bytes=4):
+    return resolve_bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=grad_itemsize_bytes)
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "elements"),
+    [(1, 40_000_000), (40, 40_000_000), (41, 41_000_000), (512, 512_000_000)],  # max(40 M, 1 M * dp)
+)
+def test_the_default_bucket_size_grows_with_the_group(dp_size, elements):
+    assert bucket_size(Config(), dp_size=dp_size) == elements
+
+
+@pytest.mark.parametrize(
+    ("cap_mb", "itemsize", "elements"),
+    [
+        (25, 4, 6_553_600),  # 25 * 2**20 / 4
+        (25, 2, 13_107_200),  # 25 * 2**20 / 2
+        (1e-5, 4, 2),  # 10.48576 bytes hold two float32
+        (1e-9, 8, 1),  # less than one element still closes after one
+    ],
+)
+def test_a_cap_in_mebibytes_counts_gradient_bytes(cap_mb, itemsize, elements):
+    assert bucket_size(Config(bucket_cap_mb=cap_mb), grad_itemsize_bytes=itemsize) == elements
+
+
+@pytest.mark.parametrize(("num_buckets", "elements"), [(1, 1_000), (3, 333), (999, 1), (1_000, 1)])
+def test_a_number_of_buckets_divides_the_elements(num_buckets, elements):
+    assert bucket_size(Config(num_buckets=num_buckets)) == elements
+
+
+def test_more_buckets_than_elements_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        bucket_size(Config(num_buckets=1_001))
+
+    assert str(caught.value) == (
+        "num_buckets=1001 is more than the 1000 elements there are to put into buckets. "
+        "Ask for at most 1000, or give bucket_size instead."
+    )
+
+
+def test_a_given_bucket_size_is_taken_as_it_is():
+    assert bucket_size(Config(bucket_size=7), dp_size=512) == 7
+
+
+@pytest.mark.parametrize("sizing", [{}, {"bucket_size": 7}, {"bucket_cap_mb": 1}, {"num_buckets": 3}])
+def test_megatron_without_overlap_has_one_bucket_however_buckets_are_sized(sizing):
+    assert bucket_size(Config(layout="megatron", overlap_grad_reduce=False, **sizing)) is None
+
+
+def test_the_stable_layout_keeps_its_buckets_without_overlap():
+    assert bucket_size(Config(overlap_grad_reduce=False)) == 40_000_000
+
+
+@pytest.mark.parametrize(
+    ("in_fp32", "param_dtype", "grad_dtype"),
+    [
+        (True, "bfloat16", "float32"),
+        (True, "float16", "float32"),
+        (True, "float32", "float32"),
+        (True, "float64", "float64"),
+        (False, "bfloat16", "bfloat16"),
+        (False, "float16", "float16"),
+        (False, "float32", "float32"),
+        (False, "float64", "float64"),
+    ],
+)
+def test_sixteen_bit_parameters_get_float32_gradients_unless_told_otherwise(in_fp32, param_dtype, grad_dtype):
+    assert resolve_grad_dtype(Config(grad_reduce_in_fp32=in_fp32), param_dtype) == grad_dtype
+
+
+def test_a_dtype_no_buffer_holds_has_no_gradient_dtype():
+    with pytest.raises(LayoutError, match="dtype 'int8' cannot be held by a buffer"):
+        resolve_grad_dtype(Config(), "int8")
+
+
+@pytest.mark.parametrize(
+    ("layout", "distributed", "padded"),
+    [("stable", False, True), ("stable", True, True), ("megatron", False, False), ("megatron", True, True)],
+)
+def test_only_megatron_without_the_distributed_optimizer_is_unpadded(layout, distributed, padded):
+    assert is_padded(Config(layout=layout, use_distributed_optimizer=distributed)) is padded
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "high_busbw", "multiple"),
+    [
+        (1, False, 128),
+        (2, False, 128),
+        (3, False, 384),  # 3 * 128
+        (512, False, 512),
+        (3, True, 196_608),  # 3 * 65536
+        (8, True, 65_536),
+    ],
+)
+def test_a_padded_bucket_ends_at_a_multiple_of_the_group_and_the_alignment(dp_size, high_busbw, multiple):
+    assert bucket_end_multiple(Config(pad_buckets_for_high_nccl_busbw=high_busbw), dp_size) == multiple
+
+
+def test_an_unpadded_bucket_ends_anywhere():
+    assert bucket_end_multiple(Config(layout="megatron"), 8) == 1
+
+
+@pytest.mark.parametrize("dp_size", [0, -1, True, 2.0, None])
+def test_what_is_no_group_size_is_refused(dp_size):
+    with pytest.raises(LayoutError) as caught:
+        resolve(Config(), dp_size=dp_size)
+
+    assert str(caught.value) == (f"dp_size={dp_size!r} is not a group size; give the number of data-parallel ranks, at least 1")
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value", "reason"),
+    [
+        (Config(), "bucket_size", 40_000_000, "default: max(40_000_000, 1_000_000 * dp_size=4)"),
+        (Config(bucket_size=9), "bucket_size", 9, "bucket_size, as given"),
+        (Config(bucket_cap_mb=1), "bucket_size", 262_144, "bucket_cap_mb=1 MiB of gradients at 4 bytes per element"),
+        (Config(num_buckets=4), "bucket_size", 250, "num_buckets=4: 1_000 elements // 4"),
+        (Config(), "gradient_scale", 0.25, "grad_reduction='mean': 1 / dp_size=4, applied once per step"),
+        (Config(average_in_collective=True), "reduce_op", "avg", "average_in_collective=True: the collective divides"),
+        (Config(grad_reduction="sum"), "gradient_scale", 1.0, "grad_reduction='sum': the plain sum over the ranks"),
+        (
+            Config(use_distributed_optimizer=True),
+            "collective",
+            "reduce_scatter",
+            "use_distributed_optimizer=True: a rank needs its shard only",
+        ),
+        (
+            Config(finish="explicit"),
+            "finished_by",
+            "finish_grad_sync()",
+            "finish='explicit': the caller ends the gradient sync",
+        ),
+        (
+            Config(use_distributed_optimizer=True),
+            "finished_by",
+            "optimizer step",
+            "finish='auto' with reduce-scatter: DistributedOptimizer.step() waits for the gradients",
+        ),
+        (
+            Config(),
+            "overlaps_backward",
+            False,
+            "everything fits into one bucket, complete only when backward ends; a smaller bucket_size would overlap",
+        ),
+        (
+            Config(bucket_size=10),
+            "overlaps_backward",
+            True,
+            "overlap_grad_reduce=True: a bucket is launched as soon as its gradients are complete",
+        ),
+        (
+            Config(bucket_groups="single", bucket_size=10),
+            "overlaps_backward",
+            False,
+            "bucket_groups='single': all buckets wait for the last gradient",
+        ),
+        (
+            Config(layout="megatron", overlap_grad_reduce=False),
+            "bucket_size",
+            None,
+            "layout='megatron' without overlap_grad_reduce: one bucket per buffer, whatever sizes the buckets",
+        ),
+        (
+            Config(layout="megatron"),
+            "padded",
+            False,
+            "layout='megatron' without use_distributed_optimizer packs parameters back to back",
+        ),
+    ],
+)
+def test_each_value_comes_with_its_reason(config, name, value, reason):
+    entry = resolve(config, dp_size=4, total_numel=1_000)[name]
+
+    assert (entry.value, entry.reason) == (value, reason)
+
+
+def test_what_needs_a_model_is_called_unknown_without_one():
+    entry = resolve(Config(num_buckets=4), dp_size=2)["bucket_size"]
+
+    assert (entry.value, entry.reason) == ("unknown", "num_buckets=4: total elements // 4, known once there is a model")
+
+
+def test_one_rank_has_nothing_to_overlap():
+    assert resolve(Config(bucket_size=1), dp_size=1, total_numel=1_000)["overlaps_backward"].reason == (
+        "dp_size=1: there is nothing to send"
+    )
+
+
+def test_two_buffers_are_never_one_bucket():
+    assert resolve(Config(), dp_size=2, total_numel=10, num_buffers=2)["overlaps_backward"].value is True
+
+
+def test_the_resolved_values_are_the_ones_the_layout_is_built_from():
+    config = Config(bucket_cap_mb=3)
+    resolved = resolve(config, dp_size=6, total_numel=10**8, param_dtype="bfloat16")
+
+    assert resolved["bucket_size"].value == bucket_size(config, dp_size=6, total_numel=10**8, grad_itemsize_bytes=4)
+    assert resolved["bucket_end_multiple"].value == bucket_end_multiple(config, 6)
+    assert resolved["grad_dtype"].value == resolve_grad_dtype(config, "bfloat16")
+
+
+@given(
+    config=st.builds(Config, layout=st.sampled_from(["stable", "megatron"]), overlap_grad_reduce=st.booleans()),
+    dp_size=st.integers(1, 4_096),
+)
+def test_padded_buckets_can_always_be_cut_into_equal_shards(config, dp_size):
+    multiple = bucket_end_multiple(config, dp_size)
+
+    assert multiple % dp_size == 0 or not is_padded(config)

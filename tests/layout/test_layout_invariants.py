@@ -1,0 +1,280 @@
+"""Each named invariant is broken by hand, alone, and reported under its own name.
+
+Nothing here is built by ``build_layout``: a layout is written down number by number, and is sound until one of them is wrong.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from megabucket.layout import (
+    BUFFER_INVARIANTS,
+    BucketLayout,
+    BufferKey,
+    BufferLayout,
+    ModelLayout,
+    ParamSlot,
+    check_layout,
+)
+
+KEY = BufferKey("float32", "float32", "dense")
+
+# Two ranks, bucket_size 100. The walk: c [0, 100) closes bucket 0; b [128, 198) and a [256, 300) fill bucket 1: 172 elements
+# from 128 to 300, up to 384.
+SOUND = BufferLayout(
+    key=KEY,
+    params={
+        "a": ParamSlot(256, 300, bucket=1, registration_index=0, shape=(4, 11)),
+        "b": ParamSlot(128, 198, bucket=1, registration_index=1, shape=(70,)),
+        "c": ParamSlot(0, 100, bucket=0, registration_index=2, shape=(100,)),
+    },
+    buckets=(BucketLayout(0, 0, 128, 100, ("c",)), BucketLayout(1, 128, 384, 172, ("b", "a"))),
+    num_shards=2,
+    bucket_size=100,
+    start_alignment=64,
+    end_multiple=128,
+)
+
+# The same parameters back to back: c [0, 100), b [100, 170) and a [170, 214), one shard.
+SOUND_UNPADDED = BufferLayout(
+    key=KEY,
+    params={
+        "a": ParamSlot(170, 214, bucket=1, registration_index=0, shape=(4, 11)),
+        "b": ParamSlot(100, 170, bucket=1, registration_index=1, shape=(70,)),
+        "c": ParamSlot(0, 100, bucket=0, registration_index=2, shape=(100,)),
+    },
+    buckets=(BucketLayout(0, 0, 100, 100, ("c",)), BucketLayout(1, 100, 214, 114, ("b", "a"))),
+    num_shards=1,
+    bucket_size=100,
+    start_alignment=1,
+    end_multiple=1,
+)
+
+
+def with_slot(buffer: BufferLayout, name: str, **changes) -> BufferLayout:
+    return replace(buffer, params={**buffer.params, name: buffer.params[name]._replace(**changes)})
+
+
+def with_bucket(buffer: BufferLayout, index: int, **changes) -> BufferLayout:
+    buckets = list(buffer.buckets)
+    buckets[index] = replace(buckets[index], **changes)
+    return replace(buffer, buckets=tuple(buckets))
+
+
+def broken_names(buffer: BufferLayout) -> set[str]:
+    return {text.split(":")[0] for text in check_layout(ModelLayout((buffer,)))}
+
+
+# name -> (case, layout that violates it and nothing else, the text that says so)
+BROKEN = {
+    "each-parameter-in-one-bucket": [
+        (
+            "a bucket lists a name without a slot",
+            with_bucket(SOUND, 1, params=("b", "a", "ghost")),
+            "bucket lists 'ghost', which has no slot",
+        ),
+        (
+            "no bucket lists a parameter without elements",
+            replace(SOUND, params={**SOUND.params, "lost": ParamSlot(256, 256, 1, 7, (0,))}),
+            "'lost' is listed in 0 buckets",
+        ),
+        (
+            "the slot names another bucket",
+            replace(
+                SOUND_UNPADDED,
+                params={
+                    "a": SOUND_UNPADDED.params["a"],
+                    "b": SOUND_UNPADDED.params["b"],
+                    "e": ParamSlot(100, 100, bucket=0, registration_index=2, shape=(0,)),  # the border belongs to both
+                    "c": SOUND_UNPADDED.params["c"]._replace(registration_index=3),
+                },
+                buckets=(SOUND_UNPADDED.buckets[0], replace(SOUND_UNPADDED.buckets[1], params=("e", "b", "a"))),
+            ),
+            "'e' is listed in bucket 1 but its slot says 0",
+        ),
+    ],
+    "range-has-the-size-of-the-shape": [
+        ("too few elements", with_slot(SOUND, "a", shape=(4, 12)), "'a' has shape (4, 12) but range [256, 300)"),
+        ("negative sizes", with_slot(SOUND, "a", shape=(-4, -11)), "'a' has shape (-4, -11) but range [256, 300)"),
+    ],
+    "ranges-are-disjoint": [
+        (
+            "a parameter begins inside another",
+            with_bucket(with_slot(SOUND_UNPADDED, "a", start=160, stop=204), 1, stop=204, numel_unpadded=104),
+            "'b' and 'a' overlap at element 160",
+        ),
+    ],
+    "ranges-lie-inside-their-bucket": [
+        (
+            "the unpadded part is too short",
+            with_bucket(SOUND, 0, numel_unpadded=99),
+            "'c' at [0, 100) leaves the unpadded part of bucket 0",
+        ),
+    ],
+    "buckets-tile-the-buffer": [
+        (
+            "a bucket starts late",
+            with_bucket(
+                with_slot(with_slot(SOUND, "a", start=384, stop=428), "b", start=256, stop=326), 1, start=256, stop=512
+            ),
+            "bucket 1 is [256, 512), expected to start at 128",
+        ),
+    ],
+    "order-is-reverse-registration": [
+        (
+            "numbers run forwards",
+            with_slot(with_slot(SOUND, "a", registration_index=1), "b", registration_index=0),
+            "'b' (number 0) stands before 'a' (number 1)",
+        ),
+    ],
+    "starts-are-aligned": [
+        (
+            "a parameter starts anywhere",
+            with_bucket(with_slot(SOUND, "a", start=257, stop=301), 1, numel_unpadded=173),
+            "'a' starts at 257, not a multiple of 64",
+        ),
+        ("no multiple at all", replace(SOUND_UNPADDED, start_alignment=0), "'a' starts at 170, not a multiple of 0"),
+    ],
+    "bucket-ends-are-aligned": [
+        ("the last bucket ends anywhere", with_bucket(SOUND, 1, stop=302), "bucket 1 ends at 302, not a multiple of 128"),
+        (
+            "no multiple at all",
+            replace(SOUND_UNPADDED, end_multiple=0),
+            "bucket 0 ends at 100, not a multiple of 0",
+        ),
+    ],
+    "shards-are-equal": [
+        (
+            "three ranks",
+            replace(SOUND, num_shards=3),
+            "bucket 0 has 128 elements, not divisible into 3 shards",
+        ),
+        ("no rank", replace(SOUND, num_shards=0), "bucket 0 has 128 elements, not divisible into 0 shards"),
+    ],
+    "padding-is-minimal": [
+        (
+            "a tail of a whole multiple",
+            with_bucket(SOUND, 1, stop=512),
+            "bucket 1 ends with 212 elements of padding, limit 127",
+        ),
+        (
+            "a gap of a whole alignment",
+            with_bucket(with_slot(SOUND, "a", start=320, stop=364), 1, numel_unpadded=236),
+            "122 unused elements before 'a', limit 63",
+        ),
+        (
+            "elements after the last parameter count",
+            with_bucket(SOUND, 0, numel_unpadded=101),
+            "bucket 0 counts 1 elements after its last parameter",
+        ),
+        (
+            "a gap counts although no shared embedding follows",
+            with_bucket(SOUND, 0, numel_unpadded=128),
+            "bucket 0 counts 28 elements after its last parameter",
+        ),
+    ],
+    "no-bucket-is-empty": [
+        (
+            "a bucket without parameters at the end",
+            replace(SOUND_UNPADDED, buckets=(*SOUND_UNPADDED.buckets, BucketLayout(2, 214, 214, 0, ()))),
+            "bucket 2 holds no parameter",
+        ),
+    ],
+    "buckets-close-at-the-bucket-size": [
+        ("a bucket closes early", replace(SOUND, bucket_size=101), "bucket 0 closes at 100 elements, before bucket_size=101"),
+        (
+            "a bucket closes without a size",
+            replace(SOUND, bucket_size=None),
+            "bucket 0 closes at 100 elements, before bucket_size=None",
+        ),
+        ("a bucket goes on", replace(SOUND, bucket_size=70), "bucket 1 goes on after reaching bucket_size=70"),
+    ],
+    "shared-embeddings-are-alone": [
+        (
+            "an embedding shares its bucket",
+            with_slot(SOUND, "b", shared_embedding=True),
+            "shared embedding 'b' shares bucket 1 with 1 others",
+        ),
+    ],
+    "key-is-known": [
+        ("parameter dtype", replace(SOUND, key=BufferKey("int64", "float32", "dense")), "dtype 'int64' is not known"),
+        ("gradient dtype", replace(SOUND, key=BufferKey("float32", "tf32", "dense")), "dtype 'tf32' is not known"),
+        ("group", replace(SOUND, key=BufferKey("float32", "float32", "tensor")), "group 'tensor' is not known"),
+    ],
+}
+CASES = [(name, layout, text, f"{name}: {case}") for name, cases in BROKEN.items() for case, layout, text in cases]
+
+
+def test_every_invariant_has_a_broken_layout_here():
+    assert set(BROKEN) == set(BUFFER_INVARIANTS)
+
+
+@pytest.mark.parametrize("buffer", [SOUND, SOUND_UNPADDED], ids=["padded", "unpadded"])
+def test_the_layouts_that_are_broken_below_are_sound_before(buffer):
+    assert check_layout(ModelLayout((buffer,))) == []
+
+
+@pytest.mark.parametrize(("name", "buffer", "text"), [case[:3] for case in CASES], ids=[case[3] for case in CASES])
+def test_a_broken_invariant_is_reported_alone_under_its_name_with_what_is_wrong(name, buffer, text):
+    violations = check_layout(ModelLayout((buffer,)))
+
+    assert f"{name}: buffer 0 ({buffer.key}): {text}" in violations
+    assert broken_names(buffer) == {name}
+
+
+def test_a_parameter_in_two_buffers_is_reported():
+    other = replace(
+        SOUND,
+        params={name: slot._replace(registration_index=slot.registration_index + 3) for name, slot in SOUND.params.items()},
+    )
+
+    assert check_layout(ModelLayout((SOUND, other))) == [
+        "each-parameter-once: 'a' lies in 2 buffers",
+        "each-parameter-once: 'b' lies in 2 buffers",
+        "each-parameter-once: 'c' lies in 2 buffers",
+    ]
+
+
+def test_a_registration_number_used_twice_is_reported_across_buffers():
+    params = {name.upper(): slot for name, slot in SOUND.params.items()}
+    buckets = tuple(replace(bucket, params=tuple(name.upper() for name in bucket.params)) for bucket in SOUND.buckets)
+
+    assert check_layout(ModelLayout((SOUND, replace(SOUND, params=params, buckets=buckets)))) == [
+        "each-parameter-once: registration number 0 is used 2 times",
+        "each-parameter-once: registration number 1 is used 2 times",
+        "each-parameter-once: registration number 2 is used 2 times",
+    ]
+
+
+def test_a_bucket_closed_by_a_shared_embedding_may_count_the_gap_before_it():
+    shared = with_slot(SOUND, "b", shared_embedding=True)
+    buckets = (
+        BucketLayout(0, 0, 128, 128, ("c",)),  # 100, and the 28 up to where the embedding would have started
+        BucketLayout(1, 128, 256, 70, ("b",)),
+        BucketLayout(2, 256, 384, 44, ("a",)),
+    )
+    params = {**shared.params, "a": shared.params["a"]._replace(bucket=2)}
+
+    assert check_layout(ModelLayout((replace(shared, params=params, buckets=buckets, bucket_size=None),))) == []
+
+
+def test_an_unpadded_layout_may_mix_shared_embeddings_with_others():
+    assert check_layout(ModelLayout((with_slot(SOUND_UNPADDED, "b", shared_embedding=True),))) == []
+
+
+def test_every_violation_of_every_buffer_is_reported_with_the_buffer():
+    worse = replace(SOUND_UNPADDED, num_shards=3, key=BufferKey("float32", "float32", "expert"))
+    renamed = {name + "2": slot._replace(registration_index=slot.registration_index + 3) for name, slot in worse.params.items()}
+    buckets = tuple(replace(bucket, params=tuple(name + "2" for name in bucket.params)) for bucket in worse.buckets)
+
+    violations = check_layout(ModelLayout((replace(SOUND, num_shards=3), replace(worse, params=renamed, buckets=buckets))))
+
+    assert violations == [
+        "shards-are-equal: buffer 0 (dense/float32->float32): bucket 0 has 128 elements, not divisible into 3 shards",
+        "shards-are-equal: buffer 0 (dense/float32->float32): bucket 1 has 256 elements, not divisible into 3 shards",
+        "shards-are-equal: buffer 1 (expert/float32->float32): bucket 0 has 100 elements, not divisible into 3 shards",
+    ]
+
+
+def test_a_layout_without_buffers_is_sound():
+    assert check_layout(ModelLayout(())) == []

@@ -1,0 +1,226 @@
+"""Layouts as JSON: the exact text, reading it back, refusing what is no layout, comparing two."""
+
+import dataclasses
+import hashlib
+import json
+import pickle
+
+import pytest
+
+from megabucket.config import DistributedDataParallelConfig
+from megabucket.errors import LayoutError
+from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, build_layout, layout_diff
+
+SPECS = [ParamSpec("a", (2, 3), "bfloat16"), ParamSpec("é", (), "bfloat16", shared_embedding=True)]
+
+# Version 1 of the format, written by hand. The embedding is registered last, so it is bucket 0 alone.
+GOLDEN = (
+    '{"buffers":[{"bucket_size":500,'
+    '"buckets":[{"index":0,"numel_unpadded":1,"params":["\\u00e9"],"start":0,"stop":128},'
+    '{"index":1,"numel_unpadded":6,"params":["a"],"start":128,"stop":256}],'
+    '"end_multiple":128,"grad_dtype":"float32","group":"dense","num_shards":2,"param_dtype":"bfloat16",'
+    '"params":[{"bucket":1,"index":0,"name":"a","shape":[2,3],"shared_embedding":false,"start":128,"stop":134},'
+    '{"bucket":0,"index":1,"name":"\\u00e9","shape":[],"shared_embedding":true,"start":0,"stop":1}],'
+    '"start_alignment":64}],"format":"megabucket-layout","version":1}'
+)
+
+
+def layout_of(specs, *, dp_size=2, bucket_size=500, **switches) -> ModelLayout:
+    return build_layout(specs, DistributedDataParallelConfig(bucket_size=bucket_size, **switches), dp_size=dp_size)
+
+
+def test_the_json_of_a_layout_is_exactly_this_text():
+    assert layout_of(SPECS).to_json() == GOLDEN
+
+
+def test_the_fingerprint_is_the_sha256_of_the_text():
+    assert layout_of(SPECS).fingerprint == hashlib.sha256(GOLDEN.encode()).hexdigest()
+    assert layout_of(SPECS).fingerprint == "2c3a7f4539b558e79e75302a523fcdff59e6976f5c4989a5681cb7aec3c72406"
+
+
+def test_reading_the_text_gives_the_layout_back():
+    again = ModelLayout.from_json(GOLDEN)
+
+    assert again == layout_of(SPECS)
+    assert again.buffers[0].params["a"].shape == (2, 3)
+
+
+def test_spaces_and_key_order_of_the_text_do_not_matter():
+    text = json.dumps(json.loads(GOLDEN), indent=3, sort_keys=False, ensure_ascii=False)
+
+    assert ModelLayout.from_json(text).fingerprint == layout_of(SPECS).fingerprint
+
+
+def test_a_single_bucket_without_size_is_null_in_json_and_none_again():
+    layout = layout_of(SPECS, layout="megatron", overlap_grad_reduce=False)
+
+    assert '"bucket_size":null' in layout.to_json()
+    assert ModelLayout.from_json(layout.to_json()).buffers[0].bucket_size is None
+
+
+def test_the_text_does_not_depend_on_the_order_in_which_slots_were_entered():
+    layout = layout_of(SPECS)
+    turned = reordered(layout)
+
+    assert turned == layout
+    assert turned.to_json() == layout.to_json()
+    assert turned.fingerprint == layout.fingerprint
+
+
+def reordered(layout: ModelLayout) -> ModelLayout:
+    (buffer,) = layout.buffers
+    return ModelLayout((dataclasses.replace(buffer, params=dict(reversed(buffer.params.items()))),))
+
+
+def test_layouts_are_hashable_and_equal_layouts_have_equal_hashes():
+    assert len({layout_of(SPECS), layout_of(SPECS), reordered(layout_of(SPECS)), layout_of(SPECS, dp_size=3)}) == 2
+
+
+def test_a_layout_survives_pickle():
+    layout = layout_of(SPECS)
+
+    assert pickle.loads(pickle.dumps(layout)) == layout  # noqa: S301
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(LayoutError) as caught:
+        ModelLayout.from_json(text)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "nonsense", GOLDEN[:-1], GOLDEN + "x", "\ufeff{}"])
+def test_text_that_is_not_json_is_refused(text):
+    assert refusal(text).startswith("the text is not JSON: ")
+
+
+def test_json_nested_deeper_than_any_layout_is_refused():
+    assert refusal("[" * 1_000_000).startswith("the text is not JSON: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[]", "layout must be an object, got list"),
+        ("null", "layout must be an object, got NoneType"),
+        ("{}", "layout has no 'format'"),
+        ('{"format": 1}', "layout.format must be str, got int"),
+        (
+            '{"format": "safetensors"}',
+            "the text is JSON but not a layout: format is 'safetensors', expected 'megabucket-layout'",
+        ),
+        ('{"format": "megabucket-layout"}', "layout has no 'version'"),
+        ('{"format": "megabucket-layout", "version": 2}', "layout version 2 is not known to this release, which reads 1"),
+        ('{"format": "megabucket-layout", "version": 0}', "layout version 0 is not known to this release, which reads 1"),
+        ('{"format": "megabucket-layout", "version": true}', "layout.version must be int, got bool"),
+        ('{"format": "megabucket-layout", "version": 1.0}', "layout.version must be int, got float"),
+        ('{"format": "megabucket-layout", "version": 1}', "layout has no 'buffers'"),
+        ('{"format": "megabucket-layout", "version": 1, "buffers": {}}', "layout.buffers must be list, got dict"),
+        ('{"format": "megabucket-layout", "version": 1, "buffers": [7]}', "buffers[0] must be an object, got int"),
+    ],
+)
+def test_json_that_is_no_layout_is_refused_with_the_place(text, problem):
+    assert refusal(text) == problem
+
+
+def edited(path: str, value: object) -> str:
+    """The golden text with one value replaced, or removed when ``value`` is ``...``."""
+    data = json.loads(GOLDEN)
+    *parents, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    node = data["buffers"][0]
+    for step in parents:
+        node = node[step]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        ("params.0.start", 1.5, "buffers[0].params[0].start must be int, got float"),
+        ("params.0.start", True, "buffers[0].params[0].start must be int, got bool"),
+        ("params.1.name", None, "buffers[0].params[1].name must be str, got NoneType"),
+        ("params.1.name", "a", "buffers[0]: parameter 'a' stands twice"),
+        ("params.1.shape", [2, "3"], "buffers[0].params[1].shape must hold int only"),
+        ("params.1.shape", [True], "buffers[0].params[1].shape must hold int only"),
+        ("params.1.shared_embedding", 0, "buffers[0].params[1].shared_embedding must be bool, got int"),
+        ("params.1", [], "buffers[0].params[1] must be an object, got list"),
+        ("params", ..., "buffers[0] has no 'params'"),
+        ("buckets.1.stop", ..., "buffers[0].buckets[1] has no 'stop'"),
+        ("buckets.0.params", [1], "buffers[0].buckets[0].params must hold str only"),
+        ("bucket_size", "500", "buffers[0].bucket_size must be int, got str"),
+        ("bucket_size", ..., "buffers[0] has no 'bucket_size'"),
+        ("num_shards", None, "buffers[0].num_shards must be int, got NoneType"),
+        ("group", 3, "buffers[0].group must be str, got int"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_path(path, value, problem):
+    assert refusal(edited(path, value)) == problem
+
+
+def test_equal_layouts_have_no_differences():
+    assert layout_diff(layout_of(SPECS), layout_of(SPECS)) == ()
+
+
+def test_the_diff_names_the_fields_and_parameters_that_differ():
+    ours = layout_of([ParamSpec("a", (100,)), ParamSpec("b", (100,)), ParamSpec("c", (100,))], bucket_size=100)
+    theirs = layout_of([ParamSpec("a", (100,)), ParamSpec("b", (70,)), ParamSpec("d", (100,))], bucket_size=150, dp_size=3)
+
+    # Ours: three buckets of 128. Theirs: d [0, 100) and b [128, 198) reach 150, up to 384; a [384, 484), up to 768.
+    assert layout_diff(ours, theirs) == (
+        "buffer 0: num_shards: 2 != 3",
+        "buffer 0: bucket_size: 100 != 150",
+        "buffer 0: end_multiple: 128 != 384",
+        "buffer 0: numel: 384 != 768",
+        (
+            "buffer 0: parameter 'a': [256, 356) in bucket 2, shape (100,), number 0"
+            " != [384, 484) in bucket 1, shape (100,), number 0"
+        ),
+        (
+            "buffer 0: parameter 'b': [128, 228) in bucket 1, shape (100,), number 1"
+            " != [128, 198) in bucket 0, shape (70,), number 1"
+        ),
+        "buffer 0: parameter 'c' is only in the first",
+        "buffer 0: parameter 'd' is only in the second",
+        "buffer 0: buckets: 3 and 2, first difference at bucket 0",
+    )
+
+
+def test_the_diff_counts_buffers_and_compares_their_keys():
+    ours = layout_of([ParamSpec("a", (4,))])
+    theirs = layout_of([ParamSpec("a", (4,), "bfloat16"), ParamSpec("b", (4,))])
+
+    assert layout_diff(ours, theirs) == (
+        "number of buffers: 1 != 2",
+        "buffer 0: key: dense/float32->float32 != dense/bfloat16->float32",
+    )
+
+
+def test_the_diff_shows_a_shared_embedding():
+    ours, theirs = (layout_of([ParamSpec("a", (4,), shared_embedding=shared)]) for shared in (False, True))
+
+    assert layout_diff(ours, theirs) == (
+        (
+            "buffer 0: parameter 'a': [0, 4) in bucket 0, shape (4,), number 0"
+            " != [0, 4) in bucket 0, shape (4,), number 0, shared embedding"
+        ),
+    )
+
+
+def test_the_diff_ends_after_20_lines_with_a_count():
+    ours = layout_of([ParamSpec(f"ours{i}", (4,)) for i in range(15)], bucket_size=10**9)
+    theirs = layout_of([ParamSpec(f"theirs{i}", (4,)) for i in range(15)], bucket_size=10**9)
+
+    lines = layout_diff(ours, theirs)
+
+    assert len(lines) == 21
+    assert lines[-1] == "and 11 more differences"  # 15 + 15 names and the line about buckets, less 20
+
+
+def test_a_model_counts_the_buckets_and_elements_of_its_buffers():
+    layout = layout_of([ParamSpec("a", (500,)), ParamSpec("b", (500,)), ParamSpec("c", (500,), "bfloat16")])
+
+    assert [type(buffer) for buffer in layout.buffers] == [BufferLayout, BufferLayout]
+    assert (layout.num_buckets, layout.numel) == (3, 1536)  # 3 * 512
