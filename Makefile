@@ -41,3 +41,6 @@ unit: $(STAMP)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis runs
+
+bench: $(STAMP)
+	$(BIN)/python tests/benchmarks/constant_costs.py

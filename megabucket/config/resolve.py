@@ -148,7 +148,7 @@ def resolve(
             Resolved("grad_dtype", grad_dtype, grad_reason),
             Resolved("bucket_size", size.numel if size.is_known else "unknown", size.reason),
             *_alignment_entries(config, dp_size),
-            *_reduction_entries(config, dp_size),
+            *_reduction_entries(config, dp_size, grad_dtype),
             _finish_entry(config),
             _overlap_entry(config, dp_size, is_one_bucket=num_buffers == 1 and size.holds(total_numel)),
         ),
@@ -240,7 +240,7 @@ def _alignment_entries(config: DistributedDataParallelConfig, dp_size: int) -> t
     )
 
 
-def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int) -> tuple[Resolved, ...]:
+def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int, grad_dtype: str) -> tuple[Resolved, ...]:
     if config.use_distributed_optimizer:
         collective = Resolved("collective", "reduce_scatter", "use_distributed_optimizer=True: a rank needs its shard only")
     else:
@@ -257,10 +257,14 @@ def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int) -> t
             Resolved("reduce_op", "avg", "average_in_collective=True: the collective divides"),
             Resolved("gradient_scale", 1.0, "average_in_collective=True: no scaling beside the collective"),
         )
+    if grad_dtype in _HALF_PRECISION:
+        once = "partly before and partly after the sum, so that 16 bits neither overflow nor underflow"
+    else:
+        once = "applied once, after the sum"
     return (
         collective,
         Resolved("reduce_op", "sum", "average_in_collective=False: the mean is a scaled sum"),
-        Resolved("gradient_scale", 1.0 / dp_size, f"grad_reduction='mean': 1 / dp_size={dp_size}, applied once per step"),
+        Resolved("gradient_scale", 1.0 / dp_size, f"grad_reduction='mean': 1 / dp_size={dp_size}, {once}"),
     )
 
 

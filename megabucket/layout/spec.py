@@ -42,7 +42,7 @@ class ParamSpec:
         if not isinstance(self.name, str) or not self.name:
             raise LayoutError(f"a parameter needs a non-empty name, got {self.name!r}")
         shape = (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
-        if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in shape):
+        if any(type(size) is not int or size < 0 for size in shape):  # the exact type: a bool is no size
             raise LayoutError(f"parameter {self.name!r}: the shape must hold integers >= 0, got {self.shape!r}")
         if self.dtype not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)

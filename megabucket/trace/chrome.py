@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megabucket.trace.recorder import Interval, Lane
+from megabucket.trace.spans import TimeSpan
 from megabucket.trace.step_trace import StepTrace
 
 _TRACKS_PER_LANE = 1000
@@ -33,7 +34,9 @@ def chrome_trace(traces: Iterable[StepTrace]) -> dict[str, Any]:
         of_rank = [trace for trace in steps if trace.rank == rank]
         events.append(_metadata("process_name", rank, 0, f"rank {rank}"))
         events.append(_metadata("thread_name", rank, 0, "step"))
-        events += [_slice(f"step {trace.step}", rank, 0, trace.start_s - origin_s, trace.duration_s) for trace in of_rank]
+        for trace in of_rank:
+            span = (trace.start_s - origin_s, trace.stop_s - origin_s)
+            events.append(_slice(f"step {trace.step}", rank, 0, span))
         for position, lane in enumerate(Lane, start=1):
             intervals = [part for trace in of_rank for part in trace.intervals if part.lane is lane]
             events += _lane_events(intervals, rank=rank, first_track=position * _TRACKS_PER_LANE, origin_s=origin_s)
@@ -78,13 +81,15 @@ def _lane_events(intervals: Sequence[Interval], *, rank: int, first_track: int, 
         name = intervals[0].lane.value if track == 0 else f"{intervals[0].lane.value} {track + 1}"
         events.append(_metadata("thread_name", rank, first_track + track, name))
     for interval, track in zip(intervals, tracks, strict=True):
-        start_s = interval.start_s - origin_s
-        events.append(_slice(interval.label, rank, first_track + track, start_s, interval.duration_s))
+        span = (interval.start_s - origin_s, interval.stop_s - origin_s)
+        events.append(_slice(interval.label, rank, first_track + track, span))
     return events
 
 
-def _slice(name: str, rank: int, track: int, start_s: float, duration_s: float) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "pid": rank, "tid": track, "ts": start_s * 1e6, "dur": duration_s * 1e6}
+def _slice(name: str, rank: int, track: int, span: TimeSpan) -> dict[str, Any]:
+    # Both ends are rounded to nanoseconds, the viewers' unit: neighbours that touch must not overlap by a rounding error.
+    start_ns, stop_ns = round(span[0] * 1e9), round(span[1] * 1e9)
+    return {"ph": "X", "name": name, "pid": rank, "tid": track, "ts": start_ns / 1e3, "dur": (stop_ns - start_ns) / 1e3}
 
 
 def _metadata(kind: str, rank: int, track: int, name: str) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 TimeSpan: TypeAlias = tuple[float, float]
-Union: TypeAlias = tuple[TimeSpan, ...]
+Spans: TypeAlias = tuple[TimeSpan, ...]
 
 
-def union(spans: Iterable[TimeSpan]) -> Union:
+def union(spans: Iterable[TimeSpan]) -> Spans:
     """Return the moments that lie in at least one span. Empty and reversed spans hold no moment.
 
     >>> union([(4, 5), (0, 2), (1, 3), (3, 3)])
@@ -28,7 +28,7 @@ def union(spans: Iterable[TimeSpan]) -> Union:
     return tuple(merged)
 
 
-def intersection(left: Iterable[TimeSpan], right: Iterable[TimeSpan]) -> Union:
+def intersection(left: Iterable[TimeSpan], right: Iterable[TimeSpan]) -> Spans:
     """Return the moments that lie in both.
 
     >>> intersection([(0, 3), (4, 6)], [(2, 5)])
@@ -49,7 +49,7 @@ def intersection(left: Iterable[TimeSpan], right: Iterable[TimeSpan]) -> Union:
     return tuple(shared)
 
 
-def difference(left: Iterable[TimeSpan], right: Iterable[TimeSpan]) -> Union:
+def difference(left: Iterable[TimeSpan], right: Iterable[TimeSpan]) -> Spans:
     """Return the moments of ``left`` that do not lie in ``right``.
 
     >>> difference([(0, 10)], [(2, 3), (9, 12)])

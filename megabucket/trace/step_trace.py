@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megabucket.trace.recorder import CollectiveRecord, Interval, Lane
-from megabucket.trace.spans import Union, difference, intersection, length_s, union
+from megabucket.trace.spans import Spans, difference, intersection, length_s, union
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class StepTrace:
     intervals: tuple[Interval, ...]
     collectives: tuple[CollectiveRecord, ...] = ()
 
-    def lane(self, lane: Lane) -> Union:
+    def lane(self, lane: Lane) -> Spans:
         """Return the moments at which ``lane`` is busy."""
         return union((interval.start_s, interval.stop_s) for interval in self.intervals if interval.lane is lane)
 

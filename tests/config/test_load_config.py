@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megabucket.config import load_config
+from megabucket.config import RunConfig, load_config
 from megabucket.errors import ConfigError
 
 GPT = "{kind: gpt, vocab_size: 256, sequence_length: 64, num_layers: 2, hidden_size: 32, num_heads: 4}"
@@ -159,10 +162,6 @@ def test_every_problem_has_its_path_and_its_place(write):
             f"model: {GPT[:-1]}, ffn_size: 64, ffn_multiplier: 2}}",
             "run.yaml:1: model: ffn_size=64 and ffn_multiplier=2 both size the feed-forward layer; keep one of them",
         ),
-        (
-            "model: {kind: llama, vocab_size: 9, num_layers: 1, hidden_size: 9, ffn_size: 4, num_heads: 4, num_kv_heads: 3}",
-            "run.yaml:1: model: hidden_size=9 is not a multiple of num_heads=4; num_heads=4 is not a multiple of num_kv_heads=3",
-        ),
     ],
 )
 def test_a_wrong_config_is_answered_in_one_line(write, text, message):
@@ -171,6 +170,19 @@ def test_a_wrong_config_is_answered_in_one_line(write, text, message):
     lines = lines_of(refusal(path), path)
 
     assert lines == [message]
+
+
+def test_all_misfits_of_a_model_are_reported_together(write):
+    path = write(
+        "model: {kind: llama, vocab_size: 9, num_layers: 1, hidden_size: 9, ffn_size: 4, num_heads: 4, num_kv_heads: 3}"
+    )
+
+    (line,) = lines_of(refusal(path), path)
+
+    assert line.removeprefix("run.yaml:1: model: ").split("; ") == [
+        "hidden_size=9 is not a multiple of num_heads=4",
+        "num_heads=4 is not a multiple of num_kv_heads=3",
+    ]
 
 
 def test_a_problem_in_a_list_of_parameters_is_found_by_position_and_line(write):
@@ -229,6 +241,39 @@ def test_the_error_survives_pickling(write):
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301
 
     assert (str(copy), copy.problems) == (str(error), error.problems)
+
+
+SECTIONS = {
+    name: field.annotation for name, field in RunConfig.model_fields.items() if name in {"ddp", "optimizer", "data", "train"}
+}
+FIELDS = sorted(
+    {field for section in SECTIONS.values() for field in section.model_fields} | {"kind", "params", "name", "shape"}
+)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["40M", "gpt", "params", "sum"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=3),
+    max_leaves=6,
+)
+sections = values | st.dictionaries(st.sampled_from(FIELDS), values, max_size=5)
+
+
+@given(data=st.dictionaries(st.sampled_from([*RunConfig.model_fields, "dpd"]), sections, max_size=5))
+def test_any_values_are_a_run_or_a_short_config_error(data, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "fuzz_run.yaml"
+    path.write_text(json.dumps(data))
+
+    try:
+        message = "" if load_config(path) else "falsy"
+    except ConfigError as error:
+        message = str(error)
+
+    assert not message or message.startswith(str(path))
+    assert len(message) < 5_000
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama3-8b", "llama3-70b"])

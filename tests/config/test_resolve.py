@@ -130,7 +130,7 @@ def test_what_is_no_group_size_is_refused(dp_size):
         (Config(bucket_size=9), "bucket_size", 9, "bucket_size, as given"),
         (Config(bucket_cap_mb=1), "bucket_size", 262_144, "bucket_cap_mb=1 MiB of gradients at 4 bytes per element"),
         (Config(num_buckets=4), "bucket_size", 250, "num_buckets=4: 1_000 elements // 4"),
-        (Config(), "gradient_scale", 0.25, "grad_reduction='mean': 1 / dp_size=4, applied once per step"),
+        (Config(), "gradient_scale", 0.25, "grad_reduction='mean': 1 / dp_size=4, applied once, after the sum"),
         (Config(average_in_collective=True), "reduce_op", "avg", "average_in_collective=True: the collective divides"),
         (Config(grad_reduction="sum"), "gradient_scale", 1.0, "grad_reduction='sum': the plain sum over the ranks"),
         (
@@ -187,6 +187,15 @@ def test_each_value_comes_with_its_reason(config, name, value, reason):
     entry = resolve(config, dp_size=4, total_numel=1_000)[name]
 
     assert (entry.value, entry.reason) == (value, reason)
+
+
+def test_a_16_bit_mean_is_said_to_be_divided_in_two_parts():
+    entry = resolve(Config(grad_reduce_in_fp32=False), dp_size=4, param_dtype="bfloat16")["gradient_scale"]
+
+    assert entry.reason == (
+        "grad_reduction='mean': 1 / dp_size=4, "
+        "partly before and partly after the sum, so that 16 bits neither overflow nor underflow"
+    )
 
 
 def test_what_needs_a_model_is_called_unknown_without_one():

@@ -1,0 +1,141 @@
+"""The figures of a run as JSON lines: one object a line, written at once, so that a run can be followed and survives a crash.
+
+Every object has ``schema``, ``kind``, ``wall_time_s`` (Unix time) and ``monotonic_s`` (``time.perf_counter``, the clock of
+the traces). Rank 0 writes; on the other ranks the log is closed to everything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Final
+
+from megabucket.errors import ConfigError
+from megabucket.trace import StepTrace
+
+SCHEMA: Final = 1
+"""Version of the objects; raised when a field changes its meaning or goes away."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One step of one rank: what training did and what its communication cost."""
+
+    step: int
+    """Counted from 0."""
+    bits_per_byte: float
+    """Training loss of this rank's windows, before the update."""
+    learning_rate: float
+    grad_norm: float
+    """Global 2-norm of the gradients, before clipping."""
+    updated: bool
+    reason: str
+    """Why parameters were not updated; empty when they were."""
+    step_s: float
+    tokens_per_s: float
+    """Over all ranks."""
+    compute_s: float
+    comm_s: float
+    exposed_s: float
+    overlap_fraction: float | None
+    num_collectives: int
+    payload_bytes: int
+    wire_bytes: float
+    """By the formula of ``CollectiveRecord.wire_bytes``, on this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What the loop knows about a step when it ends; the trace follows one step later."""
+
+    bits_per_byte: float
+    learning_rate: float
+    grad_norm: float
+    updated: bool
+    reason: str
+    num_tokens: int
+    """Over all ranks."""
+
+
+def step_metrics(outcome: StepOutcome, trace: StepTrace) -> StepMetrics:
+    """Return the figures of one step from what it did and how long that took."""
+    return StepMetrics(
+        step=trace.step,
+        bits_per_byte=outcome.bits_per_byte,
+        learning_rate=outcome.learning_rate,
+        grad_norm=outcome.grad_norm,
+        updated=outcome.updated,
+        reason=outcome.reason,
+        step_s=trace.duration_s,
+        tokens_per_s=outcome.num_tokens / trace.duration_s,
+        compute_s=trace.compute_s,
+        comm_s=trace.comm_s,
+        exposed_s=trace.exposed_s,
+        overlap_fraction=trace.overlap_fraction,
+        num_collectives=trace.num_collectives,
+        payload_bytes=trace.payload_bytes,
+        wire_bytes=trace.wire_bytes,
+    )
+
+
+class MetricsLog:
+    """A file of JSON lines, replaced when it is opened.
+
+    Args:
+        path: where to write, its directory is made; ``None`` writes nothing.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: IO[str] | None = None
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"train.log_path={str(path)!r} cannot be written: {error.strerror}. Name a file in a directory of yours, or "
+                "set it to null to write no metrics."
+            ) from error
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Append one object and flush it. Numbers that are not finite become the strings ``nan``, ``inf`` and ``-inf``."""
+        if self._file is None:
+            return
+        head = {"schema": SCHEMA, "kind": kind, "wall_time_s": time.time(), "monotonic_s": time.perf_counter()}
+        self._file.write(json.dumps(_jsonable({**head, **fields}), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def write_step(self, metrics: StepMetrics) -> None:
+        """Append one object of the kind ``step``."""
+        self.write("step", asdict(metrics))
+
+    def close(self) -> None:
+        """Close the file; what is written later goes nowhere."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,103 @@
+"""Exit codes: the table, what each error gives, and that it is in --help and in the docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megabucket import errors
+from megabucket.cli.exit_codes import ExitCode, exit_code_of, exit_code_table, reports_errors
+from megabucket.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_codes_are_the_promised_ones():
+    assert {code.name: int(code) for code in ExitCode} == {
+        "OK": 0,
+        "FAILED": 1,
+        "USAGE": 2,
+        "MISMATCH": 3,
+        "NUMERICAL": 4,
+        "PEER_LOST": 5,
+        "CHECKPOINT": 6,
+        "INTERRUPTED": 130,
+        "TERMINATED": 143,
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("x"), 2),
+        (errors.LayoutError("x"), 2),
+        (errors.CorpusError("x"), 2),
+        (errors.ProcessGroupMissingError(world_size=2), 2),
+        (errors.MismatchedCollectiveError(sequence=0, rank=1, call="a", other_rank=0, other_call="b"), 3),
+        (errors.CheckpointUnavailableError(rank=0, num_shards=2), 6),
+        (errors.InvariantError("x"), 1),
+    ],
+)
+def test_each_error_has_its_code(error, code):
+    assert exit_code_of(error) == code
+
+
+def test_the_table_is_in_the_help():
+    result = CliRunner().invoke(app, ["--help"])
+
+    assert result.exit_code == 0
+    for line in exit_code_table().splitlines():
+        assert line.strip() in result.stdout
+
+
+def test_the_table_is_in_the_docs():
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+
+    assert [f"| {code.value} | {code.meaning} |" for code in ExitCode] == [
+        line for line in page.splitlines() if line[:3].strip("| ").isdigit()
+    ]
+
+
+def command_that(raises):
+    one = typer.Typer(pretty_exceptions_enable=False)
+
+    def run() -> None:
+        raise raises
+
+    one.command()(reports_errors(run))
+    return CliRunner().invoke(one, [])
+
+
+def test_an_error_of_ours_is_its_text_on_stderr_without_control_characters():
+    result = command_that(errors.ConfigError("bad \x1b[31mname\nsecond line"))
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: bad \\x1b[31mname\nsecond line\n"
+
+
+def test_an_interrupt_is_130():
+    assert command_that(KeyboardInterrupt()).exit_code == 130
+
+
+def test_an_error_that_is_not_ours_keeps_its_traceback():
+    result = command_that(ZeroDivisionError("a bug"))
+
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_no_command_is_answered_with_the_help():
+    result = CliRunner().invoke(app, [])
+
+    assert result.exit_code == 2
+    assert "Usage:" in result.output
+
+
+def test_a_misspelt_command_is_answered_with_the_likely_one():
+    result = CliRunner().invoke(app, ["plam"])
+
+    assert result.exit_code == 2
+    assert "Did you mean 'plan'?" in result.stderr

@@ -1,0 +1,207 @@
+"""``megabucket plan``: the table, the JSON, the exit codes, and that it needs no torch and little time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from megabucket.cli.main import app
+from megabucket.config import load_config
+from megabucket.layout import build_layout
+from megabucket.planning import param_specs
+
+PARAMS = """
+model:
+  kind: params
+  params:
+    - {name: embedding, shape: [100]}
+    - {name: block, shape: [300]}
+    - {name: expert, shape: [10], group: expert, dtype: bfloat16}
+    - {name: head, shape: [100]}
+ddp:
+  bucket_size: 200
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(PARAMS)
+    return str(path)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_the_table_has_a_line_per_bucket_and_the_totals(config):
+    result = invoke("-c", config, "--dp-size", 8)
+
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if line.startswith("│")]
+    assert rows == [
+        # head at [0, 100), block at [128, 428), rounded up to 512; then embedding; the expert has its own buffer
+        ["0", "2", "512", "21.875%", "2.00 KiB", "1 ranks", "head ... block"],
+        ["1", "1", "128", "21.875%", "512 B", "1 ranks", "embedding"],
+        ["0", "1", "128", "92.188%", "512 B", "7 ranks", "expert"],
+    ]
+    assert "buffer dense/float32->float32: 2 buckets cut for 8 ranks" in result.stdout
+    assert "buffer expert/bfloat16->float32: 1 bucket cut for 8 ranks" in result.stdout
+    assert "4 parameters, 510 elements (510), in 3 buckets of 2 buffers" in result.stdout
+    assert "padding 258 elements (33.5938%); gradients 3.00 KiB, parameters 2.75 KiB" in result.stdout
+    assert "in 3 buckets some ranks own only padding and have nothing to update" in result.stdout
+
+
+def test_the_json_holds_the_same_numbers(config):
+    result = invoke("-c", config, "--dp-size", 8, "--json")
+
+    plan = json.loads(result.stdout)
+    assert plan["dp_size"] == 8
+    assert plan["totals"]["numel"] == 768
+    assert plan["totals"]["params_numel"] == 510
+    assert [bucket["numel"] for bucket in plan["buckets"]] == [512, 128, 128]
+    assert [bucket["num_padding_only_ranks"] for bucket in plan["buckets"]] == [1, 1, 7]
+    assert plan["buckets"][0] == {
+        "buffer": "dense/float32->float32",
+        "bucket": 0,
+        "first_param": "head",
+        "last_param": "block",
+        "num_params": 2,
+        "params_numel": 400,
+        "numel": 512,
+        "grad_bytes": 2_048,
+        "num_shards": 8,
+        "num_padding_only_ranks": 1,
+        "padding_fraction": 0.21875,
+    }
+
+
+def test_the_fingerprint_is_the_layout_s(config):
+    plan = json.loads(invoke("-c", config, "--dp-size", 4, "--expert-dp-size", 2, "--json").stdout)
+
+    run = load_config(config)
+    layout = build_layout(param_specs(run.model), run.ddp, dp_size=4, expert_dp_size=2)
+    assert plan["fingerprint"] == layout.fingerprint
+
+
+def test_overrides_change_the_plan(config):
+    plan = json.loads(invoke("-c", config, "ddp.bucket_size=1", "--json").stdout)
+
+    assert [bucket["first_param"] for bucket in plan["buckets"]] == ["head", "block", "embedding", "expert"]
+
+
+def test_expert_buckets_are_cut_for_their_own_group(config):
+    plan = json.loads(invoke("-c", config, "--dp-size", 8, "--expert-dp-size", 2, "--json").stdout)
+
+    assert {bucket["buffer"]: bucket["num_shards"] for bucket in plan["buckets"]} == {
+        "dense/float32->float32": 8,
+        "expert/bfloat16->float32": 2,
+    }
+
+
+def test_many_buckets_are_cut_in_the_middle_unless_all_are_asked_for():
+    arguments = ("-c", "configs/gpt2-124m.yaml", "ddp.bucket_cap_mb=null", "ddp.bucket_size=1")
+
+    short, full = invoke(*arguments), invoke(*arguments, "--all")
+
+    assert "138 more, see --all" in short.stdout  # 148 buckets of one parameter, ten shown
+    assert "blocks.5.mlp.up.bias" not in short.stdout
+    assert "see --all" not in full.stdout
+    assert "blocks.5.mlp.up.bias" in full.stdout
+
+
+def test_too_much_padding_is_a_finding(config):
+    result = invoke("-c", config, "--dp-size", 8, "--max-padding", 0.1)
+
+    assert result.exit_code == 1
+    assert result.stderr == "error: padding is 33.5938% of the buffers, more than --max-padding 10.0000%\n"
+    assert "fingerprint" in result.stdout  # the answer is printed all the same
+
+
+def test_padding_at_the_limit_is_no_finding(config):
+    assert invoke("-c", config, "--dp-size", 8, "--max-padding", 0.34).exit_code == 0
+
+
+def test_control_characters_and_markup_of_names_are_printed_as_text(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text('model: {kind: params, params: [{name: "a\\x1b[2J\\nb", shape: [1]}, {name: "[red]c[/red]", shape: [1]}]}')
+
+    result = invoke("-c", path)
+
+    assert "[red]c[/red] ... a\\x1b[2J\\nb" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("", [], "error: run.yaml: model is required to plan; describe one, for example model: {kind: gpt, ...}\n"),
+        ("ddp: {bucket_size: 0}", [], "error: run.yaml:1: ddp.bucket_size: should be greater than 0 (got 0)\n"),
+        ("a: &x 1", [], "error: run.yaml:1: the anchor 'x' is not allowed; write the value out where it is used\n"),
+        (
+            PARAMS,
+            ["ddp.bucket_sise=4"],
+            "error: command line, 'ddp.bucket_sise=4': ddp.bucket_sise: unknown key 'bucket_sise'; ",
+        ),
+        (PARAMS, ["ddp.bucket_size=null", "ddp.num_buckets=999"], "error: num_buckets=999 is more than the 510 elements there"),
+        (PARAMS.replace("block", "head"), [], "error: the same parameter is given twice: 'head'. "),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message_and_exit_code_2(tmp_path, text, overrides, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+
+    result = invoke("-c", path, *overrides)
+
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.replace(f"{tmp_path}/", "").startswith(message)
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["-c", "x.yaml", "--dp-size", "0"], ["-c", "x.yaml", "--max-padding", "2"], ["--what"]]
+)
+def test_wrong_usage_has_exit_code_2(arguments):
+    assert invoke(*arguments).exit_code == 2
+
+
+def test_a_missing_file_is_named():
+    result = invoke("-c", "missing.yaml")
+
+    assert result.exit_code == 2
+    assert result.stderr == "error: missing.yaml: cannot be read: No such file or directory. Give the path of a YAML file.\n"
+
+
+def test_a_70b_model_is_planned_without_torch():
+    code = (
+        "import sys; from megabucket.cli.main import app\n"
+        "try: app(['plan', '-c', 'configs/llama3-70b.yaml', '--dp-size', '512'])\n"
+        "except SystemExit as stop: print('exit', stop.code, 'torch' in sys.modules)"
+    )
+
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    wall_s = time.perf_counter() - start
+
+    print(f"planned in {wall_s:.2f} s; the aim is below 2 s")
+    assert "723 parameters, 70,553,706,496 elements (70.55 G)" in result.stdout
+    assert result.stdout.splitlines()[-1] == "exit 0 False"
+
+
+def test_the_package_runs_as_a_module():
+    result = subprocess.run(
+        [sys.executable, "-m", "megabucket", "plan", "-c", "configs/gpt2-124m.yaml", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+
+    assert json.loads(result.stdout)["totals"]["params_numel"] == 124_439_808

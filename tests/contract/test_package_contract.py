@@ -1,0 +1,128 @@
+"""The shape of the package, read from its source: which package may import which, and how large things may grow."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megabucket
+
+ROOT = Path(megabucket.__file__).parent
+MODULES = sorted(ROOT.rglob("*.py"))
+
+BASE = {"errors", "units"}
+MAY_IMPORT = {
+    "errors": set(),
+    "units": {"errors"},
+    "config": BASE,
+    "trace": BASE,
+    "layout": BASE | {"config", "trace"},
+    "planning": BASE | {"config", "trace", "layout"},
+    "comm": BASE | {"config", "trace", "layout"},
+    "buffer": BASE | {"config", "trace", "layout", "comm"},
+    "ddp": BASE | {"config", "trace", "layout", "comm", "buffer"},
+    "optim": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp"},
+    "testing": BASE | {"config", "trace", "layout", "comm"},
+    "training": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim"},
+    "cli": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "training"},
+    "__init__": {"config", "layout", "ddp", "optim"},  # lazily
+    "__main__": {"cli"},
+}
+WITHOUT_TORCH = ["config", "errors", "layout", "planning", "trace", "units", "cli.main", "cli.plan", "cli.explain"]
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_packages(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            names = [f"{node.module}.{alias.name}" if node.module == "megabucket" else node.module for alias in node.names]
+        for name in names:
+            if name.startswith("megabucket."):
+                yield node.lineno, name.split(".")[1]
+
+
+def test_imports_follow_the_flow_of_data():
+    wrong = [
+        f"{path.relative_to(ROOT.parent)}:{line} imports {imported}"
+        for path in MODULES
+        for line, imported in imported_packages(path)
+        if imported != package_of(path) and imported not in MAY_IMPORT[package_of(path)]
+    ]
+
+    assert wrong == []
+
+
+def test_only_comm_and_the_wrapper_types_know_torch_distributed():
+    allowed = {"comm", "training"}  # the training program sets the process group up
+    users = [
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if package_of(path) not in allowed
+        and "torch.distributed" in path.read_text()
+        and "import torch.distributed" in path.read_text()
+    ]
+
+    assert users == ["ddp/wrapper.py"]  # names dist.ProcessGroup in its signature and calls nothing
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_a_fresh_interpreter_loads_it_without_torch(module):
+    code = f"import sys, megabucket.{module}; assert 'torch' not in sys.modules"
+
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_importing_megabucket_loads_nothing_heavy():
+    code = "import sys, megabucket; assert not {'torch', 'pydantic', 'numpy', 'yaml', 'typer'} & set(sys.modules)"
+
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_every_public_name_exists_and_is_listed():
+    assert sorted(megabucket.__all__) == megabucket.__all__
+    for name in megabucket.__all__:
+        assert getattr(megabucket, name).__module__.startswith("megabucket.")
+        assert name in dir(megabucket)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        megabucket.nonsense  # noqa: B018
+
+
+def test_no_module_is_longer_than_400_lines():
+    assert [str(path) for path in MODULES if len(path.read_text().splitlines()) > 400] == []
+
+
+def test_no_function_is_longer_than_60_lines():
+    functions = (
+        (path, node)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+
+    too_long = [f"{path.name}:{node.lineno} {node.name}" for path, node in functions if node.end_lineno - node.lineno >= 60]
+
+    assert too_long == []
+
+
+def test_nothing_probes_attributes_with_hasattr_or_rebinds_globals():
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Global) or (isinstance(node, ast.Name) and node.id == "hasattr")
+    ]
+
+    assert found == []
+
+
+def test_nothing_imports_apex():
+    assert [path.name for path in MODULES if "import apex" in path.read_text()] == []

@@ -1,0 +1,62 @@
+"""Documentation that runs: every Python block, every example, every relative link, every doctest."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megabucket
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def page_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if PYTHON_BLOCK.search(page.read_text())], ids=page_id)
+def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = "\n".join(PYTHON_BLOCK.findall(page.read_text()))
+
+    exec(compile(program, page_id(page), "exec"), {"__name__": "__docs__"})  # noqa: S102
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_no_relative_link_is_broken(page):
+    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target and not target.startswith("mailto:")]
+
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("example", EXAMPLES, ids=page_id)
+def test_an_example_runs_on_two_ranks(example, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip(), "an example shows something"
+
+
+def test_the_examples_in_docstrings_give_what_they_say():
+    failed = attempted = 0
+    for info in pkgutil.walk_packages(megabucket.__path__, "megabucket."):
+        if info.name != "megabucket.__main__":
+            result = doctest.testmod(importlib.import_module(info.name))
+            failed, attempted = failed + result.failed, attempted + result.attempted
+
+    assert failed == 0
+    assert attempted > 20
