@@ -1,7 +1,8 @@
 """Brings updated parameters from the ranks that own them, before anything reads them.
 
 Gathers are launched in forward order, which is the reverse of the launch order of gradients. With overlap, a module waits for
-the buckets of its own parameters just before its forward; whatever reads parameters otherwise (``state_dict``) waits for all.
+the buckets of its own parameters just before its forward, and ``state_dict`` and ``load_state_dict`` of any submodule wait for
+all. Code that reads parameters in other ways calls ``finish_param_sync`` first.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class ParamGather:
                 needed = sorted(own, key=lambda group: -group.index)
                 handles.append(submodule.register_forward_pre_hook(_waiter(needed)))
             handles.append(submodule.register_state_dict_pre_hook(self._before_state_dict))
+            handles.append(submodule.register_load_state_dict_pre_hook(self._before_state_dict))
         return handles
 
     def _before_state_dict(self, *_: Any) -> None:

@@ -67,7 +67,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._shards = self._exchange_params()
         # Weights loaded after this point reach the main parameters at the next step.
         self._values_were_loaded = False
-        ddp.module.register_load_state_dict_post_hook(self._note_loaded_values)
+        for submodule in ddp.module.modules():  # each of them, because load_state_dict may be called on any
+            submodule.register_load_state_dict_post_hook(self._note_loaded_values)
 
     def _exchange_params(self) -> list[MainShard]:
         """Put shards in place of the parameters, group by group."""

@@ -6,6 +6,7 @@ Each function takes a finished layout, of this library or of anybody else's code
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -115,7 +116,9 @@ def assert_views_are_a_bijection(layout: ModelLayout) -> None:
     """
     for buffer in layout.buffers:
         if buffer.numel > _MAX_ALLOCATED_NUMEL:
-            raise ValueError(f"buffer {buffer.key} has {buffer.numel} elements; this check allocates {_MAX_ALLOCATED_NUMEL}")
+            raise ValueError(
+                f"buffer {buffer.key} has {buffer.numel} elements; this check allocates at most {_MAX_ALLOCATED_NUMEL}"
+            )
         canary = -1
         flat = np.full(buffer.numel, canary, dtype=np.int64)  # 1D
         written = 0
@@ -123,6 +126,8 @@ def assert_views_are_a_bijection(layout: ModelLayout) -> None:
             view = flat[slot.start : slot.stop]
             if slot.start < 0 or view.size != slot.numel:
                 _fail(f"{name!r} at [{slot.start}, {slot.stop}) does not fit into a buffer of {buffer.numel} elements")
+            if math.prod(slot.shape) != slot.numel:
+                _fail(f"{name!r} has shape {slot.shape} in a range of {slot.numel} elements")
             numbers = np.arange(written, written + slot.numel, dtype=np.int64)
             view.reshape(slot.shape)[...] = numbers.reshape(slot.shape)
             written += slot.numel

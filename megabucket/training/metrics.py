@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Final
 
 from megabucket.errors import ConfigError
@@ -105,12 +104,6 @@ class MetricsLog:
                 f"train.log_path={str(path)!r} cannot be written: {error.strerror}. Name a file in a directory of yours, or "
                 "set it to null to write no metrics."
             ) from error
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Append one object and flush it. Numbers that are not finite become the strings ``nan``, ``inf`` and ``-inf``."""
