@@ -7,6 +7,7 @@ import typer
 from megabucket.cli.exit_codes import exit_code_table, reports_errors
 from megabucket.cli.explain import explain
 from megabucket.cli.plan import plan
+from megabucket.cli.train import train
 
 app = typer.Typer(
     name="megabucket",
@@ -18,5 +19,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(reports_errors(train))
 app.command()(reports_errors(plan))
 app.command()(reports_errors(explain))

@@ -108,7 +108,7 @@ def assert_shards_partition(layout: ModelLayout) -> None:
 def assert_views_are_a_bijection(layout: ModelLayout) -> None:
     """Writing distinct numbers through every parameter's view fills the flat buffers with each number once, and nothing else.
 
-    Allocates an array per buffer; padding is filled with a canary first and must keep it.
+    Allocates an array per buffer, one after the other. Padding must keep what it was filled with.
 
     Raises:
         AssertionError: a number is lost or doubled, padding was written, or a view does not fit into its buffer.
@@ -119,8 +119,7 @@ def assert_views_are_a_bijection(layout: ModelLayout) -> None:
             raise ValueError(
                 f"buffer {buffer.key} has {buffer.numel} elements; this check allocates at most {_MAX_ALLOCATED_NUMEL}"
             )
-        canary = -1
-        flat = np.full(buffer.numel, canary, dtype=np.int64)  # 1D
+        flat = np.zeros(buffer.numel, dtype=np.int32)  # 1D; 0 is what nobody has written
         written = 0
         for name, slot in buffer.params.items():
             view = flat[slot.start : slot.stop]
@@ -128,11 +127,11 @@ def assert_views_are_a_bijection(layout: ModelLayout) -> None:
                 _fail(f"{name!r} at [{slot.start}, {slot.stop}) does not fit into a buffer of {buffer.numel} elements")
             if math.prod(slot.shape) != slot.numel:
                 _fail(f"{name!r} has shape {slot.shape} in a range of {slot.numel} elements")
-            numbers = np.arange(written, written + slot.numel, dtype=np.int64)
+            numbers = np.arange(written + 1, written + 1 + slot.numel, dtype=np.int32)
             view.reshape(slot.shape)[...] = numbers.reshape(slot.shape)
             written += slot.numel
-        values = np.sort(flat[flat != canary])
-        if not np.array_equal(values, np.arange(written)):
+        values = np.sort(flat[flat != 0])
+        if not np.array_equal(values, np.arange(1, written + 1)):
             _fail(f"{written} distinct numbers were written into buffer {buffer.key}, {len(values)} are left: views overlap")
         for name, slot in buffer.params.items():
             piece = flat[slot.start : slot.stop]

@@ -101,7 +101,7 @@ def param_specs(
     def models(kinds: list[tuple[str, str, bool]]) -> SearchStrategy[list[tuple[tuple[int, ...], tuple[str, str, bool]]]]:
         return st.lists(st.tuples(shapes, st.sampled_from(kinds)), min_size=min_params, max_size=max_params)
 
-    return st.builds(_name_params, models(uniform) | models(mixed), st.sampled_from(_NAME_FORMS))
+    return _named_specs(models(uniform) | models(mixed), st.sampled_from(_NAME_FORMS))
 
 
 def ddp_configs(
@@ -125,7 +125,7 @@ def ddp_configs(
     _check_members(known=LAYOUTS, layouts=layouts)
     _check_members(known=SIZINGS, sizings=sizings)
     ways = [_sizing(way, max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets) for way in sizings]
-    return st.builds(_merge_into_config, st.one_of(ways), _switches(layouts))
+    return _merged_configs(st.one_of(ways), _switches(layouts))
 
 
 def dp_sizes(*, min_size: int = 1, max_size: int = 1_024) -> SearchStrategy[int]:
@@ -201,11 +201,25 @@ _INDEPENDENT_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
 )
 
 
-def _name_params(params: list[tuple[tuple[int, ...], tuple[str, str, bool]]], name_form: str) -> tuple[ParamSpec, ...]:
-    """Distinct by construction: the number of the parameter is part of every form."""
+# Composite where ``map`` would do: a failing test then prints the value, which can be pasted, and not a call of a private helper.
+@st.composite
+def _named_specs(
+    draw: st.DrawFn,
+    models: SearchStrategy[list[tuple[tuple[int, ...], tuple[str, str, bool]]]],
+    name_forms: SearchStrategy[str],
+) -> tuple[ParamSpec, ...]:
+    """Distinct names by construction: the number of the parameter is part of every form."""
+    params, name_form = draw(models), draw(name_forms)
     return tuple(
         ParamSpec(name_form.format(i), shape, dtype, group, shared) for i, (shape, (dtype, group, shared)) in enumerate(params)
     )
+
+
+@st.composite
+def _merged_configs(
+    draw: st.DrawFn, sizing: SearchStrategy[dict[str, Any]], switches: SearchStrategy[dict[str, Any]]
+) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(**draw(sizing), **draw(switches))
 
 
 def _boxes(*, max_numel: int, num_dims: int) -> SearchStrategy[tuple[int, ...]]:
@@ -247,16 +261,12 @@ def _layout_inputs(
     max_bucket_size = draw(st.sampled_from((min(total_numel, 2_000), total_numel + 1)))
     max_num_buckets = min(total_numel, 2 * len(params))
     size = draw(_sizing(draw(sizing), max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets))
-    config = _merge_into_config(size, draw(switches))
+    config = DistributedDataParallelConfig(**size, **draw(switches))
     return LayoutInput(params, config, draw(dp_size), draw(st.none() | dp_size))
 
 
 def _merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
-
-
-def _merge_into_config(*parts: dict[str, Any]) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(**_merge(parts))
 
 
 def _check_at_least(minimum: int, **bounds: int) -> None:

@@ -110,7 +110,7 @@ class MetricsLog:
         if self._file is None:
             return
         head = {"schema": SCHEMA, "kind": kind, "wall_time_s": time.time(), "monotonic_s": time.perf_counter()}
-        self._file.write(json.dumps(_jsonable({**head, **fields}), allow_nan=False) + "\n")
+        self._file.write(json.dumps(jsonable({**head, **fields}), allow_nan=False) + "\n")
         self._file.flush()
 
     def write_step(self, metrics: StepMetrics) -> None:
@@ -124,11 +124,12 @@ class MetricsLog:
             self._file = None
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """Return plain data in which numbers that are not finite are the strings ``nan``, ``inf`` and ``-inf``: strict JSON."""
     if isinstance(value, Mapping):
-        return {key: _jsonable(item) for key, item in value.items()}
+        return {key: jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

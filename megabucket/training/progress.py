@@ -123,8 +123,7 @@ def make_view(console: Console) -> View:
 
 def describe_step(metrics: StepMetrics) -> str:
     """Return one step in a few words."""
+    # Torch's own wrapper tells nobody when it communicates, and one rank does not communicate.
+    exposed = f"  exposed {format_seconds(metrics.exposed_s)}" if metrics.comm_s > 0 else ""
     skipped = "" if metrics.updated else f"  NOT UPDATED: {metrics.reason}"
-    return (
-        f"{metrics.bits_per_byte:.3f} bits/byte  {metrics.tokens_per_s:,.0f} tokens/s  "
-        f"exposed {format_seconds(metrics.exposed_s)}{skipped}"
-    )
+    return f"{metrics.bits_per_byte:.3f} bits/byte  {metrics.tokens_per_s:,.0f} tokens/s{exposed}{skipped}"

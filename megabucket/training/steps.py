@@ -1,39 +1,35 @@
-"""One training step and one evaluation, the same for our wrapper and for torch's, so that comparing them compares only them."""
+"""Steps of training, the same for our wrapper and for torch's, so that comparing them compares only them."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Final, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from megabucket.optim import StepResult
-from megabucket.trace import Interval, Lane, Recorder
+from megabucket.trace import Interval, Lane, Recorder, StepRecorder, StepTrace
 from megabucket.training.bytegpt import next_byte_loss
-from megabucket.training.launch import Ranks
-from megabucket.training.windows import Windows
+from megabucket.training.metrics import MetricsLog, StepOutcome, step_metrics
+from megabucket.training.optimizer import set_learning_rate
+from megabucket.training.progress import View
+from megabucket.training.summary import Totals
+from megabucket.training.task import NATS_PER_BIT, Task
+from megabucket.training.windows import Batch
 
-Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets of one microbatch."""
 
-NATS_PER_BIT: Final = math.log(2)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Trainee:
     """A wrapped model with its optimizer, as the loop sees them."""
 
+    title: str
     model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    """Its learning rate is set and its gradients are cleared."""
     no_sync: Callable[[], AbstractContextManager[None]]
     """Context for all but the last microbatch of a step."""
-    optimizer: torch.optim.Optimizer
-    """Whose learning rate is set, and whose gradients are cleared."""
     step: Callable[[], StepResult]
     """Clip and update."""
 
@@ -59,23 +55,66 @@ def train_step(trainee: Trainee, microbatches: Sequence[Batch], recorder: Record
     return float(torch.stack(losses).sum()) / NATS_PER_BIT, result
 
 
-@torch.no_grad()
-def held_out_bits(
-    model: torch.nn.Module, windows: Windows, starts: npt.NDArray[np.int64], *, batch_size: int, ranks: Ranks
-) -> float:
-    """Return bits per byte of the windows at ``starts``, shared out among the ranks. All ranks must call it.
+class StepLoop:
+    """All steps of one trainee: runs them, shows and logs each, keeps the totals.
 
     Args:
-        model: the module itself or a wrapper around it.
-        windows: of held-out bytes.
-        starts: of all ranks; their number is a multiple of ``batch_size`` times the number of ranks.
-        batch_size: windows per forward.
-        ranks: who takes part.
+        task: data and schedule.
+        trainee: who is trained.
+        recorder: the one the trainee's communicator writes to.
+        view: what is shown.
+        log: what is written.
     """
-    own = starts[ranks.rank :: ranks.num_ranks]
-    batches = [windows.batch(own[first : first + batch_size]) for first in range(0, len(own), batch_size)]
-    nats = [float(next_byte_loss(model, inputs, targets)) for inputs, targets in batches]
-    return sum(ranks.gather(sum(nats) / len(nats))) / ranks.num_ranks / NATS_PER_BIT
+
+    def __init__(self, task: Task, trainee: Trainee, *, recorder: StepRecorder, view: View, log: MetricsLog) -> None:
+        self.totals = Totals()
+        self.last_trace: StepTrace | None = None
+        self._task = task
+        self._trainee = trainee
+        self._recorder = recorder
+        self._view = view
+        self._log = log
+        # Of steps whose trace is not complete yet: at most two.
+        self._outcomes: list[StepOutcome] = []
+
+    def run(self) -> float:
+        """Run all steps and return their wall time in seconds."""
+        num_steps = self._task.config.train.steps
+        self._view.start(num_steps, self._trainee.title)
+        started_s = time.perf_counter()
+        try:
+            self._recorder.begin(started_s)
+            for step in range(num_steps):
+                self._outcomes.append(self._run_step(step))
+                self._take(self._recorder.end_step(time.perf_counter()))
+            stopped_s = time.perf_counter()
+            self._take(self._recorder.flush())
+        finally:
+            self._view.stop()
+        return stopped_s - started_s
+
+    def _run_step(self, step: int) -> StepOutcome:
+        rate = self._task.learning_rate(step)
+        set_learning_rate(self._trainee.optimizer, rate)
+        bits, result = train_step(self._trainee, self._task.microbatches(step), self._recorder)
+        return StepOutcome(
+            bits_per_byte=bits,
+            learning_rate=rate,
+            grad_norm=result.grad_norm,
+            updated=result.updated,
+            reason=result.reason,
+            num_tokens=self._task.num_tokens_per_step,
+        )
+
+    def _take(self, trace: StepTrace | None) -> None:
+        """Account for a step whose trace is complete, which is the oldest one not accounted for."""
+        if trace is None:
+            return
+        metrics = step_metrics(self._outcomes.pop(0), trace)
+        self.totals.add(metrics)
+        self._log.write_step(metrics)
+        self._view.show(metrics)
+        self.last_trace = trace
 
 
 @contextmanager

@@ -143,6 +143,7 @@ _Row = tuple[str, str, str]
 
 def _training_rows(summary: Summary) -> list[_Row]:
     measured, totals, setup = summary.measured, summary.totals, summary.setup
+    speed = f"{summary.steps_per_s * summary.tokens_per_step:,.0f} tokens/s over all ranks"
     rows = [
         (
             "held-out bits/byte",
@@ -152,8 +153,7 @@ def _training_rows(summary: Summary) -> list[_Row]:
         (
             "steps/s",
             f"{summary.steps_per_s:.2f}",
-            f"{totals.num_steps} steps in {format_seconds(measured.train_s)}, "
-            f"{summary.steps_per_s * summary.tokens_per_step:,.0f} tokens/s over all ranks",
+            f"{totals.num_steps} steps in {format_seconds(measured.train_s)}, {speed}",
         ),
         (
             "buckets",

@@ -6,12 +6,17 @@ depend on nothing but their number.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megabucket.errors import CorpusError
 from megabucket.training.corpus import Split
+
+Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and next-byte targets, both int64 of shape ``(windows, sequence_length)``."""
 
 
 class Windows:
@@ -37,8 +42,8 @@ class Windows:
         self._offsets = torch.arange(sequence_length + 1)
         self._device = device
 
-    def batch(self, starts: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets, both int64 of shape ``(len(starts), sequence_length)``."""
+    def batch(self, starts: npt.NDArray[np.int64]) -> Batch:
+        """Return the windows that begin at ``starts``."""
         rows = self._data[torch.from_numpy(starts)[:, None] + self._offsets].long().to(self._device)
         return rows[:, :-1], rows[:, 1:]
 

@@ -53,6 +53,15 @@ def test_the_table_is_in_the_help():
         assert line.strip() in result.stdout
 
 
+@pytest.mark.parametrize("command", ["train", "plan", "explain"])
+def test_every_command_has_its_help_and_its_docs(command):
+    result = CliRunner().invoke(app, [command, "--help"])
+
+    assert result.exit_code == 0
+    assert "--config" in result.stdout
+    assert f"## `megabucket {command}`" in (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+
+
 def test_the_table_is_in_the_docs():
     page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
 

@@ -46,7 +46,7 @@ def imported_packages(path: Path):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             names = [f"{node.module}.{alias.name}" if node.module == "megabucket" else node.module for alias in node.names]
         for name in names:
-            if name.startswith("megabucket."):
+            if name.startswith("megabucket.") and name != "megabucket.__version__":
                 yield node.lineno, name.split(".")[1]
 
 

@@ -85,13 +85,17 @@ def test_assert_sound_refuses_to_ignore_what_is_no_invariant():
         (SPECS[1:], "'a' is not a parameter of the model"),
         (
             [replace(SPECS[0], dtype="float64"), SPECS[1]],
-            "'a': (number, shape, shared, dtype, group) is (0, (10, 10), False, 'float32', 'dense'), "
-            "expected (0, (10, 10), False, 'float64', 'dense')",
+            (
+                "'a': (number, shape, shared, dtype, group) is (0, (10, 10), False, 'float32', 'dense'), "
+                "expected (0, (10, 10), False, 'float64', 'dense')"
+            ),
         ),
         (
             [replace(SPECS[0], shape=(5, 20)), SPECS[1]],
-            "'a': (number, shape, shared, dtype, group) is (0, (10, 10), False, 'float32', 'dense'), "
-            "expected (0, (5, 20), False, 'float32', 'dense')",
+            (
+                "'a': (number, shape, shared, dtype, group) is (0, (10, 10), False, 'float32', 'dense'), "
+                "expected (0, (5, 20), False, 'float32', 'dense')"
+            ),
         ),
     ],
 )

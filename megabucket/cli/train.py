@@ -1,0 +1,76 @@
+"""``megabucket train``: train a byte-level GPT on source code, alone or under torchrun."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megabucket.training.loop import Report
+
+_WIDTH_WITHOUT_TERMINAL = 140
+
+
+class Reference(str, Enum):
+    """What ``--compare`` can train with."""
+
+    TORCH_DDP = "torch-ddp"
+
+
+def train(
+    config: Annotated[Path, typer.Option("-c", "--config", help="YAML file with a model section of kind gpt")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example mode=all_reduce")] = None,
+    compare: Annotated[
+        Reference | None, typer.Option(help="train the same with this afterwards and print the weight difference")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the closing figures as JSON on stdout")] = False,
+) -> None:
+    """Train on bytes of source code; start several ranks with torchrun -m megabucket train ..."""
+    import os
+
+    from rich.console import Console
+
+    from megabucket.config.load import load_config
+    from megabucket.training.launch import read_launch
+    from megabucket.training.loop import run_training
+    from megabucket.training.progress import SilentView, make_view
+
+    run = load_config(config, overrides or [])
+    launch = read_launch(os.environ)
+    is_first = launch.rank == 0
+    view = make_view(_console(Console(stderr=True))) if is_first else SilentView()
+    report = run_training(run, launch=launch, view=view, compares=compare is not None)
+    if is_first:
+        _print_report(report, as_json=json)
+
+
+def _print_report(report: Report, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from megabucket.training.compare import comparison_table, describe_difference
+    from megabucket.training.summary import summary_table
+
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    console = _console(Console())
+    console.print(summary_table(report.summary))
+    if report.comparison is not None:
+        console.print(comparison_table(report.comparison))
+        console.print(describe_difference(report.comparison), highlight=False, markup=False, soft_wrap=True)
+
+
+def _console(console: Console) -> Console:
+    """Return a console that does not fold its lines for a terminal that is not there."""
+    if console.is_terminal:
+        return console
+    from rich.console import Console
+
+    return Console(stderr=console.stderr, width=_WIDTH_WITHOUT_TERMINAL)

@@ -1,0 +1,169 @@
+"""``--compare torch-ddp``: train the same task with torch's own wrapper and optimizer; say how far the weights are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from megabucket.config.run import RunConfig
+from megabucket.config.training import OptimizerConfig
+from megabucket.errors import ConfigError
+from megabucket.optim import StepResult
+from megabucket.trace import StepRecorder
+from megabucket.training.metrics import MetricsLog
+from megabucket.training.optimizer import make_optimizer
+from megabucket.training.progress import View
+from megabucket.training.steps import StepLoop, Trainee
+from megabucket.training.task import Task
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """Where a training run ended."""
+
+    weights: Mapping[str, torch.Tensor]
+    held_out_bits: float
+    last_bits_per_byte: float
+    """Training loss of the last step on this rank."""
+    steps_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two runs of the same task, ours first."""
+
+    reference: str
+    """What the other run was, in words."""
+    max_abs_difference: float
+    """Largest difference of any weight on any rank."""
+    max_abs_difference_at: str
+    """The parameter it was found in, on the first rank that has it."""
+    max_abs_weight: float
+    """Largest weight of the reference, for scale."""
+    held_out_bits: tuple[float, float]
+    last_bits_per_byte: tuple[float, float]
+    steps_per_s: tuple[float, float]
+    note: str
+    """What has to be known to read the difference; empty for float32."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain data."""
+        return asdict(self)
+
+
+def check_comparable(config: RunConfig) -> None:
+    """Refuse what torch's DDP cannot do, before anything is trained.
+
+    Raises:
+        ConfigError: gradients are summed; torch's DDP always takes the mean.
+    """
+    if config.ddp.grad_reduction == "sum":
+        raise ConfigError(
+            "ddp.grad_reduction='sum' cannot be compared with torch DDP, which always takes the mean over the ranks; "
+            "set it to 'mean' or drop --compare"
+        )
+
+
+def compare_with_torch(task: Task, ours: Outcome, view: View) -> Comparison:
+    """Train ``task`` again without our wrapper and compare where both ended. All ranks must call it."""
+    theirs = train_reference(task, view)
+    apart = {
+        name: float((weight.double() - theirs.weights[name].double()).abs().max())
+        for name, weight in ours.weights.items()
+        if weight.numel()
+    }
+    found = [item for own in task.ranks.gather(apart) for item in own.items()]
+    # NaN compares as neither larger nor smaller, so max() would lose it among numbers.
+    name, difference = max(found, key=lambda item: math.inf if math.isnan(item[1]) else item[1])
+    largest = max(float(weight.abs().max()) for weight in theirs.weights.values() if weight.numel())
+    return Comparison(
+        reference=_describe_reference(task),
+        max_abs_difference=difference,
+        max_abs_difference_at=name,
+        max_abs_weight=largest,
+        held_out_bits=(ours.held_out_bits, theirs.held_out_bits),
+        last_bits_per_byte=(ours.last_bits_per_byte, theirs.last_bits_per_byte),
+        steps_per_s=(ours.steps_per_s, theirs.steps_per_s),
+        note=_note(task),
+    )
+
+
+def train_reference(task: Task, view: View) -> Outcome:
+    """Train ``task`` with torch's ``DistributedDataParallel``, or with nothing around the module in a single process."""
+    module = task.build_model()
+    optimizer = make_optimizer(task.config.optimizer, module.parameters())
+    clip = _clip_and_step(task.config.optimizer, module, optimizer)
+    if task.ranks.backend == "none":
+        trainee = Trainee("plain torch", module, optimizer, nullcontext, clip)
+    else:
+        on_gpu = task.ranks.device.type == "cuda"
+        wrapped = torch.nn.parallel.DistributedDataParallel(
+            module, device_ids=[task.ranks.device] if on_gpu else None, gradient_as_bucket_view=True
+        )
+        trainee = Trainee("torch DDP", wrapped, optimizer, wrapped.no_sync, clip)
+    with closing(MetricsLog(None)) as log:
+        loop = StepLoop(task, trainee, recorder=StepRecorder(rank=task.ranks.rank), view=view, log=log)
+        train_s = loop.run()
+    return Outcome(
+        weights=module.state_dict(),
+        held_out_bits=task.held_out_bits(module),
+        last_bits_per_byte=loop.totals.last_bits_per_byte,
+        steps_per_s=loop.totals.num_steps / train_s,
+    )
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Return the comparison as a table, ours beside the reference."""
+    table = Table(title=f"compared with {comparison.reference}", title_justify="left")
+    table.add_column("same seed, data and steps", no_wrap=True)
+    table.add_column("ours", justify="right", no_wrap=True)
+    table.add_column("reference", justify="right", no_wrap=True)
+    rows = (
+        ("held-out bits/byte", comparison.held_out_bits, ".6f"),
+        ("bits/byte of the last step", comparison.last_bits_per_byte, ".6f"),
+        ("steps/s", comparison.steps_per_s, ".2f"),
+    )
+    for name, (ours, theirs), form in rows:
+        table.add_row(name, format(ours, form), format(theirs, form))
+    return table
+
+
+def describe_difference(comparison: Comparison) -> str:
+    """Return how far the weights are apart, in a line or two."""
+    text = (
+        f"largest weight difference: {comparison.max_abs_difference:.3g}, in {comparison.max_abs_difference_at} "
+        f"(largest weight: {comparison.max_abs_weight:.3g})"
+    )
+    return f"{text}\n{comparison.note}" if comparison.note else text
+
+
+def _clip_and_step(config: OptimizerConfig, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    params = [param for param in module.parameters() if param.requires_grad]
+
+    def step() -> StepResult:
+        norm = torch.nn.utils.clip_grad_norm_(params, config.clip_grad or float("inf"))
+        optimizer.step()
+        return StepResult(updated=True, grad_norm=float(norm), reason="")
+
+    return step
+
+
+def _describe_reference(task: Task) -> str:
+    name = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}[task.config.optimizer.name]
+    wrapper = "plain torch" if task.ranks.backend == "none" else "torch DDP"
+    return f"{wrapper} + {name}, {task.model.param_dtype} parameters"
+
+
+def _note(task: Task) -> str:
+    if task.model.param_dtype == "float32":
+        return ""
+    return (
+        f"The reference reduces {task.model.param_dtype} gradients and updates {task.model.param_dtype} weights directly. Ours "
+        "reduces gradients as configured and rounds float32 main parameters. The difference is that rounding, not an error."
+    )

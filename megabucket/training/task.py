@@ -1,0 +1,154 @@
+"""``Task``: what is learned, from which bytes, on which schedule. The same for our wrapper and for what it is compared with."""
+
+from __future__ import annotations
+
+import math
+import platform
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from megabucket.config.architecture import GptConfig
+from megabucket.config.run import RunConfig
+from megabucket.errors import ConfigError, CorpusError
+from megabucket.training.bytegpt import ByteGPT, next_byte_loss
+from megabucket.training.corpus import Corpus, Split, read_corpus
+from megabucket.training.launch import Ranks
+from megabucket.training.optimizer import learning_rate
+from megabucket.training.windows import Batch, Windows, held_out_starts, training_starts
+
+NATS_PER_BIT: Final = math.log(2)
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableModel:
+    """The model section of a config, checked for training."""
+
+    architecture: GptConfig
+    param_dtype: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """Model, data and schedule of one run, as one rank sees them."""
+
+    config: RunConfig
+    model: TrainableModel
+    ranks: Ranks
+    corpus: Corpus
+    train_windows: Windows
+    held_out_windows: Windows
+
+    @property
+    def num_tokens_per_step(self) -> int:
+        """Tokens of one step over all ranks."""
+        train = self.config.train
+        windows = train.microbatch_size * train.num_microbatches * self.ranks.num_ranks
+        return windows * self.model.architecture.sequence_length
+
+    def build_model(self) -> ByteGPT:
+        """Return the model with its initial weights: the same on every rank and at every call."""
+        model = ByteGPT(self.model.architecture, seed=self.config.train.seed)
+        return model.to(device=self.ranks.device, dtype=_DTYPES[self.model.param_dtype])
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        return learning_rate(self.config.optimizer, step=step, num_steps=self.config.train.steps)
+
+    def microbatches(self, step: int) -> list[Batch]:
+        """Return this rank's microbatches of a step; no two ranks, steps or microbatches share their random numbers."""
+        train, batches = self.config.train, []
+        for index in range(train.num_microbatches):
+            key = (train.seed, step, index, self.ranks.rank)
+            starts = training_starts(self.train_windows, train.microbatch_size, key=key)
+            batches.append(self.train_windows.batch(starts))
+        return batches
+
+    @torch.no_grad()
+    def held_out_bits(self, model: torch.nn.Module) -> float:
+        """Return bits per byte on held-out windows, shared out among the ranks. All ranks must call it."""
+        train = self.config.train
+        num_windows = train.eval_batches * train.microbatch_size * self.ranks.num_ranks
+        own = held_out_starts(self.held_out_windows, num_windows)[self.ranks.rank :: self.ranks.num_ranks]
+        nats = 0.0
+        for starts in own.reshape(train.eval_batches, train.microbatch_size):
+            nats += float(next_byte_loss(model, *self.held_out_windows.batch(starts)))
+        return sum(self.ranks.gather(nats)) / train.eval_batches / self.ranks.num_ranks / NATS_PER_BIT
+
+
+def check_model(config: RunConfig) -> TrainableModel:
+    """Return the model section of a config that can be trained.
+
+    Raises:
+        ConfigError: there is none, it is not a ``gpt``, its vocabulary has no room for bytes, or its dtype cannot be
+            trained or contradicts ``train.param_dtype``.
+    """
+    model = config.model
+    if not isinstance(model, GptConfig):
+        given = "there is no model section" if model is None else f"model.kind is {model.kind!r}"
+        raise ConfigError(f"training needs a model of kind 'gpt', but {given}; see configs/bytegpt.yaml for one")
+    if model.vocab_size < 256:
+        raise ConfigError(f"model.vocab_size={model.vocab_size} has no room for all bytes; use 256 or more")
+    given_dtypes = {
+        name: dtype
+        for name, dtype, section in (
+            ("model.dtype", model.dtype, model),
+            ("train.param_dtype", config.train.param_dtype, config.train),
+        )
+        if name.partition(".")[2] in section.model_fields_set
+    }
+    if len(set(given_dtypes.values())) > 1:
+        both = " and ".join(f"{name}={dtype}" for name, dtype in given_dtypes.items())
+        raise ConfigError(f"{both} contradict each other; keep one of them")
+    dtype = next(iter(given_dtypes.values()), "float32")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"model.dtype={dtype} cannot be trained here; use one of {', '.join(_DTYPES)}")
+    return TrainableModel(model, dtype)
+
+
+def make_task(config: RunConfig, model: TrainableModel, ranks: Ranks) -> Task:
+    """Read the corpus on every rank and make sure that all of them read the same. All ranks must call it.
+
+    Raises:
+        CorpusError: on every rank, when one of them cannot read the corpus or reads other bytes than the first, or when
+            a part of it is too short.
+    """
+    corpus: Corpus | None = None
+    try:
+        corpus = read_corpus(config.data.corpus, held_out_every=config.data.held_out_every)
+        fact: str | CorpusError = corpus.fingerprint
+    except CorpusError as error:
+        fact = error
+    facts = ranks.gather(fact)
+    for rank, found in enumerate(facts):
+        if isinstance(found, CorpusError):
+            raise found
+        if found != facts[0]:
+            raise CorpusError(
+                f"rank {rank} and rank 0 read different bytes for the corpus {config.data.corpus!r}, so the ranks would be "
+                "trained on different data. Use the same version of Python, or the same directory, on every machine."
+            )
+    if corpus is None:
+        raise CorpusError(f"the corpus {config.data.corpus!r} was not read")
+    length = model.architecture.sequence_length
+    return Task(
+        config=config,
+        model=model,
+        ranks=ranks,
+        corpus=corpus,
+        train_windows=Windows(corpus.train, length, device=ranks.device),
+        held_out_windows=Windows(corpus.held_out, length, device=ranks.device),
+    )
+
+
+def describe_corpus(corpus: Corpus) -> str:
+    """Return the sizes and hashes of a corpus in three lines."""
+
+    def part(name: str, split: Split) -> str:
+        return f"  {name:<8} {split.num_files:>5} files  {split.num_bytes:>12,} bytes  SHA-256 {split.sha256}"
+
+    title = f"corpus {corpus.name} (Python {platform.python_version()})"
+    return "\n".join((title, part("train", corpus.train), part("held out", corpus.held_out)))
