@@ -155,9 +155,10 @@ class UnreducedGradientsError(PhaseError):
     def __init__(self, *, rank: int) -> None:
         self.rank = rank
         super().__init__(
-            f"[rank {rank}] step() was called, but no backward outside no_sync() has run since the last step or "
-            "zero_grad(), so the gradients of this rank were never reduced. Run the last backward of the step outside "
-            "no_sync(), or call finish_grad_sync() yourself."
+            f"[rank {rank}] step() was called, but the gradients of this rank are not reduced: since the last step or "
+            "zero_grad(), no backward has run outside no_sync(), or finish_grad_sync() was not called where the config leaves "
+            "that to the caller (finish='explicit'). Run the last backward of the step outside no_sync(), or call "
+            "finish_grad_sync() yourself."
         )
 
 

@@ -18,7 +18,7 @@ from megabucket.buffer.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPh
 from megabucket.buffer.readiness import Readiness
 from megabucket.buffer.scaling import GradScale
 from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.errors import LateGradientError, PhaseError
+from megabucket.errors import CollectiveError, LateGradientError, PhaseError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class _ParamAndGradBucketGroup:
         self.readiness = Readiness(len(self.slots))
         self.missing: tuple[str, ...] = ()
         """Parameters that had no gradient when the group was launched."""
+        self.cleared: tuple[str, ...] = ()
+        """Those of ``missing`` whose place held values of an earlier step, and zeros are reduced instead."""
         self._grads = PhaseMachine(f"the gradients of bucket group {index}", GradPhase.ACCUMULATING, GRAD_TRANSITIONS)
         self._params = PhaseMachine(f"the parameters of bucket group {index}", ParamPhase.GATHERED, PARAM_TRANSITIONS)
         self._grad_handle: Handle | None = None
@@ -116,14 +118,17 @@ class _ParamAndGradBucketGroup:
         return counts and self.readiness.mark(position)
 
     def refuse_late_grad(self, position: int) -> NoReturn:
-        """Say that a gradient came after its bucket was sent; the step after next zero_grad waits for one more.
+        """Say that a gradient came after its bucket was sent.
+
+        If the bucket is still in flight, backward brings more gradients than were learned, and later steps wait for one more.
 
         Raises:
             LateGradientError: always.
         """
         slot = self.slots[position]
         slot.param.grad = None
-        self.readiness.expect_one_more(position)
+        if self._grads.current is GradPhase.IN_FLIGHT:
+            self.readiness.expect_one_more(position)
         raise LateGradientError(
             param=slot.name,
             bucket=self.index,
@@ -154,7 +159,14 @@ class _ParamAndGradBucketGroup:
             PhaseError: the group is not accumulating.
         """
         self._grads.enter(GradPhase.IN_FLIGHT)
-        self.missing = tuple([slot.name for slot in self.slots if not slot.hand_over()])
+        missing, cleared = [], []
+        for slot in self.slots:
+            was_clean = slot.is_clean
+            if not slot.hand_over():
+                missing.append(slot.name)
+                if not was_clean:
+                    cleared.append(slot.name)
+        self.missing, self.cleared = tuple(missing), tuple(cleared)
         for scale, bucket in zip(self._scales, self.buckets, strict=True):
             scale.before(bucket.grad_data)
         self._was_all_reduced = force_all_reduce or not self.policy.reduce_scatters
@@ -166,13 +178,14 @@ class _ParamAndGradBucketGroup:
 
         Raises:
             PhaseError: the group was not launched.
+            CollectiveError: the launch had failed.
         """
         if self._grads.current is GradPhase.REDUCED:
             return
-        if self._grad_handle is not None:
-            self._grad_handle.wait()
-            self._grad_handle = None
+        if self._grads.current is GradPhase.IN_FLIGHT:
+            self._wait(self._grad_handle)
         self._grads.enter(GradPhase.REDUCED)
+        self._grad_handle = None
         reduced = [bucket.grad_data for bucket in self.buckets] if self._was_all_reduced else self._grad_shards
         for scale, values in zip(self._scales, reduced, strict=True):
             scale.after(values)
@@ -196,7 +209,7 @@ class _ParamAndGradBucketGroup:
             self._grads.enter(GradPhase.ACCUMULATING)
         for slot in self.slots:
             slot.forget()
-        self.readiness.finish_step()
+        self.readiness.abandon_step()
 
     # Parameters #
 
@@ -212,11 +225,23 @@ class _ParamAndGradBucketGroup:
         self._param_handle = self.communicator.launch(self._gather_calls, label=f"param gather {self.index}")
 
     def finish_param_sync(self) -> None:
-        """Return when every parameter of the group may be read, gathering first where needed."""
+        """Return when every parameter of the group may be read, gathering first where needed.
+
+        Raises:
+            CollectiveError: the launch had failed.
+        """
         if self._params.current is ParamPhase.GATHERED:
             return
         self.start_param_sync()
-        if self._param_handle is not None:
-            self._param_handle.wait()
-            self._param_handle = None
+        self._wait(self._param_handle)
         self._params.enter(ParamPhase.GATHERED)
+        self._param_handle = None
+
+    def _wait(self, handle: Handle | None) -> None:
+        if handle is None:
+            raise CollectiveError(
+                f"[rank {self.communicator.rank}] a collective of {self.label} of {self.num_groups} could not be launched (the "
+                "error was raised then), so there is nothing to wait for and this rank is out of step with the others. "
+                "End the run and start again."
+            )
+        handle.wait()

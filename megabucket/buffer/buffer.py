@@ -57,6 +57,8 @@ class ParamAndGradBuffer:
         device = next(iter(self.params.values())).device
         self.param_data = torch.zeros(layout.numel, dtype=dtype_named(layout.key.param_dtype), device=device)  # 1D
         self.grad_data = torch.zeros(layout.numel, dtype=dtype_named(layout.key.grad_dtype), device=device)  # 1D
+        self._is_attached = True
+        self._grad_dtypes = {name: param.grad_dtype for name, param in self.params.items()}
         self.slots = {name: self._attach(name, param) for name, param in self.params.items()}
         self.buckets = [_ParamAndGradBucket(bucket, self) for bucket in layout.buckets]
 
@@ -72,18 +74,25 @@ class ParamAndGradBuffer:
         param.grad_dtype = None
         param.main_grad = grad_view  # type: ignore[attr-defined]
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        if earlier_grad is not None:
-            # Accumulated before wrapping: it counts, as it would without a wrapper.
-            param.grad = grad_view.copy_(earlier_grad)
-        return GradSlot(name, param, grad_view)
+        # Accumulated before wrapping: it counts, as it would without a wrapper.
+        param.grad = earlier_grad
+        slot = GradSlot(name, param, grad_view)
+        slot.store()
+        return slot
 
     def detach(self) -> None:
-        """Give every parameter a storage of its own again, with its current values, and remove what attaching set."""
-        for param in self.params.values():
+        """Give every parameter a storage of its own again, with its current values, and remove what attaching set.
+
+        Gradients are dropped. A second call does nothing.
+        """
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        for name, param in self.params.items():
             param.grad = None
             own_data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
             param.data = own_data.copy_(param.detach())
-            param.grad_dtype = param.dtype
+            param.grad_dtype = self._grad_dtypes[name]
             del param.main_grad  # type: ignore[attr-defined]
             del param.grad_added_to_main_grad  # type: ignore[attr-defined]
 

@@ -3,7 +3,8 @@
 The rule needs no flag, because ``param.grad`` is the state:
 
 * ``None`` before backward: nothing accumulated in this step. Autograd hands its gradient over without copying, and the hook
-  copies it into the buffer (casting to the buffer's dtype). One pass, and no zeroing before it.
+  copies it into the buffer (casting to the buffer's dtype). One pass, and no zeroing before it. Into a view that was zeroed on
+  purpose it is added instead, because others may have added there by hand.
 * the buffer view: autograd adds the next gradient in place, into the buffer. One pass, nothing left for the hook.
 * anything else: the caller put it there (or ``create_graph=True`` made a new sum); it already contains what was accumulated,
   so it is copied.
@@ -11,7 +12,9 @@ The rule needs no flag, because ``param.grad`` is the state:
 While a collective owns the buffer ``param.grad`` is ``None``, so a late gradient lands in memory of its own and is found.
 
 Fused weight-gradient kernels add into ``main_grad`` themselves, set ``grad_added_to_main_grad`` and hand autograd a dummy.
-Their ``param.grad`` stays ``None`` (autograd must not add dummies up) and their view is zeroed at the start of a step.
+Their ``param.grad`` stays ``None`` (autograd must not add dummies up) and their view is zeroed at the start of a step. A
+parameter with ``zero_out_wgrad`` gets zeros as its dummy, so what autograd has added to them (the other end of a tied
+weight) is a gradient and counts.
 """
 
 from __future__ import annotations
@@ -46,40 +49,52 @@ class GradSlot:
         Raises:
             PhaseError: a fused kernel added its gradient to values of an earlier step.
         """
-        param = self.param
-        if param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+        if self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self._store_fused()
-            return
-        grad = param.grad
+        else:
+            self._store_grad()
+
+    def _store_grad(self) -> None:
+        grad = self.param.grad
         if grad is self.view or grad is None:
             return
+        if grad.requires_grad:
+            grad = grad.detach()  # create_graph=True: the graph must not grow into the buffer
         if self._added_by_kernel:
             self.view.add_(grad)  # this layer's kernel ran for another microbatch or another use; this one came by autograd
-            param.grad = None
+            self.param.grad = None
             return
-        if grad.is_sparse:
+        if self.is_clean:
+            self.view.add_(grad)
+        elif grad.is_sparse:
             self.view.zero_().add_(grad)
         else:
             self.view.copy_(grad)
-        param.grad = self.view
+        self.is_clean = False
+        self.param.grad = self.view
 
     def _store_fused(self) -> None:
         param = self.param
-        if param.grad is self.view or not (self.is_clean or self._uses_fused_kernel):
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        self._uses_fused_kernel = True  # from the next forget() on there are zeros to add to
+        if param.grad is self.view or not (self.is_clean or self._added_by_kernel):
             raise PhaseError(
                 f"a fused kernel added the gradient of {self.name!r} to main_grad, which was not prepared for it: "
                 "the first gradient of a parameter that sometimes comes from a fused kernel needs zeros to add to. "
                 "Call zero_grad_buffer() before each step of such a model, and use the fused kernel in every microbatch."
             )
-        self._uses_fused_kernel = self._added_by_kernel = True
+        self._added_by_kernel = True
+        if param.grad is not None and getattr(param, "zero_out_wgrad", False):
+            self.view.add_(param.grad.detach())
         param.grad = None
-        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def hand_over(self) -> bool:
         """Let go of the view so that a collective can own it; return whether this step brought a gradient.
 
-        Without a gradient the view is zero afterwards, unless somebody wrote into a clean view on purpose.
+        A ``param.grad`` that the caller set since the last backward is what counts. Without a gradient the view is zero
+        afterwards, unless somebody wrote into a clean view on purpose.
         """
+        self._store_grad()
         had_grad = self.has_grad
         if not had_grad and not self.is_clean:
             self.view.zero_()
@@ -95,6 +110,7 @@ class GradSlot:
     def forget(self) -> None:
         """Start a step: the next gradient overwrites. Costs no pass over memory, except for fused kernels."""
         self.param.grad = None
+        self.param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         self._added_by_kernel = False
         if self._uses_fused_kernel:
             self.view.zero_()

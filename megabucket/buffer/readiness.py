@@ -40,10 +40,14 @@ class Readiness:
         if self._expected is not None:
             self._expected[param] = max(self._expected[param], self._counts[param]) + 1
 
+    def abandon_step(self) -> None:
+        """Forget the counts of a step that was cut short: it teaches nothing."""
+        self._counts = [0] * len(self._counts)
+        self._num_complete = 0
+
     def finish_step(self) -> None:
         """Learn from the first step that had gradients, and forget the counts."""
         if self._expected is None and any(self._counts):
             # A parameter without a gradient still holds its group back: sending early could only lose a later gradient.
             self._expected = [max(count, 1) for count in self._counts]
-        self._counts = [0] * len(self._counts)
-        self._num_complete = 0
+        self.abandon_step()

@@ -4,8 +4,8 @@ Collectives are matched by their position in each rank's schedule. A mismatch fa
 process group would hang or mix data. Results are computed when a collective completes: at the last launch, or, with
 ``completion="manual"``, when the test says so, in any order. Sums run in rank order in the tensors' own dtype.
 
-The input of every call is copied at launch and compared at completion, so a write into a buffer in flight is found with
-certainty.
+The input of every call is copied at launch and compared bit by bit at completion, so a write into a buffer in flight is found
+with certainty.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ def _describe(calls: Sequence[Call], label: str) -> str:
 
 def _input(call: Call) -> torch.Tensor:
     return call.shard if isinstance(call, AllGather) else call.full
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Collective:
@@ -71,9 +75,10 @@ class _Collective:
         self.inputs_at_launch.clear()
 
     def _check_untouched(self, rank: int, now: torch.Tensor, before: torch.Tensor) -> None:
-        same = (now == before) | (now.isnan() & before.isnan())
-        if not bool(same.all()):
-            index = int((~same).flatten().nonzero()[0])
+        # Bits, not values: 0.0 == -0.0 and nan != nan would hide some writes and invent others.
+        bits, bits_before = _bits(now), _bits(before)
+        if not torch.equal(bits, bits_before):
+            index = int((bits != bits_before).nonzero()[0]) // now.element_size()
             raise InFlightWriteError(sequence=self.sequence, rank=rank, call=self.texts[rank], index=index)
 
 
@@ -124,12 +129,19 @@ class LoopbackWorld:
         self._timeout_s = timeout_s
         self._is_threaded = False
         self._changed = threading.Condition()
+        self._returned_ranks: set[int] = set()
         self._collectives: list[_Collective] = []
         self._num_launched = [0] * size
         self._failure: BaseException | None = None
 
     def communicator(self, rank: int, recorder: Recorder | None = None) -> Communicator:
-        """Return the communicator of one rank; a second call for a rank continues its schedule."""
+        """Return the communicator of one rank; a second call for a rank continues its schedule.
+
+        Raises:
+            ValueError: the world has no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} is not in a world of {self.size} (ranks count from 0)")
         return _LoopbackCommunicator(self, rank, recorder)
 
     @property
@@ -145,16 +157,20 @@ class LoopbackWorld:
         """Complete one pending collective; any order is allowed.
 
         Raises:
+            CollectiveError: the collective is not pending: complete already, or not launched by every rank.
             InFlightWriteError: an input changed since its launch.
         """
         with self._changed:
+            if sequence not in self.pending:
+                raise CollectiveError(f"collective {sequence} cannot be completed; pending are {list(self.pending)}")
             self._collectives[sequence].complete()
             self._changed.notify_all()
 
     def run(self, function: Callable[[int], _Result]) -> list[_Result]:
         """Call ``function(rank)`` in one thread per rank and return the results in rank order.
 
-        The first error of any rank ends the waits of all others and is raised here.
+        The first error of any rank ends the waits of all others and is raised here. The ranks have got to different places of
+        the schedule by then, so such a world is not good for another run.
         """
         results: dict[int, _Result] = {}
         errors: list[BaseException] = []
@@ -162,6 +178,9 @@ class LoopbackWorld:
         def target(rank: int) -> None:
             try:
                 results[rank] = function(rank)
+                with self._changed:
+                    self._returned_ranks.add(rank)
+                    self._changed.notify_all()
             except BaseException as error:
                 with self._changed:
                     errors.append(error)
@@ -178,6 +197,7 @@ class LoopbackWorld:
         finally:
             self._is_threaded = False
             self._failure = None
+            self._returned_ranks.clear()
         if errors:
             raise errors[0]
         return [results[rank] for rank in range(self.size)]
@@ -198,9 +218,7 @@ class LoopbackWorld:
     def _wait(self, rank: int, collective: _Collective) -> None:
         with self._changed:
             if self._is_threaded:
-                self._changed.wait_for(
-                    lambda: self._failure or collective.is_complete or len(collective.batches) == self.size, self._timeout_s
-                )
+                self._changed.wait_for(lambda: self._has_news(collective), self._timeout_s)
                 if self._failure is not None and not collective.is_complete:
                     raise CollectiveError(
                         f"[rank {rank}] gave up waiting for collective {collective.sequence}: another rank failed with "
@@ -215,6 +233,12 @@ class LoopbackWorld:
                 )
             collective.complete()
             self._changed.notify_all()
+
+    def _has_news(self, collective: _Collective) -> bool:
+        """Whether a wait for a collective is over: it can be completed, or it never will be."""
+        if self._failure is not None or collective.is_complete or len(collective.batches) == self.size:
+            return True
+        return any(rank not in collective.batches for rank in self._returned_ranks)
 
 
 class _LoopbackCommunicator(Communicator):

@@ -109,13 +109,15 @@ class Communicator(ABC):
 
         Args:
             label: names the batch in traces and errors.
+
+        Raises:
+            InvariantError: the calls are not alike, or a shard is not ``full / ranks``.
         """
         calls = [call for call in calls if call.full.numel()]
+        self._check(calls, label)
         if not calls or self.size == 1:
             self._keep_own_shards(calls)
             return DoneHandle()
-        if any(call.kind is not calls[0].kind for call in calls):
-            raise InvariantError(f"{label}: a batch must hold calls of one kind, got {[call.kind.value for call in calls]}")
         self.recorder.record_collective(
             CollectiveRecord(
                 kind=calls[0].kind,
@@ -130,6 +132,16 @@ class Communicator(ABC):
     @abstractmethod
     def _launch(self, calls: Sequence[Call], label: str) -> Handle:
         """Start a non-empty batch of like calls on more than one rank."""
+
+    def _check(self, calls: Sequence[Call], label: str) -> None:
+        if any(call.kind is not calls[0].kind for call in calls):
+            raise InvariantError(f"{label}: a batch must hold calls of one kind, got {[call.kind.value for call in calls]}")
+        for call in calls:
+            if isinstance(call, ReduceScatter | AllGather) and call.shard.numel() * self.size != call.full.numel():
+                raise InvariantError(
+                    f"{label}: a shard of {call.shard.numel()} elements is not one of {self.size} equal shards of a buffer of "
+                    f"{call.full.numel()}"
+                )
 
     @staticmethod
     def _keep_own_shards(calls: Sequence[Call]) -> None:

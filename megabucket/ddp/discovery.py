@@ -5,7 +5,7 @@ Turns a module into parameter descriptions; every refusal names the parameter, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -68,7 +68,7 @@ def discover_params(module: torch.nn.Module) -> DiscoveredParams:
     for name, param in trainable.items():
         _check_supported(name, param)
     _check_one_device(trainable)
-    _check_disjoint_memory(trainable)
+    _check_disjoint_memory(module, trainable)
     aliases = {names[0]: tuple(names[1:]) for names in names_of.values() if len(names) > 1 and names[0] in trainable}
     return DiscoveredParams(trainable, aliases, frozen)
 
@@ -125,24 +125,57 @@ def _check_one_device(params: Mapping[str, torch.nn.Parameter]) -> None:
             )
 
 
-def _check_disjoint_memory(params: Mapping[str, torch.nn.Parameter]) -> None:
-    """Refuse different parameters over the same memory: each would move to a place of its own and the tie would be lost."""
-    by_storage: dict[int, list[tuple[int, int, str]]] = {}
-    for name, param in params.items():
-        if param.numel():
-            start = param.data_ptr()
-            stop = start + (1 + sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))) * param.itemsize
-            by_storage.setdefault(param.untyped_storage().data_ptr(), []).append((start, stop, name))
-    for ranges in by_storage.values():
-        _check_ranges(sorted(ranges), params)
+def _check_disjoint_memory(module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse a trainable parameter that shares memory with another tensor: it would move away and the tie would be lost."""
+    by_storage: dict[int, dict[str, torch.Tensor]] = {}
+    # Trainable parameters last, so that the later one of a pair is a parameter that would move.
+    for name, tensor in [*module.named_buffers(), *_frozen(module, trainable), *trainable.items()]:
+        if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), {})[name] = tensor.detach()
+    for tensors in by_storage.values():
+        moving = [name for name in tensors if name in trainable]
+        if moving and len(tensors) > 1 and _ranges_overlap(tensors.values()):
+            _check_no_byte_twice(tensors, moving)
 
 
-def _check_ranges(ranges: Sequence[tuple[int, int, str]], params: Mapping[str, torch.nn.Parameter]) -> None:
-    for (_, stop, before), (start, _, after) in pairwise(ranges):
-        # Interleaved views (columns of one matrix) overlap as ranges but share no element; only dense ones are decided here.
-        if start < stop and params[before].is_contiguous() and params[after].is_contiguous():
-            raise UnsupportedParameterError(
-                param=after,
-                reason=f"it shares memory with {before!r} but is a different parameter, so the tie would be lost",
-                remedy="Register the same Parameter object under both names, or clone() one of them before wrapping.",
-            )
+def _frozen(module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, param in module.named_parameters():
+        if name not in trainable and not isinstance(param, UninitializedParameter):
+            yield name, param
+
+
+def _ranges_overlap(tensors: Iterable[torch.Tensor]) -> bool:
+    ranges = sorted(_byte_range(tensor) for tensor in tensors)
+    return any(start < stop for (_, stop), (start, _) in pairwise(ranges))
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _check_no_byte_twice(tensors: Mapping[str, torch.Tensor], moving: Sequence[str]) -> None:
+    """Mark the bytes of each tensor, because overlapping ranges need not share any: the columns of one matrix do not."""
+    storage_bytes = next(iter(tensors.values())).untyped_storage().nbytes()
+    marks = torch.zeros(storage_bytes, dtype=torch.bool)
+    for name, tensor in tensors.items():
+        own = _bytes_of(marks, tensor)
+        if name in moving and bool(own.any()):
+            for before, other in tensors.items():
+                _bytes_of(marks.zero_(), other).fill_(True)
+                if before != name and bool(own.any()):
+                    raise UnsupportedParameterError(
+                        param=name,
+                        reason=f"it shares memory with {before!r} but is a different tensor, so the tie would be lost",
+                        remedy="Register the same Parameter object under both names, or clone() one of them before wrapping.",
+                    )
+        own.fill_(True)
+
+
+def _bytes_of(marks: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the view of ``marks`` (one element per byte of the storage) that a tensor covers."""
+    bytes_per_element = tensor.itemsize
+    # An expanded dimension covers the same bytes again and again: once is enough, and it could not be filled.
+    shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride * bytes_per_element for stride in tensor.stride()]
+    return marks.as_strided([*shape, bytes_per_element], [*strides, 1], tensor.storage_offset() * bytes_per_element)

@@ -6,6 +6,7 @@ Receives every gradient from the hooks, launches bucket groups in order, and fin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -35,8 +36,8 @@ class GradSync:
         self._is_finished = False
         self.force_all_reduce = False
         """All-reduce in the next launches although the distributed optimizer is on."""
-        self.has_local_grads = False
-        """Whether a backward has run since gradients were last finished or cleared."""
+        self.has_local_grads = any(slot.has_grad for group in groups for slot in group.slots)
+        """Whether gradients were accumulated (also before wrapping) since they were last finished or cleared."""
         self.awaits_finish = False
         """Whether a backward outside ``no_sync`` has run since gradients were last finished or cleared."""
 
@@ -62,36 +63,61 @@ class GradSync:
     # Called by autograd #
 
     def hook(self, group: _ParamAndGradBucketGroup, position: int) -> Callable[[torch.Tensor], None]:
-        """Return the hook of one parameter. Its cost does not depend on the number of parameters."""
+        """Return the hook of one parameter. Its cost does not depend on the number of parameters.
+
+        The hook knows this object weakly: Python's garbage collector does not see cycles through hooks of tensors.
+        """
+        reference, index = weakref.ref(self), group.index
 
         def receive(_: torch.Tensor) -> None:
-            if self._is_finished:
-                self._start_step_unasked(group, position)
-            self.has_local_grads = True
-            syncs = self._no_sync_depth == 0
-            if syncs:
-                self.awaits_finish = True
-                if self._open_backward is None and self._finishes_with_backward:
-                    self._open(_graph_task_id())
-            if group.receive_grad(position, counts=syncs) and self._config.overlap_grad_reduce:
-                self._launcher.mark_complete(group.index)
+            sync = reference()
+            if sync is None:
+                raise PhaseError(
+                    "a parameter received a gradient, but the DistributedDataParallel wrapper that should reduce it is gone. "
+                    "Keep the wrapper or the wrapped module alive, or call detach() on the wrapper before dropping it."
+                )
+            sync._receive(index, position)
 
         return receive
+
+    def _receive(self, index: int, position: int) -> None:
+        group = self._groups[index]
+        if self._is_finished:
+            self._start_step_unasked(group, position)
+        self.has_local_grads = True
+        syncs = self._no_sync_depth == 0
+        if syncs:
+            self.awaits_finish = True
+            if self._open_backward is None and self._finishes_with_backward:
+                self._open(_graph_task_id())
+        if group.receive_grad(position, counts=syncs) and self._config.overlap_grad_reduce:
+            self._launcher.mark_complete(index)
 
     def begin_backward(self) -> None:
         """Note that a backward through the module's outputs begins.
 
         Reentrant activation checkpointing runs backwards inside the backward, and the first parameter hook may well fire in
         an inner one, whose end is not the end. The outputs belong to the outer one, so what is queued here ends last.
+
+        If the backward before ended in an exception and had sent some of its gradients, all gradients of that step are dropped.
         """
-        if self._no_sync_depth or not self._finishes_with_backward:
-            return
         task = _graph_task_id()
-        if task == self._open_backward:
+        if not self._finishes_with_backward or task == self._open_backward:
             return
         if self._open_backward is not None:
-            self.drain()  # the backward before ended in an exception and never came to its end
-        self._open(task)
+            self._abandon_backward()
+        if not self._no_sync_depth:
+            self._open(task)
+
+    def _abandon_backward(self) -> None:
+        """Leave a backward behind that ended in an exception: what it counted must not complete a group of the next one."""
+        self._open_backward = None
+        if any(group.grad_phase is GradPhase.IN_FLIGHT for group in self._groups):
+            self.reset()
+        else:
+            self._launcher.start_step()
+            self._forget_counts()
+            self.awaits_finish = False
 
     def _start_step_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> None:
         """Start a step because a gradient arrives, or refuse it: plain torch code may clear gradients without telling us.
@@ -136,14 +162,16 @@ class GradSync:
                 collectives are completed before, so no other rank waits for this one.
         """
         had_local_grads = self.has_local_grads
-        if self._complete_schedule() and had_local_grads and self._config.unused_parameters == "error":
-            self._check_unused()
+        if self._complete_schedule() and self._config.unused_parameters == "error":
+            # Without any backward, what the caller wrote into zeroed views counts; what had to be zeroed is missing.
+            self._check_unused([group.missing if had_local_grads else group.cleared for group in self._groups])
 
     def drain(self) -> None:
         """Complete the schedule of a step whose gradients nobody wants any more, so that no rank waits for this one."""
-        if any(group.grad_phase is GradPhase.IN_FLIGHT for group in self._groups):
-            self._complete_schedule()
         self._open_backward = None
+        if any(group.grad_phase is GradPhase.IN_FLIGHT for group in self._groups):
+            self._forget_counts()
+            self._complete_schedule()
 
     def reset(self) -> None:
         """Start a step: drain, then forget all gradients."""
@@ -181,17 +209,20 @@ class GradSync:
         self.has_local_grads = self.awaits_finish = False
         return True
 
-    def _check_unused(self) -> None:
-        missing = [name for group in self._groups for name in group.missing]
-        if missing:
-            first = next(group for group in self._groups if group.missing)
+    def _check_unused(self, unused_by_group: Sequence[Sequence[str]]) -> None:
+        unused = [name for names in unused_by_group for name in names]
+        if unused:
             raise UnusedParameterError(
-                params=missing,
-                bucket=first.index,
+                params=unused,
+                bucket=next(index for index, names in enumerate(unused_by_group) if names),
                 num_buckets=len(self._groups),
                 num_params=sum(len(group.slots) for group in self._groups),
-                rank=first.communicator.rank,
+                rank=self._groups[0].communicator.rank,
             )
+
+    def _forget_counts(self) -> None:
+        for group in self._groups:
+            group.readiness.abandon_step()
 
 
 def _graph_task_id() -> int:

@@ -49,18 +49,21 @@ class ParamGather:
 
     def _register_hooks(self, module: torch.nn.Module) -> list[RemovableHandle]:
         group_of = {param: group for group in self._groups for param in group.params}
+
+        # Plain functions, not bound methods: a deepcopy of the module (to average weights) keeps functions as they are,
+        # but would copy the object behind a method, and with it all buffers.
+        def finish(*_: Any) -> None:
+            self.finish()
+
         handles = []
         for submodule in module.modules():
             own = {group_of[param] for param in submodule.parameters(recurse=False) if param in group_of}
             if own:
                 needed = sorted(own, key=lambda group: -group.index)
                 handles.append(submodule.register_forward_pre_hook(_waiter(needed)))
-            handles.append(submodule.register_state_dict_pre_hook(self._before_state_dict))
-            handles.append(submodule.register_load_state_dict_pre_hook(self._before_state_dict))
+            handles.append(submodule.register_state_dict_pre_hook(finish))
+            handles.append(submodule.register_load_state_dict_pre_hook(finish))
         return handles
-
-    def _before_state_dict(self, *_: Any) -> None:
-        self.finish()
 
 
 def _waiter(groups: Sequence[_ParamAndGradBucketGroup]) -> Any:

@@ -5,6 +5,7 @@ Puts the parts together: discovery -> layout -> buffers -> bucket groups -> hook
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +21,7 @@ from megabucket.ddp.discovery import discover_params
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guard import PlainOptimizerGuard
 from megabucket.ddp.param_gather import ParamGather
-from megabucket.errors import PhaseError
+from megabucket.errors import ConfigError, PhaseError
 from megabucket.layout import ModelLayout, build_layout, launch_order
 from megabucket.trace.recorder import Recorder
 
@@ -39,6 +40,7 @@ class DistributedDataParallel(torch.nn.Module):
         process_group: the ranks to reduce with; the default group when not given, or this process alone when
             ``torch.distributed`` is not initialized.
         recorder: receives collectives and intervals, for traces and tests.
+        communicator: an implementation of the port to use instead of a process group, for instance of a ``LoopbackWorld``.
 
     Raises:
         NoTrainableParametersError: nothing requires a gradient.
@@ -59,6 +61,9 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.ddp_config = config if config is not None else DistributedDataParallelConfig()
+        if communicator is not None and (process_group is not None or recorder is not None):
+            raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
+        self._is_attached = True
         found = discover_params(module)
         self.communicator = communicator or discover_communicator(process_group, recorder)
         self.layout: ModelLayout = build_layout(found.specs, self.ddp_config, dp_size=self.communicator.size)
@@ -74,9 +79,15 @@ class DistributedDataParallel(torch.nn.Module):
             reduce_scatters=self.ddp_config.use_distributed_optimizer,
             rank=self.communicator.rank,
         )
+        self.num_value_changes = 0
+        """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
         self._handles = self._register_hooks()
         if self.ddp_config.init_sync:
-            self.broadcast_params()
+            try:
+                self.broadcast_params()
+            except BaseException:
+                self.detach()  # a module that could not be wrapped is as it was
+                raise
 
     def _make_groups(self) -> list[_ParamAndGradBucketGroup]:
         config = self.ddp_config
@@ -93,24 +104,22 @@ class DistributedDataParallel(torch.nn.Module):
         ]
 
     def _register_hooks(self) -> list[RemovableHandle]:
-        handles = [
+        handles: list[RemovableHandle] = [
             slot.param.register_post_accumulate_grad_hook(self._sync.hook(group, position))
             for group in self.bucket_groups
             for position, slot in enumerate(group.slots)
         ]
         if self._sync.finishes_with_backward:
-            handles.append(self.module.register_forward_hook(self._watch_outputs))
+            handles.append(self.module.register_forward_hook(_output_watcher(self.module, self._sync)))
+        # These hooks also keep this wrapper alive as long as the module: the hooks of the parameters know it weakly.
+        submodules = set(self.module.modules())
+
+        def note_load(loaded: torch.nn.Module, _: Any) -> None:
+            if loaded in submodules:  # a deepcopy of the module shares the hook
+                self.num_value_changes += 1
+
+        handles += [submodule.register_load_state_dict_post_hook(note_load) for submodule in submodules]
         return handles
-
-    def _watch_outputs(self, *call: Any) -> None:
-        *_, output = call
-        if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._on_output_grad)
-
-    def _on_output_grad(self, _: torch.Tensor) -> None:
-        self._sync.begin_backward()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module. Calling ``ddp.module`` directly trains just as well: all hooks sit inside."""
@@ -132,7 +141,8 @@ class DistributedDataParallel(torch.nn.Module):
     def finish_grad_sync(self, *, force_all_reduce: bool = False) -> None:
         """Leave reduced gradients behind: launch what was not launched, wait for all. A second call does nothing.
 
-        Gradients that the caller wrote into ``main_grad`` without a backward are reduced as they are.
+        Gradients that the caller wrote into ``main_grad`` without a backward are reduced as they are, if ``zero_grad_buffer``
+        (not ``zero_grad``) has prepared the place for them.
 
         Args:
             force_all_reduce: all-reduce what is launched here, although the distributed optimizer is on. Set the attribute
@@ -170,7 +180,8 @@ class DistributedDataParallel(torch.nn.Module):
         """
         self._sync.check_not_in_flight("scale_gradients()")
         for buffer in self.param_and_grad_buffers:
-            buffer.grad_data.mul_(factor)
+            # Not the whole buffer: infinity (one over no tokens) would make NaN of the zeros between parameters, for good.
+            torch._foreach_mul_([slot.view for slot in buffer.slots.values()], factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. The next ones overwrite them, so nothing is zeroed unless ``set_to_none`` is false."""
@@ -216,6 +227,7 @@ class DistributedDataParallel(torch.nn.Module):
             self.communicator.launch([Broadcast(dense)], label="initial broadcast").wait()
             if dense is not tensor:
                 tensor.copy_(dense)
+        self.num_value_changes += 1
 
     # The wrapper as a module #
 
@@ -239,14 +251,50 @@ class DistributedDataParallel(torch.nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def detach(self) -> torch.nn.Module:
-        """Undo the wrapping: give the parameters storages of their own, remove all hooks, and return the module."""
-        self._sync.drain()
-        self.finish_param_sync()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._gather.remove()
-        self._guard.remove()
-        for buffer in self.param_and_grad_buffers:
-            buffer.detach()
+        """Undo the wrapping: give the parameters storages of their own, remove all hooks, and return the module.
+
+        Gradients are dropped, and optimizers over the buffers' shards no longer reach the module. A second call does nothing.
+        """
+        if not self._is_attached:
+            return self.module
+        self._is_attached = False
+        try:
+            self._sync.reset()
+            self.finish_param_sync()
+        finally:  # a lost peer is no reason to keep the module
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+            self._gather.remove()
+            self._guard.remove()
+            for buffer in self.param_and_grad_buffers:
+                buffer.detach()
         return self.module
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(
+            "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
+            "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one."
+        )
+
+
+def _output_watcher(module: torch.nn.Module, sync: GradSync) -> Callable[..., None]:
+    """Return a forward hook that lets ``sync`` know when a backward through the outputs of ``module`` begins."""
+
+    def on_grad(_: torch.Tensor) -> None:
+        sync.begin_backward()
+
+    def watch(called: torch.nn.Module, _: Any, output: Any) -> None:
+        # A deepcopy of the module shares this hook, and its backward is none of our business.
+        if called is module and torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                # A tensor without grad_fn (a parameter passed through) outlives this forward and would collect hooks.
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(on_grad)
+
+    return watch

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Final
 
 from megabucket.layout.layout import BufferLayout, ModelLayout
@@ -112,7 +112,7 @@ def _shards_are_equal(buffer: BufferLayout) -> Iterator[str]:
 
 
 def _padding_is_minimal(buffer: BufferLayout) -> Iterator[str]:
-    for bucket, following in zip(buffer.buckets, [*buffer.buckets[1:], None], strict=True):
+    for bucket, following in zip_longest(buffer.buckets, buffer.buckets[1:]):
         tail = bucket.numel - bucket.numel_unpadded
         if not 0 <= tail < max(buffer.end_multiple, 1):
             yield f"bucket {bucket.index} ends with {tail} elements of padding, limit {buffer.end_multiple - 1}"
@@ -141,7 +141,7 @@ def _buckets_close_at_the_bucket_size(buffer: BufferLayout) -> Iterator[str]:
     if any(name not in buffer.params for bucket in buffer.buckets for name in bucket.params):
         return
     isolates = buffer.start_alignment > 1
-    for bucket, following in zip(buffer.buckets, [*buffer.buckets[1:], None], strict=True):
+    for bucket, following in zip_longest(buffer.buckets, buffer.buckets[1:]):
         if not bucket.params:
             continue
         slots = [buffer.params[name] for name in bucket.params]

@@ -21,7 +21,9 @@ from megabucket.errors import (
 from megabucket.optim.norm import clip_by_norm, global_norm
 from megabucket.optim.shards import MainShard, plan_runs
 
-_NEEDS_WHOLE_TENSORS: Final = ("Adafactor", "LBFGS", "Muon", "Shampoo", "LAMB", "LARS", "SparseAdam")
+_NEEDS_WHOLE_TENSORS: Final = frozenset(
+    {"adafactor", "lbfgs", "muon", "shampoo", "lamb", "fusedlamb", "lars", "sparseadam"}  # names in lower case
+)
 """Optimizers whose update of one element depends on others of the same tensor; a flat shard would change the result."""
 
 
@@ -52,7 +54,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clip_grad: clip gradients to this global L2 norm; 0 switches clipping off.
 
     Raises:
-        OptimizerParametersError: the optimizer's parameters are not the wrapper's, or it has stepped already.
+        OptimizerParametersError: the optimizer's parameters are not the wrapper's, or it holds state already.
         ConfigError: ``clip_grad`` is negative or not finite, or the optimizer cannot work on flat shards.
     """
 
@@ -66,9 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_sharded = ddp.ddp_config.use_distributed_optimizer
         self._shards = self._exchange_params()
         # Weights loaded after this point reach the main parameters at the next step.
-        self._values_were_loaded = False
-        for submodule in ddp.module.modules():  # each of them, because load_state_dict may be called on any
-            submodule.register_load_state_dict_post_hook(self._note_loaded_values)
+        self._num_value_changes = ddp.num_value_changes
 
     def _exchange_params(self) -> list[MainShard]:
         """Put shards in place of the parameters, group by group."""
@@ -129,13 +129,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for shard in self._shards:
             shard.load_grad()
         grads = [shard.grad for shard in self._shards]
-        norm = global_norm(grads, self.ddp.communicator, is_sharded=self._is_sharded)
+        device = self.ddp.param_and_grad_buffers[0].grad_data.device
+        norm = global_norm(grads, self.ddp.communicator, device=device, is_sharded=self._is_sharded)
         if not math.isfinite(norm):
             return StepResult(updated=False, grad_norm=norm, reason=self._describe_nonfinite(norm))
         if self.clip_grad > 0:
             clip_by_norm(grads, norm=norm, max_norm=self.clip_grad)
         self.ddp.finish_param_sync()  # a bucket that no forward waited for may still be on its way into the buffer
-        if self._values_were_loaded:
+        if self._num_value_changes != self.ddp.num_value_changes:
             self.reload_main_params()
         self.torch_optimizer.step()
         for shard in self._shards:
@@ -157,7 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         for shard in self._shards:
             shard.reload_values()
-        self._values_were_loaded = False
+        self._num_value_changes = self.ddp.num_value_changes
 
     def _finish_gradients(self) -> None:
         sync = self.ddp.sync
@@ -175,11 +176,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for shard in self._shards:
                 if shard.run.params[0] in buffer.layout.params:
                     names += shard.params_with_nonfinite_grad(buffer.layout)
-        culprit = f"not finite in this rank's shard of {name_list(names)}" if names else "not finite on another rank"
+        if names:
+            culprit = f"not finite in this rank's shard of {name_list(names)}"
+        elif self._is_sharded and self.ddp.communicator.size > 1:
+            culprit = "not finite on another rank"
+        else:
+            culprit = "every gradient is finite, but the sum of their squares is not"
         return f"the gradient norm is {norm}: {culprit}"
-
-    def _note_loaded_values(self, *_: Any) -> None:
-        self._values_were_loaded = True
 
     # State #
 
@@ -252,7 +255,7 @@ def _groups_by_name(optimizer: torch.optim.Optimizer, ddp: DistributedDataParall
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
-    if kind in _NEEDS_WHOLE_TENSORS:
+    if any(base.__name__.lower() in _NEEDS_WHOLE_TENSORS for base in type(optimizer).__mro__):
         raise ConfigError(
             f"{kind} uses the shape of whole parameters, and a DistributedOptimizer steps on flat shards cut across them, so "
             "the result would be silently different. Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or "
@@ -260,7 +263,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     if optimizer.state:
         raise OptimizerParametersError(
-            problem=f"{kind} has stepped already, so it holds state for whole parameters",
+            problem=f"{kind} already holds state for whole parameters, which does not fit flat shards",
             params=[f"{len(optimizer.state)} of them"],
-            remedy="Wrap the optimizer before its first step.",
+            remedy="Wrap the optimizer before its first step; one that makes its state when it is built (Adagrad) cannot be "
+            "wrapped.",
         )

@@ -1,7 +1,8 @@
 """The global gradient norm over shards, and clipping by it.
 
-Squares are summed in float64 and the norm is rounded to float32, so it does not depend on how the gradients are cut into shards, buckets or modes: float32
-sums over different cuts differ in the last bit in most cases, and clipping would carry the difference into the weights.
+Squares are summed in float64 and the norm is rounded to float32, so it does not depend on how the gradients are cut into
+shards, buckets or modes: float32 sums over different cuts differ in the last bit in most cases, and clipping would carry the
+difference into the weights.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch
     return total
 
 
-def global_norm(grads: Sequence[torch.Tensor], communicator: Communicator, *, is_sharded: bool) -> float:
+def global_norm(grads: Sequence[torch.Tensor], communicator: Communicator, *, device: torch.device, is_sharded: bool) -> float:
     """Return the L2 norm over the gradients of all ranks' shards.
 
     Args:
-        grads: this rank's gradients; alignment gaps and padding in them are zero and count nothing.
+        grads: this rank's gradients; alignment gaps and padding in them are zero and count nothing. May be empty: a rank can
+            own nothing but padding.
+        device: where the gradients of all ranks live, and the collective runs.
         is_sharded: whether other ranks hold the rest (one all-reduce of 8 bytes), or ``grads`` is everything.
     """
-    device = grads[0].device if grads else torch.device("cpu")
     total = sum_of_squares(grads, device)
     if is_sharded:
         communicator.launch([AllReduce(total)], label="grad norm").wait()

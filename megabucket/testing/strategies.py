@@ -35,6 +35,8 @@ _LANDMARK_SHAPES: Final = (
     *((46_341, 46_341), (65_536, 65_537), (3, 2**33)),
 )
 
+_MAX_BUCKET_SIZE: Final = 2**62  # what the config accepts
+
 _EMPTY_SHAPES: Final = ((0,), (0, 7), (3, 0), (2, 0, 5))
 
 _NAME_FORMS: Final = ("p{}", "layers.{}.weight", "block{}.attn.ü", 'odd "{}" \\ \n\u2028 name', "{}")
@@ -124,8 +126,7 @@ def ddp_configs(
     _check_at_least(1, max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets)
     _check_members(known=LAYOUTS, layouts=layouts)
     _check_members(known=SIZINGS, sizings=sizings)
-    ways = [_sizing(way, max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets) for way in sizings]
-    return _merged_configs(st.one_of(ways), _switches(layouts))
+    return _configs(st.sampled_from(sizings), _switches(layouts), max_bucket_size, max_num_buckets)
 
 
 def dp_sizes(*, min_size: int = 1, max_size: int = 1_024) -> SearchStrategy[int]:
@@ -159,7 +160,8 @@ def layout_inputs(
     _check_members(known=LAYOUTS, layouts=layouts)
     _check_members(known=SIZINGS, sizings=sizings)
     sizes = dp_sizes() if dp_size is None else dp_size
-    return _layout_inputs(param_specs() if specs is None else specs, sizes, _switches(layouts), st.sampled_from(sizings))
+    models = param_specs() if specs is None else specs
+    return _layout_inputs(models, sizes, st.none() | sizes, _switches(layouts), st.sampled_from(sizings))
 
 
 def model_layouts(
@@ -201,7 +203,7 @@ _INDEPENDENT_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
 )
 
 
-# Composite where ``map`` would do: a failing test then prints the value, which can be pasted, and not a call of a private helper.
+# Composite where ``map`` would do: a failing test then prints the value, which can be pasted, not a call of a private helper.
 @st.composite
 def _named_specs(
     draw: st.DrawFn,
@@ -216,16 +218,22 @@ def _named_specs(
 
 
 @st.composite
-def _merged_configs(
-    draw: st.DrawFn, sizing: SearchStrategy[dict[str, Any]], switches: SearchStrategy[dict[str, Any]]
+def _configs(
+    draw: st.DrawFn,
+    sizing: SearchStrategy[str],
+    switches: SearchStrategy[dict[str, Any]],
+    max_bucket_size: int,
+    max_num_buckets: int,
 ) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(**draw(sizing), **draw(switches))
+    size = _draw_sizing(draw, draw(sizing), max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets)
+    return DistributedDataParallelConfig(**size, **draw(switches))
 
 
 def _boxes(*, max_numel: int, num_dims: int) -> SearchStrategy[tuple[int, ...]]:
     """Shapes of ``num_dims`` dimensions, each at most the root, so that the product needs no filter."""
-    side = round(max_numel ** (1 / num_dims))
-    side -= side**num_dims > max_numel
+    side = max_numel if num_dims == 1 else round(max_numel ** (1 / num_dims))
+    while side**num_dims > max_numel:  # the root was rounded up
+        side -= 1
     return st.tuples(*[st.integers(1, side)] * num_dims)
 
 
@@ -235,15 +243,15 @@ def _switches(layouts: Sequence[str]) -> SearchStrategy[dict[str, Any]]:
     return st.tuples(*[st.sampled_from(part) for part in parts]).map(_merge)
 
 
-def _sizing(way: str, *, max_bucket_size: int, max_num_buckets: int) -> SearchStrategy[dict[str, Any]]:
+def _draw_sizing(draw: st.DrawFn, way: str, *, max_bucket_size: int, max_num_buckets: int) -> dict[str, Any]:
     """One way to size buckets, as a field and its value."""
     if way == "bucket_size":
-        return st.integers(1, max_bucket_size).map(lambda numel: {"bucket_size": numel})
+        return {way: draw(st.integers(1, max_bucket_size))}
     if way == "bucket_cap_mb":
-        return st.integers(1, max_bucket_size).map(lambda numel: {"bucket_cap_mb": numel * 8 / MIB})
+        return {way: draw(st.integers(1, max_bucket_size)) * 8 / MIB}
     if way == "num_buckets":
-        return st.integers(1, max_num_buckets).map(lambda count: {"num_buckets": count})
-    return st.just({})
+        return {way: draw(st.integers(1, max_num_buckets))}
+    return {}
 
 
 @st.composite
@@ -251,6 +259,7 @@ def _layout_inputs(
     draw: st.DrawFn,
     specs: SearchStrategy[tuple[ParamSpec, ...]],
     dp_size: SearchStrategy[int],
+    expert_dp_size: SearchStrategy[int | None],
     switches: SearchStrategy[dict[str, Any]],
     sizing: SearchStrategy[str],
 ) -> LayoutInput:
@@ -258,11 +267,11 @@ def _layout_inputs(
     params = draw(specs)
     total_numel = max(1, sum(spec.numel for spec in params))
     # Half of the sizes cut small pieces out of whatever the model is, half range up to one bucket for all of it.
-    max_bucket_size = draw(st.sampled_from((min(total_numel, 2_000), total_numel + 1)))
-    max_num_buckets = min(total_numel, 2 * len(params))
-    size = draw(_sizing(draw(sizing), max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets))
+    max_bucket_size = min(total_numel + 1, _MAX_BUCKET_SIZE) if draw(st.booleans()) else min(total_numel, 2_000)
+    max_num_buckets = max(1, min(total_numel, 2 * len(params)))
+    size = _draw_sizing(draw, draw(sizing), max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets)
     config = DistributedDataParallelConfig(**size, **draw(switches))
-    return LayoutInput(params, config, draw(dp_size), draw(st.none() | dp_size))
+    return LayoutInput(params, config, draw(dp_size), draw(expert_dp_size))
 
 
 def _merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:

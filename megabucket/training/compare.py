@@ -136,8 +136,9 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def describe_difference(comparison: Comparison) -> str:
     """Return how far the weights are apart, in a line or two."""
+    where = f", in {comparison.max_abs_difference_at}" if comparison.max_abs_difference != 0 else ": all weights are equal"
     text = (
-        f"largest weight difference: {comparison.max_abs_difference:.3g}, in {comparison.max_abs_difference_at} "
+        f"largest weight difference: {comparison.max_abs_difference:.3g}{where} "
         f"(largest weight: {comparison.max_abs_weight:.3g})"
     )
     return f"{text}\n{comparison.note}" if comparison.note else text
@@ -157,13 +158,13 @@ def _clip_and_step(config: OptimizerConfig, module: torch.nn.Module, optimizer: 
 def _describe_reference(task: Task) -> str:
     name = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}[task.config.optimizer.name]
     wrapper = "plain torch" if task.ranks.backend == "none" else "torch DDP"
-    return f"{wrapper} + {name}, {task.model.param_dtype} parameters"
+    return f"{wrapper} + {name}, {task.model.dtype} parameters"
 
 
 def _note(task: Task) -> str:
-    if task.model.param_dtype == "float32":
+    if task.model.dtype == "float32":
         return ""
     return (
-        f"The reference reduces {task.model.param_dtype} gradients and updates {task.model.param_dtype} weights directly. Ours "
+        f"The reference reduces {task.model.dtype} gradients and updates {task.model.dtype} weights directly. Ours "
         "reduces gradients as configured and rounds float32 main parameters. The difference is that rounding, not an error."
     )

@@ -27,7 +27,7 @@ from megabucket.training.optimizer import make_optimizer, num_moments
 from megabucket.training.progress import View
 from megabucket.training.steps import StepLoop, Trainee
 from megabucket.training.summary import Measured, Setup, Summary
-from megabucket.training.task import Task, check_model, describe_corpus, make_task
+from megabucket.training.task import Task, describe_corpus, make_task, trainable_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def run_training(config: RunConfig, *, launch: Launch, view: View, compares: boo
         ConfigError: the config has no model that can be trained, or cannot be honoured.
         CorpusError: the corpus cannot be read, or the ranks read different bytes.
     """
-    model = check_model(config)
+    model = trainable_model(config)
     if compares:
         check_comparable(config)
     log_path = Path(config.train.log_path) if config.train.log_path is not None and launch.rank == 0 else None
@@ -116,7 +116,7 @@ def _describe_setup(task: Task, model: DistributedDataParallel) -> Setup:
         backend=task.ranks.backend,
         num_ranks=task.ranks.num_ranks,
         num_params=numel,
-        param_dtype=task.model.param_dtype,
+        param_dtype=task.model.dtype,
         num_buffers=len(layout.buffers),
         num_buckets=layout.num_buckets,
         padding_fraction=1 - numel / layout.numel,

@@ -49,7 +49,7 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_steps: int) -> floa
     [0.5, 1.0, 0.775, 0.325, 0.1]
     """
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return config.lr * ((step + 1) / config.warmup_steps)
     progress = min(1.0, (step + 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2)
 

@@ -23,20 +23,12 @@ NATS_PER_BIT: Final = math.log(2)
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class TrainableModel:
-    """The model section of a config, checked for training."""
-
-    architecture: GptConfig
-    param_dtype: str
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
     """Model, data and schedule of one run, as one rank sees them."""
 
     config: RunConfig
-    model: TrainableModel
+    model: GptConfig
     ranks: Ranks
     corpus: Corpus
     train_windows: Windows
@@ -47,12 +39,12 @@ class Task:
         """Tokens of one step over all ranks."""
         train = self.config.train
         windows = train.microbatch_size * train.num_microbatches * self.ranks.num_ranks
-        return windows * self.model.architecture.sequence_length
+        return windows * self.model.sequence_length
 
     def build_model(self) -> ByteGPT:
         """Return the model with its initial weights: the same on every rank and at every call."""
-        model = ByteGPT(self.model.architecture, seed=self.config.train.seed)
-        return model.to(device=self.ranks.device, dtype=_DTYPES[self.model.param_dtype])
+        model = ByteGPT(self.model, seed=self.config.train.seed)
+        return model.to(device=self.ranks.device, dtype=_DTYPES[self.model.dtype])
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -75,16 +67,16 @@ class Task:
         own = held_out_starts(self.held_out_windows, num_windows)[self.ranks.rank :: self.ranks.num_ranks]
         nats = 0.0
         for starts in own.reshape(train.eval_batches, train.microbatch_size):
-            nats += float(next_byte_loss(model, *self.held_out_windows.batch(starts)))
+            nats += next_byte_loss(model, *self.held_out_windows.batch(starts)).item()
         return sum(self.ranks.gather(nats)) / train.eval_batches / self.ranks.num_ranks / NATS_PER_BIT
 
 
-def check_model(config: RunConfig) -> TrainableModel:
-    """Return the model section of a config that can be trained.
+def trainable_model(config: RunConfig) -> GptConfig:
+    """Return the model section of a config, when it can be trained.
 
     Raises:
-        ConfigError: there is none, it is not a ``gpt``, its vocabulary has no room for bytes, or its dtype cannot be
-            trained or contradicts ``train.param_dtype``.
+        ConfigError: there is none, it is not a ``gpt``, its vocabulary has no room for bytes, or its dtype needs more than
+            this program does.
     """
     model = config.model
     if not isinstance(model, GptConfig):
@@ -92,24 +84,12 @@ def check_model(config: RunConfig) -> TrainableModel:
         raise ConfigError(f"training needs a model of kind 'gpt', but {given}; see configs/bytegpt.yaml for one")
     if model.vocab_size < 256:
         raise ConfigError(f"model.vocab_size={model.vocab_size} has no room for all bytes; use 256 or more")
-    given_dtypes = {
-        name: dtype
-        for name, dtype, section in (
-            ("model.dtype", model.dtype, model),
-            ("train.param_dtype", config.train.param_dtype, config.train),
-        )
-        if name.partition(".")[2] in section.model_fields_set
-    }
-    if len(set(given_dtypes.values())) > 1:
-        both = " and ".join(f"{name}={dtype}" for name, dtype in given_dtypes.items())
-        raise ConfigError(f"{both} contradict each other; keep one of them")
-    dtype = next(iter(given_dtypes.values()), "float32")
-    if dtype not in _DTYPES:
-        raise ConfigError(f"model.dtype={dtype} cannot be trained here; use one of {', '.join(_DTYPES)}")
-    return TrainableModel(model, dtype)
+    if model.dtype not in _DTYPES:
+        raise ConfigError(f"model.dtype={model.dtype} cannot be trained here; use one of {', '.join(_DTYPES)}")
+    return model
 
 
-def make_task(config: RunConfig, model: TrainableModel, ranks: Ranks) -> Task:
+def make_task(config: RunConfig, model: GptConfig, ranks: Ranks) -> Task:
     """Read the corpus on every rank and make sure that all of them read the same. All ranks must call it.
 
     Raises:
@@ -133,7 +113,7 @@ def make_task(config: RunConfig, model: TrainableModel, ranks: Ranks) -> Task:
             )
     if corpus is None:
         raise CorpusError(f"the corpus {config.data.corpus!r} was not read")
-    length = model.architecture.sequence_length
+    length = model.sequence_length
     return Task(
         config=config,
         model=model,

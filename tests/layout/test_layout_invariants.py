@@ -276,5 +276,12 @@ def test_every_violation_of_every_buffer_is_reported_with_the_buffer():
     ]
 
 
+def test_a_buffer_without_buckets_is_reported_and_not_stumbled_over():
+    bare = replace(SOUND, buckets=())
+
+    assert bare.numel == 0
+    assert broken_names(bare) == {"each-parameter-in-one-bucket", "ranges-lie-inside-their-bucket"}
+
+
 def test_a_layout_without_buffers_is_sound():
     assert check_layout(ModelLayout(())) == []

@@ -219,6 +219,26 @@ def test_the_diff_ends_after_20_lines_with_a_count():
     assert lines[-1] == "and 11 more differences"  # 15 + 15 names and the line about buckets, less 20
 
 
+def test_a_diff_of_exactly_20_lines_has_no_count():
+    ours = layout_of([ParamSpec(f"ours{i}", (4,)) for i in range(10)], bucket_size=10**9)
+    theirs = layout_of([ParamSpec(f"theirs{i}", (4,)) for i in range(9)], bucket_size=10**9)
+
+    lines = layout_diff(ours, theirs)
+
+    assert len(lines) == 20  # 10 + 9 names and the line about buckets; both buffers have 640 elements
+    assert lines[-1] == "buffer 0: buckets: 1 and 1, first difference at bucket 0"
+
+
+@pytest.mark.parametrize(
+    "value", [SPECS[0], layout_of(SPECS), layout_of(SPECS).buffers[0], layout_of(SPECS).buffers[0].buckets[0]]
+)
+def test_nothing_in_a_layout_can_be_assigned(value):
+    field = dataclasses.fields(value)[0].name
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, field, None)
+
+
 def test_a_model_counts_the_buckets_and_elements_of_its_buffers():
     layout = layout_of([ParamSpec("a", (500,)), ParamSpec("b", (500,)), ParamSpec("c", (500,), "bfloat16")])
 

@@ -82,6 +82,13 @@ def test_an_empty_parameter_is_owned_by_nobody_and_hides_nobody():
     assert owners == [["c"], ["a"]]  # the empty one lies at 64, as a does
 
 
+def test_an_empty_parameter_inside_a_shard_is_no_piece():
+    buffer = only_buffer([ParamSpec("a", (10,)), ParamSpec("empty", (0,)), ParamSpec("c", (10,))], dp_size=1)
+
+    assert buffer.params["empty"].start == 64  # in the middle of [0, 128)
+    assert [piece.param for piece in shard_slices(buffer, bucket=0, rank=0)] == ["c", "a"]
+
+
 def test_an_unpadded_buffer_is_one_shard():
     buffer = only_buffer([ParamSpec("a", (7,)), ParamSpec("b", (5,))], dp_size=4, layout="megatron")
 

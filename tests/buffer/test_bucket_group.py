@@ -1,0 +1,437 @@
+"""One bucket group on the loopback world: reduction, scaling, phases, and what happens when a call comes at a wrong time."""
+
+import pytest
+import torch
+
+from megabucket.buffer import GradPhase, GradSyncPolicy, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
+from megabucket.buffer.views import dtype_name
+from megabucket.comm import AllReduce, LoopbackWorld, ReduceOp
+from megabucket.config import DistributedDataParallelConfig
+from megabucket.errors import CollectiveError, LateGradientError, MismatchedCollectiveError, PhaseError
+from megabucket.layout import ParamSpec, build_layout
+
+ALL_REDUCE_MEAN = GradSyncPolicy(reduce_scatters=False, op=ReduceOp.SUM, average=True)
+SCATTER_MEAN = GradSyncPolicy(reduce_scatters=True, op=ReduceOp.SUM, average=True)
+
+
+class Rank:
+    """Two parameters of 100 elements on one rank; ``b`` lies at [0, 100), ``a`` at [128, 228), the bucket ends at 256."""
+
+    def __init__(self, world, rank, policy, *, dtype=torch.float32, fp32=True):
+        self.params = {name: torch.nn.Parameter(torch.zeros(100, dtype=dtype)) for name in "ab"}
+        specs = [ParamSpec(name, (100,), dtype_name(dtype)) for name in "ab"]
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=fp32)
+        (layout,) = build_layout(specs, config, dp_size=world.size).buffers
+        self.buffer = ParamAndGradBuffer(layout, self.params)
+        self.group = _ParamAndGradBucketGroup(
+            self.buffer.buckets, index=1, num_groups=3, communicator=world.communicator(rank), policy=policy
+        )
+
+    def grad(self, name, value):
+        """Do what autograd does with a gradient, and call the hook."""
+        param = self.params[name]
+        if param.grad is None:
+            param.grad = torch.full((100,), float(value), dtype=param.dtype)
+        else:
+            param.grad.add_(value)
+        return self.group.receive_grad("ba".index(name), counts=True)
+
+    def both(self, value):
+        self.grad("b", value)
+        return self.grad("a", value)
+
+    @property
+    def reduced(self):
+        """The gradients of a and b, by their first elements."""
+        return [self.params[name].main_grad[0].item() for name in "ab"]
+
+
+def ranks(policy=ALL_REDUCE_MEAN, *, size=2, completion="manual", **kwargs):
+    world = LoopbackWorld(size, completion=completion)
+    return world, [Rank(world, rank, policy, **kwargs) for rank in range(size)]
+
+
+def sync(all_ranks, **kwargs):
+    for rank in all_ranks:
+        rank.group.start_grad_sync(**kwargs)
+    for rank in all_ranks:
+        rank.group.finish_grad_sync()
+
+
+class TestReduction:
+    def test_the_mean_is_on_every_rank_and_is_published_as_grad(self):
+        _, (first, second) = ranks()
+        first.both(2)
+        second.both(6)
+
+        sync([first, second])
+
+        assert first.reduced == second.reduced == [4.0, 4.0]
+        assert first.params["a"].grad is first.params["a"].main_grad
+
+    def test_the_sum_is_left_undivided_on_request(self):
+        _, (first, second) = ranks(GradSyncPolicy(reduce_scatters=False, op=ReduceOp.SUM, average=False))
+        first.both(2)
+        second.both(6)
+
+        sync([first, second])
+
+        assert second.reduced == [8.0, 8.0]
+
+    def test_a_mean_taken_by_the_collective_is_not_divided_again(self):
+        _, (first, second) = ranks(GradSyncPolicy(reduce_scatters=False, op=ReduceOp.AVG, average=True))
+        first.both(2)
+        second.both(6)
+
+        sync([first, second])
+
+        assert second.reduced == [4.0, 4.0]
+
+    def test_after_a_reduce_scatter_each_rank_has_the_mean_of_its_own_shard_and_publishes_nothing(self):
+        _, (first, second) = ranks(SCATTER_MEAN)
+        first.both(2)
+        second.both(6)
+
+        sync([first, second])
+
+        # 256 elements, shards of 128: rank 0 owns b at [0, 100), rank 1 owns a at [128, 228)
+        assert first.params["b"].main_grad.tolist() == [4.0] * 100
+        assert second.params["a"].main_grad.tolist() == [4.0] * 100
+        assert first.params["a"].grad is None
+
+    def test_force_all_reduce_gives_all_ranks_everything_although_the_policy_scatters(self):
+        world, (first, second) = ranks(SCATTER_MEAN)
+        first.both(2)
+        second.both(6)
+
+        sync([first, second], force_all_reduce=True)
+
+        assert first.reduced == second.reduced == [4.0, 4.0]
+        assert world.schedule(0) == ("bucket 1 [all_reduce sum of 256 x float32]",)
+        assert second.params["b"].grad is second.params["b"].main_grad
+
+    def test_one_rank_reduces_with_itself(self):
+        _, (only,) = ranks(SCATTER_MEAN, size=1)
+        only.both(3)
+
+        sync([only])
+
+        assert only.reduced == [3.0, 3.0]
+
+    @pytest.mark.parametrize("policy", [ALL_REDUCE_MEAN, SCATTER_MEAN], ids=["all_reduce", "reduce_scatter"])
+    def test_a_float16_mean_neither_overflows_nor_underflows(self, policy):
+        _, group = ranks(policy, size=4, dtype=torch.float16, fp32=False)
+        for rank in group:  # divided by 2 before and by 2 after
+            rank.grad("b", 16384.0)  # the plain sum 4 * 16384 = 65536 is over 65504; 4 * 8192 is not
+            rank.grad("a", 2.0**-23)  # a quarter of it would be 2**-25 and round to zero; the half is the smallest float16
+
+        sync(group)
+
+        # 256 elements, shards of 64: b[0] belongs to rank 0, a[0] at 128 to rank 2.
+        assert group[0].params["b"].main_grad[0].item() == 16384.0
+        assert group[2].params["a"].main_grad[0].item() == 2.0**-23
+
+    def test_the_collective_is_launched_once_for_all_buckets_of_a_group(self):
+        world, (first, second) = ranks()
+
+        sync([first, second])
+
+        assert world.schedule(0) == world.schedule(1) == ("bucket 1 [all_reduce sum of 256 x float32]",)
+
+
+class TestMissing:
+    def test_a_parameter_without_a_gradient_is_listed_and_reduced_as_zero(self):
+        _, (first, second) = ranks()
+        first.both(2)
+        second.grad("a", 2)
+
+        sync([first, second])
+
+        assert (first.group.missing, second.group.missing) == ((), ("b",))
+        assert first.reduced == second.reduced == [2.0, 1.0]
+
+    def test_stale_values_of_the_step_before_are_not_reduced_again(self):
+        _, (first, second) = ranks()
+        for rank in (first, second):
+            rank.both(100)
+        sync([first, second])
+        for rank in (first, second):
+            rank.group.reset()
+            rank.grad("a", 3)
+
+        sync([first, second])
+
+        assert first.reduced == [3.0, 0.0]
+        assert first.group.missing == first.group.cleared == ("b",)
+
+    def test_a_view_zeroed_on_purpose_is_missing_a_gradient_but_was_not_cleared(self):
+        _, (first, second) = ranks()
+        for rank in (first, second):
+            rank.params["b"].main_grad.fill_(8)  # by hand, into the zeros of a fresh buffer
+            rank.grad("a", 2)
+
+        sync([first, second])
+
+        assert first.reduced == [2.0, 8.0]
+        assert (first.group.missing, first.group.cleared) == (("b",), ())
+
+
+class TestReadiness:
+    def test_the_first_step_learns_and_the_second_completes(self):
+        _, (only,) = ranks(size=1)
+
+        in_first_step = only.both(1)
+        sync([only])
+        only.group.reset()
+        in_second_step = only.both(1)
+
+        assert (in_first_step, in_second_step) == (False, True)
+
+    def test_gradients_that_do_not_count_complete_nothing(self):
+        _, (only,) = ranks(size=1)
+        only.both(1)
+        sync([only])
+        only.group.reset()
+
+        only.params["a"].grad = torch.ones(100)
+        complete = only.group.receive_grad(1, counts=False)
+
+        assert not complete
+        assert only.both(1) is True
+
+    def test_a_step_that_was_reset_before_it_was_sent_teaches_nothing(self):
+        _, (only,) = ranks(size=1)
+        only.grad("a", 1)
+        only.group.reset()
+        for name in ("a", "b", "a"):  # the real first step: two gradients for a
+            only.grad(name, 1)
+        sync([only])
+        only.group.reset()
+
+        assert [only.grad(name, 1) for name in ("a", "b", "a")] == [False, False, True]
+
+    def test_a_gradient_written_by_hand_can_be_registered(self):
+        _, (only,) = ranks(size=1)
+        only.both(1)
+        sync([only])
+        only.group.reset()
+
+        only.grad("b", 1)
+        only.params["a"].main_grad.fill_(9)
+        complete = only.group.register_grad_ready(only.params["a"])
+        sync([only])
+
+        assert complete
+        assert only.group.missing == ()
+        assert only.reduced == [9.0, 1.0]
+
+    def test_registering_a_parameter_of_another_group_is_refused(self):
+        _, (only,) = ranks(size=1)
+
+        with pytest.raises(PhaseError) as caught:
+            only.group.register_grad_ready(torch.nn.Parameter(torch.zeros(2, 3)))
+
+        assert str(caught.value) == "a parameter of shape (2, 3) was registered as ready with bucket 1, which lacks it"
+
+    def test_registering_after_the_launch_is_a_late_gradient(self):
+        _, (first, _) = ranks()
+        first.group.start_grad_sync()
+
+        with pytest.raises(LateGradientError):
+            first.group.register_grad_ready(first.params["a"])
+
+
+class TestLateGradients:
+    def test_in_flight_the_text_names_parameter_bucket_rank_and_phase(self):
+        _, (_, second) = ranks()
+        second.both(1)
+        second.group.start_grad_sync()
+
+        with pytest.raises(LateGradientError) as caught:
+            second.grad("a", 1)
+
+        error = caught.value
+        assert (error.param, error.bucket, error.num_buckets, error.rank, error.phase) == ("a", 1, 3, 1, "in flight")
+        assert str(error) == (
+            "[rank 1] 'a' received a gradient although its bucket (1 of 3, counted from 0) is in flight. That gradient is in "
+            "no reduction, so the step would be wrong. Usual causes: a second backward without zero_grad() or outside "
+            "no_sync() (wrap all but the last backward of a step in no_sync()), or reentrant activation checkpointing of a "
+            "layer that is used several times (pass use_reentrant=False). The gradients of this step are lost; call "
+            "zero_grad() and go on with the next step."
+        )
+
+    def test_in_flight_the_buffer_stays_as_it_was_sent(self):
+        world, (first, second) = ranks()
+        for rank in (first, second):
+            rank.both(2)
+            rank.group.start_grad_sync()
+        with pytest.raises(LateGradientError):
+            first.grad("a", 100)
+
+        world.complete(0)  # would raise InFlightWriteError
+        first.group.finish_grad_sync()
+
+        assert first.reduced == [2.0, 2.0]
+
+    def test_in_flight_it_teaches_the_next_steps_to_wait_for_one_more(self):
+        _, (only,) = ranks(size=1)
+        only.both(1)
+        sync([only])
+        only.group.reset()
+        only.both(1)
+        only.group.start_grad_sync()
+        with pytest.raises(LateGradientError):
+            only.grad("a", 1)
+        only.group.finish_grad_sync()
+        only.group.reset()
+
+        assert [only.grad(name, 1) for name in ("a", "b", "a")] == [False, False, True]
+
+    def test_after_the_reduction_it_is_late_too_but_teaches_nothing(self):
+        _, (only,) = ranks(SCATTER_MEAN, size=1)
+        only.both(1)
+        sync([only])
+
+        with pytest.raises(LateGradientError) as caught:
+            only.grad("a", 1)  # a forgotten zero_grad()
+        only.group.reset()
+
+        assert caught.value.phase == "already reduced"
+        assert [only.grad(name, 1) for name in ("a", "b")] == [False, True]  # overlap is not lost for good
+
+
+class TestPhases:
+    def test_a_step_goes_through_its_phases(self):
+        _, (only,) = ranks(size=1)
+
+        phases = [only.group.grad_phase]
+        for call in (only.group.start_grad_sync, only.group.finish_grad_sync, only.group.reset):
+            call()
+            phases.append(only.group.grad_phase)
+
+        assert phases == [GradPhase.ACCUMULATING, GradPhase.IN_FLIGHT, GradPhase.REDUCED, GradPhase.ACCUMULATING]
+
+    def test_sending_twice_is_refused(self):
+        _, (first, _) = ranks()
+        first.group.start_grad_sync()
+
+        with pytest.raises(PhaseError, match="the gradients of bucket group 1 is 'in flight' and cannot become 'in flight'"):
+            first.group.start_grad_sync()
+
+    def test_finishing_what_was_never_sent_is_refused(self):
+        _, (first, _) = ranks()
+
+        with pytest.raises(PhaseError, match="is 'accumulating' and cannot become 'already reduced'"):
+            first.group.finish_grad_sync()
+
+    def test_finishing_twice_does_nothing_and_divides_once(self):
+        _, (first, second) = ranks()
+        first.both(2)
+        second.both(6)
+
+        sync([first, second])
+        first.group.finish_grad_sync()
+
+        assert first.reduced == [4.0, 4.0]
+
+    def test_resetting_what_is_in_flight_is_refused(self):
+        _, (first, _) = ranks()
+        first.group.start_grad_sync()
+
+        with pytest.raises(PhaseError, match="is 'in flight' and cannot become 'accumulating'"):
+            first.group.reset()
+
+    def test_resetting_twice_is_allowed(self):
+        _, (first, _) = ranks()
+
+        first.group.reset()
+        first.group.reset()
+
+        assert first.group.grad_phase is GradPhase.ACCUMULATING
+
+
+class TestParamGather:
+    def test_every_rank_receives_the_shards_of_all(self):
+        _, (first, second) = ranks(SCATTER_MEAN)
+        for rank, value in ((first, 1.0), (second, 2.0)):
+            bucket = rank.buffer.buckets[0]
+            bucket.shard(bucket.param_data, rank.group.communicator.rank).fill_(value)
+            rank.group.mark_params_stale()
+
+        for rank in (first, second):
+            rank.group.start_param_sync()
+        for rank in (first, second):
+            rank.group.finish_param_sync()
+
+        for rank in (first, second):  # b lies in the shard of rank 0, a in that of rank 1
+            assert (rank.params["b"][0].item(), rank.params["a"][0].item()) == (1.0, 2.0)
+            assert rank.group.param_phase is ParamPhase.GATHERED
+
+    def test_a_second_start_while_in_flight_launches_nothing(self):
+        world, (first, _) = ranks(SCATTER_MEAN)
+
+        first.group.start_param_sync()
+        first.group.start_param_sync()
+
+        assert world.schedule(0) == ("param gather 1 [all_gather of 256 x float32]",)
+
+    def test_finishing_what_is_stale_gathers_first(self):
+        _, (only,) = ranks(SCATTER_MEAN, size=1)
+        only.group.mark_params_stale()
+
+        only.group.finish_param_sync()
+
+        assert only.group.param_phase is ParamPhase.GATHERED
+
+    def test_finishing_what_is_gathered_launches_nothing(self):
+        world, (first, _) = ranks(SCATTER_MEAN)
+
+        first.group.finish_param_sync()
+
+        assert world.schedule(0) == ()
+
+    def test_updating_parameters_that_are_still_being_gathered_is_refused(self):
+        _, (first, _) = ranks(SCATTER_MEAN)
+        first.group.start_param_sync()
+
+        with pytest.raises(PhaseError, match="the parameters of bucket group 1 is 'in flight' and cannot become 'stale'"):
+            first.group.mark_params_stale()
+
+
+class TestFailedLaunch:
+    """Nothing that was never sent may pass for reduced or gathered."""
+
+    TEXT = (
+        "[rank 1] a collective of bucket 1 of 3 could not be launched (the error was raised then), so there is nothing to "
+        "wait for and this rank is out of step with the others. End the run and start again."
+    )
+
+    @staticmethod
+    def ranks_out_of_step(policy):
+        _, (first, second) = ranks(policy)
+        first.group.communicator.launch([AllReduce(torch.ones(1))], label="something else")
+        return second
+
+    def test_gradients_whose_launch_failed_are_never_called_reduced(self):
+        rank = self.ranks_out_of_step(ALL_REDUCE_MEAN)
+        rank.both(2)
+        with pytest.raises(MismatchedCollectiveError):
+            rank.group.start_grad_sync()
+
+        for _ in range(2):
+            with pytest.raises(CollectiveError) as caught:
+                rank.group.finish_grad_sync()
+
+        assert str(caught.value) == self.TEXT
+        assert rank.group.grad_phase is GradPhase.IN_FLIGHT
+
+    def test_parameters_whose_launch_failed_are_never_called_gathered(self):
+        rank = self.ranks_out_of_step(SCATTER_MEAN)
+        with pytest.raises(MismatchedCollectiveError):
+            rank.group.start_param_sync()
+
+        with pytest.raises(CollectiveError) as caught:
+            rank.group.finish_param_sync()
+
+        assert str(caught.value) == self.TEXT
+        assert rank.group.param_phase is ParamPhase.IN_FLIGHT

@@ -1,0 +1,427 @@
+"""The loopback world against direct computation, and what it finds: mismatches, deadlocks, writes in flight."""
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabucket.comm import AllGather, AllReduce, Broadcast, LoopbackWorld, ReduceOp, ReduceScatter
+from megabucket.errors import CollectiveDeadlockError, CollectiveError, InFlightWriteError, MismatchedCollectiveError
+
+
+def launch_on_all(world, make_calls, label="test"):
+    return [world.communicator(rank).launch(make_calls(rank), label=label) for rank in range(world.size)]
+
+
+@pytest.fixture(params=["immediate", "manual"])
+def completion(request):
+    return request.param
+
+
+@pytest.fixture(params=[1, 2, 3])
+def world(request, completion):
+    return LoopbackWorld(request.param, completion=completion)
+
+
+class TestResults:
+    """Rank r holds r + 1, r + 2, ...: sums, means and shards are computed beside the assertion."""
+
+    @staticmethod
+    def values(world, numel=6):
+        return [torch.arange(1.0, numel + 1) + rank for rank in range(world.size)]
+
+    def test_all_reduce_leaves_the_sum_on_every_rank(self, world):
+        tensors = self.values(world)
+        total = torch.stack(self.values(world)).sum(dim=0)
+
+        for handle in launch_on_all(world, lambda rank: [AllReduce(tensors[rank])]):
+            handle.wait()
+
+        assert all(torch.equal(tensor, total) for tensor in tensors)
+
+    def test_all_reduce_avg_leaves_the_mean(self, world):
+        tensors = self.values(world)
+        mean = torch.stack(self.values(world)).sum(dim=0) / world.size
+
+        for handle in launch_on_all(world, lambda rank: [AllReduce(tensors[rank], ReduceOp.AVG)]):
+            handle.wait()
+
+        assert all(torch.equal(tensor, mean) for tensor in tensors)
+
+    @pytest.mark.parametrize("in_place", [True, False])
+    def test_reduce_scatter_leaves_each_rank_its_shard_of_the_sum(self, world, in_place):
+        tensors = self.values(world)
+        total = torch.stack(self.values(world)).sum(dim=0)
+        cuts = [slice(rank * 6 // world.size, (rank + 1) * 6 // world.size) for rank in range(world.size)]
+        shards = [tensors[rank][cuts[rank]] if in_place else torch.zeros(6 // world.size) for rank in range(world.size)]
+
+        for handle in launch_on_all(world, lambda rank: [ReduceScatter(shards[rank], tensors[rank])]):
+            handle.wait()
+
+        assert all(torch.equal(shards[rank], total[cuts[rank]]) for rank in range(world.size))
+
+    @pytest.mark.parametrize("in_place", [True, False])
+    def test_all_gather_leaves_all_shards_in_rank_order_on_every_rank(self, world, in_place):
+        numel = 6 // world.size
+        fulls = [torch.zeros(6) for _ in range(world.size)]
+        shards = [fulls[r][r * numel : (r + 1) * numel] if in_place else torch.zeros(numel) for r in range(world.size)]
+        for rank, shard in enumerate(shards):
+            shard.fill_(rank + 1)
+
+        for handle in launch_on_all(world, lambda rank: [AllGather(fulls[rank], shards[rank])]):
+            handle.wait()
+
+        expected = torch.cat([torch.full((numel,), rank + 1.0) for rank in range(world.size)])
+        assert all(torch.equal(full, expected) for full in fulls)
+
+    def test_broadcast_leaves_the_values_of_the_first_rank(self, world):
+        tensors = self.values(world)
+
+        for handle in launch_on_all(world, lambda rank: [Broadcast(tensors[rank])]):
+            handle.wait()
+
+        assert all(torch.equal(tensor, torch.arange(1.0, 7.0)) for tensor in tensors)
+
+    def test_every_call_of_a_batch_is_done(self, world):
+        small, large = self.values(world, 2), self.values(world, 5)
+        small_sum, large_sum = (torch.stack(self.values(world, numel)).sum(dim=0) for numel in (2, 5))
+
+        for handle in launch_on_all(world, lambda rank: [AllReduce(small[rank]), AllReduce(large[rank])]):
+            handle.wait()
+
+        assert all(torch.equal(tensor, small_sum) for tensor in small)
+        assert all(torch.equal(tensor, large_sum) for tensor in large)
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.int16])
+    def test_any_dtype_can_be_broadcast(self, world, dtype):
+        tensors = [torch.ones(2, 3).to(dtype), *[torch.zeros(2, 3).to(dtype) for _ in range(world.size - 1)]]
+
+        for handle in launch_on_all(world, lambda rank: [Broadcast(tensors[rank])]):
+            handle.wait()
+
+        assert all(torch.equal(tensor, torch.ones(2, 3).to(dtype)) for tensor in tensors)
+
+    def test_a_scalar_can_be_broadcast(self, world):
+        tensors = [torch.tensor(float(rank + 5)) for rank in range(world.size)]
+
+        for handle in launch_on_all(world, lambda rank: [Broadcast(tensors[rank])]):
+            handle.wait()
+
+        assert [tensor.item() for tensor in tensors] == [5.0] * world.size
+
+
+def test_sums_run_in_rank_order_in_the_dtype_of_the_tensors():
+    # bfloat16 has 8 bits: 256 + 1 rounds back to 256, so the order shows: (256 + 1) + 1 = 256, but 256 + (1 + 1) = 258.
+    tensors = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+
+    launch_on_all(LoopbackWorld(3), lambda rank: [AllReduce(tensors[rank])])
+
+    assert tensors[0].item() == 256.0
+
+
+def test_one_rank_never_reaches_the_world():
+    world = LoopbackWorld(1, completion="manual")
+
+    world.communicator(0).launch([AllReduce(torch.ones(2))], label="a").wait()
+
+    assert world.schedule(0) == ()
+
+
+class TestManualCompletion:
+    def test_nothing_happens_before_completion(self):
+        world = LoopbackWorld(2, completion="manual")
+        tensors = [torch.ones(2), torch.ones(2)]
+
+        launch_on_all(world, lambda rank: [AllReduce(tensors[rank])])
+
+        assert world.pending == (0,)
+        assert torch.equal(tensors[0], torch.ones(2))
+
+    def test_a_collective_is_pending_only_when_every_rank_has_launched_it(self):
+        world = LoopbackWorld(2, completion="manual")
+
+        world.communicator(0).launch([AllReduce(torch.ones(1))], label="a")
+        before = world.pending
+        world.communicator(1).launch([AllReduce(torch.ones(1))], label="a")
+
+        assert (before, world.pending) == ((), (0,))
+
+    @given(order=st.permutations(range(5)))
+    def test_any_order_of_completion_gives_the_same_results(self, order):
+        world = LoopbackWorld(2, completion="manual")
+        tensors = [[torch.full((3,), float(10 * rank + i)) for i in range(5)] for rank in range(2)]
+        for i in range(5):
+            launch_on_all(world, lambda rank, i=i: [AllReduce(tensors[rank][i])])
+
+        for done, sequence in enumerate(order):
+            world.complete(sequence)
+            assert len(world.pending) == 4 - done
+
+        for i in range(5):
+            assert torch.equal(tensors[0][i], torch.full((3,), 10.0 + 2 * i))  # i + (10 + i)
+
+    def test_waiting_completes_what_is_pending(self):
+        world = LoopbackWorld(2, completion="manual")
+        tensors = [torch.ones(1), torch.ones(1)]
+        first, _ = launch_on_all(world, lambda rank: [AllReduce(tensors[rank])])
+
+        first.wait()
+
+        assert world.pending == ()
+        assert tensors[1].item() == 2.0
+
+    def test_completing_twice_is_refused(self):
+        world = LoopbackWorld(2, completion="manual")
+        launch_on_all(world, lambda _: [AllReduce(torch.ones(1))])
+        world.complete(0)
+
+        with pytest.raises(CollectiveError) as caught:
+            world.complete(0)
+
+        assert str(caught.value) == "collective 0 cannot be completed; pending are []"
+
+    def test_completing_before_every_rank_has_launched_is_refused(self):
+        world = LoopbackWorld(2, completion="manual")
+        tensor = torch.ones(1)
+        world.communicator(0).launch([AllReduce(tensor)], label="a")
+
+        with pytest.raises(CollectiveError, match="collective 0 cannot be completed; pending are"):
+            world.complete(0)
+
+        assert tensor.item() == 1.0  # no sum over the half of the ranks that was there
+
+
+class TestMismatch:
+    """The second rank's launch fails at once; both calls are in the text."""
+
+    @staticmethod
+    def mismatch(call, other, *, label="bucket 0", other_label="bucket 0"):
+        world = LoopbackWorld(2)
+        world.communicator(1).launch([call], label=label)
+        with pytest.raises(MismatchedCollectiveError) as caught:
+            world.communicator(0).launch([other], label=other_label)
+        return caught.value
+
+    def test_the_text_and_the_fields_name_both_calls(self):
+        error = self.mismatch(AllReduce(torch.ones(4)), AllReduce(torch.ones(8)))
+
+        assert (error.sequence, error.rank, error.other_rank) == (0, 0, 1)
+        assert error.call == "bucket 0 [all_reduce sum of 8 x float32]"
+        assert str(error) == (
+            "collective 0 differs between ranks: rank 1 launched bucket 0 [all_reduce sum of 4 x float32], rank 0 launched "
+            "bucket 0 [all_reduce sum of 8 x float32]. On a real process group this hangs or mixes unrelated data. All ranks "
+            "must launch the same collectives in the same order."
+        )
+
+    def test_another_kind_is_found(self):
+        error = self.mismatch(AllReduce(torch.ones(4)), Broadcast(torch.ones(4)))
+
+        assert (error.other_call, error.call) == (
+            "bucket 0 [all_reduce sum of 4 x float32]",
+            "bucket 0 [broadcast of 4 x float32]",
+        )
+
+    def test_another_dtype_of_the_same_size_is_found(self):
+        error = self.mismatch(AllReduce(torch.ones(4, dtype=torch.float16)), AllReduce(torch.ones(4, dtype=torch.bfloat16)))
+
+        assert (error.other_call, error.call) == (
+            "bucket 0 [all_reduce sum of 4 x float16]",
+            "bucket 0 [all_reduce sum of 4 x bfloat16]",
+        )
+
+    def test_another_reduce_op_is_found(self):
+        error = self.mismatch(AllReduce(torch.ones(4)), AllReduce(torch.ones(4), ReduceOp.AVG))
+
+        assert error.call == "bucket 0 [all_reduce avg of 4 x float32]"
+
+    def test_another_label_is_found_although_the_calls_are_alike(self):
+        error = self.mismatch(AllReduce(torch.ones(4)), AllReduce(torch.ones(4)), other_label="bucket 1")
+
+        assert error.call == "bucket 1 [all_reduce sum of 4 x float32]"
+
+    def test_another_batch_size_is_found(self):
+        world = LoopbackWorld(2)
+        world.communicator(0).launch([AllReduce(torch.ones(4))], label="a")
+
+        with pytest.raises(MismatchedCollectiveError):
+            world.communicator(1).launch([AllReduce(torch.ones(4)), AllReduce(torch.ones(4))], label="a")
+
+    def test_ranks_may_be_at_different_places_of_the_same_schedule(self):
+        world = LoopbackWorld(2)
+        for label in ("a", "b", "c"):
+            world.communicator(0).launch([AllReduce(torch.ones(1))], label=label)
+
+        for label in ("a", "b", "c"):
+            world.communicator(1).launch([AllReduce(torch.ones(1))], label=label).wait()
+
+        assert world.schedule(0) == world.schedule(1)
+
+
+class TestInFlight:
+    @staticmethod
+    def write_in_flight(write, *, call=AllReduce):
+        world = LoopbackWorld(2, completion="manual")
+        tensors = [torch.tensor([1.0, 0.0, float("nan"), 4.0]) for _ in range(2)]
+        launch_on_all(world, lambda rank: [call(tensors[rank])])
+        write(tensors[1])
+        return world
+
+    def test_a_write_is_found_and_named_by_rank_and_element(self):
+        world = self.write_in_flight(lambda tensor: tensor[3].add_(1))
+
+        with pytest.raises(InFlightWriteError) as caught:
+            world.complete(0)
+
+        error = caught.value
+        assert (error.sequence, error.rank, error.index) == (0, 1, 3)
+        assert str(error) == (
+            "[rank 1] the input of collective 0 (test [all_reduce sum of 4 x float32]) changed while it was in flight, first "
+            "at element 3. On a real process group the reduced value would depend on timing. Nothing may write a buffer "
+            "between launch and completion."
+        )
+
+    def test_a_write_is_found_by_a_wait_too(self):
+        world = LoopbackWorld(2, completion="manual")
+        tensors = [torch.ones(2), torch.ones(2)]
+        handles = launch_on_all(world, lambda rank: [AllReduce(tensors[rank])])
+        tensors[0][1] = 7
+
+        with pytest.raises(InFlightWriteError, match="first at element 1"):
+            handles[1].wait()
+
+    @pytest.mark.parametrize(
+        ("index", "value"), [(1, -0.0), (2, torch.tensor(-4194303, dtype=torch.int32).view(torch.float32).item())]
+    )
+    def test_a_write_that_compares_equal_is_found_by_its_bits(self, index, value):
+        world = self.write_in_flight(lambda tensor: tensor[index].fill_(value))
+
+        with pytest.raises(InFlightWriteError, match=f"first at element {index}"):
+            world.complete(0)
+
+    def test_a_nan_that_nobody_touched_is_no_write(self):
+        self.write_in_flight(lambda _: None).complete(0)
+
+    def test_the_parts_of_a_gather_that_are_only_received_may_change(self):
+        world = LoopbackWorld(2, completion="manual")
+        fulls = [torch.zeros(4), torch.zeros(4)]
+        launch_on_all(world, lambda rank: [AllGather(fulls[rank], fulls[rank][2 * rank : 2 * rank + 2])])
+        fulls[0][3] = 9.0  # belongs to rank 1
+
+        world.complete(0)
+
+        assert torch.equal(fulls[0], torch.zeros(4))
+
+
+class TestDeadlock:
+    def test_one_thread_that_waits_before_all_ranks_have_launched_is_told_at_once(self):
+        world = LoopbackWorld(3)
+        handle = world.communicator(0).launch([AllReduce(torch.ones(2))], label="bucket 0")
+
+        with pytest.raises(CollectiveDeadlockError) as caught:
+            handle.wait()
+
+        assert caught.value.missing_ranks == (1, 2)
+        assert str(caught.value) == (
+            "[rank 0] waits for collective 0 (bucket 0 [all_reduce sum of 2 x float32]), which rank(s) 1, 2 have not launched. "
+            "Launch it on every rank before waiting, or run the ranks in threads."
+        )
+
+    def test_a_rank_that_returned_without_launching_is_named_without_waiting_for_the_timeout(self):
+        world = LoopbackWorld(2, timeout_s=60)
+        started_s = time.perf_counter()
+
+        def program(rank):
+            if rank == 0:
+                world.communicator(0).launch([AllReduce(torch.ones(2))], label="bucket 0").wait()
+
+        with pytest.raises(CollectiveDeadlockError) as caught:
+            world.run(program)
+
+        assert caught.value.missing_ranks == (1,)
+        assert time.perf_counter() - started_s < 30
+
+    def test_a_rank_that_never_comes_is_named_after_the_timeout(self):
+        world = LoopbackWorld(2, timeout_s=0.05)
+        may_end = threading.Event()
+
+        def program(rank):
+            if rank == 1:
+                may_end.wait(30)
+                return
+            try:
+                world.communicator(0).launch([AllReduce(torch.ones(2))], label="bucket 0").wait()
+            finally:
+                may_end.set()
+
+        with pytest.raises(CollectiveDeadlockError, match=r"rank\(s\) 1 have not launched"):
+            world.run(program)
+
+
+class TestRun:
+    def test_results_come_in_rank_order(self):
+        assert LoopbackWorld(4).run(lambda rank: rank * 10) == [0, 10, 20, 30]
+
+    def test_ranks_may_launch_in_any_order_of_time(self, completion):
+        world = LoopbackWorld(3, completion=completion)
+
+        def program(rank):
+            time.sleep(0.01 * ((rank + 1) % 3))
+            communicator, sums = world.communicator(rank), []
+            for step in range(20):
+                tensor = torch.full((4,), float(rank + step))
+                communicator.launch([AllReduce(tensor)], label=f"step {step}").wait()
+                sums.append(tensor[0].item())
+            return sums
+
+        results = world.run(program)
+
+        assert results == [[3.0 * step + 3 for step in range(20)]] * 3  # (0 + 1 + 2) + 3 * step
+
+    def test_an_error_in_one_rank_ends_the_waits_of_the_others_and_is_the_one_that_is_raised(self):
+        world, endings = LoopbackWorld(3, timeout_s=60), {}
+
+        def program(rank):
+            if rank == 1:
+                raise KeyError("boom")
+            try:
+                world.communicator(rank).launch([AllReduce(torch.ones(1))], label="sum").wait()
+            except CollectiveError as error:
+                endings[rank] = str(error), type(error.__cause__)
+                raise
+
+        with pytest.raises(KeyError, match="boom"):
+            world.run(program)
+
+        text = "[rank {}] gave up waiting for collective 0: another rank failed with KeyError"
+        assert endings == {rank: (text.format(rank), KeyError) for rank in (0, 2)}
+
+    def test_a_mismatch_in_threads_is_raised_as_a_mismatch(self):
+        world = LoopbackWorld(2, timeout_s=60)
+
+        with pytest.raises(MismatchedCollectiveError):
+            world.run(lambda rank: world.communicator(rank).launch([AllReduce(torch.ones(rank + 1))], label="a").wait())
+
+    def test_a_sound_world_can_run_again(self):
+        world = LoopbackWorld(2)
+
+        def program(rank):
+            tensor = torch.tensor([float(rank)])
+            world.communicator(rank).launch([AllReduce(tensor)], label="a").wait()
+            return tensor.item()
+
+        assert [world.run(program), world.run(program)] == [[1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_world_without_ranks_is_refused(size):
+    with pytest.raises(ValueError, match=f"a world needs at least one rank, got size={size}"):
+        LoopbackWorld(size)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_the_world_is_refused(rank):
+    with pytest.raises(ValueError, match=rf"rank {rank} is not in a world of 2 \(ranks count from 0\)"):
+        LoopbackWorld(2).communicator(rank)

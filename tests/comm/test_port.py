@@ -1,0 +1,159 @@
+"""The communicator port: what every implementation gets for free."""
+
+import pytest
+import torch
+
+from megabucket.comm import AllGather, AllReduce, Broadcast, LocalCommunicator, LoopbackWorld, ReduceScatter
+from megabucket.comm.port import Communicator, DoneHandle
+from megabucket.errors import InvariantError
+from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Lane, ListRecorder
+
+
+def launch_on_all(world, make_calls, label="test"):
+    """Launch the calls of each rank, rank by rank, and wait on every rank."""
+    handles = [world.communicator(rank).launch(make_calls(rank), label=label) for rank in range(world.size)]
+    for handle in handles:
+        handle.wait()
+
+
+def test_calls_on_empty_tensors_never_reach_the_implementation():
+    world = LoopbackWorld(2)
+
+    launch_on_all(world, lambda _: [AllReduce(torch.empty(0)), AllReduce(torch.ones(3)), AllReduce(torch.empty(0, 4))])
+
+    assert world.schedule(0) == ("test [all_reduce sum of 3 x float32]",)
+
+
+def test_a_batch_of_nothing_but_empty_tensors_is_done_at_once_and_leaves_no_trace():
+    world, recorder = LoopbackWorld(2), ListRecorder()
+
+    handle = world.communicator(0, recorder).launch([AllReduce(torch.empty(0))], label="nothing")
+
+    assert isinstance(handle, DoneHandle)
+    assert world.schedule(0) == ()
+    assert recorder.collectives == []
+
+
+def test_an_empty_batch_is_done_at_once():
+    assert isinstance(LoopbackWorld(2).communicator(0).launch([], label="nothing"), DoneHandle)
+
+
+def test_a_batch_of_different_kinds_is_our_bug_and_says_so():
+    world = LoopbackWorld(2)
+
+    with pytest.raises(InvariantError) as caught:
+        world.communicator(0).launch([AllReduce(torch.ones(2)), Broadcast(torch.ones(2))], label="bucket 3")
+
+    assert str(caught.value) == "bucket 3: a batch must hold calls of one kind, got ['all_reduce', 'broadcast']"
+
+
+def test_a_batch_of_different_kinds_is_found_on_one_rank_too():
+    with pytest.raises(InvariantError, match="a batch must hold calls of one kind"):
+        LocalCommunicator().launch([AllReduce(torch.ones(2)), Broadcast(torch.ones(2))], label="bucket 3")
+
+
+@pytest.mark.parametrize("call", [ReduceScatter(torch.zeros(2), torch.zeros(6)), AllGather(torch.zeros(6), torch.zeros(2))])
+def test_a_shard_that_is_no_equal_part_is_our_bug_and_says_so(call):
+    with pytest.raises(InvariantError) as caught:
+        LoopbackWorld(2).communicator(0).launch([call], label="bucket 0")
+
+    assert str(caught.value) == "bucket 0: a shard of 2 elements is not one of 2 equal shards of a buffer of 6"
+
+
+def test_every_launch_is_recorded_with_the_bytes_of_the_full_buffers():
+    world, recorder = LoopbackWorld(2), ListRecorder()
+    half, single = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(4)
+
+    for communicator in (world.communicator(0, recorder), world.communicator(1)):
+        communicator.launch([ReduceScatter(single[:2], single), ReduceScatter(torch.zeros(4), torch.zeros(8))], label="a")
+        communicator.launch([AllGather(half, half[:4])], label="b")
+        communicator.launch([AllReduce(single)], label="c")
+        communicator.launch([Broadcast(half)], label="d")
+
+    assert recorder.collectives == [
+        CollectiveRecord(CollectiveKind.REDUCE_SCATTER, "a", num_calls=2, payload_bytes=4 * 4 + 8 * 4, num_ranks=2),
+        CollectiveRecord(CollectiveKind.ALL_GATHER, "b", num_calls=1, payload_bytes=8 * 2, num_ranks=2),
+        CollectiveRecord(CollectiveKind.ALL_REDUCE, "c", num_calls=1, payload_bytes=4 * 4, num_ranks=2),
+        CollectiveRecord(CollectiveKind.BROADCAST, "d", num_calls=1, payload_bytes=8 * 2, num_ranks=2),
+    ]
+
+
+def test_a_dropped_empty_call_counts_neither_as_call_nor_as_bytes():
+    recorder = ListRecorder()
+
+    LoopbackWorld(2).communicator(0, recorder).launch([AllReduce(torch.empty(0)), AllReduce(torch.zeros(1))], label="a")
+
+    assert [(record.num_calls, record.payload_bytes) for record in recorder.collectives] == [(1, 4)]
+
+
+def test_a_wait_is_recorded_on_the_lane_of_waits():
+    recorder = ListRecorder()
+
+    LoopbackWorld(2).communicator(0, recorder).record_wait("bucket 1", start_s=0.0)
+
+    (interval,) = recorder.intervals
+    assert (interval.lane, interval.label, interval.start_s) == (Lane.WAIT, "bucket 1", 0.0)
+    assert interval.stop_s > 0
+
+
+class TestOneRank:
+    def test_reducing_changes_nothing(self):
+        values = torch.tensor([1.0, -0.0, float("nan")])
+        bits = values.clone().view(torch.int32)
+
+        LocalCommunicator().launch([AllReduce(values)], label="a").wait()
+        LocalCommunicator().launch([Broadcast(values)], label="b").wait()
+
+        assert torch.equal(values.view(torch.int32), bits)
+
+    def test_a_shard_that_is_the_buffer_itself_is_left_alone(self):
+        full = torch.arange(4.0)
+        version = full._version
+
+        LocalCommunicator().launch([ReduceScatter(full[0:4], full)], label="a").wait()
+        LocalCommunicator().launch([AllGather(full, full[0:4])], label="b").wait()
+
+        assert full._version == version  # no pass over memory
+
+    def test_a_shard_of_its_own_receives_what_was_reduced(self):
+        full, shard = torch.arange(4.0), torch.zeros(4)
+
+        LocalCommunicator().launch([ReduceScatter(shard, full)], label="a").wait()
+
+        assert torch.equal(shard, torch.arange(4.0))
+
+    def test_a_shard_of_its_own_is_gathered_into_the_buffer(self):
+        full, shard = torch.zeros(4), torch.arange(4.0)
+
+        LocalCommunicator().launch([AllGather(full, shard)], label="a").wait()
+
+        assert torch.equal(full, torch.arange(4.0))
+
+    def test_nothing_is_recorded_because_nothing_goes_over_a_wire(self):
+        recorder = ListRecorder()
+
+        LoopbackWorld(1).communicator(0, recorder).launch([AllReduce(torch.ones(3))], label="a").wait()
+
+        assert recorder.collectives == []
+
+    def test_a_launch_past_the_port_is_our_bug(self):
+        with pytest.raises(InvariantError) as caught:
+            LocalCommunicator()._launch([AllReduce(torch.ones(1))], "bucket 0")
+
+        assert str(caught.value) == "bucket 0: one rank has nobody to talk to, got 1 calls"
+
+
+def test_waiting_again_does_nothing():
+    world = LoopbackWorld(2)
+    tensors = [torch.tensor([1.0]), torch.tensor([2.0])]
+    handles = [world.communicator(rank).launch([AllReduce(tensors[rank])], label="sum") for rank in range(2)]
+
+    for handle in (*handles, *handles, DoneHandle(), DoneHandle()):
+        handle.wait()
+
+    assert [tensor.item() for tensor in tensors] == [3.0, 3.0]  # not 6: the sum was taken once
+
+
+def test_the_port_itself_cannot_be_used():
+    with pytest.raises(TypeError, match="abstract"):
+        Communicator(rank=0, size=1)

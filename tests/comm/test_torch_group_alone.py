@@ -1,0 +1,158 @@
+"""The communicator over ``torch.distributed``, as far as one process can show it. Several processes: tests/dist."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megabucket.comm import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    LocalCommunicator,
+    ProcessGroupCommunicator,
+    ReduceOp,
+    ReduceScatter,
+    discover_communicator,
+)
+from megabucket.errors import CollectiveError, ProcessGroupMissingError
+from megabucket.trace.recorder import Lane, ListRecorder
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process that no launcher has started."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class TestDiscovery:
+    def test_a_process_alone_talks_to_nobody(self, alone):
+        assert isinstance(discover_communicator(None), LocalCommunicator)
+
+    @pytest.mark.parametrize("launched", ["1", "", "many"])
+    def test_a_world_size_that_is_not_more_than_one_process_is_a_process_alone(self, monkeypatch, launched):
+        monkeypatch.setenv("WORLD_SIZE", launched)
+
+        assert isinstance(discover_communicator(None), LocalCommunicator)
+
+    def test_several_processes_without_a_group_are_refused(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "4")
+
+        with pytest.raises(ProcessGroupMissingError) as caught:
+            discover_communicator(None)
+
+        assert caught.value.world_size == 4
+        assert str(caught.value) == (
+            "this process is one of 4 (WORLD_SIZE=4) but torch.distributed is not initialized, so each of them would train "
+            "alone and the replicas would drift apart. Call torch.distributed.init_process_group() before wrapping the "
+            "module, or pass process_group=."
+        )
+
+    def test_the_default_group_is_found(self, group):
+        communicator = discover_communicator(None)
+
+        assert isinstance(communicator, ProcessGroupCommunicator)
+        assert (communicator.rank, communicator.size) == (0, 1)
+
+    def test_a_given_group_is_used(self, group):
+        communicator = discover_communicator(dist.new_group([0]))
+
+        assert isinstance(communicator, ProcessGroupCommunicator)
+        assert (communicator.rank, communicator.size) == (0, 1)
+
+
+def test_a_group_this_process_is_not_in_is_refused(group):
+    with pytest.raises(CollectiveError) as caught:
+        ProcessGroupCommunicator(dist.GroupMember.NON_GROUP_MEMBER)
+
+    assert str(caught.value) == (
+        "global rank 0 is not a member of the process group it was given; wrap the module on the group's members only, or "
+        "pass a group that contains this rank."
+    )
+
+
+class TestLaunches:
+    """Below the port, which sends nothing for one rank: each kind reaches gloo with the right arguments."""
+
+    @pytest.mark.parametrize("op", ReduceOp)
+    def test_all_reduce(self, group, op):
+        values = torch.arange(4.0)
+
+        ProcessGroupCommunicator(group)._launch([AllReduce(values, op)], "a").wait()
+
+        assert torch.equal(values, torch.arange(4.0))
+
+    def test_reduce_scatter_in_place(self, group):
+        full = torch.arange(4.0)
+
+        ProcessGroupCommunicator(group)._launch([ReduceScatter(full[0:4], full)], "a").wait()
+
+        assert torch.equal(full, torch.arange(4.0))
+
+    def test_reduce_scatter_into_a_shard_of_its_own(self, group):
+        full, shard = torch.arange(4.0), torch.zeros(4)
+
+        ProcessGroupCommunicator(group)._launch([ReduceScatter(shard, full)], "a").wait()
+
+        assert torch.equal(shard, torch.arange(4.0))
+
+    def test_all_gather(self, group):
+        full, shard = torch.zeros(4), torch.arange(4.0)
+
+        ProcessGroupCommunicator(group)._launch([AllGather(full, shard)], "a").wait()
+
+        assert torch.equal(full, torch.arange(4.0))
+
+    def test_broadcast(self, group):
+        values = torch.arange(4)
+
+        ProcessGroupCommunicator(group)._launch([Broadcast(values), Broadcast(torch.ones(2))], "a").wait()
+
+        assert torch.equal(values, torch.arange(4))
+
+    def test_a_batch_of_several_dtypes_is_sent_as_one_batch_per_dtype(self, group):
+        tensors = [torch.full((3,), float(i), dtype=dtype) for i, dtype in enumerate([torch.float32, torch.bfloat16] * 2)]
+
+        ProcessGroupCommunicator(group)._launch([AllReduce(tensor) for tensor in tensors], "a").wait()
+
+        assert [tensor[0].item() for tensor in tensors] == [0.0, 1.0, 2.0, 3.0]
+
+    def test_a_batch_of_gathers_fills_every_buffer(self, group):
+        fulls, shards = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+
+        ProcessGroupCommunicator(group)._launch([AllGather(*pair) for pair in zip(fulls, shards, strict=True)], "a").wait()
+
+        assert [full.tolist() for full in fulls] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
+
+    def test_waiting_again_does_nothing(self, group):
+        handle = ProcessGroupCommunicator(group)._launch([AllReduce(torch.ones(2))], "a")
+
+        handle.wait()
+        handle.wait()
+
+    def test_a_recorder_that_wants_times_gets_one_comm_and_one_wait_interval(self, group):
+        recorder = ListRecorder()
+
+        handle = ProcessGroupCommunicator(group, recorder)._launch([AllReduce(torch.ones(2)), AllReduce(torch.ones(3))], "a")
+        handle.wait()
+        handle.wait()
+
+        assert sorted((interval.lane.value, interval.label) for interval in recorder.intervals) == [
+            ("comm", "a"),
+            ("wait", "a"),
+        ]
+        assert all(interval.stop_s >= interval.start_s for interval in recorder.intervals)
+        assert Lane.COMPUTE not in {interval.lane for interval in recorder.intervals}
+
+    def test_a_recorder_that_wants_no_times_gets_none(self, group):
+        recorder = ListRecorder(records_time=False)
+
+        ProcessGroupCommunicator(group, recorder)._launch([AllReduce(torch.ones(2))], "a").wait()
+
+        assert recorder.intervals == []

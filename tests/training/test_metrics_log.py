@@ -1,0 +1,77 @@
+import json
+
+import pytest
+
+from megabucket.errors import ConfigError
+from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepTrace
+from megabucket.training.metrics import MetricsLog, StepOutcome, step_metrics
+
+
+def test_each_object_is_one_line_that_can_be_read_before_the_log_is_closed(tmp_path):
+    path = tmp_path / "runs" / "log.jsonl"
+    log = MetricsLog(path)
+
+    log.write("evaluation", {"step": 0, "held_out_bits_per_byte": 8.0})
+    log.write("note", {"text": "two\nlines"})
+
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert (first["schema"], first["kind"], first["step"], first["held_out_bits_per_byte"]) == (1, "evaluation", 0, 8.0)
+    assert second["text"] == "two\nlines"
+    assert first["monotonic_s"] <= second["monotonic_s"]
+    assert first["wall_time_s"] > 1e9
+    log.close()
+
+
+def test_numbers_that_are_not_finite_are_written_as_text(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = MetricsLog(path)
+
+    log.write("step", {"grad_norm": float("nan"), "bits": [float("inf"), -float("inf")]})
+    log.close()
+
+    written = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (written["grad_norm"], written["bits"]) == ("nan", ["inf", "-inf"])
+
+
+def test_a_log_replaces_the_one_before(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("old\n")
+
+    MetricsLog(path).close()
+
+    assert path.read_text() == ""
+
+
+def test_without_a_path_nothing_is_written_and_closing_twice_is_fine(tmp_path):
+    log = MetricsLog(None)
+    log.write("step", {})
+    log.close()
+    log.close()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError, match=r"train\.log_path=.*file/log\.jsonl' cannot be written"):
+        MetricsLog(tmp_path / "file" / "log.jsonl")
+
+
+def test_the_figures_of_a_step_come_from_its_trace():
+    trace = StepTrace(
+        step=4,
+        rank=0,
+        start_s=10.0,
+        stop_s=12.0,
+        intervals=(Interval(Lane.COMM, "bucket 0", 10.0, 11.0), Interval(Lane.WAIT, "bucket 0", 10.75, 11.0)),
+        collectives=(CollectiveRecord(CollectiveKind.ALL_GATHER, "bucket 0", 1, payload_bytes=100, num_ranks=2),),
+    )
+    outcome = StepOutcome(bits_per_byte=5.0, learning_rate=0.1, grad_norm=1.0, updated=False, reason="because", num_tokens=500)
+
+    metrics = step_metrics(outcome, trace)
+
+    assert (metrics.step, metrics.bits_per_byte, metrics.updated, metrics.reason) == (4, 5.0, False, "because")
+    assert (metrics.step_s, metrics.tokens_per_s) == (2.0, 250.0)
+    assert (metrics.comm_s, metrics.exposed_s, metrics.overlap_fraction) == (1.0, 0.25, 0.75)
+    assert (metrics.num_collectives, metrics.payload_bytes, metrics.wire_bytes) == (1, 100, 50.0)

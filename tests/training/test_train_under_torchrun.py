@@ -1,0 +1,121 @@
+"""The program as a user starts it: torchrun, two ranks, gloo."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+RANKS = 2
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def config_path(corpus_directory, tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "model": {
+                    "kind": "gpt",
+                    "vocab_size": 256,
+                    "sequence_length": 16,
+                    "num_layers": 2,
+                    "hidden_size": 16,
+                    "num_heads": 2,
+                },
+                "ddp": {"bucket_size": 2000},
+                "optimizer": {"lr": 0.001, "weight_decay": 0.1},
+                "data": {"corpus": str(corpus_directory), "held_out_every": 4},
+                "train": {
+                    "steps": 5,
+                    "microbatch_size": 2,
+                    "eval_batches": 2,
+                    "log_path": str(tmp_path / "log.jsonl"),
+                    "trace_path": str(tmp_path / "trace.json"),
+                },
+            }
+        )
+    )
+    return path
+
+
+def torchrun(*arguments, timeout_s=150):
+    """Run the command line on two ranks; warnings are errors in them, too."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    return subprocess.run(
+        [*command, "-m", "megabucket", "train", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+# Per step: one all-reduce per bucket, nothing else; or one reduce-scatter and one all-gather per bucket and the norm.
+@pytest.mark.parametrize(
+    ("overrides", "collectives_per_bucket", "others"),
+    [
+        (["mode=all_reduce"], 1, 0),
+        (["mode=reduce_scatter"], 2, 1),
+        (["mode=reduce_scatter", "ddp.overlap_param_gather=true"], 2, 1),
+    ],
+)
+def test_two_ranks_end_where_torch_ddp_ends_and_log_every_collective(
+    config_path, tmp_path, overrides, collectives_per_bucket, others
+):
+    result = torchrun("-c", str(config_path), *overrides, "--compare", "torch-ddp", "--json")
+
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["comparison"]["max_abs_difference"] < 1e-5
+    assert report["comparison"]["reference"] == "torch DDP + AdamW, float32 parameters"
+
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    kinds = [line["kind"] for line in log]
+    assert kinds == ["run", "evaluation", *["step"] * 5, "evaluation", "summary", "comparison"]
+    num_buckets = log[0]["num_buckets"]
+    assert num_buckets > 3
+    for step in (line for line in log if line["kind"] == "step"):
+        assert step["updated"]
+        assert step["num_collectives"] == collectives_per_bucket * num_buckets + others
+        assert 0 <= step["exposed_s"] <= step["step_s"]
+        assert step["comm_s"] > 0
+    # All-reduce and reduce-scatter + all-gather of S bytes both send S on two ranks; the norm is 8 bytes, all-reduced.
+    computed = log[-2]["computed_bytes"]
+    padded_bytes = computed["parameter_bytes"] + computed["padding_bytes"] // 2  # half of the padding is the gradients'
+    assert log[2]["wire_bytes"] == padded_bytes + 8 * others
+
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+
+
+def test_the_closing_table_is_printed_once_and_talk_goes_to_stderr(config_path):
+    result = torchrun("-c", str(config_path), "mode=reduce_scatter", "train.trace_path=null")
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("held-out bits/byte") == 1
+    assert "step 5/5" in result.stderr
+    assert "SHA-256" in result.stderr
+    assert "SHA-256" not in result.stdout
+
+
+def test_an_error_is_one_text_per_rank_without_a_traceback_and_nobody_hangs(config_path):
+    result = torchrun("-c", str(config_path), "data.corpus=/missing", timeout_s=60)
+
+    assert result.returncode != 0
+    assert "error: the corpus directory '/missing' does not exist" in result.stderr
+    assert "megabucket/training" not in result.stderr  # no traceback of ours
+
+
+def test_two_ranks_without_clipping_end_exactly_where_torch_ddp_ends(config_path):
+    # The sum of two numbers and half of it round the same in every order, so nothing is left to differ.
+    result = torchrun("-c", str(config_path), "mode=reduce_scatter", "optimizer.clip_grad=0", "--compare", "torch-ddp")
+
+    assert result.returncode == 0, result.stderr
+    assert "largest weight difference: 0: all weights are equal" in result.stdout
