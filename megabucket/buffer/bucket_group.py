@@ -69,16 +69,18 @@ class _ParamAndGradBucketGroup:
         num_ranks = communicator.size if policy.average and policy.op is ReduceOp.SUM else 1
         self._scales = [GradScale.mean_of(num_ranks, bucket.grad_data.dtype) for bucket in self.buckets]
         rank = communicator.rank
-        self._reduce_calls = [AllReduce(bucket.grad_data, policy.op) for bucket in self.buckets]
+        self._reduce_calls = communicator.prepare([AllReduce(bucket.grad_data, policy.op) for bucket in self.buckets])
         if policy.reduce_scatters:
             self._grad_shards = [bucket.shard(bucket.grad_data, rank) for bucket in self.buckets]
-            self._scatter_calls = [
-                ReduceScatter(shard, bucket.grad_data, policy.op)
-                for shard, bucket in zip(self._grad_shards, self.buckets, strict=True)
-            ]
-            self._gather_calls = [
-                AllGather(bucket.param_data, bucket.shard(bucket.param_data, rank)) for bucket in self.buckets
-            ]
+            self._scatter_calls = communicator.prepare(
+                [
+                    ReduceScatter(shard, bucket.grad_data, policy.op)
+                    for shard, bucket in zip(self._grad_shards, self.buckets, strict=True)
+                ]
+            )
+            self._gather_calls = communicator.prepare(
+                [AllGather(bucket.param_data, bucket.shard(bucket.param_data, rank)) for bucket in self.buckets]
+            )
 
     @property
     def grad_phase(self) -> GradPhase:

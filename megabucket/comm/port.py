@@ -32,6 +32,7 @@ class AllReduce:
 
     tensor: torch.Tensor  # 1D, contiguous
     op: ReduceOp = ReduceOp.SUM
+    keeps: tuple[torch.Tensor, ...] = ()  # lives as long as the call; see Communicator.prepare
     kind = CollectiveKind.ALL_REDUCE
 
     @property
@@ -50,6 +51,7 @@ class ReduceScatter:
     shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
     full: torch.Tensor  # 1D, contiguous
     op: ReduceOp = ReduceOp.SUM
+    keeps: tuple[torch.Tensor, ...] = ()  # lives as long as the call; see Communicator.prepare
     kind = CollectiveKind.REDUCE_SCATTER
 
 
@@ -59,6 +61,7 @@ class AllGather:
 
     full: torch.Tensor  # 1D, contiguous
     shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
+    keeps: tuple[torch.Tensor, ...] = ()  # lives as long as the call; see Communicator.prepare
     kind = CollectiveKind.ALL_GATHER
 
 
@@ -128,6 +131,13 @@ class Communicator(ABC):
             )
         )
         return self._launch(calls, label)
+
+    def prepare(self, calls: Sequence[Call]) -> list[Call]:
+        """Return the calls in the form in which they are best launched again and again.
+
+        A back-end does here, once, what it would otherwise do at every launch. The calls may also be launched unprepared.
+        """
+        return list(calls)
 
     @abstractmethod
     def _launch(self, calls: Sequence[Call], label: str) -> Handle:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, cast
 
@@ -72,6 +73,10 @@ class ProcessGroupCommunicator(Communicator):
             )
         super().__init__(rank=rank, size=dist.get_world_size(group), recorder=recorder)
 
+    def prepare(self, calls: Sequence[Call]) -> list[Call]:
+        """Return calls on tensors that C++ owns, too, where gloo's threads handle them."""
+        return [_anchored(call) if self._is_gloo(call.full.device) else call for call in calls]
+
     def _launch(self, calls: Sequence[Call], label: str) -> Handle:
         start_s = time.perf_counter()
         if self._is_gloo(calls[0].full.device):
@@ -95,7 +100,8 @@ class ProcessGroupCommunicator(Communicator):
         elif isinstance(call, AllGather):
             work = _all_gather(call.full, call.shard, group=group, async_op=True)
         else:
-            work = dist.broadcast(call.tensor, group=group, group_src=0, async_op=True)
+            # As bytes: nothing is computed, and gloo knows neither bool (masks) nor int16.
+            work = dist.broadcast(call.tensor.reshape(-1).view(torch.uint8), group=group, group_src=0, async_op=True)
         return cast("dist.Work", work)
 
     def _start_coalesced(self, calls: Sequence[Call]) -> list[dist.Work]:
@@ -144,6 +150,23 @@ def _without_clone(call: Call) -> Call:
     start, shard = call.full.data_ptr(), call.shard.data_ptr()
     is_in_place = start <= shard < start + call.full.numel() * call.full.element_size()
     return AllReduce(call.full, call.op) if is_in_place else call
+
+
+def _anchored(call: Call) -> Call:
+    """Return the call on tensors that C++ owns, too, so that gloo's threads never need Python's lock to let go of them.
+
+    A gloo thread drops its reference after the waiting thread went on. If only Python owned the tensor besides, the drop would
+    need the lock: the thread competes with backward for it, and at the end of the program it may never get it, which
+    aborts the process ("terminate called without an active exception"). See docs/decisions/gloo-tensors.md.
+    """
+    if isinstance(call, Broadcast):
+        return call
+    # .data is the same memory and no view in autograd's sense, so a view of it owns it, in C++.
+    full = call.full.data
+    if isinstance(call, AllReduce):
+        return replace(call, tensor=full, keeps=(full.view(-1),))
+    shard = call.shard.data
+    return replace(call, full=full, shard=shard, keeps=(full.view(-1), shard.view(-1)))
 
 
 class _WorkHandle(Handle):

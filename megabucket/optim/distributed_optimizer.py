@@ -18,6 +18,7 @@ from megabucket.errors import (
     UnreducedGradientsError,
     name_list,
 )
+from megabucket.optim.adopt import adopt_state
 from megabucket.optim.norm import clip_by_norm, global_norm
 from megabucket.optim.shards import MainShard, plan_runs
 
@@ -49,12 +50,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     parameters for 16-bit models, clipping and the step result to a plain optimizer.
 
     Args:
-        torch_optimizer: over the parameters of the wrapped module (all trainable ones, each once), not stepped yet.
+        torch_optimizer: over the parameters of the wrapped module (all trainable ones, each once). State it has already, from
+            steps or from a checkpoint of plain torch, moves along.
         ddp: the wrapped module.
         clip_grad: clip gradients to this global L2 norm; 0 switches clipping off.
 
     Raises:
-        OptimizerParametersError: the optimizer's parameters are not the wrapper's, or it holds state already.
+        OptimizerParametersError: the optimizer's parameters are not the wrapper's, or its state does not fit into shards.
         ConfigError: ``clip_grad`` is negative or not finite, or the optimizer cannot work on flat shards.
     """
 
@@ -74,11 +76,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Put shards in place of the parameters, group by group."""
         group_of = _groups_by_name(self.torch_optimizer, self.ddp)
         rank = self.ddp.communicator.rank
-        shards = [
-            MainShard(run, buffer)
-            for buffer in self.ddp.param_and_grad_buffers
-            for run in plan_runs(buffer.layout, group_of, rank=rank, is_sharded=self._is_sharded)
-        ]
+        state, adopted = self.torch_optimizer.state, {}
+        shards = []
+        for buffer in self.ddp.param_and_grad_buffers:
+            for run in plan_runs(buffer.layout, group_of, rank=rank, is_sharded=self._is_sharded):
+                shard = MainShard(run, buffer)
+                shards.append(shard)
+                adopted[shard.main] = adopt_state(shard, buffer.layout, buffer.params, state)
+        state.clear()
+        state.update({main: values for main, values in adopted.items() if values})
         for index, group in enumerate(self.torch_optimizer.param_groups):
             group["params"][:] = [shard.main for shard in shards if shard.run.group == index]
         return shards
@@ -260,11 +266,4 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{kind} uses the shape of whole parameters, and a DistributedOptimizer steps on flat shards cut across them, so "
             "the result would be silently different. Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or "
             f"{kind} as a plain optimizer with use_distributed_optimizer=False."
-        )
-    if optimizer.state:
-        raise OptimizerParametersError(
-            problem=f"{kind} already holds state for whole parameters, which does not fit flat shards",
-            params=[f"{len(optimizer.state)} of them"],
-            remedy="Wrap the optimizer before its first step; one that makes its state when it is built (Adagrad) cannot be "
-            "wrapped.",
         )

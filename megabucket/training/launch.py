@@ -6,6 +6,7 @@ small facts between ranks. One process without torchrun is a run like any other.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Its functions have dist.group.WORLD as a default argument, which is evaluated on import. torch.optim imports it when the first
+# optimizer is made; imported here, before there is a group, it cannot hold one for ever (joined_ranks says why it must not).
+import torch.distributed.nn.functional
 
 from megabucket.errors import ConfigError
 
@@ -96,6 +101,9 @@ def joined_ranks(launch: Launch) -> Iterator[Ranks]:
             are_on_one_host=launch.num_local_ranks == launch.num_ranks,
         )
     finally:
+        # The group's threads live as long as anything holds it, and wrappers are full of reference cycles. A thread that still
+        # releases the tensors of the last collective while the interpreter shuts down would abort the process.
+        gc.collect()
         dist.destroy_process_group()
 
 

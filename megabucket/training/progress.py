@@ -12,6 +12,8 @@ from megabucket.training.metrics import StepMetrics
 from megabucket.units import format_seconds
 
 _LINE_EVERY_S: Final = 5.0
+_WIDE: Final = 100
+"""Columns from which there is room for a longer bar; the figures fit into 80."""
 
 
 class View(Protocol):
@@ -72,7 +74,7 @@ class LineView:
         is_last = metrics.step + 1 == self._num_steps
         if is_last or time.perf_counter() >= self._next_line_s:
             self._next_line_s = time.perf_counter() + _LINE_EVERY_S
-            self.note(f"{self._title}: step {metrics.step + 1}/{self._num_steps}  {describe_step(metrics)}")
+            self.note(f"{self._title}: step {metrics.step + 1}/{self._num_steps} {describe_step(metrics)}")
 
     def stop(self) -> None:
         """Do nothing: lines are printed at once."""
@@ -95,7 +97,7 @@ class LiveView:
         self.stop()
         columns = (
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=24 if self._console.width >= _WIDE else 8),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(),
@@ -124,6 +126,6 @@ def make_view(console: Console) -> View:
 def describe_step(metrics: StepMetrics) -> str:
     """Return one step in a few words."""
     # Torch's own wrapper tells nobody when it communicates, and one rank does not communicate.
-    exposed = f"  exposed {format_seconds(metrics.exposed_s)}" if metrics.comm_s > 0 else ""
-    skipped = "" if metrics.updated else f"  NOT UPDATED: {metrics.reason}"
-    return f"{metrics.bits_per_byte:.3f} bits/byte  {metrics.tokens_per_s:,.0f} tokens/s{exposed}{skipped}"
+    exposed = f" exposed {format_seconds(metrics.exposed_s)}" if metrics.comm_s > 0 else ""
+    skipped = "" if metrics.updated else f" NOT UPDATED: {metrics.reason}"
+    return f"{metrics.bits_per_byte:.3f} bits/byte {metrics.tokens_per_s:,.0f} tokens/s{exposed}{skipped}"

@@ -148,7 +148,7 @@ def _training_rows(summary: Summary) -> list[_Row]:
         (
             "held-out bits/byte",
             f"{measured.held_out_bits_before:.3f} -> {measured.held_out_bits_after:.3f}",
-            "before -> after, on files that training never sees",
+            "before -> after, on files never trained on",
         ),
         (
             "steps/s",
@@ -170,19 +170,19 @@ def _wire_rows(summary: Summary) -> list[_Row]:
     totals, steps = summary.totals, summary.totals.num_steps
     measured = summary.loopback_bytes_per_step
     if measured is not None:
-        seen = "all traffic on the loopback device: headers, acknowledgements, other programs"
+        seen = "everything on the loopback device, other programs too"
         loopback = [("  measured", format_bytes(measured), seen)]
     else:
-        loopback = [("  measured", "-", "only counted over gloo on one Linux host")]
+        loopback = [("  measured", "-", "counted only over gloo on one Linux host")]
     return [
         ("collectives per step", f"{totals.num_collectives / steps:.1f}", "launched by each rank"),
         (
             "bytes on the wire, formula",
             format_bytes(totals.wire_bytes / steps),
-            "per step and rank: all-reduce 2 S (n-1)/n, the others S (n-1)/n",
+            "per step and rank: all-reduce 2S(n-1)/n, others S(n-1)/n",
         ),
         *loopback,
-        ("  payload", format_bytes(totals.payload_bytes / steps), "per step and rank: S, the buffers handed to collectives"),
+        ("  payload", format_bytes(totals.payload_bytes / steps), "per step and rank: S, the buffers handed over"),
     ]
 
 
@@ -193,17 +193,17 @@ def _time_rows(summary: Summary) -> list[_Row]:
         (
             "communication time",
             format_seconds(totals.comm_s / steps),
-            f"per step of {format_seconds(totals.step_s / steps)}: at least one collective under way on rank 0",
+            f"per step of {format_seconds(totals.step_s / steps)} (rank 0)",
         ),
         (
             "exposed communication",
             format_seconds(totals.exposed_s / steps),
-            f"per step, {totals.exposed_s / totals.step_s:.1%} of it: rank 0 stood still, for slower ranks too",
+            f"per step, {totals.exposed_s / totals.step_s:.1%} of it: rank 0 stood still",
         ),
         (
             "overlap",
             "-" if overlap is None else f"{overlap:.0%}",
-            "no communication" if overlap is None else "of the communication time was hidden behind computation",
+            "no communication" if overlap is None else "of the communication was hidden behind computation",
         ),
     ]
 
@@ -223,7 +223,7 @@ def _memory_rows(summary: Summary) -> list[_Row]:
         (
             "peak memory",
             f"+{format_bytes(measured.peak_growth_bytes)}",
-            f"{measured.peak_source}, above before the model: activations and allocator overhead are in it",
+            f"{measured.peak_source}, with activations and allocator overhead",
         ),
         ("  computed", format_bytes(memory.total_bytes), held),
     ]

@@ -28,22 +28,22 @@ def step(index, **changes):
 
 
 def console(*, is_terminal):
-    return Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+    return Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
 
 
 def test_away_from_a_terminal_the_first_and_the_last_step_are_plain_lines():
     out = console(is_terminal=False)
     view = make_view(out)
 
-    view.start(3, "reduce_scatter")
+    view.start(3, "train")
     for index in range(3):
         view.show(step(index))
     view.stop()
 
     assert isinstance(view, LineView)
     assert out.file.getvalue().splitlines() == [
-        "reduce_scatter: step 1/3  3.250 bits/byte  12,346 tokens/s  exposed 12.30 ms",
-        "reduce_scatter: step 3/3  3.250 bits/byte  12,346 tokens/s  exposed 12.30 ms",
+        "train: step 1/3 3.250 bits/byte 12,346 tokens/s exposed 12.30 ms",
+        "train: step 3/3 3.250 bits/byte 12,346 tokens/s exposed 12.30 ms",
     ]
 
 
@@ -51,7 +51,7 @@ def test_on_a_terminal_a_bar_shows_the_figures_of_the_last_step():
     out = console(is_terminal=True)
     view = make_view(out)
 
-    view.start(2, "all_reduce")
+    view.start(2, "train")
     view.show(step(0))
     view.show(step(1, bits_per_byte=2.5))
     view.stop()
@@ -59,7 +59,7 @@ def test_on_a_terminal_a_bar_shows_the_figures_of_the_last_step():
 
     assert isinstance(view, LiveView)
     assert "2/2" in out.file.getvalue()
-    assert "2.500 bits/byte" in out.file.getvalue()
+    assert "2.500 bits/byte 12,346 tokens/s exposed 12.30 ms" in out.file.getvalue()  # not cut at 80 columns
 
 
 def test_notes_are_printed_as_they_are():

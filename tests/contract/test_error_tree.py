@@ -1,0 +1,100 @@
+"""The classes of ``megabucket.errors``: what the docstring promises about them."""
+
+import pickle
+import re
+
+import pytest
+
+from megabucket import errors
+
+CLASSES = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, Exception) and value.__module__ == errors.__name__
+}
+
+# One example of each class; a class without one fails the first test.
+EXAMPLES = [
+    errors.MegabucketError("text"),
+    errors.ConfigError("text", problems=["first", "second"]),
+    errors.LayoutError("text"),
+    errors.UnsupportedParameterError(param="w", reason="it is odd", remedy="Do not."),
+    errors.NoTrainableParametersError(module="Model", frozen=["a", "b"]),
+    errors.AlreadyWrappedError(params=["a"]),
+    errors.OptimizerParametersError(problem="something", params=["a"], remedy="Do not."),
+    errors.ProcessGroupMissingError(world_size=2),
+    errors.PhaseError("text"),
+    errors.LateGradientError(param="w", bucket=1, num_buckets=2, rank=3, phase="in flight"),
+    errors.UnreducedGradientsError(rank=1),
+    errors.UnusedParameterError(params=["a"], bucket=0, num_buckets=2, num_params=5, rank=1),
+    errors.PlainOptimizerError(optimizer="AdamW", params=["a"], rank=1),
+    errors.CollectiveError("text"),
+    errors.MismatchedCollectiveError(sequence=4, rank=1, call="this", other_rank=0, other_call="that"),
+    errors.CollectiveDeadlockError(sequence=4, rank=1, call="this", missing_ranks=[0, 2]),
+    errors.InFlightWriteError(sequence=4, rank=1, call="this", index=7),
+    errors.CheckpointUnavailableError(rank=0, num_shards=2),
+    errors.CorpusError("text"),
+    errors.InvariantError("text"),
+]
+
+
+def test_every_class_has_an_example_here():
+    assert sorted(type(error).__name__ for error in EXAMPLES) == sorted(CLASSES)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_crosses_process_boundaries_with_its_text_and_fields(error, protocol):
+    again = pickle.loads(pickle.dumps(error, protocol))  # noqa: S301 - our own bytes
+
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_error_is_plain_data_too(error):
+    data = error.to_dict()
+
+    assert data.pop("error") == type(error).__name__
+    assert data.pop("message") == str(error)
+    assert data == vars(error)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_fields_are_values_that_nobody_can_change_behind_the_text(error):
+    assert all(isinstance(value, str | int | tuple) for value in vars(error).values())
+
+
+def documented_tree():
+    """Class -> (parent, builtin base or None), read from the tree in the module's docstring."""
+    tree, parents = {}, {}
+    for line in errors.__doc__.splitlines():
+        match = re.match(r"(?P<lead>[ │├└─]*)(?P<name>[A-Z]\w+Error)(?: \((?P<builtin>\w+)\))?(?:\s|$)", line)
+        if match is None:
+            continue
+        depth = len(match["lead"]) // 4
+        parents[depth] = match["name"]
+        tree[match["name"]] = (parents.get(depth - 1), match["builtin"])
+    return tree
+
+
+def test_the_tree_in_the_docstring_lists_exactly_the_classes_that_exist():
+    assert sorted(documented_tree()) == sorted(CLASSES)
+
+
+@pytest.mark.parametrize(("name", "bases"), documented_tree().items())
+def test_the_tree_in_the_docstring_names_the_right_bases(name, bases):
+    parent, builtin = bases
+    first, *others = [base.__name__ for base in CLASSES[name].__bases__]
+
+    if name == "MegabucketError":
+        assert (first, others) == ("Exception", [])
+    else:
+        assert first == parent
+        assert others == ([] if builtin is None else [builtin])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_says_what_it_means(name):
+    assert CLASSES[name].__doc__

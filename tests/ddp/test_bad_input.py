@@ -1,0 +1,298 @@
+"""What cannot be wrapped: each refusal with its whole text, and the model untouched."""
+
+import pytest
+import torch
+from torch.nn.parameter import UninitializedParameter
+
+from megabucket import DistributedDataParallel, DistributedDataParallelConfig
+from megabucket.errors import (
+    AlreadyWrappedError,
+    NoTrainableParametersError,
+    ProcessGroupMissingError,
+    UnsupportedParameterError,
+)
+
+
+class Model(torch.nn.Module):
+    """Registers what it is given, in order: parameters, and buffers under names that start with ``buffer``."""
+
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            if name.startswith("buffer"):
+                self.register_buffer(name, tensor)
+            else:
+                self.register_parameter(name, tensor)
+
+
+def param(tensor=None, **kwargs):
+    return torch.nn.Parameter(torch.ones(4) if tensor is None else tensor, **kwargs)
+
+
+def refusal(kind, model):
+    """The error that wrapping raises; the model must be as it was."""
+    before = [(name, tensor.data_ptr() if tensor.layout is torch.strided else 0) for name, tensor in addressable(model)]
+    with pytest.raises(kind) as caught:
+        DistributedDataParallel(model)
+    assert [(name, t.data_ptr() if t.layout is torch.strided else 0) for name, t in addressable(model)] == before
+    assert not any(hasattr(tensor, "main_grad") for tensor in model.parameters())
+    return caught.value
+
+
+def addressable(model):
+    return [(name, p) for name, p in model.named_parameters() if not p.is_meta and not isinstance(p, UninitializedParameter)]
+
+
+def unsupported(**tensors):
+    return str(refusal(UnsupportedParameterError, Model(ok=param(), **tensors)))
+
+
+HEAD = "parameter 'w' cannot live in a parameter and gradient buffer: "
+
+
+class TestNothingToTrain:
+    WAY_OUT = (
+        ", so there is nothing to reduce. Call requires_grad_(True) on what should be trained before wrapping, or use the "
+        "module without a wrapper."
+    )
+
+    def test_a_module_without_parameters(self):
+        error = refusal(NoTrainableParametersError, torch.nn.ReLU())
+
+        assert str(error) == "ReLU has no parameter with requires_grad=True: it has none at all" + self.WAY_OUT
+        assert (error.module, error.frozen) == ("ReLU", ())
+
+    def test_a_module_whose_parameters_are_all_frozen(self):
+        error = refusal(NoTrainableParametersError, torch.nn.Linear(2, 2).requires_grad_(False))
+
+        assert str(error) == (
+            "Linear has no parameter with requires_grad=True: its 2 parameters are all frozen ('weight', 'bias')" + self.WAY_OUT
+        )
+
+    def test_a_module_with_nothing_but_integer_parameters(self):
+        model = Model(table=param(torch.arange(3), requires_grad=False))
+
+        text = str(refusal(NoTrainableParametersError, model))
+
+        assert text.startswith("Model has no parameter with requires_grad=True: its 1 parameters are all frozen ('table'), ")
+
+
+class TestUnsupportedParameters:
+    def test_complex(self):
+        assert unsupported(w=param(torch.ones(2, dtype=torch.complex64))) == HEAD + (
+            "its dtype is complex64. Buffers hold float64, float32, bfloat16, float16; convert the parameter before wrapping, "
+            "or freeze it."
+        )
+
+    @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+    def test_8_bit_floats(self, name):
+        assert unsupported(w=param(torch.zeros(2).to(getattr(torch, name)))) == HEAD + (
+            f"its dtype is {name}. Buffers hold float64, float32, bfloat16, float16; convert the parameter before wrapping, or "
+            "freeze it."
+        )
+
+    def test_sparse(self):
+        assert unsupported(w=param(torch.eye(2).to_sparse())) == HEAD + (
+            "it is sparse (torch.sparse_coo). Use a dense parameter, or freeze it."
+        )
+
+    def test_meta(self):
+        assert unsupported(w=param(torch.ones(2, device="meta"))) == HEAD + (
+            "it is on the meta device and has no values. Call module.to_empty(device=...) and initialize the parameters "
+            "before wrapping."
+        )
+
+    def test_a_parameter_on_another_device_than_the_others_is_named_for_what_it_is(self):
+        # The only second device of a machine without accelerators is meta, which is refused first.
+        model = Model(w=param(torch.ones(2, device="meta")), ok=param())
+
+        assert str(refusal(UnsupportedParameterError, model)).startswith(HEAD + "it is on the meta device")
+
+    @pytest.mark.device
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+    def test_two_devices(self):
+        assert unsupported(w=param(torch.ones(2, device="cuda"))) == HEAD + (
+            "it is on cuda:0, but 'ok' is on cpu. One buffer lives on one device: move the module to a single device before "
+            "wrapping."
+        )
+
+    def test_expanded(self):
+        assert unsupported(w=param(torch.ones(1, 3).expand(4, 3))) == HEAD + (
+            "it is expanded: shape (4, 3) with strides (0, 1) repeats the same memory. Make it a parameter of its own with "
+            ".clone() before wrapping."
+        )
+
+    @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+    def test_uninitialized(self):
+        text = str(refusal(UnsupportedParameterError, torch.nn.LazyLinear(3)))
+
+        assert text == (
+            "parameter 'weight' cannot live in a parameter and gradient buffer: it is uninitialized (a lazy module). Run one "
+            "forward before wrapping."
+        )
+
+    def test_a_tensor_subclass(self):
+        class Quantized(torch.Tensor):
+            pass
+
+        assert unsupported(w=param(torch.ones(2).as_subclass(Quantized))) == HEAD + (
+            "it is a Quantized, not a plain tensor. Wrap the module before sharding or quantizing it, or freeze the parameter."
+        )
+
+    def test_an_expert_parameter(self):
+        expert = param()
+        expert.allreduce = False
+
+        assert unsupported(w=expert) == HEAD + (
+            "it is an expert parameter (allreduce=False), which is reduced over another group than the others. Expert groups "
+            "can be planned with build_layout(), but not be trained in this version."
+        )
+
+    def test_an_integer_parameter_cannot_require_grad_and_is_left_alone(self):
+        model = Model(ok=param(), table=param(torch.arange(3), requires_grad=False))
+
+        ddp = DistributedDataParallel(model)
+
+        assert list(ddp.layout.buffers[0].params) == ["ok"]
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            torch.ones(2, dtype=torch.complex64),
+            torch.eye(2).to_sparse(),
+            torch.ones(1, 3).expand(4, 3),
+            torch.ones(2, device="meta"),
+            torch.zeros(2).to(torch.float8_e5m2),
+        ],
+        ids=["complex", "sparse", "expanded", "meta", "float8"],
+    )
+    def test_frozen_it_is_nobodys_business(self, tensor):
+        model = Model(ok=param(), w=param(tensor, requires_grad=False))
+
+        DistributedDataParallel(model, DistributedDataParallelConfig(init_sync=False))
+
+        assert not hasattr(model.w, "main_grad")
+
+
+MEMORY = torch.ones(6, 4)
+OVERLAPS = {
+    "the same memory": (MEMORY, MEMORY),
+    "a transposed view": (MEMORY, MEMORY.t()),
+    "a row of it": (MEMORY, MEMORY[2]),
+    "a column of it": (MEMORY, MEMORY[:, 1]),
+    "overlapping rows": (MEMORY[0:3], MEMORY[2:5]),
+    "a row and a column": (MEMORY[1], MEMORY[:, 1]),
+    "other bits of the same bytes": (MEMORY, MEMORY.view(torch.bfloat16)),
+}
+DISJOINT = {
+    "columns": (MEMORY[:, 0], MEMORY[:, 1]),
+    "every second row": (MEMORY[::2], MEMORY[1::2]),
+    "halves": (MEMORY[:3], MEMORY[3:]),
+    "a checkerboard": (MEMORY[::2, ::2], MEMORY[1::2, 1::2]),
+}
+
+
+class TestSharedMemory:
+    """The tie would be lost: each parameter moves to a place of its own."""
+
+    @staticmethod
+    def text(name, other):
+        return (
+            f"parameter {name!r} cannot live in a parameter and gradient buffer: it shares memory with {other!r} but is a "
+            "different tensor, so the tie would be lost. Register the same Parameter object under both names, or clone() one "
+            "of them before wrapping."
+        )
+
+    @pytest.mark.parametrize(("first", "second"), OVERLAPS.values(), ids=OVERLAPS)
+    def test_different_parameters_over_the_same_memory_are_refused(self, first, second):
+        model = Model(a=param(first), b=param(second))
+
+        assert str(refusal(UnsupportedParameterError, model)) == self.text("b", "a")
+
+    def test_the_one_it_is_tied_to_is_named_among_many_on_the_same_storage(self):
+        model = Model(a=param(MEMORY[0]), b=param(MEMORY[1]), c=param(MEMORY[2]), d=param(MEMORY[1, 1:3]))
+
+        assert str(refusal(UnsupportedParameterError, model)) == self.text("d", "b")
+
+    def test_a_frozen_parameter_over_the_same_memory_is_refused(self):
+        model = Model(a=param(MEMORY), target=param(MEMORY, requires_grad=False))
+
+        assert str(refusal(UnsupportedParameterError, model)) == self.text("a", "target")
+
+    def test_a_module_buffer_over_the_same_memory_is_refused(self):
+        model = Model(a=param(MEMORY), buffer=MEMORY[0])
+
+        assert str(refusal(UnsupportedParameterError, model)) == self.text("a", "buffer")
+
+    @pytest.mark.parametrize(("first", "second"), DISJOINT.values(), ids=DISJOINT)
+    def test_disjoint_views_of_one_storage_are_no_tie(self, first, second):
+        model = Model(a=param(first.clone().fill_(1)), b=param(second.clone().fill_(2)))
+        base = torch.zeros(6, 4)
+        model.a.data = base.as_strided(first.shape, first.stride(), first.storage_offset())
+        model.b.data = base.as_strided(second.shape, second.stride(), second.storage_offset())
+
+        DistributedDataParallel(model)
+
+        assert model.a.untyped_storage().data_ptr() == model.b.untyped_storage().data_ptr()  # of the buffer
+
+    def test_frozen_tensors_may_share_memory_with_one_another(self):
+        frozen = {name: param(MEMORY.expand(2, 6, 4), requires_grad=False) for name in ("x", "y")}
+
+        DistributedDataParallel(Model(ok=param(), **frozen), DistributedDataParallelConfig(init_sync=False))
+
+    def test_one_parameter_under_two_names_is_tied_for_good(self):
+        tied = param()
+
+        ddp = DistributedDataParallel(Model(a=tied, b=tied))
+
+        assert list(ddp.layout.buffers[0].params) == ["a"]
+        assert ddp.module.a is ddp.module.b
+
+
+class TestWrappingTwice:
+    TEXT = (
+        "{} already belong to another DistributedDataParallel wrapper. Two wrappers would move the same storage and reduce the "
+        "same gradients twice. Wrap a module once; call detach() on the first wrapper before wrapping again."
+    )
+
+    def test_the_same_module(self):
+        model = torch.nn.Linear(2, 2)
+        DistributedDataParallel(model)
+
+        with pytest.raises(AlreadyWrappedError) as caught:
+            DistributedDataParallel(model)
+
+        assert str(caught.value) == self.TEXT.format("'weight', 'bias'")
+        assert caught.value.params == ("weight", "bias")
+
+    def test_a_wrapper(self):
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+
+        with pytest.raises(AlreadyWrappedError) as caught:
+            DistributedDataParallel(ddp)
+
+        assert str(caught.value) == self.TEXT.format("'module.weight', 'module.bias'")
+
+    def test_a_module_that_shares_one_layer_with_a_wrapped_one(self):
+        shared = torch.nn.Linear(2, 2, bias=False)
+        DistributedDataParallel(shared)
+
+        with pytest.raises(AlreadyWrappedError) as caught:
+            DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), shared))
+
+        assert str(caught.value) == self.TEXT.format("'1.weight'")
+
+
+def test_several_processes_without_a_process_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    model = torch.nn.Linear(2, 2)
+
+    with pytest.raises(ProcessGroupMissingError) as caught:
+        DistributedDataParallel(model)
+
+    assert str(caught.value) == (
+        "this process is one of 8 (WORLD_SIZE=8) but torch.distributed is not initialized, so each of them would train alone "
+        "and the replicas would drift apart. Call torch.distributed.init_process_group() before wrapping the module, or pass "
+        "process_group=."
+    )
+    assert not hasattr(model.weight, "main_grad")

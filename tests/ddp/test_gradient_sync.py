@@ -1,0 +1,764 @@
+"""Gradients of the wrapped model: reduced once, in the same schedule on every rank, whatever autograd does."""
+
+import pytest
+import torch
+from loop_ranks import Ranks, Weights, grads
+from torch.utils.checkpoint import checkpoint
+
+from megabucket import DistributedDataParallel, DistributedDataParallelConfig
+from megabucket.errors import LateGradientError, PhaseError, UnreducedGradientsError, UnusedParameterError
+
+# One bucket per vector: launch order is d, c, b, a, because backward is expected to reach the last registered first.
+PER_VECTOR = {"bucket_size": 1}
+BUCKETS = ["bucket 0", "bucket 1", "bucket 2", "bucket 3"]
+
+
+class Checkpointed(Weights):
+    """Uses ``b`` once per factor, each time under reentrant activation checkpointing."""
+
+    def forward(self, *, b, **factors):
+        total = super().forward(**factors)
+        for factor in b:
+            total = checkpoint(lambda x, factor=factor: (self.b * factor).sum() + x, total, use_reentrant=True)
+        return total
+
+
+def wrap(model, **switches):
+    return DistributedDataParallel(model, DistributedDataParallelConfig(**switches))
+
+
+class TestMean:
+    @pytest.mark.parametrize("overlap", [True, False])
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_after_backward_every_rank_has_the_mean_of_all_ranks(self, size, overlap):
+        ranks = Ranks(size, Weights(), overlap_grad_reduce=overlap, **PER_VECTOR)
+
+        def step(rank, ddp):
+            ddp(a=6 * rank, b=6, c=12 * rank, d=0).backward()
+            return grads(ddp.module)
+
+        for _ in range(3):  # learning, and with what was learned
+            results = ranks.run(lambda rank, ddp: (step(rank, ddp), ddp.zero_grad())[0])
+            # mean of 6 * rank: 0, 3 or 6
+            assert results == [{"a": 3.0 * (size - 1), "b": 6.0, "c": 6.0 * (size - 1), "d": 0.0}] * size
+
+    def test_the_sum_is_left_undivided_on_request(self):
+        ranks = Ranks(2, Weights("a"), grad_reduction="sum")
+
+        results = ranks.run(lambda rank, ddp: (ddp(a=rank + 1).backward(), grads(ddp.module))[1])
+
+        assert results == [{"a": 3.0}] * 2
+
+    def test_a_mean_taken_in_the_collective_is_the_same_mean(self):
+        ranks = Ranks(2, Weights("a"), average_in_collective=True)
+
+        results = ranks.run(lambda rank, ddp: (ddp(a=4 * rank).backward(), grads(ddp.module))[1])
+
+        assert results == [{"a": 2.0}] * 2
+        assert "avg" in ranks.world.schedule(0)[-1]
+
+    def test_calling_the_inner_module_trains_just_as_well(self):
+        ranks = Ranks(2, Weights("a"))
+
+        results = ranks.run(lambda rank, ddp: (ddp.module(a=4 * rank).backward(), grads(ddp.module))[1])
+
+        assert results == [{"a": 2.0}] * 2
+
+    def test_plain_torch_loops_need_no_call_of_the_wrapper(self):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def train(rank, ddp):
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+            for step in range(4):
+                optimizer.zero_grad()
+                ddp(a=rank + step, b=2).backward()
+                optimizer.step()
+            return ddp.module.a[0].item(), ddp.module.b[0].item()
+
+        # a: 1 - (0.5 + 1.5 + 2.5 + 3.5), b: 1 - 4 * 2
+        assert ranks.run(train) == [(-7.0, -7.0)] * 2
+
+    def test_one_process_needs_no_process_group(self, monkeypatch):
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        model = Weights("ab")
+
+        wrap(model)(a=3, b=5).backward()
+
+        assert grads(model) == {"a": 3.0, "b": 5.0}
+
+
+class TestAccumulationAsInTorch:
+    """What plain torch gives when gradients are cleared in its own ways, or not at all."""
+
+    def test_gradients_that_were_not_cleared_are_added_to(self):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def two_steps(rank, ddp):
+            ddp(a=2 * rank, b=1).backward()
+            ddp(a=10 * rank, b=1).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(two_steps) == [{"a": 6.0, "b": 2.0}] * 2  # means 1 + 5 and 1 + 1
+
+    def test_gradients_zeroed_in_place_start_anew(self):
+        ranks = Ranks(2, Weights("a"))
+
+        def two_steps(rank, ddp):
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+            ddp(a=2 * rank).backward()
+            optimizer.zero_grad(set_to_none=False)
+            ddp(a=10 * rank).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(two_steps) == [{"a": 5.0}] * 2
+
+    def test_an_undivided_sum_is_not_added_to_because_the_old_values_would_count_once_per_rank(self):
+        ddp = wrap(Weights("a"), grad_reduction="sum")
+        ddp(a=1).backward()
+
+        with pytest.raises(LateGradientError, match="is already reduced"):
+            ddp(a=1).backward()
+
+    def test_an_undivided_sum_starts_anew_after_zero_grad_of_a_plain_optimizer(self):
+        ranks = Ranks(2, Weights("ab"), grad_reduction="sum", **PER_VECTOR)
+
+        def two_steps(rank, ddp):
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+            ddp(a=1, b=1).backward()
+            optimizer.zero_grad()
+            ddp(a=rank, b=5).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(two_steps) == [{"a": 1.0, "b": 10.0}] * 2
+
+    def test_a_gradient_set_by_the_caller_is_accumulated_on(self):
+        ranks = Ranks(2, Weights("a"))
+
+        def step(rank, ddp):
+            ddp.module.a.grad = torch.full((100,), 10.0 * rank)
+            ddp(a=2).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(step) == [{"a": 7.0}] * 2  # (0 + 2 + 10 + 2) / 2
+
+    def test_a_gradient_from_before_wrapping_is_reduced_with_the_first_step(self):
+        ranks = Ranks(2, Weights("a"), prepare=lambda rank, module: module(a=8 * rank).backward())
+
+        results = ranks.run(lambda _, ddp: (ddp(a=1).backward(), grads(ddp.module))[1])
+
+        assert results == [{"a": 5.0}] * 2  # (0 + 1 + 8 + 1) / 2
+
+    def test_a_gradient_from_before_wrapping_is_not_stepped_on_before_it_is_reduced(self):
+        model = Weights("a")
+        model(a=8).backward()
+        ddp = wrap(model)
+
+        with pytest.raises(UnreducedGradientsError):
+            torch.optim.SGD(ddp.parameters(), lr=1.0).step()
+
+
+class TestNoSync:
+    def test_inside_nothing_is_launched_and_everything_accumulates(self):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def step(rank, ddp):
+            launched = []
+            for factor in (1, 10):
+                with ddp.no_sync():
+                    ddp(a=factor, b=factor * rank).backward()
+                launched.append(len(ranks.schedule(rank)))
+            ddp(a=100, b=100 * rank).backward()
+            return launched, grads(ddp.module)
+
+        for num_before in (0, 2):
+            results = ranks.run(lambda rank, ddp: (step(rank, ddp), ddp.zero_grad())[0])
+            assert results == [([num_before] * 2, {"a": 111.0, "b": 55.5})] * 2
+
+    def test_leaving_an_inner_context_does_not_leave_the_outer_one(self):
+        ranks = Ranks(2, Weights("a"))
+
+        def step(rank, ddp):
+            with ddp.no_sync():
+                with ddp.no_sync():
+                    ddp(a=1).backward()
+                ddp(a=10).backward()
+                inside = len(ranks.schedule(rank))
+            ddp(a=100 * rank).backward()
+            return inside, grads(ddp.module)
+
+        assert ranks.run(step) == [(0, {"a": 61.0})] * 2  # 11 + 50
+
+    def test_an_exception_inside_leaves_the_context(self):
+        ddp = wrap(Weights("a"))
+
+        with pytest.raises(KeyError), ddp.no_sync(), ddp.no_sync():
+            raise KeyError
+        ddp(a=3).backward()
+
+        assert ddp.sync.is_finished
+
+    def test_what_counts_is_where_backward_runs(self):
+        ranks = Ranks(2, Weights("a"))
+
+        def step(rank, ddp):
+            with ddp.no_sync():
+                loss = ddp(a=4 * rank)
+            loss.backward()
+            return grads(ddp.module)
+
+        assert ranks.run(step) == [{"a": 2.0}] * 2
+
+    def test_a_different_number_of_microbatches_in_every_step_is_right(self):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def steps(rank, ddp):
+            found = []
+            for num_microbatches in (2, 1, 3):
+                for _ in range(num_microbatches - 1):
+                    with ddp.no_sync():
+                        ddp(a=2 * rank, b=1).backward()
+                ddp(a=2 * rank, b=1).backward()
+                found.append(grads(ddp.module))
+                ddp.zero_grad()
+            return found
+
+        assert ranks.run(steps) == [[{"a": float(n), "b": float(n)} for n in (2, 1, 3)]] * 2
+
+
+class TestSchedule:
+    def test_buckets_go_out_in_order_although_every_rank_uses_its_layers_in_another(self):
+        ranks = Ranks(3, Weights(), **PER_VECTOR)
+        orders = ["abcd", "dcba", "cadb"]
+
+        def step(rank, ddp):
+            ddp(**dict.fromkeys(orders[rank], 3 * rank + 1)).backward()
+            return grads(ddp.module)
+
+        for number in range(1, 4):
+            results = ranks.run(lambda rank, ddp: (step(rank, ddp), ddp.zero_grad())[0])
+            assert results == [dict.fromkeys("abcd", 4.0)] * 3  # (1 + 4 + 7) / 3
+            assert [ranks.schedule(rank) for rank in range(3)] == [BUCKETS * number] * 3
+
+    def test_after_learning_complete_buckets_are_launched_while_backward_still_runs(self):
+        ranks = Ranks(1, Weights("ab"), finish="explicit", **PER_VECTOR)
+        (ddp,) = ranks.ddps
+        seen = []
+
+        def step():
+            loss = ddp(a=1, b=1)
+            ddp.module.a.register_hook(lambda _: seen.append([group.grad_phase.value for group in ddp.bucket_groups]))
+            loss.backward()
+            ddp.finish_grad_sync()
+            ddp.zero_grad()
+
+        step()
+        step()
+
+        # The gradient of b comes first, because a was used first; its bucket is in flight when that of a is computed.
+        assert seen[0] == ["accumulating", "accumulating"]
+        assert seen[-1] == ["in flight", "accumulating"]
+
+    def test_a_parameter_that_stays_without_gradients_does_not_keep_the_others_from_being_sent_in_order(self):
+        ranks = Ranks(2, Weights("abc"), unused_parameters="zero", **PER_VECTOR)
+
+        def step(rank, ddp):
+            ddp(a=2 * rank, c=1).backward()
+            return grads(ddp.module)
+
+        for _ in range(2):
+            results = ranks.run(lambda rank, ddp: (step(rank, ddp), ddp.zero_grad())[0])
+            assert results == [{"a": 1.0, "b": 0.0, "c": 1.0}] * 2
+
+    def test_without_overlap_everything_is_launched_when_it_is_finished(self):
+        ranks = Ranks(1, Weights("ab"), finish="explicit", overlap_grad_reduce=False, **PER_VECTOR)
+        (ddp,) = ranks.ddps
+
+        for _ in range(2):
+            ddp(a=1, b=1).backward()
+            assert [group.grad_phase.value for group in ddp.bucket_groups] == ["accumulating"] * 2
+            ddp.finish_grad_sync()
+            ddp.zero_grad()
+
+    def test_one_group_for_all_buckets_sends_them_as_one_batch(self):
+        ranks = Ranks(2, Weights("ab"), bucket_groups="single", **PER_VECTOR)
+
+        ranks.run(lambda _, ddp: ddp(a=1, b=1).backward())
+
+        assert ranks.world.schedule(0)[-1] == "bucket 0 [all_reduce sum of 128 x float32, all_reduce sum of 128 x float32]"
+
+
+class TestUnusedParameters:
+    TEXT = (
+        "[rank {rank}] 2 of 4 parameters got no gradient in this step: 'c', 'b' (first in bucket 1 of 4, counted from 0). They "
+        "require grad but were not used in any forward of the step. Freeze them with requires_grad_(False) before wrapping, "
+        "use them, or set unused_parameters='zero' to reduce zeros in their place. The collectives of this step were "
+        "completed; call zero_grad() and go on with the next step."
+    )
+
+    @pytest.mark.parametrize("num_steps_before", [0, 2])
+    def test_they_are_an_error_in_the_same_step_with_their_names(self, num_steps_before):
+        ranks = Ranks(2, Weights(), **PER_VECTOR)
+        for _ in range(num_steps_before):
+            ranks.run(lambda _, ddp: (ddp(a=1, b=1, c=1, d=1).backward(), ddp.zero_grad()))
+
+        def step(rank, ddp):
+            with pytest.raises(UnusedParameterError) as caught:
+                ddp(a=1, d=1).backward()
+            return caught.value
+
+        for rank, error in enumerate(ranks.run(step)):
+            assert str(error) == self.TEXT.format(rank=rank)
+            assert (error.params, error.bucket, error.num_buckets, error.num_params) == (("c", "b"), 1, 4, 4)
+
+    def test_the_step_after_that_error_is_right(self):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def steps(rank, ddp):
+            with pytest.raises(UnusedParameterError):
+                ddp(a=50).backward()
+            ddp.zero_grad()
+            ddp(a=2 * rank, b=1).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(steps) == [{"a": 1.0, "b": 1.0}] * 2
+
+    def test_unused_on_one_rank_only_hangs_nobody(self):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def step(rank, ddp):
+            if rank == 0:
+                ddp(a=1, b=6).backward()
+                return grads(ddp.module)
+            with pytest.raises(UnusedParameterError) as caught:
+                ddp(a=1).backward()
+            return caught.value.params
+
+        assert ranks.run(step) == [{"a": 1.0, "b": 3.0}, ("b",)]
+
+    def test_a_parameter_used_in_one_microbatch_only_is_used(self):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def step(rank, ddp):
+            with ddp.no_sync():
+                ddp(a=1, b=4 * rank).backward()
+            ddp(a=1).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(step) == [{"a": 2.0, "b": 2.0}] * 2
+
+    def test_with_zero_it_gets_a_gradient_of_zero_and_never_a_stale_one(self):
+        ranks = Ranks(2, Weights("ab"), unused_parameters="zero", **PER_VECTOR)
+
+        def steps(rank, ddp):
+            ddp(a=7, b=7).backward()
+            ddp.zero_grad()
+            ddp(a=7).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(steps) == [{"a": 7.0, "b": 0.0}] * 2
+
+
+class TestLateGradients:
+    """Reduce-scatter: what arrives after a bucket was sent is refused. (All-reduce finishes with backward.)"""
+
+    def test_a_second_backward_without_no_sync_is_refused_by_name(self):
+        ddp = wrap(Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
+        for _ in range(2):
+            ddp(a=1, b=1).backward()
+            ddp.finish_grad_sync()
+            ddp.zero_grad()
+        loss = ddp(a=1, b=1)
+        loss.backward(retain_graph=True)
+
+        with pytest.raises(LateGradientError) as caught:
+            loss.backward()
+
+        error = caught.value
+        assert (error.param, error.bucket, error.num_buckets, error.rank, error.phase) == ("b", 0, 2, 0, "in flight")
+
+    def test_a_forgotten_zero_grad_is_refused_by_name(self):
+        ddp = wrap(Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
+        ddp(a=1, b=1).backward()
+        ddp.finish_grad_sync()
+
+        with pytest.raises(LateGradientError) as caught:
+            ddp(a=1, b=1).backward()
+
+        assert (caught.value.param, caught.value.phase) == ("b", "already reduced")
+
+    def test_the_step_after_it_is_right_and_overlaps_again(self):
+        ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
+
+        def steps(rank, ddp):
+            ddp(a=1, b=1).backward()
+            ddp.finish_grad_sync()
+            with pytest.raises(LateGradientError):
+                ddp(a=1, b=1).backward()
+            ddp.zero_grad()
+            ddp(a=2, b=6 * rank).backward()
+            phases = [group.grad_phase.value for group in ddp.bucket_groups]
+            ddp.finish_grad_sync()
+            return phases, [ddp.module.a.main_grad[64 * rank].item(), ddp.module.b.main_grad[64 * rank].item()]
+
+        # Buckets of 128, shards of 64: rank r owns the elements from 64 r on of each vector.
+        assert ranks.run(steps) == [(["in flight", "in flight"], [2.0, 3.0])] * 2
+
+    @pytest.mark.parametrize("finish", ["auto", "explicit"])
+    def test_reentrant_checkpointing_of_a_layer_used_twice_is_right_because_its_count_is_learned(self, finish):
+        ranks = Ranks(2, Checkpointed("abc"), finish=finish, **PER_VECTOR)
+
+        def step(rank, ddp):
+            ddp(a=1, b=(2 * rank, 10 * rank), c=1).backward()  # the hook of b fires twice, in backwards inside the backward
+            ddp.finish_grad_sync()
+            return grads(ddp.module)
+
+        for _ in range(3):
+            results = ranks.run(lambda rank, ddp: (step(rank, ddp), ddp.zero_grad())[0])
+            assert results == [{"a": 1.0, "b": 6.0, "c": 1.0}] * 2  # (12 * 0 + 12 * 1) / 2
+
+    def test_a_reentrant_layer_used_more_often_than_learned_is_late_by_name_and_then_learned(self):
+        ranks = Ranks(2, Checkpointed("ab"), **PER_VECTOR)
+
+        def steps(rank, ddp):
+            ddp(a=1, b=(5, 5)).backward()
+            ddp.zero_grad()
+            with pytest.raises(LateGradientError) as caught:
+                ddp(a=1, b=(5, 5, 5)).backward()
+            ddp.zero_grad()
+            ddp(a=1, b=(rank, rank, rank)).backward()
+            return caught.value.param, grads(ddp.module)
+
+        assert ranks.run(steps) == [("b", {"a": 1.0, "b": 1.5})] * 2
+
+
+class TestExplicitFinish:
+    def test_nothing_is_reduced_before_the_caller_says_so(self):
+        ranks = Ranks(2, Weights("a"), finish="explicit")
+
+        def step(rank, ddp):
+            ddp(a=4 * rank).backward()
+            local = grads(ddp.module)
+            ddp.finish_grad_sync()
+            return local, grads(ddp.module)
+
+        assert ranks.run(step) == [({"a": 0.0}, {"a": 2.0}), ({"a": 4.0}, {"a": 2.0})]
+
+    def test_start_launches_everything_without_waiting(self):
+        ranks = Ranks(2, Weights("ab"), finish="explicit", completion="manual", **PER_VECTOR)
+
+        def step(rank, ddp):
+            ddp(a=4 * rank, b=2).backward()
+            ddp.start_grad_sync()
+            ddp.start_grad_sync()
+            phases = [group.grad_phase.value for group in ddp.bucket_groups]
+            ddp.finish_grad_sync()
+            return phases, grads(ddp.module)
+
+        assert ranks.run(step) == [(["in flight"] * 2, {"a": 2.0, "b": 2.0})] * 2
+
+    @pytest.mark.parametrize("finish", ["auto", "explicit"])
+    def test_finishing_twice_reduces_once(self, finish):
+        ranks = Ranks(2, Weights("a"), finish=finish)
+
+        def step(rank, ddp):
+            ddp(a=4 * rank).backward()
+            ddp.finish_grad_sync()
+            ddp.finish_grad_sync()
+            ddp.start_grad_sync()
+            return grads(ddp.module)
+
+        assert ranks.run(step) == [{"a": 2.0}] * 2
+        assert ranks.schedule() == ["bucket 0"]
+
+    def test_gradients_written_by_hand_into_zeroed_buffers_are_reduced(self):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def steps(rank, ddp):
+            found = []
+            for _ in range(2):
+                ddp.zero_grad_buffer()
+                ddp.module.a.main_grad.fill_(4 * rank)
+                ddp.module.b.main_grad.fill_(1)
+                ddp.finish_grad_sync()
+                found.append(grads(ddp.module))
+            return found
+
+        assert ranks.run(steps) == [[{"a": 2.0, "b": 1.0}] * 2] * 2
+
+    def test_gradients_written_by_hand_into_stale_buffers_are_refused_and_not_silently_dropped(self):
+        ddp = wrap(Weights("ab"), **PER_VECTOR)
+        ddp(a=1, b=1).backward()
+        ddp.zero_grad()
+        ddp.module.a.main_grad.fill_(4)
+
+        with pytest.raises(UnusedParameterError, match="2 of 2 parameters got no gradient in this step: 'b', 'a'"):
+            ddp.finish_grad_sync()
+
+    def test_finishing_a_step_without_any_backward_is_fine_where_unused_parameters_are(self):
+        ddp = wrap(Weights("ab"), unused_parameters="zero", **PER_VECTOR)
+        ddp(a=1, b=1).backward()
+        ddp.zero_grad()
+
+        ddp.finish_grad_sync()
+
+        assert grads(ddp.module) == {"a": 0.0, "b": 0.0}
+
+    def test_force_all_reduce_gives_every_rank_full_gradients_with_the_distributed_optimizer(self):
+        ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
+
+        def steps(rank, ddp):
+            ddp(a=4 * rank, b=2).backward()
+            ddp.finish_grad_sync(force_all_reduce=True)  # the first step launches here
+            first = grads(ddp.module), ddp.force_all_reduce
+            ddp.zero_grad()
+            ddp.force_all_reduce = True
+            ddp(a=8 * rank, b=2).backward()  # and the second in backward
+            ddp.finish_grad_sync()
+            return *first, grads(ddp.module)
+
+        assert ranks.run(steps) == [({"a": 2.0, "b": 2.0}, False, {"a": 4.0, "b": 2.0})] * 2
+
+
+class Boom(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(*_):
+        raise KeyError("boom")
+
+
+CLEAR = {
+    "wrapper": lambda ddp, _: ddp.zero_grad(),
+    "plain optimizer": lambda _, optimizer: optimizer.zero_grad(),
+}
+
+
+class TestErrorInBackward:
+    def failing_backward(self, ddp, **factors):
+        """Gradients of the later factors come first; then that of the first one raises."""
+        (first, factor), *rest = factors.items()
+        vector = Boom.apply(getattr(ddp.module, first))
+        loss = ddp(**dict(rest)) if rest else 0.0
+        with pytest.raises(KeyError, match="boom"):
+            (loss + (vector * factor).sum()).backward()
+
+    @pytest.mark.parametrize("clear", CLEAR.values(), ids=CLEAR)
+    @pytest.mark.parametrize("num_steps_before", [0, 2])
+    @pytest.mark.parametrize("microbatches", [1, 2])
+    def test_after_zero_grad_the_next_step_is_right(self, clear, num_steps_before, microbatches):
+        ranks = Ranks(2, Weights("abc"), **PER_VECTOR)
+
+        def steps(rank, ddp):
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+            for _ in range(num_steps_before):
+                ddp(a=1, b=1, c=1).backward()
+                clear(ddp, optimizer)
+            self.failing_backward(ddp, a=100, b=100, c=100)
+            clear(ddp, optimizer)
+            found = []
+            for _ in range(2):
+                for _ in range(microbatches - 1):
+                    with ddp.no_sync():
+                        ddp(a=1, b=1, c=1).backward()
+                ddp(b=2 * rank, a=2, c=4 * rank).backward()
+                found.append(grads(ddp.module))
+                clear(ddp, optimizer)
+            return found
+
+        more = float(microbatches - 1)
+        assert ranks.run(steps) == [[{"a": 2.0 + more, "b": 1.0 + more, "c": 2.0 + more}] * 2] * 2
+
+    def test_with_reduce_scatter_the_next_step_is_right(self):
+        ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
+
+        def steps(rank, ddp):
+            for _ in range(2):
+                ddp(a=1, b=1).backward()
+                ddp.finish_grad_sync()
+                ddp.zero_grad()
+            self.failing_backward(ddp, a=100, b=100)
+            ddp.zero_grad()
+            ddp(a=2, b=6 * rank).backward()
+            ddp.finish_grad_sync()
+            return [ddp.module.a.main_grad[64 * rank].item(), ddp.module.b.main_grad[64 * rank].item()]
+
+        assert ranks.run(steps) == [[2.0, 3.0]] * 2
+
+    def test_a_backward_that_failed_in_the_first_step_teaches_no_wrong_counts(self):
+        ddp = wrap(Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
+        self.failing_backward(ddp, a=1, b=1)
+        ddp.zero_grad()
+
+        for _ in range(3):  # two backwards outside no_sync belong to each step of this loop
+            ddp(a=1, b=1).backward()
+            ddp(a=1, b=1).backward()
+            ddp.finish_grad_sync()
+            assert ddp.module.b.main_grad[0].item() == 2.0
+            ddp.zero_grad()
+
+    def test_a_step_of_an_optimizer_is_refused_until_then(self):
+        ddp = wrap(Weights("ab"), **PER_VECTOR)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        self.failing_backward(ddp, a=1, b=1)
+
+        with pytest.raises(UnreducedGradientsError):
+            optimizer.step()
+
+
+class TestOtherUsesOfAutograd:
+    def test_gradients_for_inputs_start_no_step(self):
+        ranks = Ranks(1, torch.nn.Linear(3, 2))
+        (ddp,) = ranks.ddps
+        x = torch.ones(1, 3, requires_grad=True)
+
+        (gradient,) = torch.autograd.grad(ddp(x).sum(), x)
+
+        assert torch.equal(gradient[0], ddp.module.weight.detach().sum(dim=0))
+        assert ddp.module.weight.grad is None
+        assert not ddp.sync.is_finished
+
+    def test_a_step_after_gradients_for_inputs_is_right(self):
+        ranks = Ranks(2, Weights("a"))
+
+        def step(rank, ddp):
+            torch.autograd.grad(ddp(a=50), ddp.module.a)
+            ddp(a=4 * rank).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(step) == [{"a": 2.0}] * 2
+
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+    def test_a_differentiable_backward_is_reduced_by_value(self):
+        ranks = Ranks(2, Weights("a"))
+
+        def steps(rank, ddp):
+            found = []
+            for _ in range(2):
+                ddp(a=4 * rank).backward(create_graph=True)
+                found.append(grads(ddp.module))
+                ddp.zero_grad()
+            return found
+
+        assert ranks.run(steps) == [[{"a": 2.0}] * 2] * 2
+
+    def test_a_parameter_among_the_outputs_collects_no_hooks(self):
+        class Revealing(Weights):
+            def forward(self, **factors):
+                return super().forward(**factors), self.a
+
+        model = Revealing("ab")
+        ddp = wrap(model)
+
+        for _ in range(3):
+            ddp(a=1, b=1)[0].backward()
+            ddp.zero_grad()
+
+        assert not model.a._backward_hooks
+
+    def test_outputs_in_containers_are_found(self):
+        class Nested(Weights):
+            def forward(self, **factors):
+                return {"loss": [super().forward(**factors)], "text": "no tensor"}
+
+        ranks = Ranks(2, Nested("a"))
+
+        results = ranks.run(lambda rank, ddp: (ddp(a=4 * rank)["loss"][0].backward(), grads(ddp.module))[1])
+
+        assert results == [{"a": 2.0}] * 2
+
+    def test_an_evaluation_without_gradients_changes_nothing(self):
+        ranks = Ranks(2, Weights("a"))
+
+        def step(rank, ddp):
+            with torch.no_grad():
+                ddp(a=1)
+            ddp(a=4 * rank).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(step) == [{"a": 2.0}] * 2
+
+
+class TestScaleGradients:
+    def test_all_gradients_are_multiplied_in_place(self):
+        ddp = wrap(Weights("ab"), **PER_VECTOR)
+        ddp(a=2, b=6).backward()
+
+        ddp.scale_gradients(0.5)
+        ddp.scale_gradients(torch.tensor(3.0))
+
+        assert grads(ddp.module) == {"a": 3.0, "b": 9.0}
+
+    def test_padding_stays_zero_whatever_the_factor(self):
+        ddp = wrap(Weights("ab"))
+        (buffer,) = ddp.param_and_grad_buffers
+        ddp(a=2, b=6).backward()
+
+        ddp.scale_gradients(float("inf"))  # one over no tokens
+        ddp.scale_gradients(torch.tensor(float("nan")))
+
+        # b at [0, 100), a at [128, 228), end 256
+        padding = torch.cat([buffer.grad_data[100:128], buffer.grad_data[228:256]])
+        assert torch.equal(padding, torch.zeros(56))
+
+    def test_gradients_in_flight_are_refused(self):
+        ranks = Ranks(2, Weights("abcdefg"), finish="explicit", completion="manual", **PER_VECTOR)
+        ranks.ddps[0].start_grad_sync()
+
+        with pytest.raises(PhaseError) as caught:
+            ranks.ddps[0].scale_gradients(2.0)
+
+        assert str(caught.value) == (
+            "scale_gradients() would touch the gradients of bucket groups [0, 1, 2, 3, 4] while a collective owns them; call "
+            "finish_grad_sync() first."
+        )
+
+
+class TestClearing:
+    def test_zero_grad_writes_nothing_and_shows_nothing(self):
+        ddp = wrap(Weights("a"))
+        ddp(a=2).backward()
+        version = ddp.param_and_grad_buffers[0].grad_data._version
+
+        ddp.zero_grad()
+
+        assert ddp.module.a.grad is None
+        assert ddp.param_and_grad_buffers[0].grad_data._version == version
+
+    @pytest.mark.parametrize("clear", [lambda ddp: ddp.zero_grad(set_to_none=False), lambda ddp: ddp.zero_grad_buffer()])
+    def test_buffers_are_zeroed_on_request(self, clear):
+        ddp = wrap(Weights("a"))
+        ddp(a=2).backward()
+
+        clear(ddp)
+
+        assert ddp.param_and_grad_buffers[0].grad_data.count_nonzero() == 0
+
+    def test_clearing_in_the_middle_of_a_step_starts_a_right_one(self):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def step(rank, ddp):
+            with ddp.no_sync():
+                ddp(a=50, b=50).backward()
+            ddp.zero_grad()
+            ddp(a=4 * rank, b=1).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(step) == [{"a": 2.0, "b": 1.0}] * 2
+
+    def test_clearing_what_is_in_flight_completes_the_schedule_first(self):
+        ranks = Ranks(2, Weights("ab"), finish="explicit", completion="manual", **PER_VECTOR)
+
+        def step(rank, ddp):
+            ddp(a=50, b=50).backward()
+            ddp.start_grad_sync()
+            ddp.zero_grad()
+            ddp(a=4 * rank, b=1).backward()
+            ddp.finish_grad_sync()
+            return grads(ddp.module)
+
+        assert ranks.run(step) == [{"a": 2.0, "b": 1.0}] * 2
+        assert ranks.schedule(0) == ranks.schedule(1) == ["bucket 0", "bucket 1"] * 2

@@ -1,0 +1,132 @@
+"""A plain torch optimizer never steps on gradients that are not what it takes them for."""
+
+import gc
+
+import pytest
+import torch
+from loop_ranks import Weights
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket.errors import PlainOptimizerError, UnreducedGradientsError
+
+
+def wrap(model, **switches):
+    return DistributedDataParallel(model, DistributedDataParallelConfig(**switches))
+
+
+def step_all(ddp, kind=torch.optim.SGD):
+    kind(ddp.parameters(), lr=1.0).step()
+
+
+def test_reduce_scattered_gradients_are_refused_with_the_way_out():
+    ddp = wrap(Weights("abcdefg"), use_distributed_optimizer=True)
+    ddp(a=1, b=1, c=1, d=1, e=1, f=1, g=1).backward()
+    ddp.finish_grad_sync()
+
+    with pytest.raises(PlainOptimizerError) as caught:
+        step_all(ddp, torch.optim.AdamW)
+
+    error = caught.value
+    assert (error.optimizer, error.params, error.rank) == ("AdamW", tuple("abcdefg"), 0)
+    assert str(error) == (
+        "[rank 0] AdamW.step() would update whole parameters ('a', 'b', 'c', 'd', 'e' and 2 more), but "
+        "use_distributed_optimizer=True reduce-scatters the gradients: this rank holds the reduced values of its own shard "
+        "only, and the replicas would drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp); or "
+        "set use_distributed_optimizer=False."
+    )
+    assert ddp.module.a[0].item() == 1.0  # nothing was updated
+
+
+def test_they_are_refused_before_any_backward_too():
+    with pytest.raises(PlainOptimizerError):
+        step_all(wrap(Weights("a"), use_distributed_optimizer=True))
+
+
+def test_local_gradients_are_refused_with_the_way_out():
+    ddp = wrap(Weights("a"))
+    with ddp.no_sync():
+        ddp(a=1).backward()
+
+    with pytest.raises(UnreducedGradientsError) as caught:
+        step_all(ddp)
+
+    assert caught.value.rank == 0
+    assert str(caught.value) == (
+        "[rank 0] step() was called, but the gradients of this rank are not reduced: since the last step or zero_grad(), no "
+        "backward has run outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
+        "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself."
+    )
+    assert ddp.module.a[0].item() == 1.0
+
+
+def test_with_explicit_finish_a_step_before_it_is_refused():
+    ddp = wrap(Weights("a"), finish="explicit")
+    ddp(a=1).backward()
+
+    with pytest.raises(UnreducedGradientsError, match=r"finish='explicit'"):
+        step_all(ddp)
+
+    ddp.finish_grad_sync()
+    step_all(ddp)
+    assert ddp.module.a[0].item() == 0.0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_reduced_gradients_are_stepped_on(kind):
+    ddp = wrap(Weights("a"))
+    ddp(a=1).backward()
+
+    step_all(ddp, kind)
+
+    assert ddp.module.a[0].item() < 1.0
+
+
+def test_optimizers_of_other_models_may_step_at_any_time():
+    ddp, other = wrap(Weights("a"), use_distributed_optimizer=True), Weights("a")
+    ddp(a=1).backward()
+    other(a=1).backward()
+
+    step_all(other)
+
+    assert other.a[0].item() == 0.0
+
+
+def test_an_optimizer_over_frozen_parameters_only_may_step():
+    model = Weights("ab")
+    model.b.requires_grad_(False)
+    ddp = wrap(model, use_distributed_optimizer=True)
+
+    torch.optim.SGD([ddp.module.b], lr=1.0).step()
+
+
+def test_the_optimizer_inside_a_distributed_optimizer_is_not_mistaken_for_a_plain_one():
+    ddp = wrap(Weights("a"), use_distributed_optimizer=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
+    ddp(a=1).backward()
+
+    assert optimizer.step().updated
+    assert ddp.module.a[0].item() == 0.0
+
+
+def test_after_detach_any_optimizer_may_step():
+    model = wrap(Weights("a"), use_distributed_optimizer=True).detach()
+    model(a=1).backward()
+
+    step_all(model)
+
+    assert model.a[0].item() == 0.0
+
+
+def test_the_guard_of_a_wrapper_that_is_gone_is_taken_out_of_torch():
+    gc.collect()  # wrappers of other tests
+    before = len(_global_optimizer_pre_hooks)
+
+    def use():
+        wrap(Weights("a"))(a=1).backward()
+        assert len(_global_optimizer_pre_hooks) == before + 1
+
+    use()
+    gc.collect()
+
+    assert len(_global_optimizer_pre_hooks) == before

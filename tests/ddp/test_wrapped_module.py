@@ -1,0 +1,480 @@
+"""The wrapper as a module: its state, its replicas, and how it goes away again."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from loop_ranks import Ranks, Weights, grads
+
+from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket.comm import LoopbackWorld
+from megabucket.errors import AlreadyWrappedError, ConfigError, MismatchedCollectiveError, PhaseError
+from megabucket.trace.recorder import ListRecorder
+
+SHARDED = {"use_distributed_optimizer": True}
+
+
+def wrap(model, **switches):
+    return DistributedDataParallel(model, DistributedDataParallelConfig(**switches))
+
+
+def small_model():
+    """Two linear layers with a frozen one between, and running statistics."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 2)
+    )
+    return model.double()
+
+
+def hook_counts(module):
+    """How many hooks of each kind torch holds for a module and its parameters."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
+    kinds += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    counts = [len(getattr(submodule, kind)) for submodule in module.modules() for kind in kinds]
+    for param in module.parameters():
+        counts += [len(param._backward_hooks or ()), len(param._post_accumulate_grad_hooks or ())]
+    return counts
+
+
+class TestReplicas:
+    def test_wrapping_makes_parameters_frozen_ones_and_statistics_those_of_the_first_rank(self):
+        def perturb(rank, module):
+            with torch.no_grad():
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    tensor.add_(10 * rank)
+
+        ranks = Ranks(3, small_model(), prepare=perturb)
+
+        expected = small_model().state_dict()
+        for module in ranks.modules:
+            for name, value in module.state_dict().items():
+                assert torch.equal(value, expected[name]), name
+
+    def test_a_frozen_parameter_in_another_memory_order_is_made_equal_too(self):
+        def prepare(rank, module):
+            module.weight = torch.nn.Parameter(torch.full((2, 3), float(rank)).t(), requires_grad=False)
+
+        ranks = Ranks(2, torch.nn.Linear(2, 3), prepare=prepare)
+
+        assert torch.equal(ranks.modules[1].weight, torch.zeros(3, 2))
+
+    def test_without_init_sync_nothing_is_sent_and_replicas_stay_different(self):
+        def prepare(rank, module):
+            module.a.data.fill_(rank)
+
+        ranks = Ranks(2, Weights("a"), prepare=prepare, init_sync=False)
+
+        assert ranks.num_launched_by_wrapping == 0
+        assert [module.a[0].item() for module in ranks.modules] == [0.0, 1.0]
+
+    def test_a_model_that_differs_between_ranks_is_refused_and_left_as_it_was(self):
+        models = [Weights("a"), Weights("abcdef")]
+        before = [hook_counts(model) for model in models]
+        world = LoopbackWorld(2)
+
+        with pytest.raises(MismatchedCollectiveError, match="initial broadcast"):
+            world.run(lambda rank: DistributedDataParallel(models[rank], communicator=world.communicator(rank)))
+
+        assert [hook_counts(model) for model in models] == before
+        assert not any(hasattr(param, "main_grad") for model in models for param in model.parameters())
+
+
+class TestState:
+    def test_state_dict_has_the_names_of_the_module_and_its_current_values(self):
+        model = small_model()
+        names = list(model.state_dict())
+        ddp = wrap(model)
+        with torch.no_grad():
+            model[0].weight.fill_(3)
+
+        state = ddp.state_dict()
+
+        assert list(state) == names
+        assert torch.equal(state["0.weight"], torch.full((4, 3), 3.0, dtype=torch.float64))
+
+    def test_state_goes_into_an_unwrapped_module_and_back(self):
+        ddp, plain = wrap(small_model()), small_model()
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.add_(1)
+
+        result = ddp.load_state_dict(plain.state_dict())
+
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        plain.load_state_dict(ddp.state_dict())
+        x = torch.ones(2, 3, dtype=torch.float64)
+        assert torch.equal(ddp.eval()(x), plain.eval()(x))
+
+    def test_loading_copies_into_the_buffer(self):
+        ddp = wrap(Weights("a"))
+        pointer = ddp.module.a.data_ptr()
+
+        ddp.load_state_dict({"a": torch.full((100,), 5.0)})
+
+        assert ddp.module.a.data_ptr() == pointer
+        assert ddp.param_and_grad_buffers[0].param_data[:100].tolist() == [5.0] * 100
+
+    def test_missing_keys_are_an_error_unless_they_may_be(self):
+        ddp = wrap(Weights("ab"))
+
+        with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"b\""):
+            ddp.load_state_dict({"a": torch.ones(100)})
+        assert ddp.load_state_dict({"a": torch.ones(100)}, strict=False).missing_keys == ["b"]
+
+    def test_assign_is_refused(self):
+        ddp = wrap(Weights("a"))
+
+        with pytest.raises(PhaseError) as caught:
+            ddp.load_state_dict({"a": torch.ones(100)}, assign=True)
+
+        assert str(caught.value) == (
+            "load_state_dict(assign=True) would replace the parameters that live in the buffers, and their gradients would be "
+            "reduced no more. Load with assign=False, which copies the values, or load before wrapping."
+        )
+
+    @pytest.mark.parametrize("which", ["wrapper", "module", "submodule"])
+    @pytest.mark.parametrize("switches", [{}, SHARDED], ids=["all_reduce", "reduce_scatter"])
+    def test_loading_reaches_the_float32_main_parameters_of_a_16_bit_model(self, which, switches):
+        inner = Weights("a", dtype=torch.bfloat16)
+        ddp = wrap(torch.nn.Sequential(inner), **switches)
+        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
+        target, prefix = {"wrapper": (ddp, "0."), "module": (ddp.module, "0."), "submodule": (inner, "")}[which]
+
+        target.load_state_dict({f"{prefix}a": torch.full((100,), 8.0, dtype=torch.bfloat16)})
+        (inner.a * 2).sum().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+
+        assert inner.a[0].item() == 6.0  # 8 - 2, not 1 - 2
+
+    def test_a_broadcast_reaches_them_too(self):
+        ddp = wrap(Weights("a", dtype=torch.bfloat16))
+        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
+
+        ddp.module.a.detach().fill_(8.0)
+        ddp.broadcast_params()
+        ddp(a=2).backward()
+        optimizer.step()
+
+        assert ddp.module.a[0].item() == 6.0
+
+    def test_parameters_keep_their_identity_so_an_optimizer_may_be_built_before_or_after(self):
+        model = Weights("a")
+        params = list(model.parameters())
+
+        ddp = wrap(model)
+
+        assert all(before is after for before, after in zip(params, ddp.parameters(), strict=True))
+
+
+class TestDetach:
+    def wrapped(self, **switches):
+        model = small_model()
+        before = hook_counts(model)
+        return model, before, wrap(model, **switches)
+
+    @pytest.mark.parametrize(
+        "switches",
+        [{}, SHARDED, {**SHARDED, "overlap_param_gather": True}, {"finish": "explicit"}],
+        ids=["all_reduce", "reduce_scatter", "overlapped_gather", "explicit"],
+    )
+    def test_it_leaves_no_hook_no_attribute_and_no_optimizer_behind(self, switches):
+        model, before, ddp = self.wrapped(**switches)
+        DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
+        ddp(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+
+        assert ddp.detach() is model
+
+        assert hook_counts(model) == before
+        assert all(vars(param) == {} for param in model.parameters())
+
+    def test_plain_training_goes_on_from_the_same_values(self):
+        model, _, ddp = self.wrapped()
+        twin = small_model()
+        for module in (ddp, twin):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+            module(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+
+        ddp.detach()
+        for module in (model, twin):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+            optimizer.zero_grad()
+            module(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+    def test_a_second_wrapper_works(self):
+        ranks = Ranks(2, Weights("a"))
+        ranks.run(lambda _, ddp: ddp(a=1).backward())
+        ranks.run(lambda _, ddp: ddp.detach())
+
+        def wrap_again(rank):
+            ddp = DistributedDataParallel(ranks.modules[rank], communicator=ranks.world.communicator(rank))
+            ddp(a=4 * rank).backward()
+            return grads(ddp.module)
+
+        assert ranks.world.run(wrap_again) == [{"a": 2.0}] * 2
+
+    def test_a_second_call_does_not_undo_a_second_wrapper(self):
+        model = Weights("a")
+        first = wrap(model)
+        first.detach()
+        second = wrap(model)
+
+        assert first.detach() is model
+
+        second(a=3).backward()
+        assert model.a.grad is model.a.main_grad
+
+    def test_it_completes_what_is_in_flight_so_that_no_rank_waits(self):
+        ranks = Ranks(2, Weights("ab"), finish="explicit", completion="manual", bucket_size=1)
+
+        def program(rank, ddp):
+            ddp(a=1, b=1).backward()
+            ddp.start_grad_sync()
+            return ddp.detach().a.grad
+
+        assert ranks.run(program) == [None, None]
+        assert ranks.world.pending == ()
+
+    def test_values_that_were_still_being_gathered_arrive_first(self):
+        ranks = Ranks(2, Weights("ab"), overlap_param_gather=True, **SHARDED)
+
+        def program(rank, ddp):
+            optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
+            ddp(a=3, b=5).backward()
+            optimizer.step()
+            module = ddp.detach()
+            return module.a.unique().tolist(), module.b.unique().tolist()
+
+        assert ranks.run(program) == [([-2.0], [-4.0])] * 2
+
+    def test_an_optimizer_over_its_shards_no_longer_steps(self):
+        _, _, ddp = self.wrapped(**SHARDED)
+        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
+        ddp(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+        ddp.detach()
+
+        with pytest.raises(PhaseError):
+            optimizer.step()
+
+    def test_a_deepcopy_afterwards_is_a_plain_module(self):
+        _, before, ddp = self.wrapped()
+
+        twin = copy.deepcopy(ddp.detach())
+
+        assert hook_counts(twin) == before
+        twin(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+
+
+class TestCopies:
+    @pytest.mark.parametrize("switches", [{}, {**SHARDED, "overlap_param_gather": True}], ids=["all_reduce", "sharded"])
+    def test_a_deepcopy_of_the_inner_module_is_a_plain_module_as_averages_of_weights_need(self, switches):
+        ddp = wrap(Weights("a"), **switches)
+
+        average = torch.optim.swa_utils.AveragedModel(ddp.module)
+        average.module(a=5).backward()
+
+        assert grads(average.module) == {"a": 5.0}
+        assert ddp.module.a.grad is None
+        assert not ddp.sync.has_local_grads
+        assert average.module.a.data_ptr() != ddp.module.a.data_ptr()
+
+    def test_loading_into_the_copy_is_no_load_into_the_wrapped_module(self):
+        ddp = wrap(Weights("a"))
+        twin = copy.deepcopy(ddp.module)
+        count = ddp.num_value_changes
+
+        twin.load_state_dict({"a": torch.zeros(100)})
+
+        assert ddp.num_value_changes == count
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
+    def test_copying_or_pickling_the_wrapper_is_refused(self, duplicate):
+        ddp = wrap(Weights("a"))
+
+        with pytest.raises(PhaseError) as caught:
+            duplicate(ddp)
+
+        assert str(caught.value) == (
+            "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
+            "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one."
+        )
+
+
+class TestTwoWrappers:
+    def test_two_models_in_one_process_do_not_disturb_each_other(self):
+        first, second = wrap(Weights("ab"), bucket_size=1), wrap(Weights("a"), finish="explicit")
+
+        (first(a=2, b=3) + second(a=5)).backward()
+
+        assert grads(first.module) == {"a": 2.0, "b": 3.0}
+        assert first.sync.is_finished
+        assert not second.sync.is_finished
+        second.finish_grad_sync()
+        assert grads(second.module) == {"a": 5.0}
+
+    def test_two_models_with_their_own_modes_train_beside_each_other(self):
+        pairs = [(Ranks(2, Weights("a"), **switches)) for switches in ({}, SHARDED)]
+        plain, sharded = pairs
+
+        def train(rank, ddp):
+            optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
+            for _ in range(2):
+                ddp(a=2 * rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return ddp.module.a[0].item()
+
+        assert plain.run(train) == sharded.run(train) == [-1.0, -1.0]  # 1 - 2 * 1
+
+    def test_a_second_wrapper_over_the_same_parameters_is_refused(self):
+        model = Weights("abcdefg")
+        first = wrap(model)
+
+        with pytest.raises(AlreadyWrappedError) as caught:
+            wrap(torch.nn.Sequential(model))
+
+        assert str(caught.value) == (
+            "'0.a', '0.b', '0.c', '0.d', '0.e' and 2 more already belong to another DistributedDataParallel wrapper. Two "
+            "wrappers would move the same storage and reduce the same gradients twice. Wrap a module once; call detach() on "
+            "the first wrapper before wrapping again."
+        )
+        first(a=1, b=1, c=1, d=1, e=1, f=1, g=1).backward()  # the first one is unharmed
+        assert grads(model)["g"] == 1.0
+
+
+class TestGarbage:
+    @pytest.mark.parametrize("switches", [{}, {**SHARDED, "overlap_param_gather": True}], ids=["all_reduce", "sharded"])
+    def test_a_dropped_wrapper_and_its_module_are_freed_with_their_buffers(self, switches):
+        def use():
+            ddp = wrap(Weights("ab"), **switches)
+            optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters()), ddp)
+            for _ in range(2):
+                ddp(a=1, b=1).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            things = (ddp, ddp.module, ddp.param_and_grad_buffers[0], ddp.sync, optimizer)
+            return [weakref.ref(thing) for thing in things]
+
+        references = use()
+        gc.collect()
+
+        assert [reference() for reference in references] == [None] * 5
+
+    def test_the_module_alone_keeps_its_wrapper_alive(self):
+        model = Weights("a")
+        wrap(model, **SHARDED)
+        gc.collect()
+
+        model(a=3).backward()
+
+        assert model.a.grad is model.a.main_grad
+
+    def test_parameters_that_outlive_both_are_refused_a_gradient_nobody_would_reduce(self):
+        def leak():
+            ddp = wrap(Weights("a"))
+            return ddp.module.a
+
+        param = leak()
+        gc.collect()
+
+        with pytest.raises(PhaseError) as caught:
+            (param * 2).sum().backward()
+
+        assert str(caught.value) == (
+            "a parameter received a gradient, but the DistributedDataParallel wrapper that should reduce it is gone. Keep the "
+            "wrapper or the wrapped module alive, or call detach() on the wrapper before dropping it."
+        )
+
+
+class TestOddModels:
+    def test_tied_parameters_are_one_parameter_under_their_first_name(self):
+        model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
+        model["head"].weight = model["embed"].weight
+        ranks = Ranks(2, model)
+
+        def step(rank, ddp):
+            module = ddp.module
+            module["head"](module["embed"](torch.tensor([rank, rank]))).sum().backward()
+            return module["head"].weight.grad is module["embed"].weight.main_grad, module["embed"].weight.grad.clone()
+
+        (tied, first), (_, second) = ranks.run(step)
+        assert tied
+        assert torch.equal(first, second)
+        assert list(ranks.ddps[0].layout.buffers[0].params) == ["embed.weight"]
+
+    def test_frozen_parameters_stay_where_they_are_and_get_no_gradient(self):
+        model = Weights("ab")
+        model.b.requires_grad_(False)
+        pointer = model.b.data_ptr()
+        ddp = wrap(model)
+
+        ddp(a=1, b=1).backward()
+
+        assert model.b.data_ptr() == pointer
+        assert grads(model) == {"a": 1.0, "b": None}
+        assert not hasattr(model.b, "main_grad")
+
+    def test_scalars_empties_and_two_dtypes_train_side_by_side(self):
+        class Odd(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scalar = torch.nn.Parameter(torch.tensor(2.0))
+                self.empty = torch.nn.Parameter(torch.empty(0, 3))
+                self.short = torch.nn.Parameter(torch.ones(7, dtype=torch.bfloat16))
+                self.wide = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+            def forward(self, factor):
+                terms = (self.scalar, self.empty.sum(), self.short.float().sum(), self.wide.float().sum())
+                return factor * sum(terms)
+
+        for switches in ({}, SHARDED):
+            ranks = Ranks(2, Odd(), bucket_size=1, **switches)
+
+            def train(rank, ddp):
+                optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.5), ddp)
+                for _ in range(2):
+                    ddp(2.0 * rank).backward()
+                    assert optimizer.step().updated
+                    optimizer.zero_grad()
+                module = ddp.module
+                return module.scalar.item(), module.short.tolist(), module.wide.tolist()
+
+            # two steps of 0.5 * mean(0, 2)
+            assert ranks.run(train) == [(1.0, [0.0] * 7, [0.0] * 3)] * 2
+
+    def test_a_model_of_nothing_but_an_empty_parameter_can_be_wrapped(self):
+        model = Weights("a")
+        model.a = torch.nn.Parameter(torch.empty(0))
+        ranks = Ranks(2, model)
+
+        ranks.run(lambda _, ddp: (ddp(a=1).backward(), ddp.zero_grad()))
+
+        assert ranks.schedule() == []
+
+
+class TestArguments:
+    def test_a_communicator_and_a_recorder_contradict_each_other(self):
+        with pytest.raises(ConfigError) as caught:
+            DistributedDataParallel(Weights("a"), communicator=LoopbackWorld(1).communicator(0), recorder=ListRecorder())
+
+        assert str(caught.value) == "communicator= brings its own ranks and recorder; drop process_group= and recorder="
+
+    def test_the_layout_is_the_same_on_every_rank_and_is_data(self):
+        ranks = Ranks(3, small_model(), bucket_size=10)
+
+        assert len({ddp.layout.fingerprint for ddp in ranks.ddps}) == 1
+
+    def test_a_wrapper_without_a_config_all_reduces_with_overlap(self):
+        ddp = DistributedDataParallel(Weights("a"))
+
+        assert ddp.ddp_config == DistributedDataParallelConfig()
