@@ -19,7 +19,7 @@ from megabucket.errors import (
     name_list,
 )
 from megabucket.optim.adopt import adopt_state
-from megabucket.optim.norm import clip_by_norm, global_norm
+from megabucket.optim.norm import GlobalNorm, clip_by_norm
 from megabucket.optim.shards import MainShard, plan_runs
 
 _NEEDS_WHOLE_TENSORS: Final = frozenset(
@@ -69,6 +69,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.clip_grad = float(clip_grad)
         self._is_sharded = ddp.ddp_config.use_distributed_optimizer
         self._shards = self._exchange_params()
+        device = ddp.param_and_grad_buffers[0].grad_data.device
+        self._global_norm = GlobalNorm(ddp.communicator, device=device, is_sharded=self._is_sharded)
         # Weights loaded after this point reach the main parameters at the next step.
         self._num_value_changes = ddp.num_value_changes
 
@@ -135,8 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for shard in self._shards:
             shard.load_grad()
         grads = [shard.grad for shard in self._shards]
-        device = self.ddp.param_and_grad_buffers[0].grad_data.device
-        norm = global_norm(grads, self.ddp.communicator, device=device, is_sharded=self._is_sharded)
+        norm = self._global_norm.of(grads)
         if not math.isfinite(norm):
             return StepResult(updated=False, grad_norm=norm, reason=self._describe_nonfinite(norm))
         if self.clip_grad > 0:

@@ -19,31 +19,41 @@ _CHUNK_NUMEL: Final = 1 << 18
 """Elements summed at a time on CPU: the float64 copy torch makes of them (2 MiB) stays in the cache."""
 
 
-def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of all elements: one float64 value, shape ``(1,)``."""
-    total = torch.zeros(1, dtype=torch.float64, device=device)
-    for grad in grads:
-        for chunk in grad.split(_CHUNK_NUMEL) if device.type == "cpu" else (grad,):
-            total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
-    return total
-
-
-def global_norm(grads: Sequence[torch.Tensor], communicator: Communicator, *, device: torch.device, is_sharded: bool) -> float:
-    """Return the L2 norm over the gradients of all ranks' shards.
+class GlobalNorm:
+    """The L2 norm over the gradients of all ranks' shards, step after step.
 
     Args:
-        grads: this rank's gradients; alignment gaps and padding in them are zero and count nothing. May be empty: a rank can
-            own nothing but padding.
+        communicator: the ranks that hold the shards.
         device: where the gradients of all ranks live, and the collective runs.
-        is_sharded: whether other ranks hold the rest (one all-reduce of 8 bytes), or ``grads`` is everything.
+        is_sharded: whether other ranks hold the rest (one all-reduce of 8 bytes), or each rank holds everything.
     """
-    total = sum_of_squares(grads, device)
-    if is_sharded:
-        communicator.launch([AllReduce(total)], label="grad norm").wait()
-    norm = total.sqrt()
-    # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
-    rounded = float(norm.float())
-    return rounded if math.isfinite(rounded) else float(norm)
+
+    def __init__(self, communicator: Communicator, *, device: torch.device, is_sharded: bool) -> None:
+        self._communicator = communicator
+        self._total = torch.zeros(1, dtype=torch.float64, device=device)
+        self._calls = communicator.prepare([AllReduce(self._total)]) if is_sharded else []
+
+    def of(self, grads: Sequence[torch.Tensor]) -> float:
+        """Return the norm over this rank's gradients and those of the other ranks.
+
+        Args:
+            grads: this rank's gradients; alignment gaps and padding in them are zero and count nothing. May be empty: a rank
+                can own nothing but padding.
+        """
+        add_squares(self._total.zero_(), grads)
+        if self._calls:
+            self._communicator.launch(self._calls, label="grad norm").wait()
+        norm = self._total.sqrt()
+        # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
+        rounded = float(norm.float())
+        return rounded if math.isfinite(rounded) else float(norm)
+
+
+def add_squares(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
+    """Add the squares of all elements to ``total``: one float64 value, shape ``(1,)``."""
+    for grad in grads:
+        for chunk in grad.split(_CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,):
+            total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float) -> None:

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.comm import LocalCommunicator, LoopbackWorld
-from megabucket.optim.norm import clip_by_norm, global_norm, sum_of_squares
+from megabucket.optim.norm import GlobalNorm, add_squares, clip_by_norm
 
 CPU = torch.device("cpu")
 
 
 def norm_here(grads):
-    return global_norm(grads, LocalCommunicator(), device=CPU, is_sharded=False)
+    return GlobalNorm(LocalCommunicator(), device=CPU, is_sharded=False).of(grads)
 
 
 def random_grads(seed, numel, dtype=torch.float32):
@@ -52,7 +52,7 @@ class TestNorm:
 
         def norm_of_rank(rank):
             pieces = [shards[rank]] if shards[rank].numel() else []
-            return global_norm(pieces, world.communicator(rank), device=CPU, is_sharded=True)
+            return GlobalNorm(world.communicator(rank), device=CPU, is_sharded=True).of(pieces)
 
         assert world.run(norm_of_rank) == [norm_here([grads])] * size
 
@@ -85,17 +85,24 @@ class TestNorm:
 
         def both(rank):
             communicator = world.communicator(rank)
-            global_norm([torch.ones(3)], communicator, device=CPU, is_sharded=True)
-            global_norm([torch.ones(3)], communicator, device=CPU, is_sharded=False)
+            GlobalNorm(communicator, device=CPU, is_sharded=True).of([torch.ones(3)])
+            GlobalNorm(communicator, device=CPU, is_sharded=False).of([torch.ones(3)])
 
         world.run(both)
 
         assert world.schedule(0) == ("grad norm [all_reduce sum of 1 x float64]",)
 
-    def test_the_sum_is_one_float64(self):
-        total = sum_of_squares([torch.full((10,), 3.0)], CPU)
+    def test_of_one_step_does_not_reach_into_the_next(self):
+        norm = GlobalNorm(LocalCommunicator(), device=CPU, is_sharded=False)
 
-        assert (total.dtype, total.tolist()) == (torch.float64, [90.0])
+        assert [norm.of([torch.tensor([3.0])]), norm.of([torch.tensor([4.0])]), norm.of([])] == [3.0, 4.0, 0.0]
+
+    def test_squares_are_added_in_float64(self):
+        total = torch.ones(1, dtype=torch.float64)
+
+        add_squares(total, [torch.full((10,), 3.0)])
+
+        assert (total.dtype, total.tolist()) == (torch.float64, [91.0])
 
 
 class TestClip:
