@@ -33,12 +33,12 @@ def explain(
 
 
 def _resolve_all(run: RunConfig, dp_size: int) -> list[ResolvedConfig]:
-    """Return one answer per parameter dtype of the model, or one for the dtype of ``train`` without a model."""
+    """Return one answer per parameter dtype of the model, or one for float32 without a model."""
     from megabucket.config.resolve import resolve
     from megabucket.planning.architecture import param_specs
 
     if run.model is None:
-        return [resolve(run.ddp, dp_size=dp_size, param_dtype=run.train.param_dtype)]
+        return [resolve(run.ddp, dp_size=dp_size, param_dtype="float32")]
     specs = param_specs(run.model)
     total_numel = sum(spec.numel for spec in specs)
     num_buffers = len({(spec.dtype, spec.group) for spec in specs})

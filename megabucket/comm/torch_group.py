@@ -63,7 +63,8 @@ class ProcessGroupCommunicator(Communicator):
     """
 
     def __init__(self, group: dist.ProcessGroup | None, recorder: Recorder | None = None) -> None:
-        self._group = group if group is not None else dist.group.WORLD
+        # The default group stays None: a reference of ours would keep its threads alive beyond destroy_process_group().
+        self._group = None if group is dist.group.WORLD else group
         self._gloo_devices: dict[torch.device, bool] = {}
         rank = dist.get_rank(group)
         if rank < 0:
@@ -88,7 +89,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def _is_gloo(self, device: torch.device) -> bool:
         if device not in self._gloo_devices:
-            self._gloo_devices[device] = self._group is not None and self._group._get_backend(device).name() == "gloo"
+            group = self._group or dist.group.WORLD
+            self._gloo_devices[device] = group is not None and group._get_backend(device).name() == "gloo"
         return self._gloo_devices[device]
 
     def _start(self, call: Call) -> dist.Work:

@@ -7,24 +7,23 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from megabucket.config.architecture import ArchitectureConfig, GptConfig, LlamaConfig
+from megabucket.config.architecture import ArchitectureConfig
 from megabucket.config.ddp import DistributedDataParallelConfig, Section
 from megabucket.config.training import DataConfig, OptimizerConfig, TrainConfig
 
 _MODES: Final = ("all_reduce", "reduce_scatter")
 _SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "data", "train"})
-_TRAINABLE_KINDS: Final = ("gpt", "llama")
-_TRAINABLE_DTYPES: Final = ("float32", "bfloat16")
 
 
 class RunConfig(Section):
     """One run: the model, how its gradients travel, and what ``megabucket train`` does with it."""
 
     mode: Literal["all_reduce", "reduce_scatter"] | None = None
-    """Short for ``ddp.use_distributed_optimizer``: ``reduce_scatter`` sets it, ``all_reduce`` clears it."""
+    """Short for ``ddp.use_distributed_optimizer``: ``reduce_scatter`` sets it; ``all_reduce`` clears it, and with it
+    ``ddp.overlap_param_gather``, which would have nothing to gather."""
 
     model: ArchitectureConfig | None = None
-    """The model, by the ``kind`` of its description. Its ``dtype`` and ``train.param_dtype`` are one fact; give either."""
+    """The model, by the ``kind`` of its description."""
 
     ddp: DistributedDataParallelConfig = Field(default_factory=DistributedDataParallelConfig)
     """How gradients are stored, cut into buckets and reduced."""
@@ -47,43 +46,24 @@ class RunConfig(Section):
         # A section whose lines are all commented out is null in YAML and means the defaults.
         filled = {key: value for key, value in data.items() if not (value is None and key in _SECTIONS)}
         filled.update(_spread_mode(filled))
-        filled.update(_spread_dtype(filled))
         return filled
 
     @model_validator(mode="after")
     def _fields_agree(self) -> RunConfig:
-        problems = []
         given = self.ddp.use_distributed_optimizer
         if self.mode is not None and given != (self.mode == "reduce_scatter"):
-            problems.append(f"mode={self.mode} contradicts ddp.use_distributed_optimizer={given}; keep one of them")
-        model_dtype = _given_dtype(self.model)
-        train_dtype = self.train.param_dtype if "param_dtype" in self.train.model_fields_set else None
-        if model_dtype is not None and train_dtype is not None and model_dtype != train_dtype:
-            problems.append(f"model.dtype={model_dtype} contradicts train.param_dtype={train_dtype}; keep one of them")
-        if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError(f"mode={self.mode} contradicts ddp.use_distributed_optimizer={given}; keep one of them")
         return self
 
 
 def _spread_mode(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``ddp`` section with the field that ``mode`` stands for, unless it is given there."""
+    """Return the ``ddp`` section with the fields that ``mode`` stands for, unless it says itself which mode it is."""
     ddp = _as_mapping(data.get("ddp", {}))
     if data.get("mode") not in _MODES or ddp is None or "use_distributed_optimizer" in ddp:
         return {}
-    return {"ddp": {**ddp, "use_distributed_optimizer": data["mode"] == "reduce_scatter"}}
-
-
-def _spread_dtype(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section that lacks the parameters' dtype with what the other says."""
-    model, train = _as_mapping(data.get("model")), _as_mapping(data.get("train", {}))
-    if model is None or train is None or model.get("kind") not in _TRAINABLE_KINDS:
-        return {}
-    model_dtype, train_dtype = model.get("dtype"), train.get("param_dtype")
-    if model_dtype is None and train_dtype in _TRAINABLE_DTYPES:
-        return {"model": {**model, "dtype": train_dtype}}
-    if train_dtype is None and model_dtype in _TRAINABLE_DTYPES:
-        return {"train": {**train, "param_dtype": model_dtype}}
-    return {}
+    if data["mode"] == "reduce_scatter":
+        return {"ddp": {**ddp, "use_distributed_optimizer": True}}
+    return {"ddp": {**ddp, "use_distributed_optimizer": False, "overlap_param_gather": False}}
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any] | None:
@@ -91,9 +71,3 @@ def _as_mapping(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, Section):
         return value.model_dump(exclude_unset=True)
     return value if isinstance(value, Mapping) else None
-
-
-def _given_dtype(model: Section | None) -> str | None:
-    if isinstance(model, GptConfig | LlamaConfig) and "dtype" in model.model_fields_set:
-        return model.dtype
-    return None

@@ -104,9 +104,6 @@ class TrainConfig(Section):
     seed: Seed = 0
     """Seed of the weights and of the order of the training windows. One seed, one run."""
 
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the parameters and of the arithmetic of forward and backward."""
-
     eval_batches: PositiveCount = 8
     """Batches of ``microbatch_size`` held-out windows per rank in each evaluation."""
 

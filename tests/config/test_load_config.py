@@ -77,12 +77,13 @@ def test_mode_makes_what_needs_the_distributed_optimizer_valid(write):
     assert load_config(write("mode: reduce_scatter\nddp: {overlap_param_gather: true}")).ddp.overlap_param_gather
 
 
-def test_the_dtype_of_the_parameters_is_one_fact_of_model_and_train(write):
-    from_model = load_config(write(f"model: {GPT[:-1]}, dtype: bfloat16}}"))
-    from_train = load_config(write(f"model: {GPT}\ntrain: {{param_dtype: bfloat16}}"))
+def test_all_reduce_switches_off_what_needs_the_distributed_optimizer(write):
+    path = write("mode: reduce_scatter\nddp: {overlap_param_gather: true}")
 
-    assert from_model.train.param_dtype == "bfloat16"
-    assert from_train.model.dtype == "bfloat16"
+    config = load_config(path, ["mode=all_reduce"])
+
+    assert not config.ddp.use_distributed_optimizer
+    assert not config.ddp.overlap_param_gather
 
 
 # What is refused, with the text
@@ -92,16 +93,6 @@ def test_a_contradicting_mode_is_refused_with_both_names(write):
     error = refusal(write("mode: all_reduce\nddp:\n  use_distributed_optimizer: true\n"))
 
     assert str(error).endswith("run.yaml:1: mode=all_reduce contradicts ddp.use_distributed_optimizer=True; keep one of them")
-
-
-def test_contradictions_of_the_run_are_reported_together(write):
-    model = GPT[:-1] + ", dtype: bfloat16}"
-    error = refusal(
-        write(f"mode: all_reduce\nddp: {{use_distributed_optimizer: true}}\nmodel: {model}\ntrain: {{param_dtype: float32}}")
-    )
-
-    assert "mode=all_reduce contradicts ddp.use_distributed_optimizer=True" in str(error)
-    assert "model.dtype=bfloat16 contradicts train.param_dtype=float32" in str(error)
 
 
 def test_every_problem_has_its_path_and_its_place(write):
