@@ -50,7 +50,7 @@ class Comparison:
     last_bits_per_byte: tuple[float, float]
     steps_per_s: tuple[float, float]
     note: str
-    """What has to be known to read the difference; empty for float32."""
+    """What has to be known to read the difference."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain data."""
@@ -180,9 +180,12 @@ def _describe_reference(task: Task) -> str:
 
 
 def _note(task: Task) -> str:
-    if task.model.dtype == "float32":
-        return ""
-    return (
-        f"The reference reduces {task.model.dtype} gradients and updates {task.model.dtype} weights directly. Ours "
-        "reduces gradients as configured and rounds float32 main parameters. The difference is that rounding, not an error."
-    )
+    notes = []
+    if task.config.optimizer.clip_grad > 0:
+        notes.append("Both clip by a norm summed in float64; torch's own clip_grad_norm_ sums in float32.")
+    if task.model.dtype != "float32":
+        notes.append(
+            f"The reference reduces {task.model.dtype} gradients and updates {task.model.dtype} weights directly. Ours "
+            "reduces gradients as configured and rounds float32 main parameters. The difference is that rounding, not an error."
+        )
+    return "\n".join(notes)

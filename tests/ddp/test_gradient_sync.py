@@ -119,6 +119,16 @@ class TestAccumulationAsInTorch:
         with pytest.raises(LateGradientError, match="is already reduced"):
             ddp(a=1).backward()
 
+    def test_an_undivided_sum_is_not_started_anew_while_any_old_value_is_left(self):
+        ddp = wrap(Weights("ab"), grad_reduction="sum", **PER_VECTOR)
+        ddp(a=1, b=1).backward()
+        ddp.module.b.grad = None  # that of b comes first in backward, but a still shows the old sum
+
+        with pytest.raises(LateGradientError) as caught:
+            ddp(a=1, b=1).backward()
+
+        assert (caught.value.param, caught.value.phase) == ("b", "already reduced")
+
     def test_an_undivided_sum_starts_anew_after_zero_grad_of_a_plain_optimizer(self):
         ranks = Ranks(2, Weights("ab"), grad_reduction="sum", **PER_VECTOR)
 
@@ -587,6 +597,35 @@ class TestErrorInBackward:
             return [ddp.module.a.main_grad[64 * rank].item(), ddp.module.b.main_grad[64 * rank].item()]
 
         assert ranks.run(steps) == [[2.0, 3.0]] * 2
+
+    @pytest.mark.parametrize("clear", CLEAR.values(), ids=CLEAR)
+    def test_what_a_failed_backward_had_counted_completes_no_bucket_of_the_next_one(self, clear):
+        ddp = wrap(Weights("abc"), **PER_VECTOR)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        ddp(a=1, b=1, c=1).backward()
+        clear(ddp, optimizer)
+        # Here the gradient of a, whose bucket is the last to be launched, comes first; that of b fails; nothing was sent.
+        loss = ddp(c=100) + (Boom.apply(ddp.module.b) * 100).sum() + ddp(a=100)
+        with pytest.raises(KeyError, match="boom"):
+            loss.backward()
+        clear(ddp, optimizer)
+
+        ddp(a=1, b=2, c=3).backward()  # c, b, a: were a counted already, its bucket would go out with that of b
+
+        assert grads(ddp.module) == {"a": 1.0, "b": 2.0, "c": 3.0}
+
+    def test_a_step_that_was_sent_early_and_then_dropped_teaches_no_wrong_counts(self):
+        ddp = wrap(Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
+        ddp(a=1, b=1).backward()
+        ddp.start_grad_sync()
+        ddp.zero_grad()
+
+        for _ in range(3):  # as in the test before: two backwards in each step
+            ddp(a=1, b=1).backward()
+            ddp(a=1, b=1).backward()
+            ddp.finish_grad_sync()
+            assert ddp.module.b.main_grad[0].item() == 2.0
+            ddp.zero_grad()
 
     def test_a_backward_that_failed_in_the_first_step_teaches_no_wrong_counts(self):
         ddp = wrap(Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)

@@ -226,11 +226,12 @@ class TestDetach:
         first = wrap(model)
         first.detach()
         second = wrap(model)
+        second(a=3).backward()
 
         assert first.detach() is model
 
-        second(a=3).backward()
         assert model.a.grad is model.a.main_grad
+        assert grads(model) == {"a": 3.0}
 
     def test_it_completes_what_is_in_flight_so_that_no_rank_waits(self):
         ranks = Ranks(2, Weights("ab"), finish="explicit", completion="manual", bucket_size=1)
@@ -287,6 +288,22 @@ class TestCopies:
         assert ddp.module.a.grad is None
         assert not ddp.sync.has_local_grads
         assert average.module.a.data_ptr() != ddp.module.a.data_ptr()
+
+    def test_a_backward_through_the_copy_never_touches_a_step_of_the_original(self):
+        ddp = wrap(Weights("ab"), bucket_size=1)
+        for _ in range(2):
+            ddp(a=1, b=1).backward()
+            ddp.zero_grad()
+        twin = copy.deepcopy(ddp.module)
+        loss = ddp(b=1) + ddp(a=1)
+        ddp.module.b.register_hook(lambda _: 1 / 0)  # the backward of the original fails when a is in flight
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        phases = [group.grad_phase for group in ddp.bucket_groups]
+
+        twin(a=5, b=5).backward()
+
+        assert [group.grad_phase for group in ddp.bucket_groups] == phases
 
     def test_loading_into_the_copy_is_no_load_into_the_wrapped_module(self):
         ddp = wrap(Weights("a"))

@@ -89,7 +89,7 @@ def test_one_process_ends_exactly_where_plain_torch_ends(tiny_run, optimizer, is
     assert comparison.max_abs_difference == 0
     assert comparison.held_out_bits[0] == comparison.held_out_bits[1]
     assert comparison.reference.startswith("plain torch")
-    assert comparison.note == ""
+    assert ("summed in float64" in comparison.note) == (clip_grad > 0)
     assert "all weights are equal" in describe_difference(comparison)
 
 
@@ -161,11 +161,6 @@ def test_only_a_gpt_can_be_trained():
 def test_a_vocabulary_without_room_for_bytes_is_refused(tiny_run):
     with pytest.raises(ConfigError, match="vocab_size=255"):
         trainable_model(tiny_run(model={"vocab_size": 255}))
-
-
-@pytest.mark.parametrize("section", [{"model": {"dtype": "bfloat16"}}, {"train": {"param_dtype": "bfloat16"}}])
-def test_the_dtype_of_the_parameters_may_be_given_in_either_section(tiny_run, section):
-    assert trainable_model(tiny_run(**section)).dtype == "bfloat16"
 
 
 def test_a_dtype_that_needs_loss_scaling_is_refused(tiny_run):
