@@ -18,6 +18,28 @@ from megabucket.ddp.grad_sync import GradSync
 from megabucket.errors import PlainOptimizerError, UnreducedGradientsError
 
 
+class _StepHook:
+    """What torch's process-wide list holds: knows the guard weakly, so the list does not keep the model alive.
+
+    A hook whose guard is gone does nothing. It is not taken out of the list when that happens, because garbage is collected
+    at any time, also while torch iterates over the list; the next guard takes it out.
+    """
+
+    __slots__ = ("_check",)
+
+    def __init__(self, guard: PlainOptimizerGuard) -> None:
+        self._check = weakref.WeakMethod(guard.check)
+
+    @property
+    def is_dead(self) -> bool:
+        return self._check() is None
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        check = self._check()
+        if check is not None:
+            check(optimizer)
+
+
 class PlainOptimizerGuard:
     """Watches optimizer steps on the parameters of one wrapper until it is removed or garbage collected."""
 
@@ -26,16 +48,8 @@ class PlainOptimizerGuard:
         self._sync = sync
         self._reduce_scatters = reduce_scatters
         self._rank = rank
-        # Weak: the hook lives in torch's process-wide list and must not keep the model alive.
-        reference = weakref.WeakMethod(self.check)
-
-        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            check = reference()
-            if check is not None:
-                check(optimizer)
-
-        self._handle: RemovableHandle = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, self._handle.remove)
+        self._handle: RemovableHandle = register_optimizer_step_pre_hook(_StepHook(self))
+        _remove_dead_hooks(self._handle)
 
     def remove(self) -> None:
         """Stop watching."""
@@ -60,3 +74,10 @@ class PlainOptimizerGuard:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held, rank=self._rank)
         if self._sync.has_local_grads:
             raise UnreducedGradientsError(rank=self._rank)
+
+
+def _remove_dead_hooks(handle: RemovableHandle) -> None:
+    """Take the hooks of guards that are gone out of the list that ``handle`` points into."""
+    hooks = handle.hooks_dict_ref() or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _StepHook) and hook.is_dead]:
+        del hooks[key]

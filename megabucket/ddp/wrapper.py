@@ -5,7 +5,7 @@ Puts the parts together: discovery -> layout -> buffers -> bucket groups -> hook
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -82,6 +82,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.num_value_changes = 0
         """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
         self._handles = self._register_hooks()
+        self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
         if self.ddp_config.init_sync:
             try:
                 self.broadcast_params()
@@ -217,17 +218,33 @@ class DistributedDataParallel(torch.nn.Module):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Copy parameters (frozen ones too) and module buffers of the group's first rank to all ranks."""
+        """Copy parameters (frozen ones too) and module buffers of the group's first rank to all ranks.
+
+        What has no values (meta) is left out.
+
+        Raises:
+            ConfigError: a frozen parameter or module buffer is sparse.
+        """
         self.finish_param_sync()
-        state = [buffer.param_data for buffer in self.param_and_grad_buffers]
-        state += [param.data for param in self.module.parameters() if param not in self.param_names]
-        state += [buffer for buffer in self.module.buffers() if not buffer.is_meta]
-        for tensor in state:
-            dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-            self.communicator.launch([Broadcast(dense)], label="initial broadcast").wait()
-            if dense is not tensor:
-                tensor.copy_(dense)
+        if self.communicator.size > 1:
+            for tensor in [*(buffer.param_data for buffer in self.param_and_grad_buffers), *self._unbuffered_state()]:
+                dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+                self.communicator.launch([Broadcast(dense)], label="initial broadcast").wait()
+                if dense is not tensor:
+                    tensor.copy_(dense)
         self.num_value_changes += 1
+
+    def _unbuffered_state(self) -> Iterator[torch.Tensor]:
+        frozen = [(name, param) for name, param in self.module.named_parameters() if param not in self.param_names]
+        for name, tensor in [*frozen, *self.module.named_buffers()]:
+            if tensor.layout is not torch.strided:
+                raise ConfigError(
+                    f"init_sync=True cannot make {name!r} equal on all ranks, because it is sparse ({tensor.layout}). Make it "
+                    "equal yourself and pass init_sync=False, or use a dense tensor."
+                )
+            if not tensor.is_meta:
+                # Of an expanded dimension one element is all there is; torch refuses to write through the expanded view.
+                yield tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
     # The wrapper as a module #
 
@@ -281,6 +298,12 @@ class DistributedDataParallel(torch.nn.Module):
             "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
             "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one."
         )
+
+
+def _restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Let an outer module that contains the wrapper load what its ``state_dict`` gave: names without ``module.``."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
 def _output_watcher(module: torch.nn.Module, sync: GradSync) -> Callable[..., None]:

@@ -8,7 +8,7 @@ else (step counts) must be the same for all parameters that share a shard.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,6 +16,8 @@ from megabucket.buffer.views import dense_strides
 from megabucket.errors import OptimizerParametersError
 from megabucket.layout import BufferLayout
 from megabucket.optim.shards import MainShard
+
+_NUMBERS_PER_PARAMETER: Final = frozenset({"step", "mu_product", "eta", "mu"})  # of all, of NAdam, and two of ASGD
 
 
 @torch.no_grad()
@@ -52,8 +54,8 @@ def adopt_state(
 
 
 def _is_per_element(key: str, value: object, param: torch.nn.Parameter) -> bool:
-    # A step count and the state of a scalar parameter look the same; torch calls all its step counts "step".
-    return isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step"
+    # A number per parameter and the state of a scalar parameter look the same, so the former are known by name.
+    return isinstance(value, torch.Tensor) and value.shape == param.shape and key not in _NUMBERS_PER_PARAMETER
 
 
 def _equal(value: object, other: object) -> bool:

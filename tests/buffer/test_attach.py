@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.buffer import ParamAndGradBuffer
-from megabucket.buffer.views import dense_strides, dtype_name
+from megabucket.buffer.views import dense_strides, dtype_name, view_like
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec, build_layout
 
@@ -180,6 +180,13 @@ def test_dense_strides_are_those_of_a_dense_copy(tensor):
     copy = torch.empty_like(tensor)
 
     assert dense_strides(tensor) == copy.stride()
+
+
+def test_a_view_counts_from_the_start_of_what_it_is_a_view_of():
+    flat = torch.arange(20.0)[4:]
+
+    assert view_like(flat, 2, (2, 3), (3, 1)).tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
+    assert view_like(flat, 0, (2,), (1,)).tolist() == [4.0, 5.0]
 
 
 class TestBuckets:

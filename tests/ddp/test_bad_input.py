@@ -169,7 +169,7 @@ class TestUnsupportedParameters:
     def test_frozen_it_is_nobodys_business(self, tensor):
         model = Model(ok=param(), w=param(tensor, requires_grad=False))
 
-        DistributedDataParallel(model, DistributedDataParallelConfig(init_sync=False))
+        DistributedDataParallel(model)
 
         assert not hasattr(model.w, "main_grad")
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from loop_ranks import Weights
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.errors import PlainOptimizerError, UnreducedGradientsError
@@ -118,15 +118,34 @@ def test_after_detach_any_optimizer_may_step():
     assert model.a[0].item() == 0.0
 
 
-def test_the_guard_of_a_wrapper_that_is_gone_is_taken_out_of_torch():
-    gc.collect()  # wrappers of other tests
-    before = len(_global_optimizer_pre_hooks)
-
+def test_the_guard_of_a_wrapper_that_is_gone_is_taken_out_of_torch_when_the_next_one_comes():
     def use():
-        wrap(Weights("a"))(a=1).backward()
-        assert len(_global_optimizer_pre_hooks) == before + 1
+        before = set(_global_optimizer_pre_hooks)
+        ddp = wrap(Weights("a"))
+        ddp(a=1).backward()
+        return set(_global_optimizer_pre_hooks) - before
 
-    use()
+    (hook,) = use()
     gc.collect()
+    use()
 
-    assert len(_global_optimizer_pre_hooks) == before
+    assert hook not in _global_optimizer_pre_hooks
+
+
+def test_a_wrapper_that_is_collected_while_any_optimizer_steps_does_not_disturb_that_step():
+    wrappers = [wrap(Weights("a"))]
+    other = Weights("a")
+    other(a=1).backward()
+
+    def drop(*_):
+        wrappers.clear()
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (drop, lambda *_: None)]
+    try:
+        step_all(other)  # torch iterates over the hooks of all wrappers of the process
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    assert other.a[0].item() == 0.0

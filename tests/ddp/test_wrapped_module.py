@@ -11,7 +11,12 @@ from loop_ranks import Ranks, Weights, grads
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.comm import LoopbackWorld
-from megabucket.errors import AlreadyWrappedError, ConfigError, MismatchedCollectiveError, PhaseError
+from megabucket.errors import (
+    AlreadyWrappedError,
+    ConfigError,
+    MismatchedCollectiveError,
+    PhaseError,
+)
 from megabucket.trace.recorder import ListRecorder
 
 SHARDED = {"use_distributed_optimizer": True}
@@ -62,6 +67,34 @@ class TestReplicas:
 
         assert torch.equal(ranks.modules[1].weight, torch.zeros(3, 2))
 
+    def test_an_expanded_buffer_is_made_equal_too(self):
+        def prepare(rank, module):
+            module.register_buffer("mask", torch.tensor([[1.0], [2.0]]).mul(rank + 1).expand(2, 5))
+
+        ranks = Ranks(2, Weights("a"), prepare=prepare)
+
+        assert torch.equal(ranks.modules[1].mask, torch.tensor([[1.0] * 5, [2.0] * 5]))
+
+    def test_what_has_no_values_is_left_out(self):
+        model = Weights("ab")
+        model.b = torch.nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+
+        ranks = Ranks(2, model)
+
+        assert ranks.num_launched_by_wrapping == 1  # the buffer of a
+
+    def test_a_frozen_sparse_parameter_cannot_be_made_equal(self):
+        def prepare(_, module):
+            module.b = torch.nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
+
+        with pytest.raises(ConfigError) as caught:
+            Ranks(2, Weights("ab"), prepare=prepare)
+
+        assert str(caught.value) == (
+            "init_sync=True cannot make 'b' equal on all ranks, because it is sparse (torch.sparse_coo). Make it equal "
+            "yourself and pass init_sync=False, or use a dense tensor."
+        )
+
     def test_without_init_sync_nothing_is_sent_and_replicas_stay_different(self):
         def prepare(rank, module):
             module.a.data.fill_(rank)
@@ -108,6 +141,16 @@ class TestState:
         plain.load_state_dict(ddp.state_dict())
         x = torch.ones(2, 3, dtype=torch.float64)
         assert torch.equal(ddp.eval()(x), plain.eval()(x))
+
+    def test_an_outer_module_loads_what_it_has_saved(self):
+        outer = torch.nn.Sequential(wrap(Weights("a")), torch.nn.Linear(2, 2))
+        state = {name: value + 5 for name, value in outer.state_dict().items()}
+
+        result = outer.load_state_dict(state)
+
+        assert list(state) == ["0.a", "1.weight", "1.bias"]
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert outer[0].module.a[0].item() == 6.0
 
     def test_loading_copies_into_the_buffer(self):
         ddp = wrap(Weights("a"))

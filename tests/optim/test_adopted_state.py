@@ -86,6 +86,26 @@ def test_every_rank_takes_the_pieces_that_belong_to_its_shards(sharded):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
+def test_numbers_per_parameter_are_not_mistaken_for_the_state_of_scalars(kind):
+    def scalars():
+        model = torch.nn.Module()
+        model.a, model.b = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Parameter(torch.tensor(2.0))
+        return model
+
+    plain, wrapped = scalars(), scalars()
+    optimizers = [kind(model.parameters(), lr=0.1) for model in (plain, wrapped)]
+    for step in range(4):
+        if step == 2:
+            optimizers[1] = DistributedOptimizer(optimizers[1], DistributedDataParallel(wrapped))
+        for model, optimizer in zip((plain, wrapped), optimizers, strict=True):
+            (model.a * 3 + model.b**2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert (wrapped.a.item(), wrapped.b.item()) == (plain.a.item(), plain.b.item())
+
+
 def test_state_of_a_16_bit_model_becomes_float32():
     model = conv_model().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
