@@ -18,6 +18,7 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
     │   └── UnreducedGradientsError            an optimizer step without a gradient sync before it
     ├── UnusedParameterError (RuntimeError)    a parameter without a gradient at the gradient sync
     ├── PlainOptimizerError (RuntimeError)     a plain optimizer stepping on reduce-scattered gradients
+    ├── MixedDtypeOptimizerError (RuntimeError) a plain optimizer that cannot mix parameter and gradient dtypes
     ├── CollectiveError (RuntimeError)
     │   ├── MismatchedCollectiveError          ranks launched different collectives
     │   ├── CollectiveDeadlockError            a wait that can never end
@@ -190,6 +191,19 @@ class PlainOptimizerError(MegabucketError, RuntimeError):
         )
 
 
+class MixedDtypeOptimizerError(MegabucketError, RuntimeError):
+    """A plain torch optimizer that cannot step on 16-bit parameters with wider gradients."""
+
+    def __init__(self, *, optimizer: str, param: str, param_dtype: str, grad_dtype: str, rank: int) -> None:
+        self.optimizer, self.param, self.rank = optimizer, param, rank
+        self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
+        super().__init__(
+            f"[rank {rank}] torch's {optimizer} cannot mix dtypes in a step, and {param!r} is {param_dtype} with a "
+            f"{grad_dtype} gradient (grad_reduce_in_fp32=True). Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp) works in "
+            "both modes and keeps float32 main parameters; or set grad_reduce_in_fp32=False."
+        )
+
+
 class CollectiveError(MegabucketError, RuntimeError):
     """A collective that cannot give the right result."""
 
@@ -236,9 +250,9 @@ class CheckpointUnavailableError(MegabucketError, RuntimeError):
     def __init__(self, *, rank: int, num_shards: int) -> None:
         self.rank, self.num_shards = rank, num_shards
         super().__init__(
-            f"[rank {rank}] this rank holds one of {num_shards} shards of the optimizer state, and state_dict() must not pass "
-            "one shard off as the whole. Saving and loading the sharded state is not available in this version; the "
-            "model's own state_dict() is complete on every rank."
+            f"[rank {rank}] the optimizer's state is kept by flat shards, of which this rank holds 1 of {num_shards}, not by "
+            "parameter, and state_dict() must not pass shards off as the whole. Saving and loading this state is not available "
+            "in this version; the model's own state_dict() is complete on every rank."
         )
 
 

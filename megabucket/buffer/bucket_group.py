@@ -18,7 +18,7 @@ from megabucket.buffer.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPh
 from megabucket.buffer.readiness import Readiness
 from megabucket.buffer.scaling import GradScale
 from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.errors import CollectiveError, LateGradientError, PhaseError
+from megabucket.errors import CollectiveError, LateGradientError
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +138,6 @@ class _ParamAndGradBucketGroup:
             rank=self.communicator.rank,
             phase=self._grads.current.value,
         )
-
-    def register_grad_ready(self, param: torch.nn.Parameter) -> bool:
-        """Count a gradient that the caller put into ``main_grad`` itself; return whether the group is complete now.
-
-        Raises:
-            PhaseError: the parameter is not in this group, or the group was already sent.
-        """
-        for position, slot in enumerate(self.slots):
-            if slot.param is param:
-                if self._grads.current is not GradPhase.ACCUMULATING:
-                    self.refuse_late_grad(position)
-                if not slot.has_grad:
-                    slot.publish()
-                return self.readiness.mark(position)
-        raise PhaseError(f"a parameter of shape {tuple(param.shape)} was registered as ready with {self.label}, which lacks it")
 
     def start_grad_sync(self, *, force_all_reduce: bool = False) -> None:
         """Hand the gradients to a collective. Parameters without a gradient are reduced as zeros and listed in ``missing``.

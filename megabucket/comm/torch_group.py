@@ -128,12 +128,10 @@ class ProcessGroupCommunicator(Communicator):
 
     def _record_completion(self, works: Sequence[dist.Work], label: str, start_s: float) -> None:
         """Record the time from launch to the completion of the last work, from the back-end's own thread."""
-        remaining = len(works)
+        countdown = iter(range(len(works))[::-1])  # next() is atomic, and works may end in several threads at once
 
         def on_done(_: Any) -> None:
-            nonlocal remaining
-            remaining -= 1
-            if remaining == 0:
+            if next(countdown) == 0:
                 self.recorder.record_interval(Interval(Lane.COMM, label, start_s, time.perf_counter()))
 
         for work in works:

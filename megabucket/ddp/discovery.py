@@ -24,8 +24,6 @@ class DiscoveredParams:
 
     trainable: Mapping[str, torch.nn.Parameter]
     """By first name: a tied parameter stands here once."""
-    aliases: Mapping[str, tuple[str, ...]]
-    """The further names of tied parameters, by first name."""
     frozen: tuple[str, ...]
 
     @property
@@ -50,13 +48,7 @@ def discover_params(module: torch.nn.Module) -> DiscoveredParams:
         UnsupportedParameterError: a trainable parameter cannot live in a buffer.
         AlreadyWrappedError: a wrapper holds some of the parameters already.
     """
-    names_of: dict[int, list[str]] = {}
-    params: dict[str, torch.nn.Parameter] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names = names_of.setdefault(id(param), [])
-        if not names:
-            params[name] = param
-        names.append(name)
+    params = dict(module.named_parameters())  # a tied parameter comes once, under its first name
     frozen = tuple(name for name, param in params.items() if not param.requires_grad)
     trainable = {name: param for name, param in params.items() if param.requires_grad}
     if not trainable:
@@ -69,8 +61,7 @@ def discover_params(module: torch.nn.Module) -> DiscoveredParams:
         _check_supported(name, param)
     _check_one_device(trainable)
     _check_disjoint_memory(module, trainable)
-    aliases = {names[0]: tuple(names[1:]) for names in names_of.values() if len(names) > 1 and names[0] in trainable}
-    return DiscoveredParams(trainable, aliases, frozen)
+    return DiscoveredParams(trainable, frozen)
 
 
 def _check_supported(name: str, param: torch.nn.Parameter) -> None:

@@ -7,15 +7,18 @@ wrapper and, if so, whether their gradients are complete: never after a reduce-s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from megabucket.buffer.views import dtype_name
 from megabucket.ddp.grad_sync import GradSync
-from megabucket.errors import PlainOptimizerError, UnreducedGradientsError
+from megabucket.errors import MixedDtypeOptimizerError, PlainOptimizerError, UnreducedGradientsError
+
+_ADAMS: Final = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)  # AdamW is an Adam
 
 
 class _StepHook:
@@ -44,6 +47,7 @@ class PlainOptimizerGuard:
     """Watches optimizer steps on the parameters of one wrapper until it is removed or garbage collected."""
 
     def __init__(self, params: Mapping[str, torch.nn.Parameter], sync: GradSync, *, reduce_scatters: bool, rank: int) -> None:
+        self._params = params
         self._names = {id(param): name for name, param in params.items()}
         self._sync = sync
         self._reduce_scatters = reduce_scatters
@@ -61,6 +65,7 @@ class PlainOptimizerGuard:
         Raises:
             PlainOptimizerError: the gradients are reduce-scattered.
             UnreducedGradientsError: gradients were accumulated that no sync has reduced.
+            MixedDtypeOptimizerError: the optimizer cannot mix the dtypes of parameters and gradients.
         """
         held = [
             self._names[id(param)]
@@ -74,6 +79,21 @@ class PlainOptimizerGuard:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held, rank=self._rank)
         if self._sync.has_local_grads:
             raise UnreducedGradientsError(rank=self._rank)
+        if isinstance(optimizer, _ADAMS) or any(group.get("fused") for group in optimizer.param_groups):
+            self._check_dtypes(optimizer, held)
+
+    def _check_dtypes(self, optimizer: torch.optim.Optimizer, held: Sequence[str]) -> None:
+        """Say what torch's Adams and fused kernels would fail on with an internal text."""
+        for name in held:
+            param, grad = self._params[name], self._params[name].grad
+            if grad is not None and grad.dtype != param.dtype:
+                raise MixedDtypeOptimizerError(
+                    optimizer=type(optimizer).__name__,
+                    param=name,
+                    param_dtype=dtype_name(param.dtype),
+                    grad_dtype=dtype_name(grad.dtype),
+                    rank=self._rank,
+                )
 
 
 def _remove_dead_hooks(handle: RemovableHandle) -> None:

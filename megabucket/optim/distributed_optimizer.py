@@ -30,7 +30,7 @@ _NEEDS_WHOLE_TENSORS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did; the same on every rank."""
+    """What one optimizer step did. All ranks agree on ``updated`` and ``grad_norm``."""
 
     updated: bool
     """Whether parameters were changed."""

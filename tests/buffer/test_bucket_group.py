@@ -210,36 +210,6 @@ class TestReadiness:
 
         assert [only.grad(name, 1) for name in ("a", "b", "a")] == [False, False, True]
 
-    def test_a_gradient_written_by_hand_can_be_registered(self):
-        _, (only,) = ranks(size=1)
-        only.both(1)
-        sync([only])
-        only.group.reset()
-
-        only.grad("b", 1)
-        only.params["a"].main_grad.fill_(9)
-        complete = only.group.register_grad_ready(only.params["a"])
-        sync([only])
-
-        assert complete
-        assert only.group.missing == ()
-        assert only.reduced == [9.0, 1.0]
-
-    def test_registering_a_parameter_of_another_group_is_refused(self):
-        _, (only,) = ranks(size=1)
-
-        with pytest.raises(PhaseError) as caught:
-            only.group.register_grad_ready(torch.nn.Parameter(torch.zeros(2, 3)))
-
-        assert str(caught.value) == "a parameter of shape (2, 3) was registered as ready with bucket 1, which lacks it"
-
-    def test_registering_after_the_launch_is_a_late_gradient(self):
-        _, (first, _) = ranks()
-        first.group.start_grad_sync()
-
-        with pytest.raises(LateGradientError):
-            first.group.register_grad_ready(first.params["a"])
-
 
 class TestLateGradients:
     def test_in_flight_the_text_names_parameter_bucket_rank_and_phase(self):

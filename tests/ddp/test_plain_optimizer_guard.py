@@ -8,7 +8,7 @@ from loop_ranks import Weights
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.errors import PlainOptimizerError, UnreducedGradientsError
+from megabucket.errors import MixedDtypeOptimizerError, PlainOptimizerError, UnreducedGradientsError
 
 
 def wrap(model, **switches):
@@ -149,3 +149,41 @@ def test_a_wrapper_that_is_collected_while_any_optimizer_steps_does_not_disturb_
             handle.remove()
 
     assert other.a[0].item() == 0.0
+
+
+class TestMixedDtypes:
+    """16-bit parameters with float32 gradients: torch's Adams and fused kernels cannot step on them."""
+
+    def wrapped(self, **fields):
+        module = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(**fields))
+        model(torch.ones(3, 2, dtype=torch.bfloat16)).sum().backward()
+        return model
+
+    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam])
+    def test_an_adam_is_refused_by_name(self, kind):
+        model = self.wrapped()
+
+        with pytest.raises(MixedDtypeOptimizerError) as caught:
+            kind(model.parameters()).step()
+
+        assert str(caught.value) == (
+            f"[rank 0] torch's {kind.__name__} cannot mix dtypes in a step, and 'weight' is bfloat16 with a float32 gradient "
+            "(grad_reduce_in_fp32=True). Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp) works in both "
+            "modes and keeps float32 main parameters; or set grad_reduce_in_fp32=False."
+        )
+
+    def test_what_torch_can_mix_steps(self):
+        model = self.wrapped()
+        torch.nn.init.zeros_(model.module.weight)
+
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+        assert model.module.weight.tolist() == [[-1.5, -1.5]]  # gradient 3 in each
+
+    def test_both_remedies_work(self):
+        same_dtype, main_params = self.wrapped(grad_reduce_in_fp32=False), self.wrapped()
+
+        torch.optim.AdamW(same_dtype.parameters()).step()
+
+        assert DistributedOptimizer(torch.optim.AdamW(main_params.parameters()), main_params).step().updated

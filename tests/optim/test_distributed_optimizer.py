@@ -606,9 +606,9 @@ class TestAsATorchOptimizer:
             call(optimizer)
 
         assert str(caught.value) == (
-            "[rank 0] this rank holds one of 1 shards of the optimizer state, and state_dict() must not pass one shard off as "
-            "the whole. Saving and loading the sharded state is not available in this version; the model's own state_dict() "
-            "is complete on every rank."
+            "[rank 0] the optimizer's state is kept by flat shards, of which this rank holds 1 of 1, not by parameter, and "
+            "state_dict() must not pass shards off as the whole. Saving and loading this state is not available in this "
+            "version; the model's own state_dict() is complete on every rank."
         )
 
     def test_adding_a_group_is_refused(self):
