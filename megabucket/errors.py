@@ -199,8 +199,9 @@ class MixedDtypeOptimizerError(MegabucketError, RuntimeError):
         self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
         super().__init__(
             f"[rank {rank}] torch's {optimizer} cannot mix dtypes in a step, and {param!r} is {param_dtype} with a "
-            f"{grad_dtype} gradient (grad_reduce_in_fp32=True). Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp) works in "
-            "both modes and keeps float32 main parameters; or set grad_reduce_in_fp32=False."
+            f"{grad_dtype} gradient (grad_reduce_in_fp32=True). Wrap the optimizer: "
+            "megabucket.DistributedOptimizer(optimizer, ddp) works in both modes and keeps float32 main parameters; or set "
+            "grad_reduce_in_fp32=False."
         )
 
 
