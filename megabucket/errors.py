@@ -146,7 +146,7 @@ class LateGradientError(PhaseError):
             f"is {phase}. That gradient is in no reduction, so the step would be wrong. Usual causes: a second backward "
             "without zero_grad() or outside no_sync() (wrap all but the last backward of a step in no_sync()), or "
             "reentrant activation checkpointing of a layer that is used several times (pass use_reentrant=False). "
-            "The gradients of this step are lost; call zero_grad() and go on with the next step."
+            "The gradients of this step are lost; call zero_grad() of the wrapper or of the DistributedOptimizer and go on."
         )
 
 
@@ -173,8 +173,8 @@ class UnusedParameterError(MegabucketError, RuntimeError):
             f"[rank {rank}] {len(self.params)} of {num_params} parameters got no gradient in this step: "
             f"{name_list(self.params)} (first in bucket {bucket} of {num_buckets}, counted from 0). They require grad but "
             "were not used in any forward of the step. Freeze them with requires_grad_(False) before wrapping, use them, "
-            "or set unused_parameters='zero' to reduce zeros in their place. The collectives of this step were completed; "
-            "call zero_grad() and go on with the next step."
+            "or set unused_parameters='zero' to reduce zeros in their place. The collectives of this step were completed. "
+            "If every rank says so, call zero_grad() and go on; ranks that did use them have stepped without this one."
         )
 
 

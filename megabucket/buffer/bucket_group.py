@@ -65,6 +65,9 @@ class _ParamAndGradBucketGroup:
         self._params = PhaseMachine(f"the parameters of bucket group {index}", ParamPhase.GATHERED, PARAM_TRANSITIONS)
         self._grad_handle: Handle | None = None
         self._param_handle: Handle | None = None
+        self._values = [slot.param.data for slot in self.slots]
+        self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
+        self._are_params_hidden = False
         self._was_all_reduced = False
         num_ranks = communicator.size if policy.average and policy.op is ReduceOp.SUM else 1
         self._scales = [GradScale.mean_of(num_ranks, bucket.grad_data.dtype) for bucket in self.buckets]
@@ -122,15 +125,11 @@ class _ParamAndGradBucketGroup:
     def refuse_late_grad(self, position: int) -> NoReturn:
         """Say that a gradient came after its bucket was sent.
 
-        If the bucket is still in flight, backward brings more gradients than were learned, and later steps wait for one more.
-
         Raises:
             LateGradientError: always.
         """
         slot = self.slots[position]
         slot.param.grad = None
-        if self._grads.current is GradPhase.IN_FLIGHT:
-            self.readiness.expect_one_more(position)
         raise LateGradientError(
             param=slot.name,
             bucket=self.index,
@@ -223,6 +222,19 @@ class _ParamAndGradBucketGroup:
         self._wait(self._param_handle)
         self._params.enter(ParamPhase.GATHERED)
         self._param_handle = None
+        if self._are_params_hidden:
+            self._are_params_hidden = False
+            for slot, values in zip(self.slots, self._values, strict=True):
+                slot.param.data = values
+
+    def hide_params(self) -> None:
+        """Let the parameters read as NaN until ``finish_param_sync``: what reads them too early must not get old values.
+
+        Nothing is written; each parameter looks at a single NaN for a while. A write to it raises in torch.
+        """
+        self._are_params_hidden = True
+        for slot, nans in zip(self.slots, self._nans, strict=True):
+            slot.param.data = nans
 
     def _wait(self, handle: Handle | None) -> None:
         if handle is None:

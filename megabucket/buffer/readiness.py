@@ -5,7 +5,7 @@ that is used twice, or when the last microbatch runs several backwards. Nothing 
 step only counts; from then on a group is complete when every parameter has received as many gradients as it did then.
 
 A step with fewer gradients is still right: the group is sent at the end of the step. A step with more gradients is refused
-(a gradient comes too late) and teaches the larger count.
+(a gradient comes too late), and the step after it only counts again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Readiness:
         self._num_complete += 1
         return self._num_complete == len(self._counts)
 
-    def expect_one_more(self, param: int) -> None:
-        """Learn that a parameter can receive more gradients than the first step showed."""
-        if self._expected is not None:
-            self._expected[param] = max(self._expected[param], self._counts[param]) + 1
+    def unlearn(self) -> None:
+        """Go back to before the first step, because this one brought more gradients than that one had."""
+        self._expected = None
+        self.abandon_step()
 
     def abandon_step(self) -> None:
         """Forget the counts of a step that was cut short: it teaches nothing."""

@@ -15,7 +15,7 @@ import torch
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.launcher import InOrderLauncher
-from megabucket.errors import PhaseError, UnusedParameterError
+from megabucket.errors import LateGradientError, PhaseError, UnusedParameterError
 
 
 class GradSync:
@@ -90,7 +90,14 @@ class GradSync:
             self.awaits_finish = True
             if self._open_backward is None and self._finishes_with_backward:
                 self._open(_graph_task_id())
-        if group.receive_grad(position, counts=syncs) and self._config.overlap_grad_reduce:
+        try:
+            is_complete = group.receive_grad(position, counts=syncs)
+        except LateGradientError:
+            if group.grad_phase is GradPhase.IN_FLIGHT:
+                for one in self._groups:  # the model has changed its ways, probably in other groups, too
+                    one.readiness.unlearn()
+            raise
+        if is_complete and self._config.overlap_grad_reduce:
             self._launcher.mark_complete(index)
 
     def begin_backward(self) -> None:

@@ -99,5 +99,6 @@ class PlainOptimizerGuard:
 def _remove_dead_hooks(handle: RemovableHandle) -> None:
     """Take the hooks of guards that are gone out of the list that ``handle`` points into."""
     hooks = handle.hooks_dict_ref() or {}
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _StepHook) and hook.is_dead]:
-        del hooks[key]
+    for key, hook in list(hooks.items()):  # a copy, made in one go: another thread may be wrapping a module, too
+        if isinstance(hook, _StepHook) and hook.is_dead:
+            hooks.pop(key, None)

@@ -2,35 +2,41 @@
 
 Gathers are launched in forward order, which is the reverse of the launch order of gradients. With overlap, a module waits for
 the buckets of its own parameters just before its forward, and ``state_dict`` and ``load_state_dict`` of any submodule wait for
-all. Code that reads parameters in other ways calls ``finish_param_sync`` first.
+all. Until then a parameter is NaN, so code that reads it in other ways is noticed; such code calls ``finish_param_sync`` first.
+
+Not every module that owns parameters is called: attention reads the weight of its output projection, a list of parameters is
+indexed. Their buckets are waited for by the nearest module around them that is called, as the first forward shows. Until it
+has, every module waits for everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer import ParamPhase, _ParamAndGradBucketGroup
+from megabucket.errors import PhaseError
 
 
 class ParamGather:
-    """The param gather of one wrapper.
-
-    A parameter that a module uses but another module registers (functional use of ``other.weight``) is waited for when the
-    registering module runs; let that one run first, or switch the overlap off.
-    """
+    """The param gather of one wrapper."""
 
     def __init__(self, groups: Sequence[_ParamAndGradBucketGroup], module: torch.nn.Module, *, overlaps: bool) -> None:
         self._groups = groups
-        self._handles: list[RemovableHandle] = self._register_hooks(module) if overlaps else []
+        self._overlaps = overlaps
+        self._called: set[torch.nn.Module] = set()
+        self._needed: dict[torch.nn.Module, list[_ParamAndGradBucketGroup]] | None = None
+        self._handles: list[RemovableHandle] = list(self._register_hooks(module))
 
     def start(self) -> None:
         """Launch the gather of every group."""
         for group in reversed(self._groups):
             group.start_param_sync()
+            if self._overlaps:
+                group.hide_params()
 
     def finish(self) -> None:
         """Return when every group is gathered, launching what was not launched."""
@@ -47,28 +53,54 @@ class ParamGather:
             handle.remove()
         self._handles = []
 
-    def _register_hooks(self, module: torch.nn.Module) -> list[RemovableHandle]:
-        group_of = {param: group for group in self._groups for param in group.params}
-
+    def _register_hooks(self, module: torch.nn.Module) -> Iterator[RemovableHandle]:
         # Plain functions, not bound methods: a deepcopy of the module (to average weights) keeps functions as they are,
         # but would copy the object behind a method, and with it all buffers.
+        def before_forward(called: torch.nn.Module, _: Any) -> None:
+            self._wait_for(called)
+
+        def after_first_forward(*_: Any) -> None:
+            if self._needed is None:
+                self._needed = self._learn(module)
+
         def finish(*_: Any) -> None:
             self.finish()
 
-        handles = []
+        def before_load(_: torch.nn.Module, __: Any, ___: str, local_metadata: dict[str, Any], *____: Any) -> None:
+            if local_metadata.get("assign_to_params_buffers", False):
+                raise PhaseError(
+                    "load_state_dict(assign=True) would replace the parameters that live in the buffers, and their gradients "
+                    "would be reduced no more. Load with assign=False, which copies the values, or load before wrapping."
+                )
+            self.finish()
+
         for submodule in module.modules():
-            own = {group_of[param] for param in submodule.parameters(recurse=False) if param in group_of}
-            if own:
-                needed = sorted(own, key=lambda group: -group.index)
-                handles.append(submodule.register_forward_pre_hook(_waiter(needed)))
-            handles.append(submodule.register_state_dict_pre_hook(finish))
-            handles.append(submodule.register_load_state_dict_pre_hook(finish))
-        return handles
+            yield submodule.register_load_state_dict_pre_hook(before_load)
+            if self._overlaps:
+                # First of all hooks, because others (weight normalization) read parameters.
+                yield submodule.register_forward_pre_hook(before_forward, prepend=True)
+                yield submodule.register_state_dict_pre_hook(finish)
+        if self._overlaps:
+            yield module.register_forward_hook(after_first_forward)
 
+    def _wait_for(self, called: torch.nn.Module) -> None:
+        if self._needed is None:
+            self._called.add(called)
+            self.finish()
+        else:
+            for group in self._needed.get(called, ()):
+                group.finish_param_sync()
 
-def _waiter(groups: Sequence[_ParamAndGradBucketGroup]) -> Any:
-    def wait(*_: Any) -> None:
-        for group in groups:
-            group.finish_param_sync()
-
-    return wait
+    def _learn(self, root: torch.nn.Module) -> dict[torch.nn.Module, list[_ParamAndGradBucketGroup]]:
+        """Return which groups each module waits for: its own, and those of modules inside that are not called."""
+        group_of = {param: group for group in self._groups for param in group.params}
+        needed: dict[torch.nn.Module, set[_ParamAndGradBucketGroup]] = {}
+        for name, module in root.named_modules(remove_duplicate=False):
+            own = {group_of[param] for param in module.parameters(recurse=False) if param in group_of}
+            needed.setdefault(module, set()).update(own)
+            path = name
+            while module not in self._called and path:
+                path = path.rpartition(".")[0]
+                module = root.get_submodule(path)  # noqa: PLW2901 - from the module outwards
+            needed.setdefault(module, set()).update(own)
+        return {module: sorted(groups, key=lambda group: -group.index) for module, groups in needed.items() if groups}

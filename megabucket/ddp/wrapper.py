@@ -5,6 +5,7 @@ Puts the parts together: discovery -> layout -> buffers -> bucket groups -> hook
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -60,6 +61,11 @@ class DistributedDataParallel(torch.nn.Module):
         communicator: Communicator | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, DistributedDataParallelConfig | None):
+            raise ConfigError(
+                f"config must be a DistributedDataParallelConfig, got a {type(config).__name__}; "
+                "DistributedDataParallelConfig(**fields) makes one of a dict"
+            )
         self.ddp_config = config if config is not None else DistributedDataParallelConfig()
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
@@ -259,13 +265,7 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             PhaseError: ``assign=True``, which would replace the parameters that live in the buffers.
         """
-        if assign:
-            raise PhaseError(
-                "load_state_dict(assign=True) would replace the parameters that live in the buffers, and their gradients "
-                "would be reduced no more. Load with assign=False, which copies the values, or load before wrapping."
-            )
-        self.finish_param_sync()
-        return self.module.load_state_dict(state_dict, strict=strict)
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def detach(self) -> torch.nn.Module:
         """Undo the wrapping: give the parameters storages of their own, remove all hooks, and return the module.
@@ -306,6 +306,16 @@ def _restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str,
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
+def _leaves(output: Any) -> Iterator[Any]:
+    """Return what a forward returned, piece by piece: through containers torch knows and through dataclasses."""
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _leaves(getattr(leaf, field.name, None))
+        else:
+            yield leaf
+
+
 def _output_watcher(module: torch.nn.Module, sync: GradSync) -> Callable[..., None]:
     """Return a forward hook that lets ``sync`` know when a backward through the outputs of ``module`` begins."""
 
@@ -315,7 +325,7 @@ def _output_watcher(module: torch.nn.Module, sync: GradSync) -> Callable[..., No
     def watch(called: torch.nn.Module, _: Any, output: Any) -> None:
         # A deepcopy of the module shares this hook, and its backward is none of our business.
         if called is module and torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
+            for leaf in _leaves(output):
                 # A tensor without grad_fn (a parameter passed through) outlives this forward and would collect hooks.
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                     leaf.register_hook(on_grad)

@@ -92,9 +92,13 @@ class MainShard:
 
     @torch.no_grad()
     def reload_values(self) -> None:
-        """Take the values over from the parameter buffer, after somebody else wrote there."""
+        """Take the values over from the parameter buffer, after somebody else wrote there.
+
+        A main parameter that still rounds to what the buffer holds keeps its precision: nobody wrote there.
+        """
         if self.has_own_values:
-            self.main.copy_(self._model_values)
+            is_written = self.main.to(self._model_values.dtype) != self._model_values
+            self.main.copy_(torch.where(is_written, self._model_values.to(self.main.dtype), self.main))
 
     def params_with_nonfinite_grad(self, layout: BufferLayout) -> Sequence[str]:
         """Return the names of the parameters whose gradient piece in this run is not finite. Slow; for reports."""

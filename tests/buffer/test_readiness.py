@@ -94,23 +94,17 @@ def test_a_step_that_was_cut_short_leaves_no_counts_behind():
     assert readiness.mark(0) is True
 
 
-def test_a_late_gradient_makes_the_following_steps_wait_for_one_more():
+def test_what_was_unlearned_is_learned_again_from_the_next_step():
     readiness = learned([1, 1])
     readiness.mark(1)
     readiness.mark(0)
 
-    readiness.expect_one_more(0)  # the second gradient of parameter 0 came after the group was sent
+    readiness.unlearn()  # the second gradient of parameter 0 came after the group was sent
+    readiness.finish_step()  # what is left of that step teaches nothing
+
+    assert [readiness.mark(param) for param in (0, 1, 0)] == [False, False, False]
     readiness.finish_step()
-
     assert [readiness.mark(param) for param in (0, 1, 0)] == [False, False, True]
-
-
-def test_nothing_learned_is_nothing_to_correct():
-    readiness = Readiness(1)
-
-    readiness.expect_one_more(0)
-
-    assert not readiness.is_learned
 
 
 @given(counts=st.lists(st.integers(0, 3), min_size=1, max_size=6), data=st.data())

@@ -302,7 +302,7 @@ class TestUnusedParameters:
         "[rank {rank}] 2 of 4 parameters got no gradient in this step: 'c', 'b' (first in bucket 1 of 4, counted from 0). They "
         "require grad but were not used in any forward of the step. Freeze them with requires_grad_(False) before wrapping, "
         "use them, or set unused_parameters='zero' to reduce zeros in their place. The collectives of this step were "
-        "completed; call zero_grad() and go on with the next step."
+        "completed. If every rank says so, call zero_grad() and go on; ranks that did use them have stepped without this one."
     )
 
     @pytest.mark.parametrize("num_steps_before", [0, 2])

@@ -177,8 +177,8 @@ class GradientSyncMachine(RuleBasedStateMachine):
             expected.open_step()
         expected.has_local_grads = True
         if expected.is_in_flight(name):
-            if name in expected.learned:
-                expected.learned[name] = max(expected.learned[name], expected.counts[name]) + 1
+            expected.learned.clear()
+            expected.counts = dict.fromkeys(expected.counts, 0)
             self.is_late(rank, name, amount, "in flight")
             return
         expected.grads[name] = (expected.grads[name] or 0) + amount
