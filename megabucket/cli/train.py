@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from megabucket.cli.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +50,10 @@ def train(
     report = run_training(run, launch=launch, view=view, compares=compare is not None)
     if is_first:
         _print_report(report, as_json=json)
+    if not math.isfinite(report.summary.measured.held_out_bits_after):
+        if is_first:
+            typer.echo("error: training diverged: the held-out loss is not finite at its end", err=True)
+        raise typer.Exit(ExitCode.NUMERICAL)
 
 
 def _print_report(report: Report, *, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from megabucket.errors import (
     CheckpointUnavailableError,
     ConfigError,
     OptimizerParametersError,
+    PhaseError,
     UnreducedGradientsError,
     name_list,
 )
@@ -130,10 +131,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigError: a closure was given; it could not know which backward is the last of the step.
             UnreducedGradientsError: no backward outside ``no_sync`` has run in this step.
             UnusedParameterError: a parameter had no gradient in the whole step (``unused_parameters="error"``).
+            PhaseError: a gradient was cleared after the all-reduce.
         """
         if closure is not None:
             raise ConfigError("DistributedOptimizer.step() takes no closure; run forward and backward before calling it")
         self._finish_gradients()
+        if not self._is_sharded:
+            self._take_published_grads()
         for shard in self._shards:
             shard.load_grad()
         grads = [shard.grad for shard in self._shards]
@@ -176,6 +180,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not may_finish:
             raise UnreducedGradientsError(rank=self.ddp.communicator.rank)
         self.ddp.finish_grad_sync()
+
+    def _take_published_grads(self) -> None:
+        """Let what the caller did to ``param.grad`` after the sync count, as it would with a plain optimizer.
+
+        Raises:
+            PhaseError: a gradient was cleared; a flat shard cannot leave single parameters out of a step.
+        """
+        for slot in (slot for group in self.ddp.bucket_groups for slot in group.slots):
+            grad = slot.param.grad
+            if grad is slot.view:
+                continue
+            if grad is None:
+                raise PhaseError(
+                    f"the gradient of {slot.name!r} was cleared between the gradient sync and step(). A DistributedOptimizer "
+                    "steps on flat shards and cannot leave single parameters out. Zero the gradient in place, or use a plain "
+                    "torch optimizer, which skips parameters without a gradient."
+                )
+            slot.view.copy_(grad)
+            slot.publish()
 
     def _describe_nonfinite(self, norm: float) -> str:
         names: list[str] = []

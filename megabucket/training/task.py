@@ -84,6 +84,10 @@ def trainable_model(config: RunConfig) -> GptConfig:
         raise ConfigError(f"training needs a model of kind 'gpt', but {given}; see configs/bytegpt.yaml for one")
     if model.vocab_size < 256:
         raise ConfigError(f"model.vocab_size={model.vocab_size} has no room for all bytes; use 256 or more")
+    if config.ddp.finish == "explicit":
+        raise ConfigError(
+            "ddp.finish='explicit' is for loops that call finish_grad_sync(), and this program's does not; use 'auto'"
+        )
     if model.dtype not in _DTYPES:
         raise ConfigError(f"model.dtype={model.dtype} cannot be trained here; use one of {', '.join(_DTYPES)}")
     return model

@@ -13,6 +13,7 @@ from megabucket.errors import (
     ConfigError,
     LateGradientError,
     OptimizerParametersError,
+    PhaseError,
     UnreducedGradientsError,
     UnusedParameterError,
 )
@@ -702,3 +703,55 @@ class TestRefusedOptimizers:
             sgd(ddp, clip_grad=clip_grad)
 
         assert str(caught.value) == (f"clip_grad must be a finite number >= 0 (0 switches clipping off), got {clip_grad!r}")
+
+
+class TestGradientsChangedAfterTheSync:
+    """With all-reduce, what the caller does to ``param.grad`` between backward and step counts."""
+
+    def stepped(self, change):
+        model = wrap(Weights("ab"))
+        optimizer = sgd(model)
+        model(a=2, b=3).backward()
+        change(model.module)
+        optimizer.step()
+        return {name: param.unique().item() for name, param in model.module.named_parameters()}
+
+    def test_a_replaced_gradient_is_the_one_that_is_stepped_on(self):
+        def halve_a(module):
+            module.a.grad = module.a.grad * 0.5
+
+        untouched, halved = self.stepped(lambda _: None), self.stepped(halve_a)
+
+        assert 1 - halved["a"] == (1 - untouched["a"]) / 2
+        assert halved["b"] == untouched["b"]
+
+    def test_a_cleared_gradient_is_refused_by_name(self):
+        def clear_a(module):
+            module.a.grad = None
+
+        with pytest.raises(PhaseError, match="the gradient of 'a' was cleared between the gradient sync and step"):
+            self.stepped(clear_a)
+
+
+def test_loading_keeps_the_precision_of_main_parameters_that_were_not_written():
+    module = torch.nn.ModuleDict({"x": torch.nn.Linear(2, 1, dtype=torch.bfloat16), "y": torch.nn.Linear(2, 1)})
+    optimizer = sgd(wrap(module))
+    main = next(shard.main for shard in optimizer._shards if shard.has_own_values)
+    with torch.no_grad():
+        main.mul_(1 + 2**-12)  # a sixteenth of a step of bfloat16: the model's values stay as they are
+    before = main.clone()
+
+    module["y"].load_state_dict(module["y"].state_dict())
+    optimizer.reload_main_params()
+
+    assert torch.equal(main, before)
+
+
+def test_loading_other_values_reaches_main_parameters():
+    module = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    optimizer = sgd(wrap(module))
+
+    module.load_state_dict({"weight": torch.tensor([[3.0, 4.0]])})
+    optimizer.reload_main_params()
+
+    assert optimizer._shards[0].main.tolist() == [3.0, 4.0]
