@@ -121,7 +121,8 @@ class DistributedDataParallelConfig(Section):
     """Launch each bucket while backward still runs. The result and the layout do not depend on it."""
 
     overlap_param_gather: bool = False
-    """Gather updated parameters during the next forward instead of at the end of the optimizer step."""
+    """Gather updated parameters during the next forward instead of at the end of the optimizer step. Until then they read as
+    NaN; code that touches parameters outside forward calls ``finish_param_sync()`` first."""
 
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce the gradients of 16-bit parameters in float32. ``False`` keeps the parameter's dtype."""

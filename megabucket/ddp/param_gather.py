@@ -11,7 +11,7 @@ has, every module waits for everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,10 +78,10 @@ class ParamGather:
             yield submodule.register_load_state_dict_pre_hook(before_load)
             if self._overlaps:
                 # First of all hooks, because others (weight normalization) read parameters.
-                yield submodule.register_forward_pre_hook(before_forward, prepend=True)
+                yield submodule.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
                 yield submodule.register_state_dict_pre_hook(finish)
         if self._overlaps:
-            yield module.register_forward_hook(after_first_forward)
+            yield module.register_forward_hook(_uncompiled(after_first_forward))
 
     def _wait_for(self, called: torch.nn.Module) -> None:
         if self._needed is None:
@@ -104,3 +104,9 @@ class ParamGather:
                 module = root.get_submodule(path)  # noqa: PLW2901 - from the module outwards
             needed.setdefault(module, set()).update(own)
         return {module: sorted(groups, key=lambda group: -group.index) for module, groups in needed.items() if groups}
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return the hook as one that ``torch.compile`` leaves alone: waiting for a collective is nothing to trace."""
+    disabled: Callable[..., None] = torch.compiler.disable(hook)
+    return disabled

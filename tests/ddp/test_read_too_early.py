@@ -124,3 +124,12 @@ def test_assigning_a_state_dict_is_refused_on_every_submodule(part):
 
     with pytest.raises(PhaseError, match="assign=True"):
         target.load_state_dict(target.state_dict(), assign=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own inner workings
+def test_a_compiled_module_waits_as_well():
+    (ddp,) = Ranks(1, torch.compile(ReadsAnother(), backend="eager"), **OVERLAPPED).ddps
+
+    assert train(1, ddp) == [(True, pytest.approx(4800**0.5))] * 3  # a gradient of 4 in 300 elements
+    ddp.finish_param_sync()
+    assert [param.unique().tolist() for param in ddp.parameters()] == [[-11.0]] * 3  # 1 - 3 * 4
