@@ -1,0 +1,186 @@
+"""Real ranks for tests: four processes on gloo, started once and kept.
+
+A test hands ``WorkerPool.run`` a top-level function of an importable module. It travels by name; its arguments and results are
+pickled. The function is called on ranks ``0 .. ranks - 1`` as ``function(rank, *args)``, where ``rank`` holds the process group
+of exactly those ranks.
+
+Nothing here may hang: every call has a time limit, and after an error or a timeout the processes are killed, because ranks
+that stopped at different places would mix up their next collectives. The next call starts fresh ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+NUM_RANKS = 4
+_STOP = b"stop"
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 20.0
+_GRACE_S = 5.0  # how long the other ranks may take to report after one has failed
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a function running on the pool knows about its place."""
+
+    index: int
+    size: int
+    group: dist.ProcessGroup
+
+
+class RankFailedError(AssertionError):
+    """A function raised on some rank. ``errors`` holds the original errors by rank; the text holds their tracebacks."""
+
+    def __init__(self, text: str, errors: dict[int, BaseException]) -> None:
+        super().__init__(text)
+        self.errors = errors
+
+
+class WorkerPool:
+    """Processes that run functions as ranks of a process group. Starts them on first use."""
+
+    def __init__(self) -> None:
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._directory = ""
+
+    @property
+    def process_ids(self) -> list[int | None]:
+        """Ids of the running processes; empty when none runs."""
+        return [process.pid for process in self._processes]
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int, timeout_s: float = 60.0) -> list[Any]:
+        """Call ``function(rank, *args)`` on the first ``ranks`` ranks and return the results in rank order.
+
+        Raises:
+            RankFailedError: the function raised on at least one rank.
+            TimeoutError: some rank did not answer in time.
+        """
+        if not self._processes:
+            self._start()
+        message = pickle.dumps((function, args, ranks))
+        for connection in self._connections[:ranks]:
+            connection.send_bytes(message)
+        answers = self._collect(range(ranks), timeout_s, f"{function.__module__}.{function.__qualname__}")
+        return [answers[rank] for rank in range(ranks)]
+
+    def close(self) -> None:
+        """End the processes in good order.
+
+        Raises:
+            RuntimeError: a process did not end, or ended with an error.
+        """
+        processes = self._processes
+        for connection in self._connections:
+            connection.send_bytes(_STOP)
+        for process in processes:
+            process.join(_STOP_TIMEOUT_S)
+        exit_codes = [process.exitcode for process in processes]
+        self.kill()
+        if any(exit_codes):
+            raise RuntimeError(f"worker processes did not end cleanly: exit codes {exit_codes}")
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self) -> None:
+        self._directory = tempfile.mkdtemp(prefix="megabucket-pool-")
+        context = multiprocessing.get_context("spawn")
+        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+            for rank in range(NUM_RANKS):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, rank, self._directory), name=f"rank-{rank}", daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._connections.append(ours)
+        self._collect(range(NUM_RANKS), _START_TIMEOUT_S, "starting the workers")
+
+    def _collect(self, ranks: range, timeout_s: float, what: str) -> dict[int, Any]:
+        """Receive one answer per rank, or kill the pool and say which rank failed and how."""
+        answers: dict[int, Any] = {}
+        failures: dict[int, tuple[str, BaseException | None]] = {}
+        deadline_s = time.monotonic() + timeout_s
+        while missing := {self._connections[rank]: rank for rank in ranks if rank not in answers and rank not in failures}:
+            ready = wait(list(missing), deadline_s - time.monotonic())
+            if not ready:
+                break
+            for connection in ready:
+                rank = missing[connection]
+                try:
+                    is_failure, content = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own processes
+                except EOFError:
+                    is_failure, content = True, ("the process died", None)
+                if is_failure:
+                    failures[rank] = content
+                    deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+                else:
+                    answers[rank] = content
+        if failures:
+            self.kill()
+            ranks_by_text: dict[str, list[int]] = {}
+            for rank, (text, _) in sorted(failures.items()):
+                ranks_by_text.setdefault(text, []).append(rank)
+            texts = [f"--- rank {', '.join(map(str, ranks))} ---\n{text}" for text, ranks in ranks_by_text.items()]
+            silent = [f"(no answer from ranks {sorted(missing.values())})"] if missing else []
+            errors = {rank: error for rank, (_, error) in failures.items() if error is not None}
+            raise RankFailedError("\n".join([f"{what} failed", *texts, *silent]), errors) from next(iter(errors.values()), None)
+        if missing:
+            self.kill()
+            raise TimeoutError(f"{what}: no answer from ranks {sorted(missing.values())} within {timeout_s:g} s")
+        return answers
+
+
+def _serve(connection: Connection, rank: int, directory: str) -> None:
+    """Answer calls until told to stop: the main function of a worker process."""
+    warnings.simplefilter("error")
+    unraisable: list[str] = []  # errors in finalizers and the like, which Python would only print
+    sys.unraisablehook = lambda what: unraisable.append("".join(traceback.format_exception(what.exc_value)))
+    store = dist.FileStore(str(Path(directory) / "rendezvous"), NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, NUM_RANKS + 1)}
+    connection.send_bytes(pickle.dumps((False, None)))
+    while (message := connection.recv_bytes()) != _STOP:
+        try:
+            function, args, size = pickle.loads(message)  # noqa: S301 - from our own parent
+            torch.manual_seed(0)
+            result = function(Rank(rank, size, groups[size]), *args)
+            assert not unraisable, "errors that nobody could catch:\n" + "\n".join(unraisable)
+            answer = pickle.dumps((False, result))
+        except Exception as error:
+            answer = pickle.dumps((True, (traceback.format_exc(), _if_picklable(error))))
+        connection.send_bytes(answer)
+    dist.destroy_process_group()
+
+
+def _if_picklable(error: BaseException) -> BaseException | None:
+    try:
+        restored = pickle.loads(pickle.dumps(error))  # noqa: S301 - what was dumped in the same line
+    except Exception:
+        return None
+    return restored if isinstance(restored, BaseException) else None

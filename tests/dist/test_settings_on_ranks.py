@@ -1,0 +1,365 @@
+"""What each field of the config changes in the result, and what it must not change, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cells import (
+    HUGE,
+    ONE_PARAMETER,
+    STEPS,
+    TINY,
+    Cell,
+    assert_none,
+    difference,
+    grad_error_over_bound,
+    groupby_fields,
+    run_cells,
+)
+from odd_model import OddModel, Precision, flat, loss_of, tokens_of, trainable
+from pool import Rank
+
+import megabucket as mb
+from megabucket.errors import UnusedParameterError
+
+pytestmark = pytest.mark.dist
+
+# Against the single process, with the bounds of cells.py #
+
+
+def cells_with(precision: Precision = "mixed", **options: Any) -> list[Cell]:
+    """Return cells on 2 to 4 ranks, in both modes, with and without overlap, with further fields of the config."""
+    return [
+        Cell(ranks, driver, overlap, ONE_PARAMETER, 3, precision, tuple(options.items()))
+        for ranks in (2, 3, 4)
+        for driver in ("reduce-scatter", "all-reduce")
+        for overlap in (True, False)
+    ]
+
+
+def assert_within_bounds(records: dict[Cell, Any], alone: Any) -> None:
+    ratios = {
+        (cell, step): grad_error_over_bound(cell, record, step, alone)
+        for cell, record in records.items()
+        for step in range(STEPS)
+    }
+    print(f"largest measured/bound: {max(ratios.values()):.3f}")
+    assert_none([f"{cell}, step {step}: {ratio} times the bound" for (cell, step), ratio in ratios.items() if ratio > 1])
+
+
+def assert_same_bits(records: dict[Cell, Any], *fields: str) -> None:
+    """Cells that agree in the given fields have equal bits."""
+    for first, *rest in groupby_fields(records, *fields).values():
+        assert rest
+        assert_none([f"{first} and {cell}: {text}" for cell in rest if (text := difference(records[first], records[cell]))])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grad_reduction": "sum"},
+        {"average_in_collective": True},
+        {"bucket_groups": "single"},
+        {"pad_buckets_for_high_nccl_busbw": True},
+    ],
+    ids=str,
+)
+def test_gradients_stay_within_the_bound_and_have_equal_bits_in_both_modes_with(pool, alone, options):
+    records = run_cells(pool, cells_with(**options))
+
+    assert_within_bounds(records, alone)
+    assert_same_bits(records, "ranks")
+
+
+def test_gradients_stay_within_the_bound_with_the_layout_of_megatron(pool, alone):
+    # Its layout depends on mode and overlap, so the order of sums does too, and only two ranks have equal bits.
+    records = run_cells(pool, cells_with(layout="megatron"))
+
+    assert_within_bounds(records, alone)
+    assert_same_bits({cell: record for cell, record in records.items() if cell.ranks == 2}, "ranks")
+
+
+def test_gradients_on_a_bfloat16_wire_stay_within_the_bound_of_bfloat16(pool, alone):
+    records = run_cells(pool, cells_with("bfloat16", grad_reduce_in_fp32=False))
+
+    assert_within_bounds(records, alone)
+    assert_same_bits(records, "ranks")
+
+
+def test_an_average_taken_by_gloo_has_the_bits_of_our_own(pool):
+    ours = run_cells(pool, cells_with())
+    in_collective = run_cells(pool, cells_with(average_in_collective=True))
+
+    assert_none([str(a) for a, b in zip(ours, in_collective, strict=True) if difference(ours[a], in_collective[b])])
+
+
+def weights_without_waiting(rank: Rank, cells: list[Cell]) -> list[torch.Tensor]:
+    """Train without looking at parameters between the steps, so that only the forward waits for them."""
+    return [train_unseen(rank, cell) for cell in cells]
+
+
+def train_unseen(rank: Rank, cell: Cell) -> torch.Tensor:
+    model = OddModel(cell.precision, seed=rank.index)
+    ddp = mb.DistributedDataParallel(model, cell.config, process_group=rank.group)
+    optimizer = mb.DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-2), ddp, clip_grad=0.5)
+    for step in range(STEPS):
+        loss_of(ddp, tokens_of(step, rank.index, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(ddp.state_dict().values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gathering_parameters_during_forward_changes_no_bit(pool, ranks):
+    pairs = [
+        tuple(
+            Cell(ranks, "reduce-scatter", True, bucket_size, 1, precision, (("overlap_param_gather", overlaps),))
+            for overlaps in (False, True)
+        )
+        for bucket_size in (TINY, ONE_PARAMETER, HUGE)
+        for precision in ("float32", "bfloat16", "mixed")
+    ]
+
+    at_once = pool.run(weights_without_waiting, [pair[0] for pair in pairs], ranks=ranks)
+    in_forward = pool.run(weights_without_waiting, [pair[1] for pair in pairs], ranks=ranks)
+
+    assert_none(
+        [
+            f"{pairs[index][1]}, rank {rank}"
+            for rank in range(ranks)
+            for index in range(len(pairs))
+            if not torch.equal(at_once[0][index], in_forward[rank][index])
+        ]
+    )
+
+
+# Literally: weights start at 0 and lose their gradient in each step, so they show it #
+
+
+class Sums(torch.nn.Module):
+    """The gradient of ``a`` is the input, that of ``b`` ten times the input. A negative input leaves ``b`` out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(3))
+        self.b = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return x * self.a.sum() + (10 * x * self.b.sum() if x > 0 else 0)
+
+
+def learn(ddp: mb.DistributedDataParallel, optimizer: torch.optim.Optimizer, *inputs: float) -> list[float]:
+    """Run one step over the inputs as microbatches and return the gradients it used: one element of ``a``, one of ``b``."""
+    before = shown(ddp)
+    for x in inputs[:-1]:
+        with ddp.no_sync():
+            ddp(x).backward()
+    ddp(inputs[-1]).backward()
+    if ddp.ddp_config.finish == "explicit":
+        ddp.finish_grad_sync()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [old - new for old, new in zip(before, shown(ddp), strict=True)]
+
+
+def shown(ddp: mb.DistributedDataParallel) -> list[float]:
+    ddp.finish_param_sync()
+    for param in ddp.parameters():
+        assert len(set(param.tolist())) == 1, f"elements of one parameter differ: {param}"
+    return [float(param.detach()[0]) for param in ddp.parameters()]
+
+
+def wrapped(
+    group: dist.ProcessGroup | None, mode: str, **options: Any
+) -> tuple[mb.DistributedDataParallel, torch.optim.Optimizer]:
+    """Return a wrapped model and an SGD with learning rate 1; mode is ``reduce-scatter``, ``all-reduce`` or ``plain``."""
+    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=mode == "reduce-scatter", bucket_size=1, **options)
+    ddp = mb.DistributedDataParallel(Sums(), config, process_group=group)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    return ddp, sgd if mode == "plain" else mb.DistributedOptimizer(sgd, ddp)
+
+
+MODES = ["reduce-scatter", "all-reduce", "plain"]
+
+
+def three_steps(rank: Rank, mode: str, options: dict[str, Any], inputs: list[list[float]]) -> list[list[float]]:
+    ddp, optimizer = wrapped(rank.group, mode, **options)
+    return [learn(ddp, optimizer, *inputs[rank.index]) for _ in range(3)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("finish", ["auto", "explicit"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_mean_is_divided_once_and_a_sum_never(pool, mode, finish, overlap):
+    inputs = [[1.0, 2.0], [3.0, 4.0]]  # two microbatches on each of two ranks
+    options = {"finish": finish, "overlap_grad_reduce": overlap}
+
+    mean = pool.run(three_steps, mode, options, inputs, ranks=2)
+    total = pool.run(three_steps, mode, {**options, "grad_reduction": "sum"}, inputs, ranks=2)
+
+    assert mean == [[[5.0, 50.0]] * 3] * 2  # the mean over ranks of 1 + 2 and 3 + 4
+    assert total == [[[10.0, 100.0]] * 3] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_rank_that_skips_a_module_hangs_nobody_and_counts_as_zero(pool, mode, overlap):
+    options = {"unused_parameters": "zero", "overlap_grad_reduce": overlap}
+
+    by_rank = pool.run(three_steps, mode, options, [[1.0], [-3.0], [2.0], [6.0]], ranks=4)
+
+    # The mean of 1, -3, 2, 6 for a; ten times the mean of 1, 0, 2, 6 for b.
+    assert by_rank == [[[1.5, 22.5]] * 3] * 4
+
+
+def skip_on_rank_1(rank: Rank) -> tuple[str, ...]:
+    ddp, optimizer = wrapped(rank.group, "plain")
+    assert learn(ddp, optimizer, 1.0) == [1.0, 10.0]
+    try:
+        learn(ddp, optimizer, -1.0 if rank.index == 1 else 1.0)
+    except UnusedParameterError as error:
+        return error.params
+    return ()
+
+
+def test_a_rank_that_skips_a_module_unasked_says_so_by_name(pool):
+    assert pool.run(skip_on_rank_1, ranks=2) == [(), ("b",)]
+
+
+def force_in_second_step(rank: Rank, how: str) -> list[Any]:
+    """Return, for each of three steps, the whole gradients that every rank sees (``None`` where there are none) and learns."""
+    ddp, optimizer = wrapped(rank.group, "reduce-scatter", overlap_grad_reduce=how == "attribute")
+    seen: list[Any] = []
+    for step in range(3):
+        ddp.force_all_reduce = how == "attribute" and step == 1
+        ddp(1.0 + rank.index).backward()
+        ddp.finish_grad_sync(force_all_reduce=how == "argument" and step == 1)
+        seen.append([None if param.grad is None else param.grad.tolist() for param in ddp.parameters()])
+        before = shown(ddp)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([old - new for old, new in zip(before, shown(ddp), strict=True)])
+    return seen
+
+
+@pytest.mark.parametrize("how", ["attribute", "argument"])
+def test_one_step_can_be_all_reduced_although_the_others_are_scattered(pool, how):
+    by_rank = pool.run(force_in_second_step, how, ranks=2)
+
+    learned, nothing = [1.5, 15.0], [None, None]  # (1 + 2) / 2
+    whole = [[1.5, 1.5, 1.5], [15.0, 15.0]]
+    assert by_rank == [[nothing, learned, whole, learned, nothing, learned]] * 2
+
+
+# Which ranks #
+
+
+class Everything(torch.nn.Module):
+    """Parameters, frozen ones and module buffers of several dtypes, all filled with one number."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.trained = torch.nn.Parameter(torch.full((5,), float(value)))
+        self.narrow = torch.nn.Parameter(torch.full((2, 3), float(value), dtype=torch.bfloat16))
+        self.frozen = torch.nn.Parameter(torch.full((4, 2), float(value)).t(), requires_grad=False)
+        self.register_buffer("running_mean", torch.full((3,), float(value)))
+        self.register_buffer("num_batches", torch.tensor(value))
+        self.register_buffer("mask", torch.tensor([value == 1, value == 2]))
+        self.register_buffer("not_saved", torch.full((2,), value, dtype=torch.int16), persistent=False)
+
+
+def values_after_wrapping(rank: Rank, init_sync: bool, members: list[int]) -> dict[str, Any]:
+    group = dist.new_group(members)
+    module = Everything(1 + rank.index)
+    if rank.index in members:
+        mb.DistributedDataParallel(module, mb.DistributedDataParallelConfig(init_sync=init_sync), process_group=group)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: sorted(set(tensor.flatten().tolist())) for name, tensor in tensors}
+
+
+def test_wrapping_makes_replicas_equal_to_the_first_rank_of_the_group(pool):
+    by_rank = pool.run(values_after_wrapping, True, [1, 2], ranks=4)
+
+    equal = {"trained": [2.0], "narrow": [2.0], "frozen": [2.0], "running_mean": [2.0], "num_batches": [2]}
+    equal |= {"mask": [False, True], "not_saved": [2]}
+    assert by_rank[1] == by_rank[2] == equal
+    assert by_rank[0]["trained"] == [1.0]  # not a member
+    assert by_rank[3]["trained"] == [4.0]
+
+
+def test_replicas_stay_as_they_are_without_init_sync(pool):
+    by_rank = pool.run(values_after_wrapping, False, [0, 1], ranks=4)
+
+    assert [values["trained"] for values in by_rank] == [[1.0], [2.0], [3.0], [4.0]]
+    assert [values["num_batches"] for values in by_rank] == [[1], [2], [3], [4]]
+
+
+def train_on_default_and_subgroup(rank: Rank, mode: str) -> list[Any]:
+    """Train one wrapper on all four ranks and, between its steps, another one with other settings on ranks 1 and 3."""
+    odd_ranks = dist.new_group([1, 3])
+    everybody, everybodys_optimizer = wrapped(None, mode)
+    seen: list[Any] = []
+    if rank.index in (1, 3):
+        few, fews_optimizer = wrapped(odd_ranks, "plain", grad_reduction="sum", bucket_groups="single")
+    for _ in range(2):
+        everybody(1.0 + rank.index).backward()
+        if rank.index in (1, 3):
+            seen.append(learn(few, fews_optimizer, 1.0 + rank.index))
+        before = shown(everybody)
+        everybodys_optimizer.step()
+        everybodys_optimizer.zero_grad()
+        seen.append([old - new for old, new in zip(before, shown(everybody), strict=True)])
+    return seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_wrappers_with_different_settings_and_groups_train_in_one_process(pool, mode):
+    by_rank = pool.run(train_on_default_and_subgroup, mode, ranks=4)
+
+    everybody = [2.5, 25.0]  # the default group: (1 + 2 + 3 + 4) / 4
+    few = [6.0, 60.0]  # the sum over ranks 1 and 3: 2 + 4
+    assert by_rank[0] == by_rank[2] == [everybody, everybody]
+    assert by_rank[1] == by_rank[3] == [few, everybody, few, everybody]
+
+
+def train_single_parameter(rank: Rank, mode: str) -> float:
+    module = torch.nn.Module()
+    module.scale = torch.nn.Parameter(torch.tensor(0.0))
+    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=mode == "reduce-scatter")
+    ddp = mb.DistributedDataParallel(module, config, process_group=rank.group)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    optimizer = sgd if mode == "plain" else mb.DistributedOptimizer(sgd, ddp)
+    for _ in range(2):
+        (module.scale * (1.0 + rank.index)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.scale.item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_of_a_single_number_trains_on_ranks_that_own_nothing_but_padding(pool, mode):
+    assert pool.run(train_single_parameter, mode, ranks=4) == [-5.0] * 4  # twice (1 + 2 + 3 + 4) / 4
+
+
+def test_the_clip_norm_does_not_depend_on_the_number_of_shards(pool):
+    """With the same data on every rank the mean is the gradient of one rank; 2 and 4 copies of it add up exactly."""
+    norms = [pool.run(same_data_norms, ranks=ranks) for ranks in (1, 2, 4)]
+
+    assert norms[0][0] == norms[1][0] == norms[1][1] == norms[2][0] == norms[2][3]
+    assert len(set(norms[0][0])) == STEPS
+
+
+def same_data_norms(rank: Rank) -> list[float]:
+    model = OddModel("mixed", seed=0)
+    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=ONE_PARAMETER)
+    ddp = mb.DistributedDataParallel(model, config, process_group=rank.group)
+    optimizer = mb.DistributedOptimizer(torch.optim.AdamW(trainable(model), lr=1e-2), ddp, clip_grad=0.5)
+    norms = []
+    for step in range(STEPS):
+        loss_of(ddp, tokens_of(step, 0, 0)).backward()
+        norms.append(optimizer.step().grad_norm)
+        optimizer.zero_grad()
+    return norms
