@@ -40,6 +40,8 @@ class GradSync:
         """Whether gradients were accumulated (also before wrapping) since they were last finished or cleared."""
         self.awaits_finish = False
         """Whether a backward outside ``no_sync`` has run since gradients were last finished or cleared."""
+        self.has_failed = False
+        """Whether an error was raised about the gradients of this step, so that nobody may step on them."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -93,6 +95,7 @@ class GradSync:
         try:
             is_complete = group.receive_grad(position, counts=syncs)
         except LateGradientError:
+            self.has_failed = True
             if group.grad_phase is GradPhase.IN_FLIGHT:
                 for one in self._groups:  # the model has changed its ways, probably in other groups, too
                     one.readiness.unlearn()
@@ -143,7 +146,7 @@ class GradSync:
             group.refuse_late_grad(position)
         for one in self._groups:
             one.reopen()
-        self._is_finished = False
+        self._is_finished = self.has_failed = False
 
     def _open(self, task: int) -> None:
         self._open_backward = task
@@ -184,9 +187,21 @@ class GradSync:
         """Start a step: drain, then forget all gradients."""
         self.drain()
         self._launcher.start_step()
-        self._is_finished = self.has_local_grads = self.awaits_finish = False
+        self._is_finished = self.has_local_grads = self.awaits_finish = self.has_failed = False
         for group in self._groups:
             group.reset()
+
+    def check_not_failed(self) -> None:
+        """Refuse to step on gradients that an error was raised about.
+
+        Raises:
+            PhaseError: there was such an error since gradients were last cleared.
+        """
+        if self.has_failed:
+            raise PhaseError(
+                "the gradients of this step are not usable: an error about them was raised before (and caught by the caller). "
+                "Call zero_grad() and go on with the next step."
+            )
 
     def check_not_in_flight(self, operation: str) -> None:
         """Refuse an operation on gradients that a collective owns.
@@ -219,6 +234,7 @@ class GradSync:
     def _check_unused(self, unused_by_group: Sequence[Sequence[str]]) -> None:
         unused = [name for names in unused_by_group for name in names]
         if unused:
+            self.has_failed = True
             raise UnusedParameterError(
                 params=unused,
                 bucket=next(index for index, names in enumerate(unused_by_group) if names),

@@ -64,6 +64,7 @@ class PlainOptimizerGuard:
 
         Raises:
             PlainOptimizerError: the gradients are reduce-scattered.
+            PhaseError: an error was raised about these gradients and caught.
             UnreducedGradientsError: gradients were accumulated that no sync has reduced.
             MixedDtypeOptimizerError: the optimizer cannot mix the dtypes of parameters and gradients.
         """
@@ -77,6 +78,7 @@ class PlainOptimizerGuard:
             return
         if self._reduce_scatters:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held, rank=self._rank)
+        self._sync.check_not_failed()
         if self._sync.has_local_grads:
             raise UnreducedGradientsError(rank=self._rank)
         if isinstance(optimizer, _ADAMS) or any(group.get("fused") for group in optimizer.param_groups):

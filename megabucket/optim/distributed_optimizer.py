@@ -131,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigError: a closure was given; it could not know which backward is the last of the step.
             UnreducedGradientsError: no backward outside ``no_sync`` has run in this step.
             UnusedParameterError: a parameter had no gradient in the whole step (``unused_parameters="error"``).
-            PhaseError: a gradient was cleared after the all-reduce.
+            PhaseError: a gradient was cleared after the all-reduce, or an error about the gradients was caught before.
         """
         if closure is not None:
             raise ConfigError("DistributedOptimizer.step() takes no closure; run forward and backward before calling it")
@@ -173,6 +173,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _finish_gradients(self) -> None:
         sync = self.ddp.sync
+        sync.check_not_failed()
         if sync.is_finished:
             return
         in_flight = any(group.grad_phase is GradPhase.IN_FLIGHT for group in self.ddp.bucket_groups)

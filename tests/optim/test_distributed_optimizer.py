@@ -755,3 +755,37 @@ def test_loading_other_values_reaches_main_parameters():
     optimizer.reload_main_params()
 
     assert optimizer._shards[0].main.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_after_a_caught_error_about_the_gradients_nothing_steps_until_they_are_cleared(is_sharded):
+    model = wrap(Weights("ab"), use_distributed_optimizer=is_sharded)
+    optimizer = sgd(model)
+
+    def step_without_b():
+        model(a=2).backward()
+        optimizer.step()
+
+    with pytest.raises(UnusedParameterError):
+        step_without_b()
+    with pytest.raises(PhaseError, match="an error about them was raised before"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(a=2, b=3).backward()
+
+    assert optimizer.step().updated
+
+
+def test_a_plain_optimizer_does_not_step_after_a_caught_error_either():
+    model = wrap(Weights("ab"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(UnusedParameterError):
+        model(a=2).backward()
+
+    with pytest.raises(PhaseError, match="an error about them was raised before"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(a=2, b=3).backward()
+    optimizer.step()
+
+    assert model.module.a.unique().item() != 1.0
