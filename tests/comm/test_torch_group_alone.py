@@ -1,4 +1,4 @@
-"""The communicator over ``torch.distributed``, as far as one process can show it. Several processes: tests/dist."""
+"""The communicator over ``torch.distributed``, as far as one process can show it. Several processes: tests/ranks."""
 
 import pytest
 import torch

@@ -126,3 +126,15 @@ def test_nothing_probes_attributes_with_hasattr_or_rebinds_globals():
 
 def test_nothing_imports_apex():
     assert [path.name for path in MODULES if "import apex" in path.read_text()] == []
+
+
+def test_git_and_pytest_see_every_test_file():
+    """Directories called dist or build are skipped by pytest, and easily ignored by git; a whole suite was once lost so."""
+    top = ROOT.parent
+    skipped = {"build", "CVS", "dist", "node_modules", "venv"}  # pytest's norecursedirs without patterns
+    files = [path.relative_to(top) for path in (top / "tests").rglob("test_*.py")]
+
+    ignored = subprocess.run(["git", "check-ignore", *map(str, files)], cwd=top, capture_output=True, text=True, check=False)
+
+    assert ignored.stdout == ""
+    assert [str(path) for path in files if skipped & set(path.parts)] == []
