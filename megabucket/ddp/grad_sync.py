@@ -69,9 +69,16 @@ class GradSync:
 
         The hook knows this object weakly: Python's garbage collector does not see cycles through hooks of tensors.
         """
+
         reference, index = weakref.ref(self), group.index
 
-        def receive(_: torch.Tensor) -> None:
+        # As defaults, not as a closure: one tuple instead of a cell each, so thousands of hooks stay in the cache longer.
+        def receive(
+            _: torch.Tensor,
+            reference: weakref.ref[GradSync] = reference,
+            index: int = index,
+            position: int = position,
+        ) -> None:
             sync = reference()
             if sync is None:
                 raise PhaseError(
