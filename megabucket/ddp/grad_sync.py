@@ -69,7 +69,6 @@ class GradSync:
 
         The hook knows this object weakly: Python's garbage collector does not see cycles through hooks of tensors.
         """
-
         reference, index = weakref.ref(self), group.index
 
         # As defaults, not as a closure: one tuple instead of a cell each, so thousands of hooks stay in the cache longer.
