@@ -222,6 +222,10 @@ class _ParamAndGradBucketGroup:
         self._wait(self._param_handle)
         self._params.enter(ParamPhase.GATHERED)
         self._param_handle = None
+        self.show_params()
+
+    def show_params(self) -> None:
+        """Let the parameters look at the buffer again, whatever it holds by now. Does nothing when they do."""
         if self._are_params_hidden:
             self._are_params_hidden = False
             for slot, values in zip(self.slots, self._values, strict=True):

@@ -284,6 +284,8 @@ class DistributedDataParallel(torch.nn.Module):
             self._handles = []
             self._gather.remove()
             self._guard.remove()
+            for group in self.bucket_groups:
+                group.show_params()
             for buffer in self.param_and_grad_buffers:
                 buffer.detach()
         return self.module

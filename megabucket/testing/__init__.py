@@ -1,4 +1,4 @@
-"""Test tools for users of this library: hypothesis strategies, and assertions about layouts.
+"""Test tools for users of this library: hypothesis strategies, assertions about layouts, and a world of N ranks in one process.
 
 Names are resolved on first use, so the hypothesis entry point and tests without hypothesis pay for nothing they do not use.
 """
@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from megabucket.comm.loopback import LoopbackWorld
     from megabucket.testing.invariants import (
         assert_json_round_trip,
         assert_layouts_equal,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LayoutInput",
+    "LoopbackWorld",
     "assert_json_round_trip",
     "assert_layouts_equal",
     "assert_places",
@@ -45,7 +47,8 @@ __all__ = [
 ]
 
 _MODULES: Final = MappingProxyType(
-    {name: "invariants" if name.startswith("assert_") else "strategies" for name in __all__},
+    {name: f"{__name__}.invariants" if name.startswith("assert_") else f"{__name__}.strategies" for name in __all__}
+    | {"LoopbackWorld": "megabucket.comm.loopback"}
 )
 
 
@@ -53,7 +56,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise

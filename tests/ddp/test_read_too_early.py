@@ -7,7 +7,7 @@ import torch
 from loop_ranks import Ranks
 
 from megabucket import DistributedOptimizer
-from megabucket.errors import PhaseError
+from megabucket.errors import CollectiveError, PhaseError
 
 OVERLAPPED = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 1}
 
@@ -133,3 +133,18 @@ def test_a_compiled_module_waits_as_well():
     assert train(1, ddp) == [(True, pytest.approx(4800**0.5))] * 3  # a gradient of 4 in 300 elements
     ddp.finish_param_sync()
     assert [param.unique().tolist() for param in ddp.parameters()] == [[-11.0]] * 3  # 1 - 3 * 4
+
+
+def test_detaching_gives_real_values_back_even_when_the_gather_failed():
+    ranks = Ranks(2, ReadsAnother(), **OVERLAPPED)
+    ranks.run(lambda rank, ddp: train(rank, ddp, steps=1))
+    ddp = ranks.ddps[0]
+    for group in ddp.bucket_groups:
+        group._param_handle = None  # what a launch that failed leaves behind
+
+    with pytest.raises(CollectiveError, match="could not be launched"):
+        ddp.detach()
+
+    for param in ddp.module.parameters():
+        assert param.is_contiguous()
+        assert not param.isnan().any()
