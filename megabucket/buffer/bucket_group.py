@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
 
 import torch
 
 from megabucket.buffer.buffer import _ParamAndGradBucket
+from megabucket.buffer.finite import FiniteTest
 from megabucket.buffer.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, PhaseMachine
 from megabucket.buffer.readiness import Readiness
 from megabucket.buffer.scaling import GradScale
 from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.errors import CollectiveError, LateGradientError
+from megabucket.errors import CollectiveError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class GradSyncPolicy:
     op: ReduceOp
     average: bool
     """Whether the reduced gradient is a mean, by the collective or by scaling."""
+    tests_finite: bool = True
+    """Whether gradients are looked through for nan and inf before they are sent."""
 
 
 class _ParamAndGradBucketGroup:
@@ -61,12 +63,15 @@ class _ParamAndGradBucketGroup:
         """Parameters that had no gradient when the group was launched."""
         self.cleared: tuple[str, ...] = ()
         """Those of ``missing`` whose place held values of an earlier step, and zeros are reduced instead."""
+        self.finite_test = FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets])
         self._grads = PhaseMachine(f"the gradients of bucket group {index}", GradPhase.ACCUMULATING, GRAD_TRANSITIONS)
         self._params = PhaseMachine(f"the parameters of bucket group {index}", ParamPhase.GATHERED, PARAM_TRANSITIONS)
         self._grad_handle: Handle | None = None
         self._param_handle: Handle | None = None
         self._values = [slot.param.data for slot in self.slots]
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
+        self._value_pointers = [values.data_ptr() for values in self._values]
+        self._nan_pointers = [nans.data_ptr() for nans in self._nans]
         self._are_params_hidden = False
         self._was_all_reduced = False
         num_ranks = communicator.size if policy.average and policy.op is ReduceOp.SUM else 1
@@ -111,40 +116,22 @@ class _ParamAndGradBucketGroup:
         """Store the gradient autograd has just produced for one parameter; return whether the group is complete now.
 
         Args:
-            position: of the parameter in ``slots``.
+            position: of the parameter in ``slots``. The group is accumulating.
             counts: whether this is the backward that is going to be reduced.
-
-        Raises:
-            LateGradientError: the bucket was already sent.
         """
-        if self._grads.current is not GradPhase.ACCUMULATING:
-            self.refuse_late_grad(position)
         self.slots[position].store()
         return counts and self.readiness.mark(position)
-
-    def refuse_late_grad(self, position: int) -> NoReturn:
-        """Say that a gradient came after its bucket was sent.
-
-        Raises:
-            LateGradientError: always.
-        """
-        slot = self.slots[position]
-        slot.param.grad = None
-        raise LateGradientError(
-            param=slot.name,
-            bucket=self.index,
-            num_buckets=self.num_groups,
-            rank=self.communicator.rank,
-            phase=self._grads.current.value,
-        )
 
     def start_grad_sync(self, *, force_all_reduce: bool = False) -> None:
         """Hand the gradients to a collective. Parameters without a gradient are reduced as zeros and listed in ``missing``.
 
+        May be called again when an exception (an interrupt, say) has kept the collective from being launched.
+
         Raises:
             PhaseError: the group is not accumulating.
         """
-        self._grads.enter(GradPhase.IN_FLIGHT)
+        if self._grads.current is not GradPhase.IN_FLIGHT or self._grad_handle is not None:
+            self._grads.enter(GradPhase.IN_FLIGHT)
         missing, cleared = [], []
         for slot in self.slots:
             was_clean = slot.is_clean
@@ -153,6 +140,8 @@ class _ParamAndGradBucketGroup:
                 if not was_clean:
                     cleared.append(slot.name)
         self.missing, self.cleared = tuple(missing), tuple(cleared)
+        if self.policy.tests_finite:
+            self.finite_test.run()
         for scale, bucket in zip(self._scales, self.buckets, strict=True):
             scale.before(bucket.grad_data)
         self._was_all_reduced = force_all_reduce or not self.policy.reduce_scatters
@@ -175,11 +164,16 @@ class _ParamAndGradBucketGroup:
         reduced = [bucket.grad_data for bucket in self.buckets] if self._was_all_reduced else self._grad_shards
         for scale, values in zip(self._scales, reduced, strict=True):
             scale.after(values)
+        self.readiness.finish_step()
+
+    def publish(self) -> None:
+        """Show the reduced gradients as ``param.grad``, where all of them are here.
+
+        A reduce-scattered gradient is not published: only this rank's shard of it means anything.
+        """
         if self._was_all_reduced:
-            # A reduce-scattered gradient is not published: only this rank's shard of it means anything.
             for slot in self.slots:
                 slot.publish()
-        self.readiness.finish_step()
 
     def reopen(self) -> None:
         """Start a step on top of what plain torch code left in ``param.grad``: nothing, zeros, or reduced values."""
@@ -198,6 +192,11 @@ class _ParamAndGradBucketGroup:
         self.readiness.abandon_step()
 
     # Parameters #
+
+    @property
+    def param_pointers(self) -> list[int]:
+        """Where each parameter must live now, by address."""
+        return self._nan_pointers if self._are_params_hidden else self._value_pointers
 
     def mark_params_stale(self) -> None:
         """Say that the optimizer has updated this rank's shard and the others' are out of date."""

@@ -61,7 +61,13 @@ class ParamAndGradBuffer:
         self.grad_data = torch.full((layout.numel,), -0.0, dtype=dtype_named(layout.key.grad_dtype), device=device)  # 1D
         self._is_attached = True
         self._grad_dtypes = {name: param.grad_dtype for name, param in self.params.items()}
-        self.slots = {name: self._attach(name, param) for name, param in self.params.items()}
+        self.slots: dict[str, GradSlot] = {}
+        try:
+            for name, param in self.params.items():
+                self.slots[name] = self._attach(name, param)
+        except BaseException:
+            self.detach()  # what could not move as a whole stays where it was
+            raise
         self.buckets = [_ParamAndGradBucket(bucket, self) for bucket in layout.buckets]
 
     def _attach(self, name: str, param: torch.nn.Parameter) -> GradSlot:
@@ -91,6 +97,8 @@ class ParamAndGradBuffer:
             return
         self._is_attached = False
         for name, param in self.params.items():
+            if name not in self.slots:
+                continue  # attaching has failed before it came here
             param.grad = None
             own_data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
             param.data = own_data.copy_(param.detach())

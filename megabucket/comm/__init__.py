@@ -1,5 +1,6 @@
 """Communication: the port, and what stands behind it. The only package that calls ``torch.distributed``."""
 
+from megabucket.comm.exchange import Exchange, exchange_bytes
 from megabucket.comm.loopback import LoopbackWorld
 from megabucket.comm.port import (
     AllGather,
@@ -8,6 +9,7 @@ from megabucket.comm.port import (
     Communicator,
     Handle,
     LocalCommunicator,
+    Progress,
     ReduceOp,
     ReduceScatter,
 )
@@ -18,11 +20,14 @@ __all__ = [
     "AllReduce",
     "Broadcast",
     "Communicator",
+    "Exchange",
     "Handle",
     "LocalCommunicator",
     "LoopbackWorld",
     "ProcessGroupCommunicator",
+    "Progress",
     "ReduceOp",
     "ReduceScatter",
     "discover_communicator",
+    "exchange_bytes",
 ]

@@ -92,7 +92,7 @@ def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
     else:
         result = inputs[0].clone()
         for addend in inputs[1:]:
-            result += addend
+            torch.maximum(result, addend, out=result) if first.op is ReduceOp.MAX else result.add_(addend)
         if first.op is ReduceOp.AVG:
             result /= len(calls)
     for rank, call in enumerate(calls):

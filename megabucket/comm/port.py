@@ -24,6 +24,7 @@ class ReduceOp(enum.Enum):
 
     SUM = "sum"
     AVG = "avg"
+    MAX = "max"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +97,15 @@ class DoneHandle(Handle):
         """Return at once."""
 
 
+@dataclass(slots=True)
+class Progress:
+    """Where this rank is in its work. The wrapper writes it, which costs an attribute; heartbeats carry it to other ranks."""
+
+    step: int = 0
+    phase: str = "setup"
+    bucket: int = -1  # -1: in none
+
+
 class Communicator(ABC):
     """Ranks that reduce together. Implementations launch; this class checks and records."""
 
@@ -103,6 +113,7 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         self.recorder: Recorder = recorder if recorder is not None else NullRecorder()
+        self.progress = Progress()
 
     def launch(self, calls: Sequence[Call], *, label: str) -> Handle:
         """Start a batch of like calls and return its handle.
@@ -138,6 +149,9 @@ class Communicator(ABC):
         A back-end does here, once, what it would otherwise do at every launch. The calls may also be launched unprepared.
         """
         return list(calls)
+
+    def close(self) -> None:  # noqa: B027  (most implementations have nothing to end)
+        """End what runs in the background on behalf of this communicator. Idempotent; nothing may be launched afterwards."""
 
     @abstractmethod
     def _launch(self, calls: Sequence[Call], label: str) -> Handle:

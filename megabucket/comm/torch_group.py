@@ -26,7 +26,9 @@ from megabucket.comm.port import (
 from megabucket.errors import CollectiveError, ProcessGroupMissingError
 from megabucket.trace.recorder import Interval, Lane, Recorder
 
-_REDUCE_OPS: Final = MappingProxyType({ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG})
+_REDUCE_OPS: Final = MappingProxyType(
+    {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
+)
 
 
 def _newest(name: str, deprecated_name: str) -> Callable[..., dist.Work]:

@@ -157,6 +157,33 @@ class DistributedDataParallelConfig(Section):
     unused_parameters: Literal["error", "zero"] = "error"
     """What a parameter without a gradient in a whole step means: an error that names it, or a gradient of zero."""
 
+    nonfinite_gradients: Literal["error", "skip_step", "allow"] = "error"
+    """What nan or inf in a gradient of any rank means, looked for before it is reduced: an error that names rank, bucket and
+    parameter; a step that no rank takes; or nothing, for instance because a loss scaler looks itself."""
+
+    skipped_forwards: Literal["error", "allow"] = "error"
+    """What it means that ranks ran different numbers of training forwards that no backward has reached when gradients are
+    reduced: a rank that skipped a batch, which is an error; or nothing. Forwards in ``eval()`` mode or under ``no_grad()``
+    do not count."""
+
+    fence: bool = True
+    """Agree across ranks, once per step and before any optimizer steps, that the step is whole: step number, microbatches,
+    failures. ``False`` saves one small collective and leaves faults of single ranks unnoticed by the others."""
+
+    check_model_changes: bool = True
+    """Look in each step whether the module is still the one that was wrapped: storages, ``requires_grad``, parameters."""
+
+    heartbeat_s: PositiveNumber | None = 1.0
+    """How often each rank writes a sign of life into the store of its process group. ``None``: never, so a frozen rank is
+    noticed only when the process group times out."""
+
+    dead_after_s: PositiveNumber = 30.0
+    """A rank without a sign of life for this long is lost: whoever waits for it gets an error that names it. More than twice
+    ``heartbeat_s``, and less than the time limit of the process group."""
+
+    straggler_warning_s: PositiveNumber | None = 30.0
+    """Warn, naming the rank and what it does, when others have waited this long for a rank that is alive. ``None``: never."""
+
     finish: Literal["auto", "explicit"] = "auto"
     """``auto``: gradients are ready for use after the last backward (all-reduce) or inside the optimizer's step
     (reduce-scatter). ``explicit``: the caller calls ``finish_grad_sync()``, as with Megatron."""
@@ -185,6 +212,11 @@ class DistributedDataParallelConfig(Section):
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             problems.append("overlap_param_gather=True needs overlap_grad_reduce=True, as in Megatron")
+        if self.heartbeat_s is not None and self.dead_after_s <= 2 * self.heartbeat_s:
+            problems.append(
+                f"dead_after_s={self.dead_after_s:g} must be more than twice heartbeat_s={self.heartbeat_s:g}: a rank whose "
+                "last sign of life is one beat old is not dead"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -1,11 +1,14 @@
-"""One step's gradient sync: which backward is reduced, when it starts, when it is finished.
+"""One step's gradient sync: which backward is reduced, when it starts, when it is finished, and whether it is whole.
 
 Receives every gradient from the hooks, launches bucket groups in order, and finishes them: at the end of the last backward
-(all-reduce, ``finish="auto"``), or when the optimizer or the caller asks. Knows groups only; memory is their business.
+(all-reduce, ``finish="auto"``), or when the optimizer or the caller asks. Whatever goes wrong, each rank launches the same
+collectives in the same order: all groups, then the fence. A fault is noted where it happens and raised after the fence, by all
+ranks. Knows groups only; memory is their business.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +17,23 @@ import torch
 
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.ddp.backward_end import OpenBackward, open_backward
+from megabucket.ddp.fence import Fence, PendingFence
 from megabucket.ddp.launcher import InOrderLauncher
-from megabucket.errors import LateGradientError, PhaseError, UnusedParameterError
+from megabucket.ddp.model_watch import ModelWatch
+from megabucket.ddp.step_report import Failure, LateGrads, StepReport
+from megabucket.ddp.step_tally import StepTally, nonfinite_params, unused_params
+from megabucket.ddp.verdict import StepFacts, error_of
+from megabucket.errors import (
+    ConcurrentBackwardError,
+    ForkedProcessError,
+    GroupDestroyedError,
+    InvariantError,
+    MegabucketError,
+    NonFiniteGradientError,
+    PeerLostError,
+    PhaseError,
+)
 
 
 class GradSync:
@@ -23,17 +41,34 @@ class GradSync:
 
     Args:
         groups: bucket groups in launch order.
-        config: what overlaps, what finishes, and what a missing gradient means.
+        config: what overlaps, what finishes, and which faults are errors.
+        watch: finds out whether the module was changed; ``None`` does not look.
     """
 
-    def __init__(self, groups: Sequence[_ParamAndGradBucketGroup], config: DistributedDataParallelConfig) -> None:
+    def __init__(
+        self,
+        groups: Sequence[_ParamAndGradBucketGroup],
+        config: DistributedDataParallelConfig,
+        watch: ModelWatch | None = None,
+    ) -> None:
         self._groups = groups
         self._config = config
+        self._watch = watch
+        self._communicator = groups[0].communicator
         self._launcher = InOrderLauncher(groups, self._launch)
+        self._fence = Fence(self._communicator if config.fence else None, device=groups[0].buckets[0].grad_data.device)
+        self._pending: PendingFence | None = None  # of a step that this rank has given up
         self._no_sync_depth = 0
-        self._open_backward: int | None = None  # autograd's id of the backward at whose end gradients are finished
+        self._open_backward: OpenBackward | None = None
+        self._num_backwards = 0
         self._finishes_with_backward = config.finish == "auto" and not config.use_distributed_optimizer
         self._is_finished = False
+        self._awaits_vote = False
+        self._defers_failures = False
+        self.tally = StepTally(self._communicator.rank, counts_skipped_forwards=config.skipped_forwards == "error")
+        """What this rank will report at the fence."""
+        self.step = 0
+        """How many steps were agreed on, or dropped, by all ranks."""
         self.force_all_reduce = False
         """All-reduce in the next launches although the distributed optimizer is on."""
         self.has_local_grads = any(slot.has_grad for group in groups for slot in group.slots)
@@ -42,6 +77,10 @@ class GradSync:
         """Whether a backward outside ``no_sync`` has run since gradients were last finished or cleared."""
         self.has_failed = False
         """Whether an error was raised about the gradients of this step, so that nobody may step on them."""
+        self.skip_reason = ""
+        """Why nobody steps on the gradients of this step (``nonfinite_gradients="skip_step"``); empty otherwise."""
+        self.last_error: MegabucketError | None = None
+        """The error all ranks agreed on for the last step that was dropped."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -61,6 +100,17 @@ class GradSync:
     def is_finished(self) -> bool:
         """Whether every gradient is reduced."""
         return self._is_finished
+
+    # Called by the hooks of the module #
+
+    def begin_forward(self) -> None:
+        """Note that a training forward begins."""
+        self.settle()
+        self._set_phase("forward")
+
+    def end_forward(self) -> Callable[[], None]:
+        """Note that a training forward has ended well; return what to call when a backward reaches it."""
+        return self.tally.note_forward()
 
     # Called by autograd #
 
@@ -90,58 +140,78 @@ class GradSync:
 
     def _receive(self, index: int, position: int) -> None:
         group = self._groups[index]
+        if self._open_backward is None:
+            self._open()
         if self._is_finished:
             self._start_step_unasked(group, position)
         self.has_local_grads = True
         syncs = self._no_sync_depth == 0
         if syncs:
             self.awaits_finish = True
-            if self._open_backward is None and self._finishes_with_backward:
-                self._open(_graph_task_id())
-        try:
-            is_complete = group.receive_grad(position, counts=syncs)
-        except LateGradientError:
-            self.has_failed = True
-            if group.grad_phase is GradPhase.IN_FLIGHT:
-                for one in self._groups:  # the model has changed its ways, probably in other groups, too
-                    one.readiness.unlearn()
-            raise
-        if is_complete and self._config.overlap_grad_reduce:
+        if group.grad_phase is not GradPhase.ACCUMULATING:
+            self._note_late(group, position)
+        elif group.receive_grad(position, counts=syncs) and self._config.overlap_grad_reduce:
             self._launcher.mark_complete(index)
 
     def begin_backward(self) -> None:
         """Note that a backward through the module's outputs begins.
 
-        Reentrant activation checkpointing runs backwards inside the backward, and the first parameter hook may well fire in
-        an inner one, whose end is not the end. The outputs belong to the outer one, so what is queued here ends last.
-
-        If the backward before ended in an exception and had sent some of its gradients, all gradients of that step are dropped.
+        Raises:
+            ConcurrentBackwardError: another thread's backward is running.
         """
-        task = _graph_task_id()
-        if not self._finishes_with_backward or task == self._open_backward:
+        if self._open_backward is None:
+            self._open()
             return
-        if self._open_backward is not None:
-            self._abandon_backward()
-        if not self._no_sync_depth:
-            self._open(task)
+        thread = threading.current_thread()
+        if thread.ident != self._open_backward.thread_id:
+            raise ConcurrentBackwardError(
+                rank=self._communicator.rank, thread=thread.name, other_thread=self._open_backward.thread_name
+            )
 
-    def _abandon_backward(self) -> None:
-        """Leave a backward behind that ended in an exception: what it counted must not complete a group of the next one."""
+    def _open(self) -> None:
+        self.settle()
+        self._set_phase("backward")
+        self._num_backwards += 1
+        self._open_backward = open_backward(self, self._num_backwards)
+        self.has_failed = False
+
+    def end_backward(self, token: int) -> None:
+        """Note that a backward has ended well, and finish the sync where that is due."""
+        if not self._closes(token):
+            return
+        if self.has_local_grads:
+            self.tally.num_microbatches += 1
+        if self._finishes_with_backward and self.awaits_finish:
+            self.finish()
+
+    def abandon_backward(self, token: int) -> None:
+        """Note that a backward has failed. Called from a destructor, so nothing is raised."""
+        if self._closes(token) and not self._defers_failures:
+            self.fail("backward", None)
+
+    def _closes(self, token: int) -> bool:
+        if self._open_backward is None or self._open_backward.token != token:
+            return False
         self._open_backward = None
-        if any(group.grad_phase is GradPhase.IN_FLIGHT for group in self._groups):
-            self.reset()
-        else:
-            self._launcher.start_step()
-            self._forget_counts()
-            self.awaits_finish = False
+        return True
+
+    def _note_late(self, group: _ParamAndGradBucketGroup, position: int) -> None:
+        """Keep a gradient away from a buffer that was sent, and remember to say so."""
+        slot, phase = group.slots[position], group.grad_phase.value
+        slot.param.grad = None
+        before = self.tally.late
+        if before is None:
+            self.tally.late = LateGrads((slot.name,), group.index, phase)
+        elif slot.name not in before.params:
+            self.tally.late = LateGrads((*before.params, slot.name), before.bucket, before.phase)
 
     def _start_step_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> None:
-        """Start a step because a gradient arrives, or refuse it: plain torch code may clear gradients without telling us.
+        """Start a step because a gradient arrives: plain torch code may clear gradients without telling us.
 
         After an all-reduce a cleared gradient (``None``) starts anew. One that was zeroed in place, or not cleared at all, is
         accumulated on and reduced again: the mean of values that are equal on all ranks is that value, so the result is
         what torch's own accumulation gives. A sum would count the old values once per rank, and after a reduce-scatter they
-        are not even gradients; both are refused. All groups start together, so the schedule stays the same on every rank.
+        are not even gradients; both are noted as late. All groups start together, so the schedule stays the same on every rank.
         """
         slot = group.slots[position]
         may_start = not self._config.use_distributed_optimizer
@@ -149,21 +219,14 @@ class GradSync:
             others = (other for one in self._groups for other in one.slots if other is not slot)
             may_start = slot.param.grad is not slot.view and not any(other.has_grad for other in others)
         if not may_start:
-            group.refuse_late_grad(position)
+            self._note_late(group, position)
+        self._vote_to_drop()
         for one in self._groups:
             one.reopen()
         self._is_finished = self.has_failed = False
+        self.skip_reason = ""
 
-    def _open(self, task: int) -> None:
-        self._open_backward = task
-        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-
-    def _on_backward_end(self) -> None:
-        self._open_backward = None
-        if self.awaits_finish:
-            self.finish()
-
-    # Called by the wrapper #
+    # Called by the wrapper and by optimizers #
 
     def start(self) -> None:
         """Launch every group that was not launched yet."""
@@ -174,28 +237,156 @@ class GradSync:
         """Launch what was not launched, wait for all, and leave reduced gradients behind. Idempotent.
 
         Raises:
-            UnusedParameterError: parameters had no gradient in the whole step and the config calls that an error. The
-                collectives are completed before, so no other rank waits for this one.
+            MegabucketError: the step is not whole on some rank. All ranks raise the same error, the gradients are forgotten,
+                and the next step may run.
         """
-        had_local_grads = self.has_local_grads
-        if self._complete_schedule() and self._config.unused_parameters == "error":
-            # Without any backward, what the caller wrote into zeroed views counts; what had to be zeroed is missing.
-            self._check_unused([group.missing if had_local_grads else group.cleared for group in self._groups])
+        if self._pending is None:
+            if self._is_finished:
+                return
+            self._launch_rest(unused_counts=self._config.unused_parameters == "error")
+        error = self.settle()
+        if error is not None:
+            raise error
 
-    def drain(self) -> None:
-        """Complete the schedule of a step whose gradients nobody wants any more, so that no rank waits for this one."""
+    def commit(self) -> None:
+        """Finish the sync for an optimizer that is about to update and gather: from here on every rank does so.
+
+        Raises:
+            MegabucketError: the step is not whole on some rank; nobody updates.
+        """
+        needs_vote = self._is_finished and self._config.use_distributed_optimizer
+        self.finish()
+        if needs_vote:  # the fence was at ``finish_grad_sync()``, and not every rank that was there need be here
+            self._vote()
+        self._awaits_vote = False
+        self._set_phase("optimizer")
+
+    def note_update(self) -> None:
+        """Count an optimizer step that has updated this rank's parameters."""
+        self.tally.num_updates += 1
+
+    def fail(self, phase: str, error: BaseException | str | None) -> None:
+        """Give up the step on this rank: launch the rest of the schedule and the fence, which tells the others.
+
+        Does not wait: the next call does. Never raises: it runs while an exception is on its way.
+
+        Args:
+            phase: where it happened: ``forward``, ``backward``, ...
+            error: what happened; ``None`` when autograd keeps it to itself.
+        """
+        if self._pending is not None or error is self.last_error is not None:
+            return
+        if self._defers_failures and phase in ("forward", "backward"):
+            return  # the ``step()`` block around this will call again with the whole exception
+        self.tally.failure = Failure(phase, _describe(error))
         self._open_backward = None
-        if any(group.grad_phase is GradPhase.IN_FLIGHT for group in self._groups):
-            self._forget_counts()
-            self._complete_schedule()
+        try:
+            if not self._awaits_vote:
+                self._reopen_if_finished()
+                self._launcher.flush()
+            self._pending = self._fence.launch(self._report())
+        except MegabucketError as cause:  # the group is gone: there is nobody to tell
+            self.has_failed, self.last_error = True, cause
+
+    def settle(self) -> MegabucketError | None:
+        """Wait for the fence that was launched, if any; return the error that all ranks raise about the step.
+
+        Raises:
+            PeerLostError: a rank went away meanwhile.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        for group in self._groups:
+            group.finish_grad_sync()
+        error = self._error_of(pending)
+        self._pending = None
+        self.step += 1
+        self._set_phase("between steps")
+        if error is None:
+            self._is_finished = True
+            self.has_local_grads = self.awaits_finish = False
+            self._awaits_vote = self._config.use_distributed_optimizer
+            self._launcher.start_step()
+            self.tally.start_step()
+            if not self.skip_reason:
+                for group in self._groups:
+                    group.publish()
+            return None
+        self.last_error = error
+        self.tally.start_over()
+        self._forget()
+        self.has_failed = True
+        for group in self._groups:
+            group.readiness.unlearn()
+        return error
+
+    def _error_of(self, pending: PendingFence) -> MegabucketError | None:
+        if pending.is_whole():
+            return None
+        for group in self._groups:
+            if group.finite_test.flag is not None and bool(group.finite_test.flag):
+                group.finite_test.name_culprits()
+        reports = pending.reports(self._report())
+        error = error_of(StepFacts(self.step, len(self._groups)), reports)
+        if error is None:
+            raise InvariantError(f"[rank {self._communicator.rank}] the fence of step {self.step} failed without a reason")
+        if isinstance(error, NonFiniteGradientError) and self._config.nonfinite_gradients == "skip_step":
+            self.skip_reason = str(error)
+            return None
+        return error
+
+    @contextmanager
+    def guarded_step(self) -> Iterator[None]:
+        """Let whatever goes wrong inside end as the same error on all ranks, with the whole exception in its text.
+
+        Raises:
+            MegabucketError: the error all ranks agreed on, from the exception of this rank.
+        """
+        before, self._defers_failures = self._defers_failures, True
+        try:
+            yield
+        except Exception as error:
+            self._defers_failures = before
+            agreed = error if error is self.last_error else self._fail_and_settle(error)
+            if agreed is None or agreed is error:
+                raise
+            raise agreed from error
+        except BaseException as error:
+            self._defers_failures = before
+            self.fail(self._communicator.progress.phase, error)
+            raise  # an interrupt does not wait for other ranks
+        finally:
+            self._defers_failures = before
+
+    def _fail_and_settle(self, error: Exception) -> MegabucketError | None:
+        if isinstance(error, PeerLostError | ForkedProcessError | GroupDestroyedError):
+            return None
+        self.fail(self._communicator.progress.phase, error)
+        return self.settle()
 
     def reset(self) -> None:
-        """Start a step: drain, then forget all gradients."""
-        self.drain()
-        self._launcher.start_step()
-        self._is_finished = self.has_local_grads = self.awaits_finish = self.has_failed = False
-        for group in self._groups:
-            group.reset()
+        """Start a step: forget all gradients. One that others may be reducing with this rank is completed before.
+
+        Raises:
+            StepMismatchError: this rank drops a step that others take.
+        """
+        self.settle()
+        self._open_backward = None
+        is_dropped = not self._is_finished and (self.awaits_finish or self._is_anything_in_flight())
+        if is_dropped:
+            self.tally.num_dropped_steps += 1
+            for group in self._groups:
+                group.readiness.abandon_step()
+            self._launch_rest(unused_counts=False)
+            error = self.settle()
+            if error is not None:
+                raise error
+            self._awaits_vote = False
+        self._vote_to_drop()
+        self._forget()
+        self.tally.num_microbatches = 0
+        self.has_failed = False
 
     def check_not_failed(self) -> None:
         """Refuse to step on gradients that an error was raised about.
@@ -203,6 +394,7 @@ class GradSync:
         Raises:
             PhaseError: there was such an error since gradients were last cleared.
         """
+        self.settle()
         if self.has_failed:
             raise PhaseError(
                 "the gradients of this step are not usable: an error about them was raised before (and caught by the caller). "
@@ -223,36 +415,66 @@ class GradSync:
             )
 
     def _launch(self, group: _ParamAndGradBucketGroup) -> None:
+        self._communicator.progress.bucket = group.index
         group.start_grad_sync(force_all_reduce=self.force_all_reduce)
 
-    def _complete_schedule(self) -> bool:
-        """Launch and wait; return whether there was anything to do."""
-        if self._is_finished:
-            return False
+    def _launch_rest(self, *, unused_counts: bool) -> None:
+        """Launch the groups that were not launched yet and the fence. From here on ``settle`` is due."""
+        if self._watch is not None:
+            self.tally.change = self._watch.find_change()
+        had_local_grads = self.has_local_grads
         self._launcher.flush()
-        for group in self._groups:
-            group.finish_grad_sync()
+        if unused_counts:
+            self.tally.unused = unused_params(self._groups, had_local_grads=had_local_grads)
+        self._pending = self._fence.launch(self._report(), nonfinite=self._nonfinite_on_device())
+
+    def _report(self) -> StepReport:
+        return self.tally.report(force_all_reduce=self.force_all_reduce, nonfinite=nonfinite_params(self._groups))
+
+    def _nonfinite_on_device(self) -> torch.Tensor | None:
+        flags = [group.finite_test.flag for group in self._groups if group.finite_test.flag is not None]
+        return torch.stack(flags).any() if flags else None
+
+    def _vote(self) -> None:
+        """Agree once more, after the sync: either every rank steps, or every rank drops the step."""
+        self._pending = self._fence.launch(self._report())
+        error = self.settle()
+        if error is not None:
+            raise error
+
+    def _vote_to_drop(self) -> None:
+        """Say that this rank does not step on the gradients it has finished, in case others do."""
+        if self._awaits_vote:
+            self.tally.num_dropped_steps += 1
+            self._vote()
+            self._awaits_vote = False
+
+    def _is_anything_in_flight(self) -> bool:
+        return any(group.grad_phase is GradPhase.IN_FLIGHT for group in self._groups)
+
+    def _reopen_if_finished(self) -> None:
+        if self._is_finished:
+            for group in self._groups:
+                group.reopen()
+            self._is_finished = False
+
+    def _forget(self) -> None:
+        """Forget the gradients; no collective owns any."""
         self._launcher.start_step()
-        self._is_finished = True
-        self.has_local_grads = self.awaits_finish = False
-        return True
-
-    def _check_unused(self, unused_by_group: Sequence[Sequence[str]]) -> None:
-        unused = [name for names in unused_by_group for name in names]
-        if unused:
-            self.has_failed = True
-            raise UnusedParameterError(
-                params=unused,
-                bucket=next(index for index, names in enumerate(unused_by_group) if names),
-                num_buckets=len(self._groups),
-                num_params=sum(len(group.slots) for group in self._groups),
-                rank=self._groups[0].communicator.rank,
-            )
-
-    def _forget_counts(self) -> None:
+        self._is_finished = self.has_local_grads = self.awaits_finish = self._awaits_vote = False
+        self.skip_reason = ""
         for group in self._groups:
-            group.readiness.abandon_step()
+            group.reset()
+
+    def _set_phase(self, phase: str) -> None:
+        progress = self._communicator.progress
+        progress.step, progress.phase, progress.bucket = self.step, phase, -1
 
 
-def _graph_task_id() -> int:
-    return int(torch._C._current_graph_task_id())
+def _describe(error: BaseException | str | None) -> str:
+    if error is None:
+        return (
+            "an exception in the backward, which autograd keeps to itself; it stands in the log of that rank (and would stand "
+            "here inside `with ddp.step():`)"
+        )
+    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"

@@ -7,11 +7,11 @@ wrapper and, if so, whether their gradients are complete: never after a reduce-s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer.views import dtype_name
@@ -28,19 +28,19 @@ class _StepHook:
     at any time, also while torch iterates over the list; the next guard takes it out.
     """
 
-    __slots__ = ("_check",)
+    __slots__ = ("_method",)
 
-    def __init__(self, guard: PlainOptimizerGuard) -> None:
-        self._check = weakref.WeakMethod(guard.check)
+    def __init__(self, method: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._method = weakref.WeakMethod(method)
 
     @property
     def is_dead(self) -> bool:
-        return self._check() is None
+        return self._method() is None
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        check = self._check()
-        if check is not None:
-            check(optimizer)
+        method = self._method()
+        if method is not None:
+            method(optimizer)
 
 
 class PlainOptimizerGuard:
@@ -52,12 +52,30 @@ class PlainOptimizerGuard:
         self._sync = sync
         self._reduce_scatters = reduce_scatters
         self._rank = rank
-        self._handle: RemovableHandle = register_optimizer_step_pre_hook(_StepHook(self))
-        _remove_dead_hooks(self._handle)
+        self._handles: list[RemovableHandle] = [
+            register_optimizer_step_pre_hook(_StepHook(self.check)),
+            register_optimizer_step_post_hook(_StepHook(self.note_update)),
+        ]
+        for handle in self._handles:
+            _remove_dead_hooks(handle)
 
     def remove(self) -> None:
         """Stop watching."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def note_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step that has updated parameters of the wrapper: all ranks must have made as many."""
+        if self._held_by(optimizer):
+            self._sync.note_update()
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        return [
+            self._names[id(param)]
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) in self._names and param.requires_grad
+        ]
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step that would use gradients of the wrapper that are not complete.
@@ -68,19 +86,17 @@ class PlainOptimizerGuard:
             UnreducedGradientsError: gradients were accumulated that no sync has reduced.
             MixedDtypeOptimizerError: the optimizer cannot mix the dtypes of parameters and gradients.
         """
-        held = [
-            self._names[id(param)]
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if id(param) in self._names and param.requires_grad
-        ]
+        held = self._held_by(optimizer)
         if not held:
             return
         if self._reduce_scatters:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held, rank=self._rank)
         self._sync.check_not_failed()
         if self._sync.has_local_grads:
-            raise UnreducedGradientsError(rank=self._rank)
+            error = UnreducedGradientsError(rank=self._rank)
+            if not self._sync.awaits_finish:
+                self._sync.fail("optimizer.step()", error)  # ranks that did run their last backward are waiting
+            raise error
         if isinstance(optimizer, _ADAMS) or any(group.get("fused") for group in optimizer.param_groups):
             self._check_dtypes(optimizer, held)
 

@@ -5,25 +5,26 @@ Puts the parts together: discovery -> layout -> buffers -> bucket groups -> hook
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import Broadcast, Communicator, ReduceOp, discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.ddp.discovery import discover_params
+from megabucket.ddp.agreement import agree, agree_on_model
+from megabucket.ddp.discovery import DiscoveredParams
+from megabucket.ddp.forward_watch import watch_forwards
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guard import PlainOptimizerGuard
+from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.param_gather import ParamGather
-from megabucket.errors import ConfigError, PhaseError
-from megabucket.layout import ModelLayout, build_layout, launch_order
+from megabucket.errors import ConfigError, MegabucketError, PhaseError
+from megabucket.layout import ModelLayout, launch_order
 from megabucket.trace.recorder import Recorder
 
 
@@ -47,6 +48,8 @@ class DistributedDataParallel(torch.nn.Module):
         NoTrainableParametersError: nothing requires a gradient.
         UnsupportedParameterError: a trainable parameter cannot live in a buffer; the text says which and why.
         AlreadyWrappedError: another wrapper holds some of the parameters.
+        LayoutMismatchError: the ranks do not wrap the same module with the same config and versions.
+        PeerFailedError: another rank could not wrap its module.
         ProcessGroupMissingError: several processes were launched, but they have no process group.
         ConfigError: the config cannot be honoured for this module.
     """
@@ -70,14 +73,14 @@ class DistributedDataParallel(torch.nn.Module):
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
         self._is_attached = True
-        found = discover_params(module)
         self.communicator = communicator or discover_communicator(process_group, recorder)
-        self.layout: ModelLayout = build_layout(found.specs, self.ddp_config, dp_size=self.communicator.size)
+        found, self.layout = agree_on_model(module, self.ddp_config, self.communicator)
         self.param_names = {param: name for name, param in found.trainable.items()}
         self.module = module
-        self.param_and_grad_buffers = [ParamAndGradBuffer(buffer, found.trainable) for buffer in self.layout.buffers]
+        self.param_and_grad_buffers = _attach(self.layout, found, self.communicator)
         self.bucket_groups = self._make_groups()
-        self._sync = GradSync(self.bucket_groups, self.ddp_config)
+        watch = ModelWatch(module, found.trainable, self.bucket_groups) if self.ddp_config.check_model_changes else None
+        self._sync = GradSync(self.bucket_groups, self.ddp_config, watch)
         self._gather = ParamGather(self.bucket_groups, module, overlaps=self.ddp_config.overlap_param_gather)
         self._guard = PlainOptimizerGuard(
             found.trainable,
@@ -102,6 +105,7 @@ class DistributedDataParallel(torch.nn.Module):
             reduce_scatters=config.use_distributed_optimizer,
             op=ReduceOp.AVG if config.average_in_collective else ReduceOp.SUM,
             average=config.grad_reduction == "mean",
+            tests_finite=config.nonfinite_gradients != "allow",
         )
         buckets = [self.param_and_grad_buffers[i].buckets[j] for i, j in launch_order(self.layout)]
         batches = [buckets] if config.bucket_groups == "single" else [[bucket] for bucket in buckets]
@@ -116,8 +120,7 @@ class DistributedDataParallel(torch.nn.Module):
             for group in self.bucket_groups
             for position, slot in enumerate(group.slots)
         ]
-        if self._sync.finishes_with_backward:
-            handles.append(self.module.register_forward_hook(_output_watcher(self.module, self._sync)))
+        handles += watch_forwards(self.module, self._sync)
         # These hooks also keep this wrapper alive as long as the module: the hooks of the parameters know it weakly.
         submodules = set(self.module.modules())
 
@@ -164,6 +167,43 @@ class DistributedDataParallel(torch.nn.Module):
             self._sync.finish()
         finally:
             self._sync.force_all_reduce = before
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context for one step (forward, backward, optimizer), in which every fault ends alike on all ranks.
+
+        Without it, too, an exception on one rank ends the step on all ranks; but that rank sees its own exception, and the
+        others cannot be told the text of one that was raised in backward. Inside, all ranks raise the same ``PeerFailedError``.
+
+        Raises:
+            MegabucketError: the error all ranks agreed on.
+        """
+        return self._sync.guarded_step()
+
+    def abort_step(self, reason: str) -> None:
+        """Give up this step on this rank, for instance because its batch is of no use. All ranks drop the step.
+
+        Returns at once; the others raise ``PeerFailedError`` with the reason when they come to the end of the step. This rank
+        goes on with the next step.
+        """
+        self._sync.fail("abort_step()", reason)
+
+    @property
+    def step_number(self) -> int | None:
+        """The caller's own number of the step, compared across ranks at the end of each; ``None`` when it gives none."""
+        number = self._sync.tally.step_number
+        return None if number < 0 else number
+
+    @step_number.setter
+    def step_number(self, number: int | None) -> None:
+        if number is not None and (isinstance(number, bool) or not 0 <= number < 2**62):
+            raise ConfigError(f"step_number must be None or an integer from 0 to 2**62, got {number!r}")
+        self._sync.tally.step_number = -1 if number is None else number
+
+    @property
+    def last_error(self) -> MegabucketError | None:
+        """The error all ranks agreed on for the last step that was dropped; the same text on every rank."""
+        self._sync.settle()
+        return self._sync.last_error
 
     @property
     def force_all_reduce(self) -> bool:
@@ -302,34 +342,25 @@ class DistributedDataParallel(torch.nn.Module):
         )
 
 
+def _attach(layout: ModelLayout, found: DiscoveredParams, communicator: Communicator) -> list[ParamAndGradBuffer]:
+    """Move the parameters into buffers, on all ranks or on none."""
+    buffers: list[ParamAndGradBuffer] = []
+    failure = None
+    try:
+        try:
+            buffers.extend(ParamAndGradBuffer(buffer, found.trainable) for buffer in layout.buffers)
+        except Exception as error:
+            failure = error
+        device = next(iter(found.trainable.values())).device
+        agree(communicator, [], failure=failure, device=device, label="wrap: buffers")
+    except BaseException:
+        for buffer in buffers:
+            buffer.detach()
+        raise
+    return buffers
+
+
 def _restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
     """Let an outer module that contains the wrapper load what its ``state_dict`` gave: names without ``module.``."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
-
-
-def _leaves(output: Any) -> Iterator[Any]:
-    """Return what a forward returned, piece by piece: through containers torch knows and through dataclasses."""
-    for leaf in tree_leaves(output):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from _leaves(getattr(leaf, field.name, None))
-        else:
-            yield leaf
-
-
-def _output_watcher(module: torch.nn.Module, sync: GradSync) -> Callable[..., None]:
-    """Return a forward hook that lets ``sync`` know when a backward through the outputs of ``module`` begins."""
-
-    def on_grad(_: torch.Tensor) -> None:
-        sync.begin_backward()
-
-    def watch(called: torch.nn.Module, _: Any, output: Any) -> None:
-        # A deepcopy of the module shares this hook, and its backward is none of our business.
-        if called is module and torch.is_grad_enabled():
-            for leaf in _leaves(output):
-                # A tensor without grad_fn (a parameter passed through) outlives this forward and would collect hooks.
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(on_grad)
-
-    return watch

@@ -11,6 +11,7 @@ import torch
 
 from megabucket.buffer import GradPhase
 from megabucket.ddp import DistributedDataParallel
+from megabucket.ddp.step_report import Failure
 from megabucket.errors import (
     CheckpointUnavailableError,
     ConfigError,
@@ -130,12 +131,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a closure was given; it could not know which backward is the last of the step.
             UnreducedGradientsError: no backward outside ``no_sync`` has run in this step.
-            UnusedParameterError: a parameter had no gradient in the whole step (``unused_parameters="error"``).
+            MegabucketError: the step is not whole on some rank; all ranks raise the same error and none updates.
             PhaseError: a gradient was cleared after the all-reduce, or an error about the gradients was caught before.
         """
         if closure is not None:
             raise ConfigError("DistributedOptimizer.step() takes no closure; run forward and backward before calling it")
-        self._finish_gradients()
+        sync = self.ddp.sync
+        self._check_backward_has_run()
+        sync.commit()
+        if sync.skip_reason:
+            return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
         if not self._is_sharded:
             self._take_published_grads()
         for shard in self._shards:
@@ -144,19 +149,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         norm = self._global_norm.of(grads)
         if not math.isfinite(norm):
             return StepResult(updated=False, grad_norm=norm, reason=self._describe_nonfinite(norm))
+        self._update(grads, norm)
+        return StepResult(updated=True, grad_norm=norm, reason="")
+
+    def _update(self, grads: list[torch.Tensor], norm: float) -> None:
+        """Step on the shards and gather what came out."""
         if self.clip_grad > 0:
             clip_by_norm(grads, norm=norm, max_norm=self.clip_grad)
         self.ddp.finish_param_sync()  # a bucket that no forward waited for may still be on its way into the buffer
         if self._num_value_changes != self.ddp.num_value_changes:
             self.reload_main_params()
-        self.torch_optimizer.step()
-        for shard in self._shards:
-            shard.store_values()
-        if self._is_sharded:
-            for group in self.ddp.bucket_groups:
-                group.mark_params_stale()
-            self.ddp.start_param_sync()
-        return StepResult(updated=True, grad_norm=norm, reason="")
+        try:
+            self.torch_optimizer.step()
+        except BaseException as error:
+            self.ddp.sync.tally.failure = Failure("optimizer", f"{type(error).__name__}: {error}")  # told at the next fence
+            raise
+        finally:  # the others gather, whatever happened here
+            for shard in self._shards:
+                shard.store_values()
+            if self._is_sharded:
+                for group in self.ddp.bucket_groups:
+                    group.mark_params_stale()
+                self.ddp.start_param_sync()
+        self.ddp.sync.note_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients of the wrapped module; see ``DistributedDataParallel.zero_grad``."""
@@ -171,16 +186,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             shard.reload_values()
         self._num_value_changes = self.ddp.num_value_changes
 
-    def _finish_gradients(self) -> None:
+    def _check_backward_has_run(self) -> None:
         sync = self.ddp.sync
         sync.check_not_failed()
         if sync.is_finished:
             return
         in_flight = any(group.grad_phase is GradPhase.IN_FLIGHT for group in self.ddp.bucket_groups)
-        may_finish = self.ddp.ddp_config.finish == "auto" and (sync.awaits_finish or in_flight)
-        if not may_finish:
-            raise UnreducedGradientsError(rank=self.ddp.communicator.rank)
-        self.ddp.finish_grad_sync()
+        has_run = sync.awaits_finish or in_flight
+        if self.ddp.ddp_config.finish == "explicit" or not has_run:
+            error = UnreducedGradientsError(rank=self.ddp.communicator.rank)
+            if not has_run:
+                sync.fail("optimizer.step()", error)  # ranks that did run their last backward are waiting
+            raise error
 
     def _take_published_grads(self) -> None:
         """Let what the caller did to ``param.grad`` after the sync count, as it would with a plain optimizer.

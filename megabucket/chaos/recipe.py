@@ -1,0 +1,56 @@
+"""``Recipe``: what one rank does in one step, as data, so that the oracle can do the same on its own."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+NUM_LAYERS = 4
+
+
+class Edit(enum.Enum):
+    """What happens to a gradient before it is accumulated."""
+
+    NAN = "nan"
+    INF = "inf"
+    HUGE = "huge"
+
+
+@dataclass(frozen=True, slots=True)
+class GradEdit:
+    """A gradient that one rank changes on its way into the buffer."""
+
+    param: str
+    edit: Edit
+
+
+class Ending(enum.Enum):
+    """How a rank ends its step."""
+
+    STEP = "optimizer.step()"
+    DROP = "zero_grad() without optimizer.step()"
+    ABORT = "ddp.abort_step()"
+    SKIP = "nothing: the batch is left out"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One rank's step. The defaults are a healthy one."""
+
+    batch: int
+    """Which batch is trained on; all ranks of a healthy step have the same number and different data."""
+    layers: tuple[int, ...] = tuple(range(NUM_LAYERS))
+    """The layers of the model in the order in which they run; one left out is not used."""
+    num_microbatches: int = 1
+    num_synced: int = 1
+    """How many of the last backwards run outside ``no_sync()``."""
+    num_idle_forwards: int = 0
+    """Training forwards before the first microbatch whose outputs nobody differentiates."""
+    num_repeats: int = 0
+    """Backwards through the last microbatch's graph after its first one (``retain_graph=True``)."""
+    checkpointed: tuple[int, ...] = ()
+    """Layers that run inside reentrant activation checkpointing."""
+    edits: tuple[GradEdit, ...] = ()
+    ending: Ending = Ending.STEP
+    step_number: int | None = None
+    """What the rank assigns to ``ddp.step_number``, if anything."""

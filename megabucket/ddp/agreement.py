@@ -1,0 +1,149 @@
+"""Do all ranks wrap the same model with the same config? Asked before anything is moved, and once more before values are sent.
+
+Each rank hashes what must be equal; one exchange of 32 bytes compares the hashes. Only when they differ are texts exchanged,
+and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Final, NoReturn
+
+import torch
+
+import megabucket
+from megabucket.comm import Communicator, Exchange, exchange_bytes
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.ddp.discovery import DiscoveredParams, discover_params
+from megabucket.errors import InvariantError, LayoutMismatchError, PeerFailedError
+from megabucket.layout import ModelLayout, build_layout
+
+_DIGEST_BYTES: Final = 32
+_DIFFERENCES_SHOWN: Final = 5
+
+Entry = tuple[object, ...]
+"""One thing that must be equal: a name and values whose ``repr`` is the same in every process."""
+
+
+def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig) -> list[Entry]:
+    """Return what must be equal on all ranks: versions, every config field, parameters with aliases, and module buffers."""
+    entries: list[Entry] = [("megabucket", megabucket.__version__), ("torch", str(torch.__version__))]
+    entries += [("config", name, value) for name, value in config.model_dump().items()]
+    first_name_of: dict[torch.nn.Parameter, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        first_name = first_name_of.setdefault(param, name)
+        if first_name != name:
+            entries.append(("alias", name, first_name))
+        else:
+            trained = "trained" if param.requires_grad else "frozen"
+            entries.append((name, tuple(param.shape), str(param.dtype), _strides_of(param), trained))
+    entries += [(name, tuple(buffer.shape), str(buffer.dtype), "buffer") for name, buffer in module.named_buffers()]
+    return entries
+
+
+def agree_on_model(
+    module: torch.nn.Module, config: DistributedDataParallelConfig, communicator: Communicator
+) -> tuple[DiscoveredParams, ModelLayout]:
+    """Return the parameters and the layout of a module that is the same on all ranks.
+
+    Raises:
+        LayoutMismatchError: it is not, or configs or versions differ.
+        PeerFailedError: some rank cannot wrap its module.
+        MegabucketError: what ``discover_params`` and ``build_layout`` raise, where all ranks raise it alike.
+    """
+    entries: list[Entry] = []
+    found, layout, failure = None, None, None
+    try:
+        found = discover_params(module)
+        layout = build_layout(found.specs, config, dp_size=communicator.size)
+        entries = model_entries(module, config)
+    except Exception as error:
+        failure = error
+    agree(communicator, entries, failure=failure, device=exchange_device(module), label="wrap")
+    if found is None or layout is None:
+        raise InvariantError("agree() has not raised the failure")
+    return found, layout
+
+
+def _strides_of(param: torch.Tensor) -> tuple[int, ...]:
+    # The memory order decides where an element lies in the flat buffer. Lazy and sparse parameters have none and are refused.
+    is_dense = type(param) is torch.nn.Parameter and param.layout is torch.strided
+    return () if not is_dense or param.is_contiguous() else param.stride()
+
+
+def agree(
+    communicator: Communicator, entries: Sequence[Entry], *, failure: Exception | None, device: torch.device, label: str
+) -> None:
+    """Return when all ranks hold the same entries and none has failed.
+
+    Args:
+        failure: why this rank cannot go on; the others must not wait for it.
+
+    Raises:
+        LayoutMismatchError: entries differ.
+        PeerFailedError: some ranks failed, or all but with different errors.
+        Exception: ``failure`` itself, where all ranks failed alike.
+    """
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    digest = hashlib.sha256(repr((text, entries)).encode()).digest()
+    digests = Exchange(communicator, digest, capacity_bytes=_DIGEST_BYTES, device=device, label=label).wait()
+    if all(other == digest for other in digests):
+        if failure is not None:
+            raise failure
+        return
+    _raise_difference(communicator, text, entries, failure=failure, device=device, label=label)
+
+
+def _raise_difference(
+    communicator: Communicator,
+    text: str,
+    entries: Sequence[Entry],
+    *,
+    failure: Exception | None,
+    device: torch.device,
+    label: str,
+) -> NoReturn:
+    payload = json.dumps([text, [describe_entry(entry) for entry in entries]]).encode()
+    answers = [json.loads(answer) for answer in exchange_bytes(communicator, payload, device=device, label=f"{label} texts")]
+    for rank, (failure_text, _) in enumerate(answers):
+        if failure_text:
+            raise PeerFailedError(step=0, rank=rank, phase="wrap", error=failure_text) from failure
+    raise mismatch([lines for _, lines in answers])
+
+
+def mismatch(lines_by_rank: Sequence[Sequence[str]]) -> LayoutMismatchError:
+    """Return the error about entries that differ, the first ones in full."""
+    differences, num_entries = [], 0
+    for index, lines in enumerate(zip_longest(*lines_by_rank, fillvalue="nothing")):
+        num_entries += 1
+        other = next((rank for rank, line in enumerate(lines) if line != lines[0]), None)
+        if other is not None:
+            differences.append(f"entry {index}: rank 0 has {lines[0]}, rank {other} has {lines[other]}")
+    return LayoutMismatchError(
+        differences=differences[:_DIFFERENCES_SHOWN], num_different=len(differences), num_entries=num_entries
+    )
+
+
+def describe_entry(entry: Entry) -> str:
+    """Return an entry as a reader wants it.
+
+    >>> describe_entry(("config", "bucket_size", 40))
+    'config bucket_size=40'
+    >>> describe_entry(("l2.weight", (4, 4), "torch.float32", (), "trained"))
+    'l2.weight (4, 4) float32'
+    """
+    if entry[0] == "config":
+        return f"config {entry[1]}={entry[2]}"
+    shown = [str(value).removeprefix("torch.") for value in entry if value not in ((), "trained")]
+    if len(entry) > 1 and entry[1] == ():
+        shown.insert(1, "()")
+    return " ".join(shown)
+
+
+def exchange_device(module: torch.nn.Module) -> torch.device:
+    """Return where ranks can talk about a module: the device of its first parameter, if that has memory."""
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None or first.is_meta else first.device

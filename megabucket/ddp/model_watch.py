@@ -1,0 +1,119 @@
+"""Is the module still the one that was wrapped? Asked once per step.
+
+Neither a moved storage nor an unfrozen parameter makes torch complain: the optimizer updates memory nobody reads, or a gradient
+is never reduced. Comparing lists of addresses and identities finds them; the slow part runs only when one of them differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megabucket.buffer import _ParamAndGradBucketGroup
+from megabucket.buffer.views import dtype_name
+from megabucket.ddp.step_report import ModelChange
+
+
+class ModelWatch:
+    """Compares a module with what it was when this object was made.
+
+    Args:
+        trainable: the parameters in the buffers, by name.
+        groups: where they live.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        trainable: Mapping[str, torch.nn.Parameter],
+        groups: Sequence[_ParamAndGradBucketGroup],
+    ) -> None:
+        self._module = module
+        self._groups = groups
+        self._trainable = dict(trainable)
+        self._all_params = dict(module.named_parameters())
+        self._params_by_group = [group.params for group in groups]
+        self._trained = list(trainable.values())
+        self._frozen = [param for name, param in self._all_params.items() if name not in self._trainable]
+        slots = [slot for group in groups for slot in group.slots]
+        self._slots = slots
+        self._views = [slot.view for slot in slots]
+        self._view_pointers = [view.data_ptr() for view in self._views]
+        modules = list(module.modules())
+        # These dicts are what torch looks names up in; the objects in them are kept, so no address is used twice.
+        self._children: list[Mapping[str, Any]] = [submodule._parameters for submodule in modules]
+        self._children += [submodule._modules for submodule in modules]
+        self._kept = [child for children in self._children for child in children.values()]
+        self._identities = self._find_identities()
+
+    def find_change(self) -> ModelChange | None:
+        """Return what has changed since the module was wrapped, or ``None``.
+
+        Parameters that were added or replaced come first: they explain the rest.
+        """
+        if self._find_identities() != self._identities:
+            change = self._changed_params()
+            if change is not None:
+                return change
+        if not all(param.requires_grad for param in self._trained) or any(param.requires_grad for param in self._frozen):
+            return self._changed_trainability()
+        for group, params in zip(self._groups, self._params_by_group, strict=True):
+            if [param.data_ptr() for param in params] != group.param_pointers:
+                return self._moved()
+        if [view.data_ptr() for view in self._views] != self._view_pointers or any(self._has_other_main_grad()):
+            return ModelChange("main_grad", params=tuple(self._detached_grads()))
+        return None
+
+    def _find_identities(self) -> list[int]:
+        return [id(child) for children in self._children for child in children.values()]
+
+    def _has_other_main_grad(self) -> Iterator[bool]:
+        return (getattr(slot.param, "main_grad", None) is not slot.view for slot in self._slots)
+
+    def _changed_params(self) -> ModelChange | None:
+        """Return which parameters came and went; ``None`` when only modules without parameters did."""
+        now = dict(self._module.named_parameters())
+        before = self._all_params
+        replaced = tuple(name for name, param in now.items() if name in before and before[name] is not param)
+        added = tuple(name for name in now if name not in before)
+        removed = tuple(name for name in before if name not in now)
+        if replaced or added or removed:
+            return ModelChange("parameters", params=replaced, added=added, removed=removed)
+        return None
+
+    def _changed_trainability(self) -> ModelChange:
+        frozen = tuple(name for name, param in self._trainable.items() if not param.requires_grad)
+        unfrozen = tuple(
+            name for name, param in self._all_params.items() if name not in self._trainable and param.requires_grad
+        )
+        return ModelChange("trainability", removed=frozen, added=unfrozen)
+
+    def _moved(self) -> ModelChange:
+        moved = [
+            (slot, pointer)
+            for group in self._groups
+            for slot, pointer in zip(group.slots, group.param_pointers, strict=True)
+            if slot.param.data_ptr() != pointer
+        ]
+        names = {slot.name for slot, _ in moved}
+        in_order = tuple(name for name in self._trainable if name in names)
+        param = self._trainable[in_order[0]]
+        expected_dtype = next(
+            group.buckets[0].param_data.dtype
+            for group in self._groups
+            for slot, _ in moved
+            if slot.param is param and slot in group.slots
+        )
+        return ModelChange(
+            "moved",
+            params=in_order,
+            found=f"{dtype_name(param.dtype)} on {param.device} in memory of its own",
+            expected=f"{dtype_name(expected_dtype)} on {self._views[0].device} at its place",
+        )
+
+    def _detached_grads(self) -> Iterator[str]:
+        for slot, view, pointer in zip(self._slots, self._views, self._view_pointers, strict=True):
+            if getattr(slot.param, "main_grad", None) is not view or view.data_ptr() != pointer:
+                yield slot.name

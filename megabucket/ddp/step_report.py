@@ -1,0 +1,129 @@
+"""What one rank knows about its step: the numbers all ranks must agree on, and what went wrong on it.
+
+A report travels as JSON in a record of fixed size, because a rank that failed sends its own without waiting for anybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+RECORD_BYTES: Final = 16_384
+"""Room for one report; lists of names are cut to fit."""
+
+_NAME_CHARS: Final = 200
+_TEXT_CHARS: Final = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank cannot finish the step."""
+
+    phase: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChange:
+    """How the module differs from the one that was wrapped."""
+
+    kind: str
+    """``moved``, ``trainability``, ``parameters`` or ``main_grad``."""
+    params: tuple[str, ...] = ()
+    found: str = ""
+    expected: str = ""
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LateGrads:
+    """Gradients that came after their bucket was sent."""
+
+    params: tuple[str, ...]
+    bucket: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedParams:
+    """Parameters without a gradient in the whole step."""
+
+    params: tuple[str, ...]
+    bucket: int
+    """Of the first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """Gradients with nan or inf before their reduction."""
+
+    param: str
+    bucket: int
+    finding: str
+    num_others: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One rank's side of a step."""
+
+    rank: int
+    step_number: int = -1
+    """The caller's own number of the step; -1 when it gives none."""
+    num_microbatches: int = 0
+    num_skipped_forwards: int = 0
+    num_dropped_steps: int = 0
+    num_updates: int = 0
+    """Optimizer steps since the last agreement."""
+    force_all_reduce: bool = False
+    failure: Failure | None = None
+    change: ModelChange | None = None
+    late: LateGrads | None = None
+    unused: UnusedParams | None = None
+    nonfinite: NonFinite | None = None
+
+    def to_bytes(self) -> bytes:
+        """Return the report as JSON of at most ``RECORD_BYTES``; names and texts are cut as far as needed."""
+        num_names = 1 << 10
+        while True:
+            data = _cut(dataclasses.asdict(self), num_names)
+            payload = json.dumps(data, separators=(",", ":")).encode()
+            if len(payload) <= RECORD_BYTES:
+                return payload
+            num_names //= 2
+
+    @staticmethod
+    def from_bytes(payload: bytes) -> StepReport:
+        """Return the report that ``to_bytes`` has written."""
+        data: dict[str, Any] = json.loads(payload)
+        for name, kind in _PARTS.items():
+            if data[name] is not None:
+                data[name] = kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in data[name].items()})
+        return StepReport(**data)
+
+
+_PARTS: Final[dict[str, Any]] = {
+    "failure": Failure,
+    "change": ModelChange,
+    "late": LateGrads,
+    "unused": UnusedParams,
+    "nonfinite": NonFinite,
+}
+
+
+def _cut(value: Any, num_names: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _cut(part, num_names) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return _cut_names(value, num_names)
+    # A text that ASCII-escapes badly takes six bytes per character, so it shrinks with the names.
+    return value[: min(_TEXT_CHARS, 4 * num_names + 40)] if isinstance(value, str) else value
+
+
+def _cut_names(names: Sequence[str], num_names: int) -> list[str]:
+    shown = [name if len(name) <= _NAME_CHARS else f"{name[:_NAME_CHARS]}..." for name in names[: max(num_names, 5)]]
+    return shown if len(names) <= len(shown) else [*shown, f"... {len(names)} in all"]

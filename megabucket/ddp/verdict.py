@@ -1,0 +1,138 @@
+"""From the reports of all ranks to the one error that all of them raise. Pure: the same reports give the same error.
+
+When several things went wrong, the one that explains the others is named: a failed rank also has too few microbatches, a
+frozen parameter is also unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from megabucket.ddp.step_report import ModelChange, StepReport
+from megabucket.errors import (
+    DetachedGradError,
+    LateGradientError,
+    MegabucketError,
+    MicrobatchMismatchError,
+    NonFiniteGradientError,
+    ParametersChangedError,
+    PeerFailedError,
+    ReplicasDivergedError,
+    ScheduleMismatchError,
+    StepMismatchError,
+    StorageMovedError,
+    TrainabilityChangedError,
+    UnusedParameterError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What the texts say besides the reports."""
+
+    step: int
+    """Agreed steps before this one; the caller's own number is in the reports."""
+    num_buckets: int
+
+
+def error_of(facts: StepFacts, reports: Sequence[StepReport]) -> MegabucketError | None:
+    """Return the error that the reports add up to, or ``None``.
+
+    Args:
+        reports: of all ranks in rank order, or of this rank alone where nothing is exchanged.
+    """
+    for find in _IN_ORDER:
+        for error in find(facts, reports):
+            return error
+    return None
+
+
+def _failures(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
+    for report in reports:
+        if report.failure is not None:
+            yield PeerFailedError(step=facts.step, rank=report.rank, phase=report.failure.phase, error=report.failure.error)
+
+
+def _model_changes(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
+    for report in reports:
+        if report.change is not None:
+            yield _change_error(facts.step, report.rank, report.change)
+
+
+def _change_error(step: int, rank: int, change: ModelChange) -> MegabucketError:
+    if change.kind == "moved":
+        return StorageMovedError(step=step, rank=rank, params=change.params, found=change.found, expected=change.expected)
+    if change.kind == "trainability":
+        return TrainabilityChangedError(step=step, rank=rank, frozen=change.removed, unfrozen=change.added)
+    if change.kind == "parameters":
+        return ParametersChangedError(step=step, rank=rank, added=change.added, removed=change.removed, replaced=change.params)
+    return DetachedGradError(step=step, rank=rank, params=change.params)
+
+
+def _disagreements(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
+    step = facts.step
+    if differ := _differing(reports, lambda report: report.num_updates):
+        yield ReplicasDivergedError(step=step, what="optimizer updates since the last agreement", by_rank=differ)
+    if differ := _differing(reports, lambda report: report.step_number):
+        yield StepMismatchError(step=step, what="the caller's step numbers", by_rank=differ)
+    if differ := _differing(reports, lambda report: report.num_dropped_steps):
+        yield StepMismatchError(step=step, what="dropped steps (zero_grad() without an optimizer step)", by_rank=differ)
+    if differ := _differing(reports, lambda report: report.num_skipped_forwards):
+        yield StepMismatchError(step=step, what="training forwards that no backward has reached", by_rank=differ)
+    if differ := _differing(reports, lambda report: report.num_microbatches):
+        yield MicrobatchMismatchError(step=step, by_rank=differ)
+    if differ := _differing(reports, lambda report: report.force_all_reduce):
+        yield ScheduleMismatchError(step=step, what="force_all_reduce", by_rank=differ)
+
+
+def _differing(reports: Sequence[StepReport], value: Callable[[StepReport], int]) -> tuple[int, ...]:
+    """Return the values by rank if they differ, else nothing."""
+    values = tuple(int(value(report)) for report in reports)
+    return values if len(set(values)) > 1 else ()
+
+
+def _late_grads(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
+    for report in reports:
+        if report.late is not None:
+            late = report.late
+            yield LateGradientError(
+                step=facts.step,
+                rank=report.rank,
+                params=late.params,
+                bucket=late.bucket,
+                num_buckets=facts.num_buckets,
+                phase=late.phase,
+            )
+
+
+def _unused_params(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
+    first = next((report.unused for report in reports if report.unused is not None), None)
+    if first is not None:
+        yield UnusedParameterError(
+            step=facts.step,
+            ranks=[report.rank for report in reports if report.unused is not None],
+            params=first.params,
+            bucket=first.bucket,
+            num_buckets=facts.num_buckets,
+            num_ranks=len(reports),
+        )
+
+
+def _nonfinite_grads(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
+    for report in reports:
+        if report.nonfinite is not None:
+            found = report.nonfinite
+            yield NonFiniteGradientError(
+                step=facts.step,
+                rank=report.rank,
+                param=found.param,
+                bucket=found.bucket,
+                num_buckets=facts.num_buckets,
+                finding=found.finding,
+                num_others=found.num_others,
+            )
+
+
+_IN_ORDER: Final = (_failures, _model_changes, _disagreements, _late_grads, _unused_params, _nonfinite_grads)

@@ -1,0 +1,9 @@
+"""The self-check: what this back-end really does, and whether gradients through the configured path are right.
+
+``run_doctor`` asks and answers; ``megabucket doctor`` prints what it returns. Nothing here is needed to train.
+"""
+
+from megabucket.doctor.report import Line, Report, Verdict
+from megabucket.doctor.run import run_doctor
+
+__all__ = ["Line", "Report", "Verdict", "run_doctor"]
