@@ -30,17 +30,17 @@ def layer_of_bucket(bucket: int) -> int:
 class ChaosModel(torch.nn.Module):
     """Layers that add up; each sees the input and a clipped, rounded and detached version of what came before."""
 
-    def __init__(self, *, registration: Sequence[int] = tuple(range(NUM_LAYERS)), width: int = WIDTH) -> None:
+    def __init__(self, *, registration: Sequence[int] = tuple(range(NUM_LAYERS)), odd_layer: torch.nn.Module | None = None) -> None:
         """Make a model with the values of seed 0, whatever the order of registration.
 
         Args:
             registration: the order in which layers become submodules, by number.
-            width: features in and out of the last layer's weight, as a way to make another shape.
+            odd_layer: stands in for the last layer.
         """
         super().__init__()
         self.layers = torch.nn.ModuleDict({str(index): torch.nn.Linear(WIDTH, WIDTH) for index in registration})
-        if width != WIDTH:
-            self.layers[str(NUM_LAYERS - 1)] = torch.nn.Linear(WIDTH, width)
+        if odd_layer is not None:
+            self.layers[str(NUM_LAYERS - 1)] = odd_layer
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for _, param in sorted(self.named_parameters()):
@@ -61,6 +61,19 @@ class ChaosModel(torch.nn.Module):
                 out = layer(seen)
             hidden = hidden + torch.nn.functional.leaky_relu(out[..., :WIDTH], 0.5)
         return hidden
+
+
+class FoldedLinear(torch.nn.Module):
+    """A linear layer that keeps its weight in another shape of as many elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(WIDTH // 2, WIDTH * 2))
+        self.bias = torch.nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Unfold and apply."""
+        return torch.nn.functional.linear(inputs, self.weight.view(WIDTH, WIDTH), self.bias)
 
 
 def make_batch(*, seed: int, batch: int, rank: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,6 +82,12 @@ class GradSync:
         self.last_error: MegabucketError | None = None
         """The error all ranks agreed on for the last step that was dropped."""
 
+    def continue_from(self, other: GradSync) -> None:
+        """Take over what outlives a rebuild: the count of steps, the caller's number, the last error."""
+        self.step, self.last_error = other.step, other.last_error
+        self.tally.step_number = other.tally.step_number
+        self.force_all_reduce = other.force_all_reduce
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate in backwards that run inside. May be nested; an exception inside leaves nothing behind."""

@@ -1,31 +1,37 @@
 """``DistributedDataParallel``: a module whose parameters and gradients live in buffers that are reduced while backward runs.
 
-Puts the parts together: discovery -> layout -> buffers -> bucket groups -> hooks. Holds no rule of its own.
+What a user calls. The parts are put together in ``wiring``; no rule lives here.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
-from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, _ParamAndGradBucketGroup
-from megabucket.comm import Broadcast, Communicator, ReduceOp, discover_communicator
+from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
+from megabucket.comm import Broadcast, Communicator, discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.ddp.agreement import agree, agree_on_model
-from megabucket.ddp.discovery import DiscoveredParams
-from megabucket.ddp.forward_watch import watch_forwards
 from megabucket.ddp.grad_sync import GradSync
-from megabucket.ddp.guard import PlainOptimizerGuard
-from megabucket.ddp.model_watch import ModelWatch
-from megabucket.ddp.param_gather import ParamGather
+from megabucket.ddp.replicas import check_replicas
+from megabucket.ddp.wiring import Wiring
 from megabucket.errors import ConfigError, MegabucketError, PhaseError
-from megabucket.layout import ModelLayout, launch_order
+from megabucket.layout import ModelLayout
 from megabucket.trace.recorder import Recorder
+
+
+class FollowsRebuild(Protocol):
+    """An optimizer whose tensors lie in the buffers."""
+
+    def before_rebuild(self) -> None:
+        """Take everything that has to be kept out of the buffers."""
+
+    def after_rebuild(self) -> None:
+        """Put it back into those that took their place."""
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -72,26 +78,19 @@ class DistributedDataParallel(torch.nn.Module):
         self.ddp_config = config if config is not None else DistributedDataParallelConfig()
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
-        self._is_attached = True
         self.communicator = communicator or discover_communicator(process_group, recorder)
-        found, self.layout = agree_on_model(module, self.ddp_config, self.communicator)
-        self.param_names = {param: name for name, param in found.trainable.items()}
-        self.module = module
-        self.param_and_grad_buffers = _attach(self.layout, found, self.communicator)
-        self.bucket_groups = self._make_groups()
-        watch = ModelWatch(module, found.trainable, self.bucket_groups) if self.ddp_config.check_model_changes else None
-        self._sync = GradSync(self.bucket_groups, self.ddp_config, watch)
-        self._gather = ParamGather(self.bucket_groups, module, overlaps=self.ddp_config.overlap_param_gather)
-        self._guard = PlainOptimizerGuard(
-            found.trainable,
-            self._sync,
-            reduce_scatters=self.ddp_config.use_distributed_optimizer,
-            rank=self.communicator.rank,
-        )
         self.num_value_changes = 0
         """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
-        self._handles = self._register_hooks()
+        self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
+        self._wiring = Wiring(module, self.ddp_config, self.communicator, on_load=self._note_value_change)
+        self.module = module
         self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
+        self._make_replicas_equal()
+
+    def _note_value_change(self) -> None:
+        self.num_value_changes += 1
+
+    def _make_replicas_equal(self) -> None:
         if self.ddp_config.init_sync:
             try:
                 self.broadcast_params()
@@ -99,37 +98,32 @@ class DistributedDataParallel(torch.nn.Module):
                 self.detach()  # a module that could not be wrapped is as it was
                 raise
 
-    def _make_groups(self) -> list[_ParamAndGradBucketGroup]:
-        config = self.ddp_config
-        policy = GradSyncPolicy(
-            reduce_scatters=config.use_distributed_optimizer,
-            op=ReduceOp.AVG if config.average_in_collective else ReduceOp.SUM,
-            average=config.grad_reduction == "mean",
-            tests_finite=config.nonfinite_gradients != "allow",
-        )
-        buckets = [self.param_and_grad_buffers[i].buckets[j] for i, j in launch_order(self.layout)]
-        batches = [buckets] if config.bucket_groups == "single" else [[bucket] for bucket in buckets]
-        return [
-            _ParamAndGradBucketGroup(batch, index=index, num_groups=len(batches), communicator=self.communicator, policy=policy)
-            for index, batch in enumerate(batches)
-        ]
+    # What the wiring holds #
 
-    def _register_hooks(self) -> list[RemovableHandle]:
-        handles: list[RemovableHandle] = [
-            slot.param.register_post_accumulate_grad_hook(self._sync.hook(group, position))
-            for group in self.bucket_groups
-            for position, slot in enumerate(group.slots)
-        ]
-        handles += watch_forwards(self.module, self._sync)
-        # These hooks also keep this wrapper alive as long as the module: the hooks of the parameters know it weakly.
-        submodules = set(self.module.modules())
+    @property
+    def layout(self) -> ModelLayout:
+        """Where each parameter lies."""
+        return self._wiring.layout
 
-        def note_load(loaded: torch.nn.Module, _: Any) -> None:
-            if loaded in submodules:  # a deepcopy of the module shares the hook
-                self.num_value_changes += 1
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """The names of the parameters in the buffers."""
+        return self._wiring.param_names
 
-        handles += [submodule.register_load_state_dict_post_hook(note_load) for submodule in submodules]
-        return handles
+    @property
+    def param_and_grad_buffers(self) -> list[ParamAndGradBuffer]:
+        """The buffers, in the order of the layout."""
+        return self._wiring.buffers
+
+    @property
+    def bucket_groups(self) -> list[_ParamAndGradBucketGroup]:
+        """The bucket groups, in launch order."""
+        return self._wiring.groups
+
+    @property
+    def sync(self) -> GradSync:
+        """The state of the gradient sync, for optimizers."""
+        return self._wiring.sync
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module. Calling ``ddp.module`` directly trains just as well: all hooks sit inside."""
@@ -142,11 +136,11 @@ class DistributedDataParallel(torch.nn.Module):
 
         What counts is where backward runs, not forward. Contexts may be nested.
         """
-        return self._sync.no_sync()
+        return self.sync.no_sync()
 
     def start_grad_sync(self) -> None:
         """Launch the reduction of every bucket that was not launched yet, and return without waiting."""
-        self._sync.start()
+        self.sync.start()
 
     def finish_grad_sync(self, *, force_all_reduce: bool = False) -> None:
         """Leave reduced gradients behind: launch what was not launched, wait for all. A second call does nothing.
@@ -161,12 +155,12 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             UnusedParameterError: a parameter had no gradient in the whole step (``unused_parameters="error"``).
         """
-        before = self._sync.force_all_reduce
-        self._sync.force_all_reduce = before or force_all_reduce
+        before = self.sync.force_all_reduce
+        self.sync.force_all_reduce = before or force_all_reduce
         try:
-            self._sync.finish()
+            self.sync.finish()
         finally:
-            self._sync.force_all_reduce = before
+            self.sync.force_all_reduce = before
 
     def step(self) -> AbstractContextManager[None]:
         """Return a context for one step (forward, backward, optimizer), in which every fault ends alike on all ranks.
@@ -177,7 +171,7 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             MegabucketError: the error all ranks agreed on.
         """
-        return self._sync.guarded_step()
+        return self.sync.guarded_step()
 
     def abort_step(self, reason: str) -> None:
         """Give up this step on this rank, for instance because its batch is of no use. All ranks drop the step.
@@ -185,39 +179,34 @@ class DistributedDataParallel(torch.nn.Module):
         Returns at once; the others raise ``PeerFailedError`` with the reason when they come to the end of the step. This rank
         goes on with the next step.
         """
-        self._sync.fail("abort_step()", reason)
+        self.sync.fail("abort_step()", reason)
 
     @property
     def step_number(self) -> int | None:
         """The caller's own number of the step, compared across ranks at the end of each; ``None`` when it gives none."""
-        number = self._sync.tally.step_number
+        number = self.sync.tally.step_number
         return None if number < 0 else number
 
     @step_number.setter
     def step_number(self, number: int | None) -> None:
         if number is not None and (isinstance(number, bool) or not 0 <= number < 2**62):
             raise ConfigError(f"step_number must be None or an integer from 0 to 2**62, got {number!r}")
-        self._sync.tally.step_number = -1 if number is None else number
+        self.sync.tally.step_number = -1 if number is None else number
 
     @property
     def last_error(self) -> MegabucketError | None:
         """The error all ranks agreed on for the last step that was dropped; the same text on every rank."""
-        self._sync.settle()
-        return self._sync.last_error
+        self.sync.settle()
+        return self.sync.last_error
 
     @property
     def force_all_reduce(self) -> bool:
         """Whether gradients are all-reduced although the distributed optimizer is on."""
-        return self._sync.force_all_reduce
+        return self.sync.force_all_reduce
 
     @force_all_reduce.setter
     def force_all_reduce(self, value: bool) -> None:
-        self._sync.force_all_reduce = value
-
-    @property
-    def sync(self) -> GradSync:
-        """The state of the gradient sync, for optimizers."""
-        return self._sync
+        self.sync.force_all_reduce = value
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients in place, for instance by one over the number of tokens of the global batch.
@@ -225,20 +214,20 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             PhaseError: a collective owns some of them.
         """
-        self._sync.check_not_in_flight("scale_gradients()")
+        self.sync.check_not_in_flight("scale_gradients()")
         for buffer in self.param_and_grad_buffers:
             # Not the whole buffer: infinity (one over no tokens) would make NaN of the zeros between parameters, for good.
             torch._foreach_mul_([slot.view for slot in buffer.slots.values()], factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. The next ones overwrite them, so nothing is zeroed unless ``set_to_none`` is false."""
-        self._sync.reset()
+        self.sync.reset()
         if not set_to_none:
             self.zero_grad_buffer()
 
     def zero_grad_buffer(self) -> None:
         """Fill the gradient buffers with zeros now, and forget all gradients. ``zero_grad`` does less and is enough."""
-        self._sync.reset()
+        self.sync.reset()
         for buffer in self.param_and_grad_buffers:
             buffer.zero_grads()
 
@@ -254,13 +243,13 @@ class DistributedDataParallel(torch.nn.Module):
             force_sync: wait in any case.
         """
         if self.ddp_config.use_distributed_optimizer:
-            self._gather.start()
+            self._wiring.gather.start()
             if force_sync or not self.ddp_config.overlap_param_gather:
-                self._gather.finish()
+                self._wiring.gather.finish()
 
     def finish_param_sync(self) -> None:
         """Return when every parameter may be read."""
-        self._gather.finish()
+        self._wiring.gather.finish()
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
@@ -307,27 +296,51 @@ class DistributedDataParallel(torch.nn.Module):
         """
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
+    def rebuild(self) -> None:
+        """Take the module as it is now: after parameters were frozen, unfrozen, added, removed, replaced or moved.
+
+        Every rank calls it between two steps. Layout, buffers and hooks are made anew; ``DistributedOptimizer`` keeps main
+        parameters and moments of every parameter that stays trainable, wherever its shards lie afterwards. Parameters that
+        are trained for the first time must be in a group of the optimizer (``optimizer.add_param_group``). Gradients are
+        dropped.
+
+        Raises:
+            LayoutMismatchError: the module does not look alike on all ranks. Nothing is wrapped then; make it equal and call
+                ``rebuild`` again.
+            OptimizerParametersError: a trainable parameter is in no group of the optimizer.
+        """
+        optimizers = list(self._optimizers)
+        for optimizer in optimizers:
+            optimizer.before_rebuild()
+        before = self.sync
+        self._wiring.undo()
+        self._wiring = Wiring(self.module, self.ddp_config, self.communicator, on_load=self._note_value_change)
+        self.sync.continue_from(before)
+        self._make_replicas_equal()
+        for optimizer in optimizers:
+            optimizer.after_rebuild()
+
+    def follow_rebuilds(self, optimizer: FollowsRebuild) -> None:
+        """Let an optimizer whose tensors lie in the buffers know before and after they are rebuilt."""
+        self._optimizers.add(optimizer)
+
+    def check_replicas(self) -> None:
+        """Compare the parameters of all ranks, bit by bit through checksums. A collective call; reads every parameter once.
+
+        Finds what no gradient can tell: a flipped bit, a write on one rank only, an update that one rank missed.
+
+        Raises:
+            ReplicasDivergedError: some parameter differs; the text names the first.
+        """
+        self.finish_param_sync()
+        check_replicas(dict(self.module.named_parameters()), self.communicator, step=self.sync.step)
+
     def detach(self) -> torch.nn.Module:
         """Undo the wrapping: give the parameters storages of their own, remove all hooks, and return the module.
 
         Gradients are dropped, and optimizers over the buffers' shards no longer reach the module. A second call does nothing.
         """
-        if not self._is_attached:
-            return self.module
-        self._is_attached = False
-        try:
-            self._sync.reset()
-            self.finish_param_sync()
-        finally:  # a lost peer is no reason to keep the module
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
-            self._gather.remove()
-            self._guard.remove()
-            for group in self.bucket_groups:
-                group.show_params()
-            for buffer in self.param_and_grad_buffers:
-                buffer.detach()
+        self._wiring.undo()
         return self.module
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -340,24 +353,6 @@ class DistributedDataParallel(torch.nn.Module):
             "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
             "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one."
         )
-
-
-def _attach(layout: ModelLayout, found: DiscoveredParams, communicator: Communicator) -> list[ParamAndGradBuffer]:
-    """Move the parameters into buffers, on all ranks or on none."""
-    buffers: list[ParamAndGradBuffer] = []
-    failure = None
-    try:
-        try:
-            buffers.extend(ParamAndGradBuffer(buffer, found.trainable) for buffer in layout.buffers)
-        except Exception as error:
-            failure = error
-        device = next(iter(found.trainable.values())).device
-        agree(communicator, [], failure=failure, device=device, label="wrap: buffers")
-    except BaseException:
-        for buffer in buffers:
-            buffer.detach()
-        raise
-    return buffers
 
 
 def _restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from megabucket.buffer import ParamAndGradBuffer
 from megabucket.comm import Communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
@@ -122,21 +121,13 @@ class _Model(torch.nn.Module):
         unit = max(16, *(RankCode(num_ranks, WIDTHS[_name(dtype)]).period for dtype in _DTYPES))
         shapes = ((3 * unit + 1,), (5, unit), (unit + 7,), ())
         tensors = {f"{_name(dtype)}_{i}": torch.zeros(shape, dtype=dtype) for dtype in _DTYPES for i, shape in enumerate(shapes)}
-        self.values = torch.nn.ParameterDict({name: tensor.to(device) for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor.to(device)))
 
     def forward(self, coefficients: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return a number whose derivative by each parameter is its coefficient."""
-        terms = [(param.float() * coefficients[name]).sum() for name, param in self.values.items()]
+        terms = [(param.float() * coefficients[name]).sum() for name, param in self.named_parameters()]
         return torch.stack(terms).sum()
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What this rank can check of one parameter: all of it, or what it owns of one bucket."""
-
-    name: str
-    start: int  # in the flattened parameter
-    grad: torch.Tensor  # 1D view of the buffer, gradient dtype
 
 
 def _train(config: DistributedDataParallelConfig, bench: Bench) -> Fact:
@@ -148,9 +139,9 @@ def _train(config: DistributedDataParallelConfig, bench: Bench) -> Fact:
     ddp = DistributedDataParallel(model, config, **ranks)
     try:
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), ddp)
-        check = _Check(ddp, communicator)
+        check = _Check(ddp, model, communicator)
         for step, num_microbatches in enumerate(_MICROBATCHES, start=1):
-            _run_backwards(ddp, check, num_microbatches)
+            _run_backwards(ddp, check.coefficients, num_microbatches)
             ddp.finish_grad_sync()
             check.compare_gradients(f"step {step}", times=num_microbatches)
             optimizer.step()
@@ -162,60 +153,116 @@ def _train(config: DistributedDataParallelConfig, bench: Bench) -> Fact:
     return {"is_right": not check.problem, "problem": check.problem, "rounding": check.rounding}
 
 
-def _run_backwards(ddp: DistributedDataParallel, check: _Check, num_microbatches: int) -> None:
-    for _ in range(num_microbatches - 1):
-        with ddp.no_sync():
-            ddp(check.coefficients).backward()
-    ddp(check.coefficients).backward()
+def _run_backwards(ddp: DistributedDataParallel, coefficients: dict[str, torch.Tensor], num_microbatches: int) -> None:
+    with ddp.no_sync():
+        for _ in range(num_microbatches - 1):
+            ddp(coefficients).backward()
+    ddp(coefficients).backward()
+
+
+class _Piece(NamedTuple):
+    """What this rank can check of one gradient: all of it, or what it owns of one bucket."""
+
+    name: str
+    start: int  # in the flattened parameter
+    grad: torch.Tensor  # 1D view of the buffer, gradient dtype
 
 
 class _Check:
     """Compares one wrapper's buffers with what they must hold; keeps the first difference in words."""
 
-    def __init__(self, ddp: DistributedDataParallel, communicator: Communicator) -> None:
+    def __init__(self, ddp: DistributedDataParallel, model: _Model, communicator: Communicator) -> None:
         self.problem = ""
         self.rounding = 0.0
         self._size = communicator.size
         self._config = ddp.ddp_config
+        self._params = dict(model.named_parameters())
         self._pieces = list(_pieces(ddp, communicator.rank))
-        self._params = {name: param.detach().view(-1) for param, name in ddp.param_names.items()}
+        self._grad_dtypes = {name: buffer.grad_data.dtype for buffer in ddp.param_and_grad_buffers for name in buffer.params}
         self._codes = {
-            name: _code(self._size, param.dtype, buffer.grad_data.dtype)
-            for buffer in ddp.param_and_grad_buffers
-            for name, param in buffer.params.items()
+            name: _code(self._size, param.dtype, self._grad_dtypes[name]) for name, param in self._params.items()
         }
-        self._main = {name: torch.zeros(param.numel(), device=param.device) for name, param in self._params.items()}  # fp32
-        rank = communicator.rank
+        self._main = {name: torch.zeros(param.numel()) for name, param in self._params.items()}  # float32, as the optimizer's
         self.coefficients = {
-            param_name.removeprefix("values."): torch.tensor(
-                self._codes[param_name].values(rank, stop=param.numel()), dtype=torch.float32, device=param.device
-            ).view(param.shape)
-            for param, param_name in ddp.param_names.items()
+            name: torch.tensor(self._codes[name].values(communicator.rank, stop=param.numel()), dtype=torch.float32)
+            .view(param.shape)
+            .to(param.device)
+            for name, param in self._params.items()
         }
 
     def compare_gradients(self, when: str, *, times: int) -> None:
-        """Compare what this rank holds of the reduced gradients."""
-        divisor = 1 if self._config.grad_reduction == "sum" else self._size
-        for piece in self._pieces:
-            code, stop = self._codes[piece.name], piece.start + piece.grad.numel()
-            sums = torch.tensor(code.sums(start=piece.start, stop=stop, times=times), dtype=torch.float64)
-            got, right = piece.grad.cpu(), (sums / divisor).to(piece.grad.dtype)
-            if torch.equal(got, right) or self._is_rounded(got, right):
+        """Compare what this rank holds of the reduced gradients.
+
+        Args:
+            times: microbatches of the step.
+        """
+        for name, start, grad in self._pieces:
+            got, code = grad.cpu(), self._codes[name]
+            right = self._reduced(name, start, start + got.numel(), times=times)
+            if self._is_same(got, right):
                 continue
-            text = code.explain((got.double() * divisor).tolist(), start=piece.start, times=times)
-            num_wrong = int((got != right).sum())
-            self._report(f"{when}: {text or 'rounded'} in {num_wrong} of {got.numel()} gradients of {piece.name!r}")
+            text = code.explain((got.double() * self._divisor).tolist(), start=start, times=times)
+            self._report(f"{when}: {text or 'rounded'} ({_num_wrong(got, right)} gradients of {name!r})")
 
     def compare_parameters(self, when: str, *, times: int) -> None:
-        """Compare all parameters with an update done by hand; call it once a step."""
-        divisor = 1 if self._config.grad_reduction == "sum" else self._size
+        """Compare all parameters with an update done by hand. Call it once a step.
+
+        Args:
+            times: microbatches of the step.
+        """
         for name, param in self._params.items():
-            code, main = self._codes[name], self._main[name]
-            grad_dtype = next(piece.grad.dtype for piece in self._pieces) if False else None
-            del grad_dtype
-            sums = torch.tensor(code.sums(stop=param.numel(), times=times), dtype=torch.float64)
-            main.sub_((sums / divisor).to(self._grad_dtype(name)).float().to(main.device))
-            got, right = param.cpu(), main.to(param.dtype).cpu()
-            if not torch.equal(got, right) and not self._is_rounded(got, right):
-                num_wrong = int((got != right).sum())
-                self._report(f"{when}: {num_wrong} of {got.numel()} updated elements of {name!r} are wrong")
+            self._main[name] -= self._reduced(name, 0, param.numel(), times=times).float()
+            got, right = param.detach().reshape(-1).cpu(), self._main[name].to(param.dtype)
+            if not self._is_same(got, right):
+                self._report(f"{when}: wrong values after the update ({_num_wrong(got, right)} elements of {name!r})")
+
+    def _reduced(self, name: str, start: int, stop: int, *, times: int) -> torch.Tensor:
+        """Return the gradient as it must be: whole numbers, divided and rounded once."""
+        sums = self._codes[name].sums(start=start, stop=stop, times=times)
+        return (torch.tensor(sums, dtype=torch.float64) / self._divisor).to(self._grad_dtypes[name])
+
+    @property
+    def _divisor(self) -> int:
+        return 1 if self._config.grad_reduction == "sum" else self._size
+
+    def _is_same(self, got: torch.Tensor, right: torch.Tensor) -> bool:
+        """Return whether values are bitwise right, or rounded as AVG may round them."""
+        if torch.equal(got, right):
+            return True
+        if not self._config.average_in_collective:
+            return False
+        exact = right.double()
+        error = torch.where(exact == 0, got.double().abs(), (got.double() / exact - 1).abs()).max().item()
+        if not error <= (self._size + 2) * torch.finfo(got.dtype).eps:
+            return False
+        self.rounding = max(self.rounding, error)
+        return True
+
+    def _report(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+
+def _num_wrong(got: torch.Tensor, right: torch.Tensor) -> str:
+    return f"{int((got != right).sum())} of {got.numel()}"
+
+
+def _code(num_ranks: int, param_dtype: torch.dtype, grad_dtype: torch.dtype) -> RankCode:
+    width = WIDTHS[_name(grad_dtype)]
+    return RankCode(num_ranks, min(width, _FLOAT16_WIDTH) if param_dtype is torch.float16 else width)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _pieces(ddp: DistributedDataParallel, rank: int) -> Iterator[_Piece]:
+    """Return where this rank holds reduced gradients, parameter by parameter."""
+    for buffer in ddp.param_and_grad_buffers:
+        if not ddp.ddp_config.use_distributed_optimizer:
+            for name, slot in buffer.layout.params.items():
+                yield _Piece(name, 0, buffer.grad_data[slot.start : slot.stop])
+            continue
+        for bucket in range(len(buffer.layout.buckets)):
+            for piece in shard_slices(buffer.layout, bucket=bucket, rank=rank):
+                values = buffer.grad_data[piece.in_buffer.start : piece.in_buffer.stop]
+                yield _Piece(piece.param, piece.in_param.start, values)

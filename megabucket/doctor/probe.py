@@ -63,29 +63,29 @@ class Probe:
 
 
 def ask(probe: Probe, bench: Bench) -> Fact:
-    """Return what this rank sees; an exception becomes the key ``error``."""
+    """Return what this rank sees; an exception becomes the key ``raised``."""
     try:
         return probe.observe(bench)
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0][:_ERROR_CHARS]
-        return {"error": f"{type(error).__name__}: {first_line}"}
+        return {"raised": f"{type(error).__name__}: {first_line}"}
 
 
 def has_failed(facts: Sequence[Fact]) -> bool:
     """Whether the question raised on some rank, which may have left its group unusable."""
-    return any("error" in fact for fact in facts)
+    return any("raised" in fact for fact in facts)
 
 
 def conclude(probe: Probe, facts: Sequence[Fact]) -> Line:
     """Return the line of the report for the facts of all ranks."""
-    failed = tuple(rank for rank, fact in enumerate(facts) if "error" in fact)
+    failed = tuple(rank for rank, fact in enumerate(facts) if "raised" in fact)
     if not failed:
         found = probe.judge(facts)
     elif len(failed) == len(facts):
         verdict = Verdict.FINDING if probe.is_required else Verdict.NOTE
-        found = Judgement(verdict, f"refused: {by_rank([fact['error'] for fact in facts])}", probe.refusal)
+        found = Judgement(verdict, f"refused: {by_rank([fact['raised'] for fact in facts])}", probe.refusal)
     else:
-        texts = by_rank([fact.get("error", "works") for fact in facts])
+        texts = by_rank([fact.get("raised", "works") for fact in facts])
         meaning = "the ranks do not have the same back-end, or lost each other: this operation would hang or fail in training"
         found = Judgement(Verdict.FINDING, texts, meaning, failed)
     return Line(probe.section, probe.name, found.verdict, found.answer, found.meaning, found.ranks)

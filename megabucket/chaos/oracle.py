@@ -1,0 +1,134 @@
+"""The right answer of every step, computed by one process alone: plain torch, no buffers, no collectives.
+
+Each rank has an oracle of its own and compares every gradient and every weight with it. It runs the recipes of all ranks on
+a plain copy of the model, adds their gradients up in float64, divides by the ranks, and steps a torch optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megabucket.chaos.model import ChaosModel, loss_of, make_batch
+from megabucket.chaos.recipe import Edit, GradEdit, Recipe
+
+_HUGE = 2.0**100
+
+
+def edited(grad: torch.Tensor, edit: Edit) -> torch.Tensor:
+    """Return a gradient with one element that is not finite, or with all of them huge but finite."""
+    if edit is Edit.HUGE:
+        return grad * _HUGE
+    grad = grad.clone()
+    grad.view(-1)[1] = float(edit.value)
+    return grad
+
+
+class Oracle:
+    """A plain model and a plain optimizer, trained on the batches of all ranks.
+
+    Args:
+        model: is copied.
+        seed: of the batches.
+        num_ranks: whose gradients are averaged.
+        zeros_for_unused: whether a parameter that no rank used has a gradient of zero (rather than none at all).
+    """
+
+    def __init__(
+        self, model: ChaosModel, *, seed: int, num_ranks: int, learning_rate: float, momentum: float, zeros_for_unused: bool
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self._seed = seed
+        self._num_ranks = num_ranks
+        self._zeros_for_unused = zeros_for_unused
+        self.learning_rate, self.momentum = learning_rate, momentum
+        self.optimizer = self._make_optimizer()
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=self.learning_rate, momentum=self.momentum)
+
+    def compute(self, recipes: Sequence[Recipe]) -> dict[str, torch.Tensor | None]:
+        """Return the mean gradient of one step over the ranks, by parameter, and keep it for ``update``."""
+        self.optimizer.zero_grad()
+        params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        totals: dict[str, torch.Tensor] = {}
+        for rank, recipe in enumerate(recipes):
+            for name, grad in self._grads_of(rank, recipe, params).items():
+                totals[name] = totals[name] + grad.double() if name in totals else grad.double()
+        means: dict[str, torch.Tensor | None] = {}
+        for name, param in params.items():
+            if name in totals:
+                means[name] = (totals[name] / self._num_ranks).to(param.dtype)
+            else:
+                means[name] = torch.zeros_like(param) if self._zeros_for_unused else None
+            param.grad = means[name]
+        return means
+
+    def _grads_of(self, rank: int, recipe: Recipe, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what one rank accumulates in its step."""
+        sums: dict[str, torch.Tensor] = {}
+        edits = {edit.param: edit for edit in recipe.edits}
+        for microbatch in range(recipe.num_microbatches):
+            inputs, targets = make_batch(seed=self._seed, batch=recipe.batch, rank=rank, microbatch=microbatch)
+            loss = loss_of(self.model(inputs, recipe.layers), targets)
+            grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+            num_backwards = 1 + (recipe.num_repeats if microbatch == recipe.num_microbatches - 1 else 0)
+            for name, grad in zip(params, grads, strict=True):
+                if grad is not None:
+                    changed = _apply(edits.get(name), grad) * num_backwards
+                    sums[name] = sums[name] + changed if name in sums else changed
+        return sums
+
+    def update(self) -> None:
+        """Step on the gradients computed last."""
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights as they must be now."""
+        return {name: param.detach() for name, param in self.model.named_parameters()}
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Return the weights as values of their own: a checkpoint in memory."""
+        return {name: value.clone() for name, value in self.weights().items()}
+
+    @torch.no_grad()
+    def restart_from(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Go on from other weights, with a new optimizer."""
+        for name, param in self.model.named_parameters():
+            param.copy_(weights[name])
+        self.optimizer = self._make_optimizer()
+
+    def follow(self, model: ChaosModel) -> None:
+        """Go on with another structure: take over parameters, trainability and values, and keep the momentum by name."""
+        momentum = {name: self.optimizer.state.get(param, {}) for name, param in self.model.named_parameters()}
+        self.model = copy.deepcopy(model)
+        self.optimizer = self._make_optimizer()
+        for name, param in self.model.named_parameters():
+            if momentum.get(name):
+                self.optimizer.state[param] = momentum[name]
+
+
+def _apply(edit: GradEdit | None, grad: torch.Tensor) -> torch.Tensor:
+    return grad if edit is None else edited(grad, edit.edit)
+
+
+def first_difference(actual: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> str:
+    """Return where two sets of tensors first differ in a bit that counts, as text; empty if nowhere. NaN equals NaN."""
+    for name, right in expected.items():
+        if name not in actual:
+            return f"{name} is missing"
+        value = actual[name]
+        if value is None or right is None:
+            if value is not right:
+                return f"{name}: is {'absent' if value is None else 'there'}, but should be {'absent' if right is None else 'there'}"
+            continue
+        if value.shape != right.shape:
+            return f"{name}: shape {tuple(value.shape)} for {tuple(right.shape)}"
+        value, right = value.detach().to(torch.float64).reshape(-1), right.detach().to(torch.float64).reshape(-1)
+        wrong = ~((value == right) | (value.isnan() & right.isnan()))
+        if bool(wrong.any()):
+            index = int(wrong.nonzero()[0])
+            return f"{name}[{index}] is {value[index]:g}, should be {right[index]:g} ({int(wrong.sum())} of {len(value)} differ)"
+    return ""

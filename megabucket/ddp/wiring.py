@@ -1,0 +1,131 @@
+"""What wrapping makes of a module: layout, buffers, bucket groups, hooks. Made as a whole, undone as a whole.
+
+Puts the parts together and holds no rule of its own. ``DistributedDataParallel`` has one of these at a time; rebuilding makes
+another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, _ParamAndGradBucketGroup
+from megabucket.comm import Communicator, ReduceOp
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.ddp.agreement import agree, agree_on_model
+from megabucket.ddp.discovery import DiscoveredParams
+from megabucket.ddp.forward_watch import watch_forwards
+from megabucket.ddp.grad_sync import GradSync
+from megabucket.ddp.guard import PlainOptimizerGuard
+from megabucket.ddp.model_watch import ModelWatch
+from megabucket.ddp.param_gather import ParamGather
+from megabucket.layout import ModelLayout, launch_order
+
+
+class Wiring:
+    """The parts around one module.
+
+    Args:
+        on_load: called after a ``load_state_dict`` of the module or of any part of it.
+
+    Raises:
+        LayoutMismatchError: the ranks do not hold the same module, config and versions; nothing was moved on any rank.
+        PeerFailedError: another rank could not move its parameters; they are back where they were on all ranks.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: DistributedDataParallelConfig,
+        communicator: Communicator,
+        *,
+        on_load: Callable[[], None],
+    ) -> None:
+        found, self.layout = agree_on_model(module, config, communicator)
+        self.param_names = {param: name for name, param in found.trainable.items()}
+        self.buffers = _attach(self.layout, found, communicator)
+        self._is_attached = True
+        self.groups = _make_groups(self.layout, self.buffers, config, communicator)
+        watch = ModelWatch(module, found.trainable, self.groups) if config.check_model_changes else None
+        self.sync = GradSync(self.groups, config, watch)
+        self.gather = ParamGather(self.groups, module, overlaps=config.overlap_param_gather)
+        self._guard = PlainOptimizerGuard(
+            found.trainable, self.sync, reduce_scatters=config.use_distributed_optimizer, rank=communicator.rank
+        )
+        self._handles = _register_hooks(module, self.groups, self.sync, on_load)
+
+    def undo(self) -> None:
+        """Give the parameters storages of their own and remove all hooks. A second call does nothing."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        try:
+            self.sync.reset()
+            self.gather.finish()
+        finally:  # a lost peer is no reason to keep the module
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+            self.gather.remove()
+            self._guard.remove()
+            for group in self.groups:
+                group.show_params()
+            for buffer in self.buffers:
+                buffer.detach()
+
+
+def _attach(layout: ModelLayout, found: DiscoveredParams, communicator: Communicator) -> list[ParamAndGradBuffer]:
+    """Move the parameters into buffers, on all ranks or on none."""
+    buffers: list[ParamAndGradBuffer] = []
+    failure = None
+    try:
+        try:
+            buffers.extend(ParamAndGradBuffer(buffer, found.trainable) for buffer in layout.buffers)
+        except Exception as error:
+            failure = error
+        device = next(iter(found.trainable.values())).device
+        agree(communicator, [], failure=failure, device=device, label="wrap: buffers")
+    except BaseException:
+        for buffer in buffers:
+            buffer.detach()
+        raise
+    return buffers
+
+
+def _make_groups(
+    layout: ModelLayout, buffers: list[ParamAndGradBuffer], config: DistributedDataParallelConfig, communicator: Communicator
+) -> list[_ParamAndGradBucketGroup]:
+    policy = GradSyncPolicy(
+        reduce_scatters=config.use_distributed_optimizer,
+        op=ReduceOp.AVG if config.average_in_collective else ReduceOp.SUM,
+        average=config.grad_reduction == "mean",
+        tests_finite=config.nonfinite_gradients != "allow",
+    )
+    buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]
+    batches = [buckets] if config.bucket_groups == "single" else [[bucket] for bucket in buckets]
+    return [
+        _ParamAndGradBucketGroup(batch, index=index, num_groups=len(batches), communicator=communicator, policy=policy)
+        for index, batch in enumerate(batches)
+    ]
+
+
+def _register_hooks(
+    module: torch.nn.Module, groups: list[_ParamAndGradBucketGroup], sync: GradSync, on_load: Callable[[], None]
+) -> list[RemovableHandle]:
+    handles: list[RemovableHandle] = [
+        slot.param.register_post_accumulate_grad_hook(sync.hook(group, position))
+        for group in groups
+        for position, slot in enumerate(group.slots)
+    ]
+    handles += watch_forwards(module, sync)
+    submodules = set(module.modules())
+
+    def note_load(loaded: torch.nn.Module, _: Any) -> None:
+        if loaded in submodules:  # a deepcopy of the module shares the hook
+            on_load()
+
+    handles += [submodule.register_load_state_dict_post_hook(note_load) for submodule in submodules]
+    return handles
