@@ -1,8 +1,8 @@
 """What a process group of ``torch.distributed`` does when it is asked: one small question a method, on small tensors.
 
-The port needs none of these to train; ``megabucket doctor`` asks them because back-ends differ exactly here. An operation that a
-back-end does not have raises, and that is an answer: whoever asks catches it. ``ProbeGroups`` makes groups to ask on, so that a
-question which leaves a group unusable costs the real one nothing.
+``megabucket doctor`` asks them because back-ends differ exactly here. An operation that a back-end does not have raises, and
+that is an answer: whoever asks catches it. ``ProbeGroups`` makes groups to ask on, so that a question which leaves a group
+unusable costs the real one nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from megabucket.comm.torch_group import _all_gather, _reduce_scatter
@@ -140,14 +141,14 @@ class GroupProbes:
     def store(self) -> dict[str, Any]:
         """Write through the group's store, read what the next rank wrote, and do so again through a clone of the store."""
         store = distributed_c10d._world.pg_map[self.group][1]
-        kind = type(getattr(store, "underlying_store", store)).__name__
+        kind = type(_innermost(store)).__name__
         own, other = f"doctor/{self.rank}", f"doctor/{(self.rank + 1) % self.size}"
         store.set(own, str(self.rank))
         store.wait([other], timedelta(seconds=10))
         is_right = store.get(other) == str((self.rank + 1) % self.size).encode()
         can_clone = False
         with suppress(Exception):  # a store without connections of its own refuses in ways of its own
-            can_clone = store.clone().get(other) == store.get(other)
+            can_clone = cast("Any", store).clone().get(other) == store.get(other)
         return {"is_right": is_right, "kind": kind, "can_clone": can_clone}
 
     def flight_recorder(self) -> dict[str, Any]:
@@ -164,7 +165,8 @@ class GroupProbes:
 class ProbeGroups:
     """Groups of the same ranks over the same back-end as a given one, to ask questions on.
 
-    Where the given group is not the whole world in its order there is no way to make one without the other ranks, so the given one is used.
+    Where the given group is not the whole world in its order, none can be made without the other ranks, and the given one is
+    used.
 
     Args:
         group: the real one; ``None`` is the default group.
@@ -184,7 +186,9 @@ class ProbeGroups:
         """Return another group; every rank calls this at the same time."""
         if not self.are_fresh:
             return self._real
-        made = dist.new_group(self._ranks, timeout=self._timeout, backend=dist.get_backend_config(self._real))
+        made: dist.ProcessGroup = dist.new_group(
+            self._ranks, timeout=self._timeout, backend=dist.get_backend_config(self._real)
+        )
         self._made.append(made)
         return made
 
@@ -204,6 +208,10 @@ def _scattering(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
 
 def _gathering(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
     return lambda: _all_gather(full, shard, group=group, async_op=True)
+
+
+def _innermost(store: Store) -> Store:
+    return _innermost(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 
 def _works(work: dist.Work | None) -> dist.Work:

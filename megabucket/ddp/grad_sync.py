@@ -9,31 +9,18 @@ ranks. Knows groups only; memory is their business.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-import torch
 
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.backward_end import OpenBackward, open_backward
-from megabucket.ddp.fence import Fence, PendingFence
 from megabucket.ddp.launcher import InOrderLauncher
 from megabucket.ddp.model_watch import ModelWatch
-from megabucket.ddp.step_report import Failure, LateGrads, StepReport
-from megabucket.ddp.step_tally import StepTally, nonfinite_params, unused_params
-from megabucket.ddp.verdict import StepFacts, error_of
-from megabucket.errors import (
-    ConcurrentBackwardError,
-    ForkedProcessError,
-    GroupDestroyedError,
-    InvariantError,
-    MegabucketError,
-    NonFiniteGradientError,
-    PeerLostError,
-    PhaseError,
-)
+from megabucket.ddp.step_agreement import StepAgreement
+from megabucket.ddp.step_report import LateGrads
+from megabucket.ddp.step_tally import unused_params
+from megabucket.errors import ConcurrentBackwardError, MegabucketError, PhaseError
 
 
 class GradSync:
@@ -56,8 +43,7 @@ class GradSync:
         self._watch = watch
         self._communicator = groups[0].communicator
         self._launcher = InOrderLauncher(groups, self._launch)
-        self._fence = Fence(self._communicator if config.fence else None, device=groups[0].buckets[0].grad_data.device)
-        self._pending: PendingFence | None = None  # of a step that this rank has given up
+        self._agreement = StepAgreement(groups, config)
         self._no_sync_depth = 0
         self._open_backward: OpenBackward | None = None
         self._num_backwards = 0
@@ -65,10 +51,8 @@ class GradSync:
         self._is_finished = False
         self._awaits_vote = False
         self._defers_failures = False
-        self.tally = StepTally(self._communicator.rank, counts_skipped_forwards=config.skipped_forwards == "error")
+        self.tally = self._agreement.tally
         """What this rank will report at the fence."""
-        self.step = 0
-        """How many steps were agreed on, or dropped, by all ranks."""
         self.force_all_reduce = False
         """All-reduce in the next launches although the distributed optimizer is on."""
         self.has_local_grads = any(slot.has_grad for group in groups for slot in group.slots)
@@ -77,15 +61,10 @@ class GradSync:
         """Whether a backward outside ``no_sync`` has run since gradients were last finished or cleared."""
         self.has_failed = False
         """Whether an error was raised about the gradients of this step, so that nobody may step on them."""
-        self.skip_reason = ""
-        """Why nobody steps on the gradients of this step (``nonfinite_gradients="skip_step"``); empty otherwise."""
-        self.last_error: MegabucketError | None = None
-        """The error all ranks agreed on for the last step that was dropped."""
 
     def continue_from(self, other: GradSync) -> None:
         """Take over what outlives a rebuild: the count of steps, the caller's number, the last error."""
-        self.step, self.last_error = other.step, other.last_error
-        self.tally.step_number = other.tally.step_number
+        self._agreement.continue_from(other._agreement)
         self.force_all_reduce = other.force_all_reduce
 
     @contextmanager
@@ -98,9 +77,24 @@ class GradSync:
             self._no_sync_depth -= 1
 
     @property
-    def finishes_with_backward(self) -> bool:
-        """Whether the end of backward finishes the sync by itself."""
-        return self._finishes_with_backward
+    def step(self) -> int:
+        """How many steps were agreed on, or dropped, by all ranks."""
+        return self._agreement.step
+
+    @property
+    def last_error(self) -> MegabucketError | None:
+        """The error all ranks agreed on for the last step that was dropped."""
+        return self._agreement.last_error
+
+    @property
+    def phase(self) -> str:
+        """What this rank was doing last: ``forward``, ``backward``, ``optimizer``, ..."""
+        return self._communicator.progress.phase
+
+    @property
+    def skip_reason(self) -> str:
+        """Why nobody steps on the gradients of this step (``nonfinite_gradients="skip_step"``); empty otherwise."""
+        return self._agreement.skip_reason
 
     @property
     def is_finished(self) -> bool:
@@ -120,31 +114,13 @@ class GradSync:
 
     # Called by autograd #
 
-    def hook(self, group: _ParamAndGradBucketGroup, position: int) -> Callable[[torch.Tensor], None]:
-        """Return the hook of one parameter. Its cost does not depend on the number of parameters.
+    def receive(self, index: int, position: int) -> None:
+        """Take the gradient of one parameter. The cost does not depend on the number of parameters.
 
-        The hook knows this object weakly: Python's garbage collector does not see cycles through hooks of tensors.
+        Args:
+            index: of the bucket group.
+            position: of the parameter in the group.
         """
-        reference, index = weakref.ref(self), group.index
-
-        # As defaults, not as a closure: one tuple instead of a cell each, so thousands of hooks stay in the cache longer.
-        def receive(
-            _: torch.Tensor,
-            reference: weakref.ref[GradSync] = reference,
-            index: int = index,
-            position: int = position,
-        ) -> None:
-            sync = reference()
-            if sync is None:
-                raise PhaseError(
-                    "a parameter received a gradient, but the DistributedDataParallel wrapper that should reduce it is gone. "
-                    "Keep the wrapper or the wrapped module alive, or call detach() on the wrapper before dropping it."
-                )
-            sync._receive(index, position)
-
-        return receive
-
-    def _receive(self, index: int, position: int) -> None:
         group = self._groups[index]
         if self._open_backward is None:
             self._open()
@@ -230,7 +206,7 @@ class GradSync:
         for one in self._groups:
             one.reopen()
         self._is_finished = self.has_failed = False
-        self.skip_reason = ""
+        self._agreement.skip_reason = ""
 
     # Called by the wrapper and by optimizers #
 
@@ -246,7 +222,7 @@ class GradSync:
             MegabucketError: the step is not whole on some rank. All ranks raise the same error, the gradients are forgotten,
                 and the next step may run.
         """
-        if self._pending is None:
+        if not self._agreement.is_pending:
             if self._is_finished:
                 return
             self._launch_rest(unused_counts=self._config.unused_parameters == "error")
@@ -280,19 +256,18 @@ class GradSync:
             phase: where it happened: ``forward``, ``backward``, ...
             error: what happened; ``None`` when autograd keeps it to itself.
         """
-        if self._pending is not None or error is self.last_error is not None:
+        if self._agreement.is_pending or error is self.last_error is not None:
             return
         if self._defers_failures and phase in ("forward", "backward"):
             return  # the ``step()`` block around this will call again with the whole exception
-        self.tally.failure = Failure(phase, _describe(error))
         self._open_backward = None
         try:
             if not self._awaits_vote:
                 self._reopen_if_finished()
                 self._launcher.flush()
-            self._pending = self._fence.launch(self._report())
+            self._agreement.launch_failure(phase, error)
         except MegabucketError as cause:  # the group is gone: there is nobody to tell
-            self.has_failed, self.last_error = True, cause
+            self.has_failed, self._agreement.last_error = True, cause
 
     def settle(self) -> MegabucketError | None:
         """Wait for the fence that was launched, if any; return the error that all ranks raise about the step.
@@ -300,76 +275,35 @@ class GradSync:
         Raises:
             PeerLostError: a rank went away meanwhile.
         """
-        pending = self._pending
-        if pending is None:
+        if not self._agreement.is_pending:
             return None
         for group in self._groups:
             group.finish_grad_sync()
-        error = self._error_of(pending)
-        self._pending = None
-        self.step += 1
+        error = self._agreement.conclude()
         self._set_phase("between steps")
         if error is None:
             self._is_finished = True
             self.has_local_grads = self.awaits_finish = False
             self._awaits_vote = self._config.use_distributed_optimizer
             self._launcher.start_step()
-            self.tally.start_step()
             if not self.skip_reason:
                 for group in self._groups:
                     group.publish()
             return None
-        self.last_error = error
-        self.tally.start_over()
         self._forget()
         self.has_failed = True
         for group in self._groups:
             group.readiness.unlearn()
         return error
 
-    def _error_of(self, pending: PendingFence) -> MegabucketError | None:
-        if pending.is_whole():
-            return None
-        for group in self._groups:
-            if group.finite_test.flag is not None and bool(group.finite_test.flag):
-                group.finite_test.name_culprits()
-        reports = pending.reports(self._report())
-        error = error_of(StepFacts(self.step, len(self._groups)), reports)
-        if error is None:
-            raise InvariantError(f"[rank {self._communicator.rank}] the fence of step {self.step} failed without a reason")
-        if isinstance(error, NonFiniteGradientError) and self._config.nonfinite_gradients == "skip_step":
-            self.skip_reason = str(error)
-            return None
-        return error
-
     @contextmanager
-    def guarded_step(self) -> Iterator[None]:
-        """Let whatever goes wrong inside end as the same error on all ranks, with the whole exception in its text.
-
-        Raises:
-            MegabucketError: the error all ranks agreed on, from the exception of this rank.
-        """
+    def deferring_failures(self) -> Iterator[None]:
+        """Let exceptions in forward and backward wait for the end of the block, where they are known as a whole."""
         before, self._defers_failures = self._defers_failures, True
         try:
             yield
-        except Exception as error:
-            self._defers_failures = before
-            agreed = error if error is self.last_error else self._fail_and_settle(error)
-            if agreed is None or agreed is error:
-                raise
-            raise agreed from error
-        except BaseException as error:
-            self._defers_failures = before
-            self.fail(self._communicator.progress.phase, error)
-            raise  # an interrupt does not wait for other ranks
         finally:
             self._defers_failures = before
-
-    def _fail_and_settle(self, error: Exception) -> MegabucketError | None:
-        if isinstance(error, PeerLostError | ForkedProcessError | GroupDestroyedError):
-            return None
-        self.fail(self._communicator.progress.phase, error)
-        return self.settle()
 
     def reset(self) -> None:
         """Start a step: forget all gradients. One that others may be reducing with this rank is completed before.
@@ -432,18 +366,11 @@ class GradSync:
         self._launcher.flush()
         if unused_counts:
             self.tally.unused = unused_params(self._groups, had_local_grads=had_local_grads)
-        self._pending = self._fence.launch(self._report(), nonfinite=self._nonfinite_on_device())
-
-    def _report(self) -> StepReport:
-        return self.tally.report(force_all_reduce=self.force_all_reduce, nonfinite=nonfinite_params(self._groups))
-
-    def _nonfinite_on_device(self) -> torch.Tensor | None:
-        flags = [group.finite_test.flag for group in self._groups if group.finite_test.flag is not None]
-        return torch.stack(flags).any() if flags else None
+        self._agreement.launch(force_all_reduce=self.force_all_reduce)
 
     def _vote(self) -> None:
         """Agree once more, after the sync: either every rank steps, or every rank drops the step."""
-        self._pending = self._fence.launch(self._report())
+        self._agreement.launch(force_all_reduce=self.force_all_reduce)
         error = self.settle()
         if error is not None:
             raise error
@@ -468,19 +395,10 @@ class GradSync:
         """Forget the gradients; no collective owns any."""
         self._launcher.start_step()
         self._is_finished = self.has_local_grads = self.awaits_finish = self._awaits_vote = False
-        self.skip_reason = ""
+        self._agreement.skip_reason = ""
         for group in self._groups:
             group.reset()
 
     def _set_phase(self, phase: str) -> None:
         progress = self._communicator.progress
         progress.step, progress.phase, progress.bucket = self.step, phase, -1
-
-
-def _describe(error: BaseException | str | None) -> str:
-    if error is None:
-        return (
-            "an exception in the backward, which autograd keeps to itself; it stands in the log of that rank (and would stand "
-            "here inside `with ddp.step():`)"
-        )
-    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"

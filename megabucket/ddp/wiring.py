@@ -18,6 +18,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.agreement import agree, agree_on_model
 from megabucket.ddp.discovery import DiscoveredParams
 from megabucket.ddp.forward_watch import watch_forwards
+from megabucket.ddp.grad_hook import grad_hook
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guard import PlainOptimizerGuard
 from megabucket.ddp.model_watch import ModelWatch
@@ -116,7 +117,7 @@ def _register_hooks(
     module: torch.nn.Module, groups: list[_ParamAndGradBucketGroup], sync: GradSync, on_load: Callable[[], None]
 ) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = [
-        slot.param.register_post_accumulate_grad_hook(sync.hook(group, position))
+        slot.param.register_post_accumulate_grad_hook(grad_hook(sync, group.index, position))
         for group in groups
         for position, slot in enumerate(group.slots)
     ]

@@ -17,6 +17,7 @@ from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import Broadcast, Communicator, discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.grad_sync import GradSync
+from megabucket.ddp.guarded_step import guarded_step
 from megabucket.ddp.replicas import check_replicas
 from megabucket.ddp.wiring import Wiring
 from megabucket.errors import ConfigError, MegabucketError, PhaseError
@@ -171,7 +172,7 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             MegabucketError: the error all ranks agreed on.
         """
-        return self.sync.guarded_step()
+        return guarded_step(self.sync)
 
     def abort_step(self, reason: str) -> None:
         """Give up this step on this rank, for instance because its batch is of no use. All ranks drop the step.

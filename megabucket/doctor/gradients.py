@@ -86,7 +86,9 @@ def gradient_probe(path: Path) -> Probe:
         return _train(path.config, bench)
 
     exact = right_or(
-        "every gradient holds every rank exactly once; updates and gathered parameters are right",
+        "with this config gradients, updates and gathered parameters are right"
+        if path.is_configured
+        else "every gradient holds every rank exactly once; updates and gathered parameters are right",
         wrong="training would go wrong without a word",
         answer="exact",
     )
@@ -120,9 +122,9 @@ class _Model(torch.nn.Module):
         super().__init__()
         unit = max(16, *(RankCode(num_ranks, WIDTHS[_name(dtype)]).period for dtype in _DTYPES))
         shapes = ((3 * unit + 1,), (5, unit), (unit + 7,), ())
-        tensors = {f"{_name(dtype)}_{i}": torch.zeros(shape, dtype=dtype) for dtype in _DTYPES for i, shape in enumerate(shapes)}
-        for name, tensor in tensors.items():
-            self.register_parameter(name, torch.nn.Parameter(tensor.to(device)))
+        for dtype, (index, shape) in product(_DTYPES, enumerate(shapes)):
+            values = torch.zeros(shape, dtype=dtype, device=device)
+            self.register_parameter(f"{_name(dtype)}_{index}", torch.nn.Parameter(values))
 
     def forward(self, coefficients: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return a number whose derivative by each parameter is its coefficient."""
@@ -179,9 +181,7 @@ class _Check:
         self._params = dict(model.named_parameters())
         self._pieces = list(_pieces(ddp, communicator.rank))
         self._grad_dtypes = {name: buffer.grad_data.dtype for buffer in ddp.param_and_grad_buffers for name in buffer.params}
-        self._codes = {
-            name: _code(self._size, param.dtype, self._grad_dtypes[name]) for name, param in self._params.items()
-        }
+        self._codes = {name: _code(self._size, param.dtype, self._grad_dtypes[name]) for name, param in self._params.items()}
         self._main = {name: torch.zeros(param.numel()) for name, param in self._params.items()}  # float32, as the optimizer's
         self.coefficients = {
             name: torch.tensor(self._codes[name].values(communicator.rank, stop=param.numel()), dtype=torch.float32)

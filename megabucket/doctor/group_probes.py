@@ -132,13 +132,12 @@ def _expired_wait(group: GroupProbes) -> Fact:
 
 def _judge_expired_wait(facts: Sequence[Fact]) -> Judgement:
     if not all(fact["tried"] for fact in facts):
-        return Judgement(
-            Verdict.NOT_TRIED, "not tried", "an expired wait may end the process on this back-end; the library polls instead"
-        )
+        return Judgement(Verdict.NOT_TRIED, "not tried", "an expired wait may end the process on this back-end")
     wrong = wrong_ranks(facts)
     if wrong:
         return Judgement(Verdict.NOTE, "the result is wrong afterwards", "waits must not be given up", wrong)
     blocked = wrong_ranks(facts, "ended_early")
     if blocked:
-        return Judgement(Verdict.NOTE, "a wait ignores its time limit", "lost peers are noticed by the group's time limit", blocked)
+        meaning = "lost peers are noticed by the group's own time limit only"
+        return Judgement(Verdict.NOTE, "a wait ignores its time limit", meaning, blocked)
     return Judgement(Verdict.HOLDS, "yes, and waited for again", "waits are bounded: Ctrl-C and lost peers end them")

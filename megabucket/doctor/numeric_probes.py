@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -28,7 +29,7 @@ _PART: Final = 1_024
 
 def numeric_probes(config: DistributedDataParallelConfig) -> list[Probe]:
     """Return the questions in the order in which they are asked."""
-    refusal = "how it rounds cannot be told"
+    refusal, note = "how it rounds cannot be told", Verdict.NOTE
     adds_in_16_bit = not config.grad_reduce_in_fp32
 
     def accumulation(facts: Sequence[Fact]) -> Judgement:
@@ -42,7 +43,7 @@ def numeric_probes(config: DistributedDataParallelConfig) -> list[Probe]:
             SECTION,
             "the same sum again has the same bits",
             _observe_repeats,
-            right_or("a run can be repeated bit by bit", wrong="two equal runs may differ in last bits", otherwise=Verdict.NOTE),
+            right_or("a run can be repeated bit by bit", wrong="two equal runs may differ in last bits", otherwise=note),
             refusal,
         ),
         Probe(
@@ -52,7 +53,7 @@ def numeric_probes(config: DistributedDataParallelConfig) -> list[Probe]:
             right_or(
                 "both modes give the same bits",
                 wrong="mode=all_reduce and mode=reduce_scatter may differ in last bits",
-                otherwise=Verdict.NOTE,
+                otherwise=note,
                 answer="bit by bit",
             ),
             refusal,
@@ -64,7 +65,7 @@ def numeric_probes(config: DistributedDataParallelConfig) -> list[Probe]:
             right_or(
                 "another ddp.bucket_size gives the same bits",
                 wrong="another ddp.bucket_size may change last bits; nothing else does",
-                otherwise=Verdict.NOTE,
+                otherwise=note,
                 answer="bit by bit",
             ),
             refusal,
@@ -99,11 +100,7 @@ def _observe_digests(bench: Bench) -> Fact:
 
 
 def _judge_digests(facts: Sequence[Fact]) -> Judgement:
-    odd = {
-        label: ranks
-        for label in facts[0]["digests"]
-        if (ranks := odd_ones_out([fact["digests"][label] for fact in facts]))
-    }
+    odd = {label: ranks for label in facts[0]["digests"] if (ranks := odd_ones_out([fact["digests"][label] for fact in facts]))}
     if not odd:
         return Judgement(Verdict.HOLDS, "yes", "replicas stay equal")
     ranks = tuple(sorted({rank for ranks in odd.values() for rank in ranks}))
@@ -183,6 +180,6 @@ def _observe_cuts(bench: Bench) -> Fact:
     values = _own(bench, numel)
     total = _summed(bench, values)
     cuts = (0, numel // 3 + 1, numel // 2, numel)
-    pieces = [_summed(bench, values[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    pieces = [_summed(bench, values[start:stop]) for start, stop in pairwise(cuts)]
     is_right = torch.equal(torch.cat(pieces), total)
     return {"is_right": is_right, "problem": "" if is_right else "no"}

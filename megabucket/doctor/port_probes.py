@@ -1,4 +1,4 @@
-"""Questions about the collectives the library launches, asked through its own port: whatever is behind it, also a loopback world.
+"""Questions about the collectives the library launches, through its own port: whatever is behind it, also a loopback world.
 
 Values say which ranks are in them (``rank_code``), so a wrong sum is not only found but read.
 """
@@ -21,19 +21,22 @@ SECTION: Final = "collectives"
 _NUMEL: Final = 60
 """Elements of a rank's part; more are used where the code of many ranks is longer."""
 _LARGE: Final = 2**62
-_16_BIT: Final = frozenset({"float16", "bfloat16"})
 
 
 def port_probes(config: DistributedDataParallelConfig) -> list[Probe]:
     """Return the questions in the order in which they are asked; the config says what a refusal means."""
     needs_16_bit = not config.grad_reduce_in_fp32
-    probes = [_all_gather_probe(), _max_probe(config)]
-    for dtype in ("float32", "float64", "bfloat16", "float16"):
-        probes.append(_sum_probe(dtype, is_required=dtype not in _16_BIT or needs_16_bit))
-    for dtype in ("float32", "bfloat16", "float16"):
-        probes.append(_scatter_probe(dtype, is_required=dtype not in _16_BIT or needs_16_bit))
-    probes += [_average_probe(dtype, config) for dtype in ("float32", "bfloat16", "float16")]
-    return [*probes, _broadcast_probe(), _batch_probe()]
+    is_required = {"float32": True, "float64": True, "bfloat16": needs_16_bit, "float16": needs_16_bit}
+    gradient_dtypes = ("float32", "bfloat16", "float16")
+    return [
+        _all_gather_probe(),
+        _max_probe(config),
+        *(_sum_probe(dtype, is_required=required) for dtype, required in is_required.items()),
+        *(_scatter_probe(dtype, is_required=is_required[dtype]) for dtype in gradient_dtypes),
+        *(_average_probe(dtype, config) for dtype in gradient_dtypes),
+        _broadcast_probe(),
+        _batch_probe(),
+    ]
 
 
 def launch(bench: Bench, calls: Sequence[Call]) -> None:
@@ -75,7 +78,9 @@ def _scatter_probe(dtype: str, *, is_required: bool) -> Probe:
         f"reduce-scatter in place, {dtype}",
         observe,
         right_or(
-            f"each rank gets the {dtype} sum of its shard", wrong="gradients of mode=reduce_scatter would be wrong", answer="exact"
+            f"each rank gets the {dtype} sum of its shard",
+            wrong="gradients of mode=reduce_scatter would be wrong",
+            answer="exact",
         ),
         refusal="mode=reduce_scatter is not possible" + ("" if is_required else f" in {dtype}; the config reduces none"),
         is_required=is_required,
@@ -190,7 +195,9 @@ def _batch_probe() -> Probe:
         SECTION,
         "batches of collectives",
         observe,
-        right_or("ddp.bucket_groups=single works", wrong="gradients of ddp.bucket_groups=single would be wrong", answer="exact"),
+        right_or(
+            "ddp.bucket_groups=single works", wrong="gradients of ddp.bucket_groups=single would be wrong", answer="exact"
+        ),
         refusal="ddp.bucket_groups=single is not possible",
     )
 

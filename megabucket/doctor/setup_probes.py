@@ -51,7 +51,8 @@ def _judge_hosts(facts: Sequence[Fact]) -> Judgement:
     ranks_text = "1 rank" if len(facts) == 1 else f"{len(facts)} ranks"
     answer = f"{ranks_text} on {hosts_text}: {by_rank(devices)}"
     if len(set(devices)) == 1:
-        meaning = "nobody to talk to: gradients are not reduced" if len(facts) == 1 else "every rank computes on the same device"
+        alone = "nobody to talk to: gradients are not reduced"
+        meaning = alone if len(facts) == 1 else "every rank computes on the same kind of device"
         return Judgement(Verdict.HOLDS, answer, meaning)
     meaning = "the slowest rank sets the pace, and results may depend on the rank"
     return Judgement(Verdict.NOTE, answer, meaning, odd_ones_out(devices))

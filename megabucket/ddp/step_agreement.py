@@ -1,0 +1,108 @@
+"""Whether all ranks are whole at the end of a step: this rank's tally goes to the fence, one error or none comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megabucket.buffer import _ParamAndGradBucketGroup
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.ddp.fence import Fence, PendingFence
+from megabucket.ddp.step_report import Failure, StepReport
+from megabucket.ddp.step_tally import StepTally, nonfinite_params
+from megabucket.ddp.verdict import StepFacts, error_of
+from megabucket.errors import InvariantError, MegabucketError, NonFiniteGradientError
+
+
+class StepAgreement:
+    """The agreement of one wrapper's ranks about their steps. One fence at a time is pending.
+
+    Args:
+        groups: bucket groups in launch order; their finite tests are part of the report.
+        config: with ``fence=False`` this rank asks nobody.
+    """
+
+    def __init__(self, groups: Sequence[_ParamAndGradBucketGroup], config: DistributedDataParallelConfig) -> None:
+        self._groups = groups
+        self._skips_nonfinite = config.nonfinite_gradients == "skip_step"
+        communicator = groups[0].communicator
+        self._rank = communicator.rank
+        self._fence = Fence(communicator if config.fence else None, device=groups[0].buckets[0].grad_data.device)
+        self._pending: PendingFence | None = None
+        self._force_all_reduce = False
+        self.tally = StepTally(self._rank, counts_skipped_forwards=config.skipped_forwards == "error")
+        """What this rank will report at the next fence."""
+        self.step = 0
+        """How many steps were agreed on, or dropped, by all ranks."""
+        self.last_error: MegabucketError | None = None
+        """The error all ranks agreed on for the last step that was dropped."""
+        self.skip_reason = ""
+        """Why nobody steps on the gradients of this step; empty otherwise."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a fence was launched that was not concluded."""
+        return self._pending is not None
+
+    def continue_from(self, other: StepAgreement) -> None:
+        """Take over what outlives a rebuild."""
+        self.step, self.last_error = other.step, other.last_error
+        self.tally.step_number = other.tally.step_number
+
+    def launch(self, *, force_all_reduce: bool) -> None:
+        """Send this rank's side to the fence, without waiting."""
+        self._force_all_reduce = force_all_reduce
+        flags = [group.finite_test.flag for group in self._groups if group.finite_test.flag is not None]
+        self._pending = self._fence.launch(self._report(), nonfinite=torch.stack(flags).any() if flags else None)
+
+    def launch_failure(self, phase: str, error: BaseException | str | None) -> None:
+        """Send word that this rank cannot finish the step, without waiting.
+
+        Args:
+            error: ``None`` when autograd keeps the exception to itself.
+        """
+        self.tally.failure = Failure(phase, _describe(error))
+        self.launch(force_all_reduce=self._force_all_reduce)
+
+    def conclude(self) -> MegabucketError | None:
+        """Wait for the fence that is pending and end the step; return the error that all ranks raise about it.
+
+        Raises:
+            PeerLostError: a rank went away meanwhile; the fence stays pending.
+        """
+        if self._pending is None:
+            raise InvariantError("there is no fence to conclude")
+        error = None if self._pending.is_whole() else self._error_of(self._pending)
+        self._pending = None
+        self.step += 1
+        self.skip_reason = ""
+        if isinstance(error, NonFiniteGradientError) and self._skips_nonfinite:
+            self.skip_reason, error = str(error), None
+        if error is None:
+            self.tally.start_step()
+        else:
+            self.tally.start_over()
+            self.last_error = error
+        return error
+
+    def _error_of(self, pending: PendingFence) -> MegabucketError:
+        for group in self._groups:
+            if group.finite_test.flag is not None and bool(group.finite_test.flag):
+                group.finite_test.name_culprits()  # the host could not know them before
+        error = error_of(StepFacts(self.step, len(self._groups)), pending.reports(self._report()))
+        if error is None:
+            raise InvariantError(f"[rank {self._rank}] the fence of step {self.step} does not hold, but no rank says why")
+        return error
+
+    def _report(self) -> StepReport:
+        return self.tally.report(force_all_reduce=self._force_all_reduce, nonfinite=nonfinite_params(self._groups))
+
+
+def _describe(error: BaseException | str | None) -> str:
+    if error is None:
+        return (
+            "an exception that autograd keeps to itself; it stands in the log of that rank, and would stand here inside "
+            "`with ddp.step():`"
+        )
+    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
