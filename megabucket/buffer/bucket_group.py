@@ -164,7 +164,6 @@ class _ParamAndGradBucketGroup:
         reduced = [bucket.grad_data for bucket in self.buckets] if self._was_all_reduced else self._grad_shards
         for scale, values in zip(self._scales, reduced, strict=True):
             scale.after(values)
-        self.readiness.finish_step()
 
     def publish(self) -> None:
         """Show the reduced gradients as ``param.grad``, where all of them are here.

@@ -51,10 +51,6 @@ class FiniteTest:
             elif not (math.isfinite(low) and math.isfinite(high)):
                 self.name_culprits()
 
-    def forget(self) -> None:
-        """Drop what the last ``run`` found."""
-        self.found, self.flag = (), None
-
     def name_culprits(self) -> None:
         """Look for the parameters. Slow, and only after a hit. After the reduction these are the culprits of all ranks."""
         self.found = tuple(

@@ -39,10 +39,14 @@ class Cell:
     combo: Combo
     seed: int = 0
     system: SystemName = SystemName.MEGABUCKET
+    at_rank: int = -1
+    """The rank at fault; -1 leaves that to the rule of ``culprit``."""
 
     @property
     def culprit(self) -> int:
         """The rank at fault: the first one or the last one, so that both are tried."""
+        if self.at_rank >= 0:
+            return self.at_rank
         return self.combo.num_ranks - 1 if self.combo.overlaps else 0
 
     @property
@@ -69,4 +73,5 @@ class Cell:
             combo=Combo(Mode(combo["mode"]), combo["overlaps"], combo["num_ranks"]),
             seed=data["seed"],
             system=SystemName(data["system"]),
+            at_rank=data["at_rank"],
         )

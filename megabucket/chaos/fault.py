@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megabucket.chaos.cell import Cell
-from megabucket.chaos.expectation import RIGHT, Expectation
+from megabucket.chaos.expectation import RIGHT, Expectation, Recovery
 from megabucket.chaos.model import ChaosModel
 from megabucket.chaos.recipe import Recipe
 
@@ -77,6 +77,12 @@ class Here:
         if action is not None:
             action()
 
+    def reload(self) -> None:
+        """Load the last good weights on this rank and make a new optimizer, here and in the oracle."""
+        self.ddp.load_state_dict(self.snapshot)
+        self.optimizer = self.remake_optimizer()
+        self.oracle.restart_from(self.snapshot)
+
     def forget(self) -> None:
         """Take down what the step of the fault has set up."""
         self.step_stack.close()
@@ -132,3 +138,5 @@ class Fault:
 
     def recover(self, here: Here) -> None:
         """Do after the error what its text says; called on every live rank."""
+        if self.expect().recovery is Recovery.RELOAD:
+            here.reload()

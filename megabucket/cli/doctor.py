@@ -32,11 +32,12 @@ def doctor(
     if config is None and overrides:
         raise ConfigError(f"overrides change a config, and none was given; add -c FILE to {' '.join(overrides)}")
     run = RunConfig() if config is None else load_config(config, overrides or [])
-    launch = read_launch(os.environ)
-    with joined_ranks(launch) as ranks:
+    with joined_ranks(read_launch(os.environ)) as ranks:
         report = run_doctor(run.ddp, device=ranks.device)
-    if launch.rank == 0:
-        _print_report(report, as_json=json)
+        if ranks.rank == 0:
+            _print_report(report, as_json=json)
+        # torchrun ends the other ranks as soon as one has failed; none may leave before the report is out.
+        ranks.gather("printed")
     if not report.is_healthy:
         raise typer.Exit(ExitCode.FAILED)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, ParamSpec, TypeVar
 
 import typer
 
@@ -17,10 +20,18 @@ from megabucket.errors import (
     LayoutError,
     MegabucketError,
     MismatchedCollectiveError,
+    MixedDtypeOptimizerError,
+    ModelChangedError,
+    NonFiniteGradientError,
     NoTrainableParametersError,
     OptimizerParametersError,
+    PeerLostError,
+    PhaseError,
+    PlainOptimizerError,
     ProcessGroupMissingError,
+    RanksDisagreeError,
     UnsupportedParameterError,
+    UnusedParameterError,
 )
 
 P = ParamSpec("P")
@@ -49,7 +60,7 @@ class ExitCode(enum.IntEnum):
 _MEANINGS = {
     ExitCode.OK: "done",
     ExitCode.FAILED: "a check that was asked for did not hold, or an error without a code of its own",
-    ExitCode.USAGE: "wrong usage, config or model",
+    ExitCode.USAGE: "wrong usage, config or model, or calls in a wrong order",
     ExitCode.MISMATCH: "ranks disagree",
     ExitCode.NUMERICAL: "a value that is not finite",
     ExitCode.PEER_LOST: "a peer went away or froze",
@@ -67,7 +78,15 @@ _CODES: tuple[tuple[type[MegabucketError], ExitCode], ...] = (
     (OptimizerParametersError, ExitCode.USAGE),
     (ProcessGroupMissingError, ExitCode.USAGE),
     (CorpusError, ExitCode.USAGE),
+    (PhaseError, ExitCode.USAGE),
+    (UnusedParameterError, ExitCode.USAGE),
+    (ModelChangedError, ExitCode.USAGE),
+    (PlainOptimizerError, ExitCode.USAGE),
+    (MixedDtypeOptimizerError, ExitCode.USAGE),
+    (RanksDisagreeError, ExitCode.MISMATCH),
     (MismatchedCollectiveError, ExitCode.MISMATCH),
+    (NonFiniteGradientError, ExitCode.NUMERICAL),
+    (PeerLostError, ExitCode.PEER_LOST),
     (CheckpointUnavailableError, ExitCode.CHECKPOINT),
 )
 
@@ -82,18 +101,43 @@ def exit_code_table() -> str:
     return "\n".join(f"  {code.value:>3}  {code.meaning}" for code in ExitCode)
 
 
+class _Terminated(BaseException):
+    """SIGTERM, as an exception: open files are closed and process groups destroyed on the way out."""
+
+
+@contextmanager
+def _sigterm_raised() -> Iterator[None]:
+    def terminate(*_: object) -> NoReturn:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a command: an error of ours becomes its text on stderr and its exit code, without a traceback."""
+    """Wrap a command: an error of ours becomes its text on stderr and its exit code, without a traceback.
+
+    SIGINT and SIGTERM end a command in good order, with the exit codes shells expect.
+    """
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return command(*args, **kwargs)
+            with _sigterm_raised():
+                return command(*args, **kwargs)
         except MegabucketError as error:
             typer.echo(f"error: {_printable_lines(str(error))}", err=True)
             raise typer.Exit(exit_code_of(error)) from None
         except KeyboardInterrupt:
             raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except _Terminated:
+            raise typer.Exit(ExitCode.TERMINATED) from None
 
     return wrapper
 

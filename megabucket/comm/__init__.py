@@ -1,6 +1,7 @@
 """Communication: the port, and what stands behind it. The only package that calls ``torch.distributed``."""
 
 from megabucket.comm.exchange import Exchange, exchange_bytes
+from megabucket.comm.liveness import Liveness, StragglerWarning
 from megabucket.comm.loopback import LoopbackWorld
 from megabucket.comm.port import (
     AllGather,
@@ -22,12 +23,14 @@ __all__ = [
     "Communicator",
     "Exchange",
     "Handle",
+    "Liveness",
     "LocalCommunicator",
     "LoopbackWorld",
     "ProcessGroupCommunicator",
     "Progress",
     "ReduceOp",
     "ReduceScatter",
+    "StragglerWarning",
     "discover_communicator",
     "exchange_bytes",
 ]

@@ -8,6 +8,7 @@ bytes of collectives are counted in one place for every implementation.
 from __future__ import annotations
 
 import enum
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megabucket.errors import InvariantError
+from megabucket.errors import ForkedProcessError, InvariantError
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Interval, Lane, NullRecorder, Recorder
 
 
@@ -104,6 +105,7 @@ class Progress:
     step: int = 0
     phase: str = "setup"
     bucket: int = -1  # -1: in none
+    num_launched: int = 0  # batches of collectives so far; the communicator counts them
 
 
 class Communicator(ABC):
@@ -114,6 +116,7 @@ class Communicator(ABC):
         self.size = size
         self.recorder: Recorder = recorder if recorder is not None else NullRecorder()
         self.progress = Progress()
+        self._pid = os.getpid()
 
     def launch(self, calls: Sequence[Call], *, label: str) -> Handle:
         """Start a batch of like calls and return its handle.
@@ -126,12 +129,17 @@ class Communicator(ABC):
 
         Raises:
             InvariantError: the calls are not alike, or a shard is not ``full / ranks``.
+            ForkedProcessError: this process is a child of the one that made the communicator.
+            PeerLostError: a rank was found lost before.
+            GroupDestroyedError: the process group does not exist any more.
         """
         calls = [call for call in calls if call.full.numel()]
         self._check(calls, label)
         if not calls or self.size == 1:
             self._keep_own_shards(calls)
             return DoneHandle()
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(rank=self.rank, operation=f"{label} was launched")
         self.recorder.record_collective(
             CollectiveRecord(
                 kind=calls[0].kind,
@@ -141,6 +149,7 @@ class Communicator(ABC):
                 num_ranks=self.size,
             )
         )
+        self.progress.num_launched += 1
         return self._launch(calls, label)
 
     def prepare(self, calls: Sequence[Call]) -> list[Call]:

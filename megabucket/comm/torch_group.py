@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -12,6 +13,8 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 
+from megabucket.comm.heartbeat import Heartbeat
+from megabucket.comm.liveness import Liveness
 from megabucket.comm.port import (
     AllGather,
     AllReduce,
@@ -23,7 +26,17 @@ from megabucket.comm.port import (
     ReduceOp,
     ReduceScatter,
 )
-from megabucket.errors import CollectiveError, ProcessGroupMissingError
+from megabucket.comm.torch_probes import (
+    existence_of,
+    flight_record,
+    forget_coalescing,
+    is_gloo,
+    keep_for_ever,
+    store_of,
+    timeout_s_of,
+)
+from megabucket.comm.vigil import PeerWatch
+from megabucket.errors import CollectiveError, GroupDestroyedError, ProcessGroupMissingError
 from megabucket.trace.recorder import Interval, Lane, Recorder
 
 _REDUCE_OPS: Final = MappingProxyType(
@@ -40,16 +53,19 @@ _all_gather = _newest("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-def discover_communicator(process_group: dist.ProcessGroup | None, recorder: Recorder | None = None) -> Communicator:
+def discover_communicator(
+    process_group: dist.ProcessGroup | None, recorder: Recorder | None = None, liveness: Liveness | None = None
+) -> Communicator:
     """Return the communicator for a group: the given one, the default one, or a single process.
 
     Raises:
         ProcessGroupMissingError: a launcher started several processes but ``torch.distributed`` is not initialized.
+        ConfigError: the settings of ``liveness`` and the time limit of the group are not in order.
     """
     if process_group is not None:
-        return ProcessGroupCommunicator(process_group, recorder)
+        return ProcessGroupCommunicator(process_group, recorder, liveness=liveness)
     if dist.is_available() and dist.is_initialized():
-        return ProcessGroupCommunicator(dist.group.WORLD, recorder)
+        return ProcessGroupCommunicator(dist.group.WORLD, recorder, liveness=liveness)
     # Read only to refuse: a forgotten init_process_group() would otherwise train replicas that never talk.
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
@@ -60,11 +76,18 @@ def discover_communicator(process_group: dist.ProcessGroup | None, recorder: Rec
 class ProcessGroupCommunicator(Communicator):
     """Launches on one process group. Several of them may live in one process.
 
+    Args:
+        liveness: how the ranks watch each other over gloo; when not given, without heartbeats, so that only dead and stopped
+            processes of the same host are noticed.
+
     Raises:
         CollectiveError: this process is not a member of the group.
+        ConfigError: the settings of ``liveness`` and the time limit of the group are not in order.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, recorder: Recorder | None = None, *, liveness: Liveness | None = None
+    ) -> None:
         # The default group stays None: a reference of ours would keep its threads alive beyond destroy_process_group().
         self._group = None if group is dist.group.WORLD else group
         self._gloo_devices: dict[torch.device, bool] = {}
@@ -75,24 +98,70 @@ class ProcessGroupCommunicator(Communicator):
                 "group's members only, or pass a group that contains this rank."
             )
         super().__init__(rank=rank, size=dist.get_world_size(group), recorder=recorder)
+        living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
+        self._group_exists = existence_of(living)
+        self._heartbeat: Heartbeat | None = None
+        self._watch: PeerWatch | None = None
+        if self.size > 1 and is_gloo(living, torch.device("cpu")):
+            self._start_watching(living, liveness or Liveness(heartbeat_s=None, is_default=True))
+
+    def _start_watching(self, group: dist.ProcessGroup, liveness: Liveness) -> None:
+        group_timeout_s, store = timeout_s_of(group), store_of(group)
+        liveness = liveness.fitted_to(group_timeout_s)
+        if store is None:
+            return
+        name, known_group = str(group.group_name), weakref.ref(group)
+
+        def abandon_group() -> None:
+            if (lost_group := known_group()) is not None:
+                keep_for_ever(lost_group)
+
+        self._heartbeat = Heartbeat(
+            store,
+            rank=self.rank,
+            size=self.size,
+            progress=self.progress,
+            every_s=liveness.heartbeat_s,
+            is_wanted=self._group_exists,
+        )
+        self._watch = PeerWatch(
+            self._heartbeat,
+            liveness,
+            self.progress,
+            group_timeout_s=group_timeout_s,
+            flight_record=lambda: flight_record(name),
+            on_loss=abandon_group,
+        )
+        # Also at the end of the program, and when a communicator is dropped without close().
+        self._finalizer = weakref.finalize(self, self._heartbeat.stop)
+
+    def close(self) -> None:
+        """End the heartbeat of this communicator; the process group stays as it is."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
 
     def prepare(self, calls: Sequence[Call]) -> list[Call]:
         """Return calls on tensors that C++ owns, too, where gloo's threads handle them."""
         return [_anchored(call) if self._is_gloo(call.full.device) else call for call in calls]
 
     def _launch(self, calls: Sequence[Call], label: str) -> Handle:
+        if self._watch is not None and self._watch.finding is not None:
+            raise self._watch.finding.error()
+        if not self._group_exists():
+            raise GroupDestroyedError(rank=self.rank, operation=f"{label} was launched")
         start_s = time.perf_counter()
-        if self._is_gloo(calls[0].full.device):
+        is_gloo = self._is_gloo(calls[0].full.device)
+        if is_gloo:
             calls = [_without_clone(call) for call in calls]
         works = [self._start(call) for call in calls] if len(calls) == 1 else self._start_coalesced(calls)
         if self.recorder.records_time:
             self._record_completion(works, label, start_s)
-        return _WorkHandle(works, calls, self, label)
+        return _WorkHandle(works, calls, self, label, watch=self._watch if is_gloo else None)
 
     def _is_gloo(self, device: torch.device) -> bool:
         if device not in self._gloo_devices:
             group = self._group or dist.group.WORLD
-            self._gloo_devices[device] = group is not None and group._get_backend(device).name() == "gloo"
+            self._gloo_devices[device] = group is not None and is_gloo(group, device)
         return self._gloo_devices[device]
 
     def _start(self, call: Call) -> dist.Work:
@@ -122,9 +191,13 @@ class ProcessGroupCommunicator(Communicator):
                 continue
             # NCCL batches what is launched between group start and end; other back-ends have *_coalesced collectives.
             device = batch[0].full.device if batch[0].full.is_cuda else None
-            with dist._coalescing_manager(self._group, device=device, async_ops=True) as manager:  # type: ignore[attr-defined]
-                for call in batch:
-                    self._start(call)
+            try:
+                with dist._coalescing_manager(self._group, device=device, async_ops=True) as manager:  # type: ignore[attr-defined]
+                    for call in batch:
+                        self._start(call)
+            except BaseException:
+                forget_coalescing(self._group or dist.group.WORLD)
+                raise
             works += manager.works
         return works
 
@@ -178,18 +251,25 @@ class _WorkHandle(Handle):
     somebody else while the collective still reads it.
     """
 
-    def __init__(self, works: Sequence[dist.Work], calls: Sequence[Call], owner: Communicator, label: str) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], calls: Sequence[Call], owner: Communicator, label: str, *, watch: PeerWatch | None
+    ) -> None:
         self._works: Sequence[dist.Work] | None = works
         self._calls: Sequence[Call] = calls
         self._owner = owner
         self._label = label
+        self._watch = watch
+        self._number = owner.progress.num_launched
 
     def wait(self) -> None:
         if self._works is None:
             return
         start_s = time.perf_counter()
-        for work in self._works:
-            work.wait()
+        if self._watch is not None:
+            self._watch.wait(self._works, label=self._label, number=self._number)
+        else:
+            for work in self._works:
+                work.wait()  # over NCCL: the current stream waits, not the host
         self._works, self._calls = None, ()
         if self._owner.recorder.records_time:
             self._owner.record_wait(self._label, start_s)

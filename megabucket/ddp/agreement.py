@@ -39,8 +39,9 @@ def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig
             entries.append(("alias", name, first_name))
         else:
             trained = "trained" if param.requires_grad else "frozen"
-            entries.append((name, tuple(param.shape), str(param.dtype), _strides_of(param), trained))
-    entries += [(name, tuple(buffer.shape), str(buffer.dtype), "buffer") for name, buffer in module.named_buffers()]
+            entries.append((name, tuple(param.shape), str(param.dtype), _place_of(param), trained))
+    for name, buffer in module.named_buffers():
+        entries.append((name, tuple(buffer.shape), str(buffer.dtype), _place_of(buffer), "buffer"))
     return entries
 
 
@@ -68,10 +69,13 @@ def agree_on_model(
     return found, layout
 
 
-def _strides_of(param: torch.Tensor) -> tuple[int, ...]:
-    # The memory order decides where an element lies in the flat buffer. Lazy and sparse parameters have none and are refused.
-    is_dense = type(param) is torch.nn.Parameter and param.layout is torch.strided
-    return () if not is_dense or param.is_contiguous() else param.stride()
+def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what else decides how a tensor is laid out in a buffer and sent; nothing for the usual one."""
+    if tensor.is_meta:
+        return ("meta",)
+    if tensor.layout is not torch.strided:
+        return (str(tensor.layout),)
+    return () if tensor.is_contiguous() else ("strides", *tensor.stride())
 
 
 def agree(
@@ -110,7 +114,7 @@ def _raise_difference(
     answers = [json.loads(answer) for answer in exchange_bytes(communicator, payload, device=device, label=f"{label} texts")]
     for rank, (failure_text, _) in enumerate(answers):
         if failure_text:
-            raise PeerFailedError(step=0, rank=rank, phase="wrap", error=failure_text) from failure
+            raise PeerFailedError(step=0, rank=rank, phase="wrap", cause=failure_text) from failure
     raise mismatch([lines for _, lines in answers])
 
 

@@ -8,19 +8,18 @@ ranks. Knows groups only; memory is their business.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.ddp.backward_end import OpenBackward, open_backward
+from megabucket.ddp.backward_watch import BackwardWatch
 from megabucket.ddp.launcher import InOrderLauncher
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.step_agreement import StepAgreement
 from megabucket.ddp.step_report import LateGrads
 from megabucket.ddp.step_tally import unused_params
-from megabucket.errors import ConcurrentBackwardError, MegabucketError, PhaseError
+from megabucket.errors import MegabucketError, PhaseError
 
 
 class GradSync:
@@ -45,10 +44,10 @@ class GradSync:
         self._launcher = InOrderLauncher(groups, self._launch)
         self._agreement = StepAgreement(groups, config)
         self._no_sync_depth = 0
-        self._open_backward: OpenBackward | None = None
-        self._num_backwards = 0
+        self._backward = BackwardWatch()
         self._finishes_with_backward = config.finish == "auto" and not config.use_distributed_optimizer
         self._is_finished = False
+        self._refusal: MegabucketError | None = None  # raised at the end of the backward that is running
         self._awaits_vote = False
         self._defers_failures = False
         self.tally = self._agreement.tally
@@ -122,10 +121,10 @@ class GradSync:
             position: of the parameter in the group.
         """
         group = self._groups[index]
-        if self._open_backward is None:
+        if not self._backward.is_open:
             self._open()
-        if self._is_finished:
-            self._start_step_unasked(group, position)
+        if (self._is_finished or self._refusal is not None) and not self._start_step_unasked(group, position):
+            return
         self.has_local_grads = True
         syncs = self._no_sync_depth == 0
         if syncs:
@@ -141,41 +140,29 @@ class GradSync:
         Raises:
             ConcurrentBackwardError: another thread's backward is running.
         """
-        if self._open_backward is None:
+        if self._backward.is_open:
+            self._backward.check_thread(rank=self._communicator.rank)
+        else:
             self._open()
-            return
-        thread = threading.current_thread()
-        if thread.ident != self._open_backward.thread_id:
-            raise ConcurrentBackwardError(
-                rank=self._communicator.rank, thread=thread.name, other_thread=self._open_backward.thread_name
-            )
 
     def _open(self) -> None:
         self.settle()
         self._set_phase("backward")
-        self._num_backwards += 1
-        self._open_backward = open_backward(self, self._num_backwards)
+        self._backward.open(self)
         self.has_failed = False
 
-    def end_backward(self, token: int) -> None:
-        """Note that a backward has ended well, and finish the sync where that is due."""
-        if not self._closes(token):
-            return
+    def end_backward(self) -> None:
+        """Finish the sync where the end of a backward does."""
+        refusal, self._refusal = self._refusal, None
+        _raise_if_any(refusal)
         if self.has_local_grads:
             self.tally.num_microbatches += 1
         if self._finishes_with_backward and self.awaits_finish:
             self.finish()
 
-    def abandon_backward(self, token: int) -> None:
-        """Note that a backward has failed. Called from a destructor, so nothing is raised."""
-        if self._closes(token) and not self._defers_failures:
-            self.fail("backward", None)
-
-    def _closes(self, token: int) -> bool:
-        if self._open_backward is None or self._open_backward.token != token:
-            return False
-        self._open_backward = None
-        return True
+    def abandon_backward(self) -> None:
+        """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
+        self.fail("backward", None)
 
     def _note_late(self, group: _ParamAndGradBucketGroup, position: int) -> None:
         """Keep a gradient away from a buffer that was sent, and remember to say so."""
@@ -187,8 +174,11 @@ class GradSync:
         elif slot.name not in before.params:
             self.tally.late = LateGrads((*before.params, slot.name), before.bucket, before.phase)
 
-    def _start_step_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> None:
+    def _start_step_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> bool:
         """Start a step because a gradient arrives: plain torch code may clear gradients without telling us.
+
+        Returns whether the gradient is wanted: not if this rank has dropped a step that others take, which is an error of this
+        whole backward.
 
         After an all-reduce a cleared gradient (``None``) starts anew. One that was zeroed in place, or not cleared at all, is
         accumulated on and reduced again: the mean of values that are equal on all ranks is that value, so the result is
@@ -196,17 +186,23 @@ class GradSync:
         are not even gradients; both are noted as late. All groups start together, so the schedule stays the same on every rank.
         """
         slot = group.slots[position]
+        if self._refusal is not None:
+            slot.param.grad = None
+            return False
         may_start = not self._config.use_distributed_optimizer
         if may_start and self._config.grad_reduction == "sum":
             others = (other for one in self._groups for other in one.slots if other is not slot)
             may_start = slot.param.grad is not slot.view and not any(other.has_grad for other in others)
         if not may_start:
             self._note_late(group, position)
-        self._vote_to_drop()
-        for one in self._groups:
-            one.reopen()
-        self._is_finished = self.has_failed = False
+        self._refusal = self._vote_to_drop()
+        if self._refusal is not None:
+            slot.param.grad = None
+            return False
+        self._reopen_if_finished()
+        self.has_failed = False
         self._agreement.skip_reason = ""
+        return True
 
     # Called by the wrapper and by optimizers #
 
@@ -226,9 +222,7 @@ class GradSync:
             if self._is_finished:
                 return
             self._launch_rest(unused_counts=self._config.unused_parameters == "error")
-        error = self.settle()
-        if error is not None:
-            raise error
+        _raise_if_any(self.settle())
 
     def commit(self) -> None:
         """Finish the sync for an optimizer that is about to update and gather: from here on every rank does so.
@@ -239,13 +233,9 @@ class GradSync:
         needs_vote = self._is_finished and self._config.use_distributed_optimizer
         self.finish()
         if needs_vote:  # the fence was at ``finish_grad_sync()``, and not every rank that was there need be here
-            self._vote()
+            _raise_if_any(self._vote())
         self._awaits_vote = False
         self._set_phase("optimizer")
-
-    def note_update(self) -> None:
-        """Count an optimizer step that has updated this rank's parameters."""
-        self.tally.num_updates += 1
 
     def fail(self, phase: str, error: BaseException | str | None) -> None:
         """Give up the step on this rank: launch the rest of the schedule and the fence, which tells the others.
@@ -260,7 +250,7 @@ class GradSync:
             return
         if self._defers_failures and phase in ("forward", "backward"):
             return  # the ``step()`` block around this will call again with the whole exception
-        self._open_backward = None
+        self._backward.forget()
         try:
             if not self._awaits_vote:
                 self._reopen_if_finished()
@@ -279,22 +269,28 @@ class GradSync:
             return None
         for group in self._groups:
             group.finish_grad_sync()
+        was_late = self.tally.late is not None and self.tally.late.phase == GradPhase.IN_FLIGHT.value
         error = self._agreement.conclude()
         self._set_phase("between steps")
         if error is None:
-            self._is_finished = True
-            self.has_local_grads = self.awaits_finish = False
-            self._awaits_vote = self._config.use_distributed_optimizer
-            self._launcher.start_step()
-            if not self.skip_reason:
-                for group in self._groups:
-                    group.publish()
+            self._finish_whole_step()
             return None
+        if was_late:
+            for group in self._groups:
+                group.readiness.unlearn()  # the model has changed its ways, probably in other groups, too
         self._forget()
         self.has_failed = True
-        for group in self._groups:
-            group.readiness.unlearn()
         return error
+
+    def _finish_whole_step(self) -> None:
+        self._is_finished = True
+        self.has_local_grads = self.awaits_finish = False
+        self._awaits_vote = self._config.use_distributed_optimizer
+        self._launcher.start_step()
+        for group in self._groups:
+            group.readiness.finish_step()
+            if not self.skip_reason:
+                group.publish()
 
     @contextmanager
     def deferring_failures(self) -> Iterator[None]:
@@ -312,18 +308,15 @@ class GradSync:
             StepMismatchError: this rank drops a step that others take.
         """
         self.settle()
-        self._open_backward = None
-        is_dropped = not self._is_finished and (self.awaits_finish or self._is_anything_in_flight())
-        if is_dropped:
+        self._backward.forget()
+        if not self._is_finished and (self.awaits_finish or self._is_anything_in_flight()):
             self.tally.num_dropped_steps += 1
             for group in self._groups:
                 group.readiness.abandon_step()
             self._launch_rest(unused_counts=False)
-            error = self.settle()
-            if error is not None:
-                raise error
+            _raise_if_any(self.settle())
             self._awaits_vote = False
-        self._vote_to_drop()
+        _raise_if_any(self._vote_to_drop())
         self._forget()
         self.tally.num_microbatches = 0
         self.has_failed = False
@@ -368,19 +361,19 @@ class GradSync:
             self.tally.unused = unused_params(self._groups, had_local_grads=had_local_grads)
         self._agreement.launch(force_all_reduce=self.force_all_reduce)
 
-    def _vote(self) -> None:
+    def _vote(self) -> MegabucketError | None:
         """Agree once more, after the sync: either every rank steps, or every rank drops the step."""
-        self._agreement.launch(force_all_reduce=self.force_all_reduce)
-        error = self.settle()
-        if error is not None:
-            raise error
+        self._agreement.launch(force_all_reduce=self.force_all_reduce, ends_step=False)
+        return self.settle()
 
-    def _vote_to_drop(self) -> None:
+    def _vote_to_drop(self) -> MegabucketError | None:
         """Say that this rank does not step on the gradients it has finished, in case others do."""
-        if self._awaits_vote:
-            self.tally.num_dropped_steps += 1
-            self._vote()
-            self._awaits_vote = False
+        if not self._awaits_vote:
+            return None
+        self.tally.num_dropped_steps += 1
+        error = self._vote()
+        self._awaits_vote = False
+        return error
 
     def _is_anything_in_flight(self) -> bool:
         return any(group.grad_phase is GradPhase.IN_FLIGHT for group in self._groups)
@@ -402,3 +395,8 @@ class GradSync:
     def _set_phase(self, phase: str) -> None:
         progress = self._communicator.progress
         progress.step, progress.phase, progress.bucket = self.step, phase, -1
+
+
+def _raise_if_any(error: MegabucketError | None) -> None:
+    if error is not None:
+        raise error

@@ -67,7 +67,7 @@ class PlainOptimizerGuard:
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that has updated parameters of the wrapper: all ranks must have made as many."""
         if self._held_by(optimizer):
-            self._sync.note_update()
+            self._sync.tally.num_updates += 1
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
         return [

@@ -31,6 +31,7 @@ class StepAgreement:
         self._fence = Fence(communicator if config.fence else None, device=groups[0].buckets[0].grad_data.device)
         self._pending: PendingFence | None = None
         self._force_all_reduce = False
+        self._ends_step = True
         self.tally = StepTally(self._rank, counts_skipped_forwards=config.skipped_forwards == "error")
         """What this rank will report at the next fence."""
         self.step = 0
@@ -50,9 +51,14 @@ class StepAgreement:
         self.step, self.last_error = other.step, other.last_error
         self.tally.step_number = other.tally.step_number
 
-    def launch(self, *, force_all_reduce: bool) -> None:
-        """Send this rank's side to the fence, without waiting."""
+    def launch(self, *, force_all_reduce: bool, ends_step: bool = True) -> None:
+        """Send this rank's side to the fence, without waiting.
+
+        Args:
+            ends_step: false for a second fence in the same step.
+        """
         self._force_all_reduce = force_all_reduce
+        self._ends_step = ends_step
         flags = [group.finite_test.flag for group in self._groups if group.finite_test.flag is not None]
         self._pending = self._fence.launch(self._report(), nonfinite=torch.stack(flags).any() if flags else None)
 
@@ -75,7 +81,7 @@ class StepAgreement:
             raise InvariantError("there is no fence to conclude")
         error = None if self._pending.is_whole() else self._error_of(self._pending)
         self._pending = None
-        self.step += 1
+        self.step += self._ends_step
         self.skip_reason = ""
         if isinstance(error, NonFiniteGradientError) and self._skips_nonfinite:
             self.skip_reason, error = str(error), None

@@ -52,7 +52,7 @@ def error_of(facts: StepFacts, reports: Sequence[StepReport]) -> MegabucketError
 def _failures(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
     for report in reports:
         if report.failure is not None:
-            yield PeerFailedError(step=facts.step, rank=report.rank, phase=report.failure.phase, error=report.failure.error)
+            yield PeerFailedError(step=facts.step, rank=report.rank, phase=report.failure.phase, cause=report.failure.error)
 
 
 def _model_changes(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:

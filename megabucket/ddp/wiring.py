@@ -7,12 +7,13 @@ another.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, _ParamAndGradBucketGroup
+from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, ReduceOp
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.agreement import agree, agree_on_model
@@ -23,6 +24,7 @@ from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guard import PlainOptimizerGuard
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.param_gather import ParamGather
+from megabucket.errors import ModelChangedError, PhaseError, name_list
 from megabucket.layout import ModelLayout, launch_order
 
 
@@ -58,6 +60,39 @@ class Wiring:
         )
         self._handles = _register_hooks(module, self.groups, self.sync, on_load)
 
+    @property
+    def sync_to_continue(self) -> GradSync:
+        """Whose counts the next wiring continues."""
+        return self.sync
+
+    def find_obstacle(self) -> PhaseError | None:
+        """Return why the module cannot be taken as it is now, or ``None``."""
+        spoiled = [
+            slot.name
+            for group in self.groups
+            if self._is_attached and group.param_phase is not ParamPhase.GATHERED
+            for slot, pointer in zip(group.slots, group.param_pointers, strict=True)
+            if slot.param.data_ptr() != pointer
+        ]
+        if not spoiled:
+            return None
+        return PhaseError(
+            f"{name_list(spoiled)} moved or replaced while the values were still on their way (overlap_param_gather=True): what "
+            "was taken along is NaN. Call ddp.finish_param_sync(), which brings the values back, then change the module again, "
+            "and then call ddp.rebuild()."
+        )
+
+    def drop_step(self) -> None:
+        """Forget the gradients of the step that is open, together with all ranks, and wait until parameters may be read.
+
+        Raises:
+            StepMismatchError: other ranks take the step.
+        """
+        if self._is_attached:
+            with suppress(ModelChangedError):  # that is why the caller rebuilds
+                self.sync.reset()
+            self.gather.finish()
+
     def undo(self) -> None:
         """Give the parameters storages of their own and remove all hooks. A second call does nothing."""
         if not self._is_attached:
@@ -76,6 +111,48 @@ class Wiring:
                 group.show_params()
             for buffer in self.buffers:
                 buffer.detach()
+
+
+class Unwired:
+    """In the place of a wiring when a rebuild has failed: whoever uses the wrapper, or calls the module, is told so.
+
+    Args:
+        sync_to_continue: whose counts the next wiring continues.
+        reason: why the rebuild failed.
+    """
+
+    def __init__(self, module: torch.nn.Module, sync_to_continue: GradSync, *, reason: str) -> None:
+        self.sync_to_continue = sync_to_continue
+        self._text = text = (
+            f"the module is not wrapped now, because rebuild() has failed: {reason} Gradients would not be reduced. Repair what "
+            "it says and call ddp.rebuild() again on every rank: parameters, moments and main parameters are kept until then."
+        )
+
+        def refuse(called: torch.nn.Module, _: Any) -> None:
+            if called is module:  # a deepcopy of the module shares the hook
+                raise PhaseError(text)
+
+        self._handle = module.register_forward_pre_hook(refuse, prepend=True)
+
+    def find_obstacle(self) -> None:
+        """Return that nothing keeps the module from being wrapped again."""
+
+    def drop_step(self) -> None:
+        """Do nothing: there is no step."""
+
+    def undo(self) -> None:
+        """Let the module be called again. A second call does nothing."""
+        self._handle.remove()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse to give what a wiring has.
+
+        Raises:
+            PhaseError: for every name.
+        """
+        if name.startswith("_"):
+            raise AttributeError(name)  # what Python asks for is not what a caller uses
+        raise PhaseError(self._text)
 
 
 def _attach(layout: ModelLayout, found: DiscoveredParams, communicator: Communicator) -> list[ParamAndGradBuffer]:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import Broadcast, Communicator, discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.ddp.agreement import agree, exchange_device
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guarded_step import guarded_step
 from megabucket.ddp.replicas import check_replicas
-from megabucket.ddp.wiring import Wiring
+from megabucket.ddp.wiring import Unwired, Wiring
 from megabucket.errors import ConfigError, MegabucketError, PhaseError
 from megabucket.layout import ModelLayout
 from megabucket.trace.recorder import Recorder
@@ -83,7 +84,9 @@ class DistributedDataParallel(torch.nn.Module):
         self.num_value_changes = 0
         """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
-        self._wiring = Wiring(module, self.ddp_config, self.communicator, on_load=self._note_value_change)
+        self._wiring: Wiring | Unwired = Wiring(
+            module, self.ddp_config, self.communicator, on_load=self._note_value_change
+        )
         self.module = module
         self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
         self._make_replicas_equal()
@@ -301,28 +304,53 @@ class DistributedDataParallel(torch.nn.Module):
         """Take the module as it is now: after parameters were frozen, unfrozen, added, removed, replaced or moved.
 
         Every rank calls it between two steps. Layout, buffers and hooks are made anew; ``DistributedOptimizer`` keeps main
-        parameters and moments of every parameter that stays trainable, wherever its shards lie afterwards. Parameters that
+        parameters and moments of every parameter that stays in the module, wherever its shards lie afterwards. Parameters that
         are trained for the first time must be in a group of the optimizer (``optimizer.add_param_group``). Gradients are
         dropped.
 
+        When it fails, nothing is wrapped and nothing is lost: every further use is a ``PhaseError``, until what the error says
+        is repaired and ``rebuild`` is called again.
+
         Raises:
-            LayoutMismatchError: the module does not look alike on all ranks. Nothing is wrapped then; make it equal and call
-                ``rebuild`` again.
-            OptimizerParametersError: a trainable parameter is in no group of the optimizer.
+            LayoutMismatchError: the module or the optimizer's groups are not alike on all ranks.
+            OptimizerParametersError: a trainable parameter is in no group of the optimizer, or one of a group is not in the
+                module.
+            PhaseError: parameters were moved before their values had arrived; all stays as it was.
+            StepMismatchError: other ranks take a step meanwhile; all stays as it was.
+            PeerFailedError: another rank could not rebuild.
+            MegabucketError: what wrapping raises.
         """
         optimizers = list(self._optimizers)
+        agree(
+            self.communicator,
+            [("optimizers", len(optimizers)), (type(self._wiring).__name__,)],
+            failure=self._wiring.find_obstacle(),
+            device=exchange_device(self.module),
+            label="rebuild",
+        )
+        self._wiring.drop_step()
         for optimizer in optimizers:
             optimizer.before_rebuild()
-        before = self.sync
-        self._wiring.undo()
-        self._wiring = Wiring(self.module, self.ddp_config, self.communicator, on_load=self._note_value_change)
-        self.sync.continue_from(before)
-        self._make_replicas_equal()
-        for optimizer in optimizers:
-            optimizer.after_rebuild()
+        before = self._wiring.sync_to_continue
+        try:
+            self._wiring.undo()
+            self._wiring = Wiring(self.module, self.ddp_config, self.communicator, on_load=self._note_value_change)
+            self.sync.continue_from(before)
+            self._make_replicas_equal()
+            for optimizer in optimizers:
+                optimizer.after_rebuild()
+        except BaseException as error:
+            self._wiring.undo()
+            self._wiring = Unwired(self.module, before, reason=f"{type(error).__name__}: {error}")
+            raise
 
     def follow_rebuilds(self, optimizer: FollowsRebuild) -> None:
-        """Let an optimizer whose tensors lie in the buffers know before and after they are rebuilt."""
+        """Let an optimizer whose tensors lie in the buffers know before and after they are rebuilt.
+
+        The last one that asks is the one: two cannot own the same shards, and an earlier one that is garbage need not be
+        collected at the same moment on every rank.
+        """
+        self._optimizers.clear()
         self._optimizers.add(optimizer)
 
     def check_replicas(self) -> None:

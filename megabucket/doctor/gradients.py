@@ -8,7 +8,7 @@ decoded into the ranks that are missing or counted twice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final, NamedTuple
 
@@ -17,9 +17,10 @@ import torch
 from megabucket.comm import Communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
-from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, by_rank, right_or
-from megabucket.doctor.rank_code import WIDTHS, RankCode
+from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, right_or
+from megabucket.doctor.rank_code import WIDTHS, RankCode, Reading
 from megabucket.doctor.report import Verdict
+from megabucket.errors import name_list
 from megabucket.layout.shards import shard_slices
 from megabucket.optim import DistributedOptimizer
 
@@ -85,19 +86,22 @@ def gradient_probe(path: Path) -> Probe:
     def observe(bench: Bench) -> Fact:
         return _train(path.config, bench)
 
+    meaning = "gradients, updates and gathered parameters are right"
     exact = right_or(
-        "with this config gradients, updates and gathered parameters are right"
-        if path.is_configured
-        else "every gradient holds every rank exactly once; updates and gathered parameters are right",
+        f"with this config {meaning}" if path.is_configured else f"{meaning}, every rank is in them exactly once",
         wrong="training would go wrong without a word",
         answer="exact",
     )
 
     def judge(facts: Sequence[Fact]) -> Judgement:
+        causes = _causes(facts)
+        found = exact([causes.get(rank, {"is_right": True}) for rank in range(len(facts))])
         rounding = max(fact["rounding"] for fact in facts)
-        if rounding == 0 or not all(fact["is_right"] for fact in facts):
-            return exact(facts)
-        answer = by_rank([f"every rank once, but rounded: up to {fact['rounding']:.1g}" for fact in facts])
+        if causes:
+            return replace(found, answer=f"{found.answer} (in {next(iter(causes.values()))['where']})")
+        if rounding == 0:
+            return found
+        answer = f"every rank once, but rounded: up to {rounding:.1g}"
         return Judgement(Verdict.NOTE, answer, "AVG rounds on this back-end; ddp.average_in_collective=false does not")
 
     means_avg = "; this path needs AVG, which the back-end refuses" if is_rounded else ""
@@ -109,6 +113,20 @@ def gradient_probe(path: Path) -> Probe:
         refusal=f"a wrapper with these settings does not work here{means_avg}",
         is_required=path.is_configured or not is_rounded,
     )
+
+
+def _causes(facts: Sequence[Fact]) -> dict[int, Fact]:
+    """Return what went wrong first, by the ranks that see it.
+
+    Wrong gradients make wrong parameters, also at ranks that own none of the gradients: those only follow. A rank that owns
+    nothing but padding agrees with the others if they are of one mind.
+    """
+    wrong = {rank: fact for rank, fact in enumerate(facts) if not fact["is_right"]}
+    causes = {rank: fact for rank, fact in wrong.items() if fact["is_in_gradients"]}
+    if len({fact["problem"] for fact in causes.values()}) == 1:
+        first = next(iter(causes.values()))
+        return {**{rank: first for rank, fact in enumerate(facts) if not fact["owns_gradients"]}, **causes}
+    return causes or wrong
 
 
 def _changed(config: DistributedDataParallelConfig, changes: dict[str, Any]) -> DistributedDataParallelConfig:
@@ -152,7 +170,7 @@ def _train(config: DistributedDataParallelConfig, bench: Bench) -> Fact:
             optimizer.zero_grad()
     finally:
         ddp.detach()
-    return {"is_right": not check.problem, "problem": check.problem, "rounding": check.rounding}
+    return check.to_fact()
 
 
 def _run_backwards(ddp: DistributedDataParallel, coefficients: dict[str, torch.Tensor], num_microbatches: int) -> None:
@@ -175,6 +193,9 @@ class _Check:
 
     def __init__(self, ddp: DistributedDataParallel, model: _Model, communicator: Communicator) -> None:
         self.problem = ""
+        self.where = ""  # which parameters
+        self.culprits: tuple[int, ...] = ()
+        self.is_in_gradients = False
         self.rounding = 0.0
         self._size = communicator.size
         self._config = ddp.ddp_config
@@ -196,13 +217,14 @@ class _Check:
         Args:
             times: microbatches of the step.
         """
-        for name, start, grad in self._pieces:
-            got, code = grad.cpu(), self._codes[name]
-            right = self._reduced(name, start, start + got.numel(), times=times)
-            if self._is_same(got, right):
-                continue
-            text = code.explain((got.double() * self._divisor).tolist(), start=start, times=times)
-            self._report(f"{when}: {text or 'rounded'} ({_num_wrong(got, right)} gradients of {name!r})")
+        wrong = [piece for piece in self._pieces if not self._is_same(piece.grad.cpu(), self._right_for(piece, times))]
+        if not wrong or self.problem:
+            return
+        piece = max(wrong, key=lambda one: one.grad.numel())  # the more elements, the more surely they are read
+        sums = (piece.grad.double() * self._divisor).tolist()
+        reading = self._codes[piece.name].read(sums, start=piece.start, times=times) or Reading("values are rounded")
+        self.problem, self.culprits, self.is_in_gradients = f"{when}: {reading.text}", reading.ranks, True
+        self.where = _names([piece.name for piece in wrong])
 
     def compare_parameters(self, when: str, *, times: int) -> None:
         """Compare all parameters with an update done by hand. Call it once a step.
@@ -210,11 +232,17 @@ class _Check:
         Args:
             times: microbatches of the step.
         """
+        wrong = []
         for name, param in self._params.items():
             self._main[name] -= self._reduced(name, 0, param.numel(), times=times).float()
             got, right = param.detach().reshape(-1).cpu(), self._main[name].to(param.dtype)
             if not self._is_same(got, right):
-                self._report(f"{when}: wrong values after the update ({_num_wrong(got, right)} elements of {name!r})")
+                wrong.append(name)
+        if wrong and not self.problem:
+            self.problem, self.where = f"{when}: parameters are wrong after the update", _names(wrong)
+
+    def _right_for(self, piece: _Piece, times: int) -> torch.Tensor:
+        return self._reduced(piece.name, piece.start, piece.start + piece.grad.numel(), times=times)
 
     def _reduced(self, name: str, start: int, stop: int, *, times: int) -> torch.Tensor:
         """Return the gradient as it must be: whole numbers, divided and rounded once."""
@@ -238,12 +266,22 @@ class _Check:
         self.rounding = max(self.rounding, error)
         return True
 
-    def _report(self, problem: str) -> None:
-        self.problem = self.problem or problem
+    def to_fact(self) -> Fact:
+        """Return the first thing that was wrong, ready for the other ranks."""
+        return {
+            "is_right": not self.problem,
+            "problem": self.problem,
+            "where": self.where,
+            "culprits": self.culprits,
+            "is_in_gradients": self.is_in_gradients,
+            "owns_gradients": bool(self._pieces),
+            "is_partial": self._config.use_distributed_optimizer and self.is_in_gradients,
+            "rounding": self.rounding,
+        }
 
 
-def _num_wrong(got: torch.Tensor, right: torch.Tensor) -> str:
-    return f"{int((got != right).sum())} of {got.numel()}"
+def _names(names: Sequence[str]) -> str:
+    return name_list(list(dict.fromkeys(names)))
 
 
 def _code(num_ranks: int, param_dtype: torch.dtype, grad_dtype: torch.dtype) -> RankCode:

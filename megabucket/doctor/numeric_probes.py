@@ -100,12 +100,19 @@ def _observe_digests(bench: Bench) -> Fact:
 
 
 def _judge_digests(facts: Sequence[Fact]) -> Judgement:
-    odd = {label: ranks for label in facts[0]["digests"] if (ranks := odd_ones_out([fact["digests"][label] for fact in facts]))}
-    if not odd:
+    labels_of: dict[tuple[int, ...], list[str]] = {}
+    for label in facts[0]["digests"]:
+        ranks = odd_ones_out([fact["digests"][label] for fact in facts])
+        labels_of.setdefault(ranks, []).append(label)
+    labels_of.pop((), None)
+    if not labels_of:
         return Judgement(Verdict.HOLDS, "yes", "replicas stay equal")
-    ranks = tuple(sorted({rank for ranks in odd.values() for rank in ranks}))
-    texts = "; ".join(f"{rank_list(ranks)} differ for {label}" for label, ranks in odd.items())
-    return Judgement(Verdict.FINDING, texts, "replicas would drift apart without a word", ranks)
+    odd = tuple(sorted({rank for ranks in labels_of for rank in ranks}))
+    texts = [
+        f"{rank_list(ranks)} {'differs' if len(ranks) == 1 else 'differ'} for {', '.join(labels)}"
+        for ranks, labels in labels_of.items()
+    ]
+    return Judgement(Verdict.FINDING, "; ".join(texts), "replicas would drift apart without a word", odd)
 
 
 def _observe_precision(bench: Bench) -> Fact:

@@ -14,7 +14,7 @@ from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceSca
 from megabucket.comm.port import Call
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, by_rank, odd_ones_out, right_or
-from megabucket.doctor.rank_code import WIDTHS, RankCode
+from megabucket.doctor.rank_code import WIDTHS, RankCode, Reading
 from megabucket.doctor.report import Verdict
 
 SECTION: Final = "collectives"
@@ -71,7 +71,7 @@ def _scatter_probe(dtype: str, *, is_required: bool) -> Probe:
         full = _coded(bench, code, numel * size, dtype)
         shard = full[rank * numel : (rank + 1) * numel]
         launch(bench, [ReduceScatter(shard, full)])
-        return _explained(code, shard, start=rank * numel)
+        return {**_explained(code, shard, start=rank * numel), "is_partial": True}
 
     return Probe(
         SECTION,
@@ -99,9 +99,10 @@ def _coded(bench: Bench, code: RankCode, numel: int, dtype: str) -> torch.Tensor
 
 def _explained(code: RankCode, sums: torch.Tensor, *, start: int) -> Fact:
     values = sums.double().tolist()
-    problem = code.explain(values, start=start)
-    is_right = values == code.sums(start=start, stop=start + len(values))
-    return {"is_right": is_right, "problem": problem or ("" if is_right else "sums of whole numbers are rounded")}
+    if values == code.sums(start=start, stop=start + len(values)):
+        return {"is_right": True}
+    reading = code.read(values, start=start) or Reading("sums of whole numbers are rounded")
+    return {"is_right": False, "problem": reading.text, "culprits": reading.ranks}
 
 
 # Copies #
@@ -183,13 +184,9 @@ def _batch_probe() -> Probe:
         shards = [full[rank * numel : (rank + 1) * numel] for full, (_, numel) in zip(fulls, codes, strict=True)]
         launch(bench, [ReduceScatter(shard, full) for shard, full in zip(shards, fulls, strict=True)])
         launch(bench, [AllGather(full, shard) for shard, full in zip(shards, fulls, strict=True)])
-        problems = [
-            fact["problem"]
-            for (code, _), tensor, full in zip(codes, tensors, fulls, strict=True)
-            for fact in (_explained(code, tensor, start=0), _explained(code, full, start=0))
-        ]
-        problem = next((text for text in problems if text), "")
-        return {"is_right": not problem, "problem": problem}
+        results = [*zip(codes, tensors, strict=True), *zip(codes, fulls, strict=True)]
+        facts = [_explained(code, tensor, start=0) for (code, _), tensor in results]
+        return next((fact for fact in facts if not fact["is_right"]), {"is_right": True})
 
     return Probe(
         SECTION,

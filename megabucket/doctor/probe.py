@@ -96,18 +96,17 @@ def not_tried(probe: Probe, reason: str) -> Line:
     return Line(probe.section, probe.name, Verdict.NOT_TRIED, "not tried", reason)
 
 
-def by_rank(texts: Sequence[str]) -> str:
-    """Return equal texts once, with the ranks that have them.
+def by_rank(texts: Sequence[str | None]) -> str:
+    """Return equal texts once, with the ranks that have them; ``None`` is left out.
 
-    >>> by_rank(["yes", "yes"]), by_rank(["yes", "no"])
-    ('yes', 'yes on rank 0; no on rank 1')
+    >>> by_rank(["yes", "yes"]), by_rank(["yes", "no"]), by_rank([None, "no"])
+    ('yes', 'yes on rank 0; no on rank 1', 'no on rank 1')
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
-        ranks_of.setdefault(text, []).append(rank)
-    if len(ranks_of) == 1:
-        return texts[0]
-    return "; ".join(f"{text} on {rank_list(ranks)}" for text, ranks in ranks_of.items())
+        if text is not None:
+            ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(text if len(ranks) == len(texts) else f"{text} on {rank_list(ranks)}" for text, ranks in ranks_of.items())
 
 
 def odd_ones_out(values: Sequence[Hashable]) -> tuple[int, ...]:
@@ -128,7 +127,10 @@ def wrong_ranks(facts: Sequence[Fact], key: str = "is_right") -> tuple[int, ...]
 def right_or(
     meaning: str, *, wrong: str, otherwise: Verdict = Verdict.FINDING, answer: str = "yes"
 ) -> Callable[[Sequence[Fact]], Judgement]:
-    """Return a judge of facts that hold ``is_right``, and ``problem`` in words where they know more.
+    """Return a judge of facts that hold ``is_right``.
+
+    Where they know more they hold ``problem`` in words, ``culprits``, the ranks it is about, and ``is_partial`` when each rank
+    sees a part of its own, so that seeing nothing wrong means little.
 
     Args:
         meaning: of the answer yes.
@@ -138,11 +140,13 @@ def right_or(
     """
 
     def judge(facts: Sequence[Fact]) -> Judgement:
-        ranks = wrong_ranks(facts)
-        if not ranks:
+        seen_by = wrong_ranks(facts)
+        if not seen_by:
             return Judgement(Verdict.HOLDS, answer, meaning)
-        texts = [fact.get("problem") or ("right" if fact["is_right"] else "wrong result") for fact in facts]
-        # When all ranks see the same, the fault is not at one of them.
-        return Judgement(otherwise, by_rank(texts), wrong, ranks if len(ranks) < len(facts) else ())
+        text = by_rank([None if fact["is_right"] else fact.get("problem") or "wrong result" for fact in facts])
+        culprits = tuple(sorted({rank for fact in facts for rank in fact.get("culprits", ())}))
+        # What only some ranks see went wrong at them; what all see is the fault of those it is about.
+        is_everywhere = len(seen_by) == len(facts) or any(fact.get("is_partial") for fact in facts)
+        return Judgement(otherwise, text, wrong, culprits if is_everywhere else seen_by)
 
     return judge

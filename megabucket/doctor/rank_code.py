@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from megabucket.errors import rank_list
 
@@ -28,6 +28,14 @@ quotient by the number of ranks, can still be told apart."""
 
 _TIMES: Final = MappingProxyType({1: "once", 2: "twice"})
 _TOLERANCE: Final = 0.25  # of whole numbers: less than half of what one rank makes
+
+
+class Reading(NamedTuple):
+    """What a wrong sum says."""
+
+    text: str
+    ranks: tuple[int, ...] = ()
+    """Those that are missing or counted too often, where that can be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +49,10 @@ class RankCode:
     >>> code = RankCode(num_ranks=2, width=22)
     >>> code.values(rank=1, stop=4), code.sums(stop=4)
     ([2, 1, 2, 1], [3, 2, 3, 2])
-    >>> code.explain([2, 1, 2, 1])
-    'rank 0 is missing'
-    >>> code.explain([2, 2, 2, 2])
-    'rank 0 is counted twice; rank 1 is missing'
+    >>> code.read([2, 1, 2, 1])
+    Reading(text='rank 0 is missing', ranks=(0,))
+    >>> code.read([2, 2, 2, 2])
+    Reading(text='rank 0 is counted twice; rank 1 is missing', ranks=(0, 1))
     """
 
     num_ranks: int
@@ -70,53 +78,53 @@ class RankCode:
             pattern += [times * ((1 << num_ranks) - 1), times * num_ranks]
         return [pattern[index % self.period] for index in range(start, stop)]
 
-    def explain(self, sums: Sequence[float], *, start: int = 0, times: int = 1) -> str:
-        """Return in words what is wrong with sums, or nothing when each is nearest to the right one.
+    def read(self, sums: Sequence[float], *, start: int = 0, times: int = 1) -> Reading | None:
+        """Return what is wrong with sums, or ``None`` when each is nearest to the right one.
 
         Args:
             sums: of the elements ``[start, start + len(sums))``.
             times: how often every rank should be counted.
         """
         expected = self.sums(start=start, stop=start + len(sums), times=times)
-        wrong = [
-            index for index, (got, right) in enumerate(zip(sums, expected, strict=True)) if not abs(got - right) <= _TOLERANCE
-        ]
+        pairs = enumerate(zip(sums, expected, strict=True), start=start)
+        wrong = {index: got for index, (got, right) in pairs if not abs(got - right) <= _TOLERANCE}
         if not wrong:
-            return ""
+            return None
         if not all(math.isfinite(value) for value in sums):
-            return "values are not finite"
+            return Reading("values are not finite")
         factor = _common_factor(sums, expected)
         if factor is not None:
-            return _describe_factor(factor)
-        wrong_at = {start + index: sums[index] for index in wrong}
-        all_at = {start + index: value for index, value in enumerate(sums)}
-        texts = [
-            self._describe_block(block, wrong_at, all_at, times=times)
-            for block in sorted({index % self.period // 2 for index in wrong_at})
-        ]
-        if all(texts):
-            return "; ".join(texts)
-        first = wrong[0]
-        return f"not a sum of ranks: element {start + first} is {sums[first]:g} instead of {expected[first]}"
+            return Reading(_describe_factor(factor))
+        found = self._count(wrong, dict(enumerate(sums, start=start)), times=times)
+        if found is not None:
+            return found
+        first = min(wrong)
+        return Reading(f"not a sum of ranks: element {first} is {wrong[first]:g} instead of {expected[first - start]}")
 
     def _ranks_in(self, block: int) -> int:
         return min(self.width, self.num_ranks - block * self.width)
 
-    def _describe_block(self, block: int, wrong: Mapping[int, float], values: Mapping[int, float], *, times: int) -> str:
-        """Return what the elements of one block say, or nothing when no combination of its ranks gives them.
+    def _count(self, wrong: Mapping[int, float], values: Mapping[int, float], *, times: int) -> Reading | None:
+        """Return how often ranks were counted, or ``None`` when no combination of them gives the wrong values.
 
         Args:
             wrong: the wrong values by element.
             values: all values by element.
         """
-        places = (2 * block, 2 * block + 1)
-        bits, count = (_pick(wrong, self.period, place) or _pick(values, self.period, place) for place in places)
-        num_ranks = self._ranks_in(block)
-        if bits is None:
-            return "" if count is None else f"{count.value} instead of {times * num_ranks} contributions arrived"
-        total, arrived = bits.value, None if count is None else count.value
-        counted = _decode(total, num_ranks, count=arrived, usual=times) or _decode(total, num_ranks, count=None, usual=times)
-        return "" if counted is None else _describe_counts(counted, first_rank=block * self.width, times=times)
+        counts: dict[int, int] = {}
+        texts: list[str] = []
+        for block in sorted({index % self.period // 2 for index in wrong}):
+            places = (2 * block, 2 * block + 1)
+            bits, count = (_pick(wrong, self.period, place) or _pick(values, self.period, place) for place in places)
+            num_ranks = self._ranks_in(block)
+            if bits is None and count is not None:
+                texts.append(f"{count.value} instead of {times * num_ranks} contributions arrived")
+                continue
+            decoded = None if bits is None else _decode(bits.value, num_ranks, count=count, usual=times)
+            if decoded is None or all(counted == times for counted in decoded):
+                return None
+            counts |= {block * self.width + bit: counted for bit, counted in enumerate(decoded) if counted != times}
+        return Reading("; ".join([*_describe_counts(counts, times=times), *texts]), tuple(sorted(counts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +160,12 @@ def _describe_factor(factor: float) -> str:
     return f"every value is {factor:g} times the right one"
 
 
-def _decode(total: int, num_ranks: int, *, count: int | None, usual: int) -> tuple[int, ...] | None:
-    """Return how often each rank is in ``total``: of all possible answers the one that deviates least from ``usual``."""
+def _decode(total: int, num_ranks: int, *, count: _Whole | None, usual: int) -> tuple[int, ...] | None:
+    """Return how often each rank is in ``total``: of all possible answers the one that deviates least from ``usual``.
+
+    Args:
+        count: contributions in all, if known; ignored when no answer has as many.
+    """
 
     @cache
     def best(rank: int, rest: int, left: int | None) -> tuple[int, tuple[int, ...]] | None:
@@ -170,17 +182,16 @@ def _decode(total: int, num_ranks: int, *, count: int | None, usual: int) -> tup
 
     if total < 0:
         return None
-    found = best(0, total, count)
+    found = (best(0, total, count.value) if count is not None else None) or best(0, total, None)
     return None if found is None else found[1]
 
 
-def _describe_counts(counted: Sequence[int], *, first_rank: int, times: int) -> str:
+def _describe_counts(counts: Mapping[int, int], *, times: int) -> list[str]:
     ranks_by_count: dict[int, list[int]] = {}
-    for index, count in enumerate(counted):
-        if count != times:
-            ranks_by_count.setdefault(count, []).append(first_rank + index)
+    for rank, count in sorted(counts.items()):
+        ranks_by_count.setdefault(count, []).append(rank)
     texts = []
-    for count, ranks in sorted(ranks_by_count.items(), key=lambda item: item[1]):
+    for count, ranks in ranks_by_count.items():
         verb = "is" if len(ranks) == 1 else "are"
         if count == 0:
             texts.append(f"{rank_list(ranks)} {verb} missing")
@@ -188,4 +199,4 @@ def _describe_counts(counted: Sequence[int], *, first_rank: int, times: int) -> 
         often = _TIMES.get(count, f"{count} times")
         instead = "" if times == 1 else f" instead of {_TIMES.get(times, f'{times} times')}"
         texts.append(f"{rank_list(ranks)} {verb} counted {often}{instead}")
-    return "; ".join(texts)
+    return texts

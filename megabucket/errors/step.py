@@ -128,7 +128,7 @@ class UnusedParameterError(MegabucketError, RuntimeError):
     ) -> None:
         self.step, self.ranks, self.params, self.num_ranks = step, tuple(ranks), tuple(params), num_ranks
         self.bucket, self.num_buckets = bucket, num_buckets
-        where = "on every rank" if len(self.ranks) == num_ranks else f"on {rank_list(self.ranks)} of {num_ranks} ranks"
+        where = "on any rank" if len(self.ranks) == num_ranks else f"on {rank_list(self.ranks)} of {num_ranks} ranks"
         super().__init__(
             f"step {step}: {name_list(self.params)} got no gradient {where} (first in bucket {bucket} of {num_buckets}, "
             "counted from 0). They require grad but were in no forward of the step that was differentiated; without them the "
@@ -164,8 +164,8 @@ class StorageMovedError(ModelChangedError):
     def __init__(self, *, step: int, rank: int, params: Sequence[str], found: str, expected: str) -> None:
         self.step, self.rank, self.params, self.found, self.expected = step, rank, tuple(params), found, expected
         super().__init__(
-            f"step {step}: on rank {rank} {name_list(self.params)} no longer in the buffer (the first one is {found}, expected "
-            f"{expected}). Something moved parameters after wrapping: "
+            f"step {step}: on rank {rank} parameters have left the buffer: {name_list(self.params)} (the first one is {found}, "
+            f"expected {expected}). Something moved parameters after wrapping: "
             ".to(), .half(), .bfloat16(), load_state_dict(assign=True) or `param.data =`. The optimizer would go on updating "
             "memory that the module does not read. Convert the module before wrapping and copy values with param.copy_() "
             f"under no_grad(); ddp.rebuild() takes the module as it is now. {_DROPPED}"
@@ -220,8 +220,8 @@ class DetachedGradError(ModelChangedError):
 class PeerFailedError(MegabucketError, RuntimeError):
     """A rank could not finish the step: an exception on it, or its caller gave up."""
 
-    def __init__(self, *, step: int, rank: int, phase: str, error: str) -> None:
-        self.step, self.rank, self.phase, self.error = step, rank, phase, error
+    def __init__(self, *, step: int, rank: int, phase: str, cause: str) -> None:
+        self.step, self.rank, self.phase, self.cause = step, rank, phase, cause
         consequence = (
             "Its shard of the parameters may miss the update, or half of it: load the last checkpoint on every rank."
             if phase == "optimizer"
@@ -229,4 +229,5 @@ class PeerFailedError(MegabucketError, RuntimeError):
             if phase == "wrap"
             else _DROPPED
         )
-        super().__init__(f"step {step}: rank {rank} failed in {phase}: {error}. {consequence}")
+        where = "" if phase == "wrap" else f"step {step}: "
+        super().__init__(f"{where}rank {rank} failed in {phase}: {cause}{'' if cause.endswith('.') else '.'} {consequence}")

@@ -1,90 +1,98 @@
 """State that an optimizer holds for whole parameters, cut into the flat shards that take their place.
 
-Some optimizers make their state when they are built (Adagrad), and one may have stepped or been loaded from a checkpoint of
-plain torch before it is wrapped. Either way the state moves along: per-element tensors are cut like the parameters, anything
-else (step counts) must be the same for all parameters that share a shard.
+Some optimizers make their state when they are built (Adagrad), one may have stepped or been loaded from a checkpoint of plain
+torch before it is wrapped, and a rebuild makes other shards of the same parameters. In all cases the state moves along: values
+per element are cut like the parameters, numbers (step counts) belong to all parameters of a shard. Parameters whose numbers or
+keys differ therefore do not share one, see ``StateCutter.signature``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from megabucket.buffer.views import dense_strides
-from megabucket.errors import OptimizerParametersError
-from megabucket.layout import BufferLayout
+from megabucket.buffer.views import dense_strides, dtype_name
 from megabucket.optim.shards import MainShard
+from megabucket.optim.whole_state import WholeState, find_numbers
 
-_NUMBERS_PER_PARAMETER: Final = frozenset({"step", "mu_product", "eta", "mu"})  # of all, of NAdam, and two of ASGD
+ShardState = dict[str, Any]
+"""What an optimizer holds for one shard, by key."""
 
 
-@torch.no_grad()
-def adopt_state(
-    shard: MainShard,
-    layout: BufferLayout,
-    params: Mapping[str, torch.nn.Parameter],
-    state: Mapping[torch.Tensor, dict[str, Any]],
-) -> dict[str, Any]:
-    """Return the state of one shard, from the states of the parameters it holds pieces of; empty when they have none.
+class StateCutter:
+    """Cuts the state of whole parameters into shards.
 
     Args:
-        layout: of the buffer the shard lies in.
-        params: the parameters by name.
-        state: the optimizer's state by parameter.
+        whole: the state; parameters without any are stepped on for the first time.
+        params: the parameters in the buffers, by name.
 
     Raises:
-        OptimizerParametersError: the parameters' states do not fit into one shard.
+        OptimizerParametersError: some state belongs neither to elements nor to parameters.
     """
-    names = shard.run.params
-    states = [state.get(params[name]) or {} for name in names]
-    if any(one.keys() != states[0].keys() for one in states):
-        raise _does_not_fit("state for some parameters of a group and not for others", names)
-    adopted: dict[str, Any] = {}
-    for key in states[0]:
-        values = [one[key] for one in states]
-        if all(_is_per_element(key, value, params[name]) for value, name in zip(values, names, strict=True)):
-            adopted[key] = _cut(shard, layout, dict(zip(names, values, strict=True)), params)
-        elif all(_equal(value, values[0]) for value in values):
-            adopted[key] = values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
-        else:
-            raise _does_not_fit(f"different values of {key!r} for parameters of one group", names)
-    return adopted
+
+    def __init__(self, whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> None:
+        self._whole = whole
+        self._params = params
+        self.numbers = find_numbers(whole, params)
+        """The keys that hold one number per parameter."""
+
+    def signature(self, name: str) -> tuple[str, ...]:
+        """Return, in words, what parameters that share a shard have in common; empty without state.
+
+        The keys, the values of numbers, and the dtype of values per element where the optimizer has chosen it.
+        """
+        param = self._params[name]
+        return tuple(sorted(self._describe(param, key, value) for key, value in self._state_of(name).items()))
+
+    def _describe(self, param: torch.nn.Parameter, key: str, value: Any) -> str:
+        if key not in self.numbers:
+            return f"{key} per element" if self._whole.follows_param(param, value) else f"{key} in {dtype_name(value.dtype)}"
+        if isinstance(value, torch.Tensor):
+            return f"{key}={value.item()!r} ({dtype_name(value.dtype)}, {tuple(value.shape)}, {value.device.type})"
+        return f"{key}={value!r}"
+
+    def _state_of(self, name: str) -> Mapping[str, Any]:
+        return self._whole.values.get(self._params[name]) or {}
+
+    @torch.no_grad()
+    def state_of(self, shard: MainShard) -> ShardState:
+        """Return the state of one shard, whose parameters have the same signature; empty when they have none."""
+        state = self._state_of(shard.run.params[0])
+        return {key: self._number(value) if key in self.numbers else self._cut(shard, key) for key, value in state.items()}
+
+    @staticmethod
+    def _number(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def _cut(self, shard: MainShard, key: str) -> torch.Tensor:
+        """Return the pieces of values per element in the shard's order; gaps between parameters are zero, as theirs are."""
+        first = self._state_of(shard.run.params[0])[key]
+        follows = self._whole.follows_param(self._params[shard.run.params[0]], first)
+        flat = torch.zeros_like(shard.main, dtype=shard.main.dtype if follows else first.dtype)
+        for piece in shard.pieces():
+            values = in_memory_order(self._state_of(piece.param)[key], self._params[piece.param], flat)
+            flat[slice(*piece.in_run)] = values[slice(*piece.in_param)]
+        return flat
+
+    @torch.no_grad()
+    def restore_main_values(self, shard: MainShard) -> None:
+        """Give a shard back the main values its parameters had, where they still round to the parameters."""
+        for piece in shard.pieces() if shard.has_own_values else ():
+            param = self._params[piece.param]
+            earlier = self._whole.main_values.get(param)
+            if earlier is not None and earlier.shape == param.shape:
+                shard.restore_values(in_memory_order(earlier, param, shard.main)[slice(*piece.in_param)], piece.in_run)
 
 
-def _is_per_element(key: str, value: object, param: torch.nn.Parameter) -> bool:
-    # A number per parameter and the state of a scalar parameter look the same, so the former are known by name.
-    return isinstance(value, torch.Tensor) and value.shape == param.shape and key not in _NUMBERS_PER_PARAMETER
+def in_memory_order(values: torch.Tensor, param: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return values per element in one dimension, in the order in which a parameter's elements lie in the buffer.
 
+    Its memory order, which for channels-last is not the order of its indices.
 
-def _equal(value: object, other: object) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(value, other)
-    return value == other
-
-
-def _cut(
-    shard: MainShard,
-    layout: BufferLayout,
-    values: Mapping[str, torch.Tensor],
-    params: Mapping[str, torch.nn.Parameter],
-) -> torch.Tensor:
-    """Return the pieces of per-element state in the shard's order; gaps between parameters are zero, as their values are."""
-    flat = torch.zeros_like(shard.main)
-    for name, value in values.items():
-        param, slot, span = params[name], layout.params[name], shard.run.span
-        # In the buffer a parameter lies in its memory order, which for channels-last is not the order of its indices.
-        in_memory_order = torch.empty_strided(param.shape, dense_strides(param), dtype=flat.dtype, device=flat.device)
-        whole = in_memory_order.copy_(value).as_strided((param.numel(),), (1,))
-        start, stop = max(slot.start, span.start), min(slot.stop, span.stop)
-        flat[start - span.start : stop - span.start] = whole[start - slot.start : stop - slot.start]
-    return flat
-
-
-def _does_not_fit(problem: str, names: Sequence[str]) -> OptimizerParametersError:
-    return OptimizerParametersError(
-        problem=f"the optimizer holds {problem}, which cannot share a flat shard",
-        params=names,
-        remedy="Wrap the optimizer before its first step, or put the parameters that differ into groups of their own.",
-    )
+    Args:
+        like: has the dtype and the device of the result.
+    """
+    ordered = torch.empty_strided(param.shape, dense_strides(param), dtype=like.dtype, device=like.device)
+    return ordered.copy_(values).as_strided((param.numel(),), (1,))

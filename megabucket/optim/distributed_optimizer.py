@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -15,19 +15,13 @@ from megabucket.ddp.step_report import Failure
 from megabucket.errors import (
     CheckpointUnavailableError,
     ConfigError,
-    OptimizerParametersError,
     PhaseError,
     UnreducedGradientsError,
     name_list,
 )
-from megabucket.optim.adopt import adopt_state
+from megabucket.optim.groups import check_elementwise
 from megabucket.optim.norm import GlobalNorm, clip_by_norm
-from megabucket.optim.shards import MainShard, plan_runs
-
-_NEEDS_WHOLE_TENSORS: Final = frozenset(
-    {"adafactor", "lbfgs", "muon", "shampoo", "lamb", "fusedlamb", "lars", "sparseadam"}  # names in lower case
-)
-"""Optimizers whose update of one element depends on others of the same tensor; a flat shard would change the result."""
+from megabucket.optim.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +64,50 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.ddp = ddp
         self.clip_grad = float(clip_grad)
         self._is_sharded = ddp.ddp_config.use_distributed_optimizer
-        self._shards = self._exchange_params()
-        device = ddp.param_and_grad_buffers[0].grad_data.device
-        self._global_norm = GlobalNorm(ddp.communicator, device=device, is_sharded=self._is_sharded)
+        check_elementwise(torch_optimizer)
+        self._sharding = Sharding(torch_optimizer, ddp)
+        self._global_norm = self._make_norm()
         # Weights loaded after this point reach the main parameters at the next step.
         self._num_value_changes = ddp.num_value_changes
+        ddp.follow_rebuilds(self)
 
-    def _exchange_params(self) -> list[MainShard]:
-        """Put shards in place of the parameters, group by group."""
-        group_of = _groups_by_name(self.torch_optimizer, self.ddp)
-        rank = self.ddp.communicator.rank
-        state, adopted = self.torch_optimizer.state, {}
-        shards = []
-        for buffer in self.ddp.param_and_grad_buffers:
-            for run in plan_runs(buffer.layout, group_of, rank=rank, is_sharded=self._is_sharded):
-                shard = MainShard(run, buffer)
-                shards.append(shard)
-                adopted[shard.main] = adopt_state(shard, buffer.layout, buffer.params, state)
-        state.clear()
-        state.update({main: values for main, values in adopted.items() if values})
-        for index, group in enumerate(self.torch_optimizer.param_groups):
-            group["params"][:] = [shard.main for shard in shards if shard.run.group == index]
-        return shards
+    def _make_norm(self) -> GlobalNorm:
+        device = self.ddp.param_and_grad_buffers[0].grad_data.device
+        return GlobalNorm(self.ddp.communicator, device=device, is_sharded=self._is_sharded)
+
+    # Rebuilding #
+
+    def before_rebuild(self) -> None:
+        """Become a plain optimizer over whole parameters, with their state and main values. Called by the wrapper.
+
+        Raises:
+            OptimizerParametersError: the state of a shard cannot be told apart by parameter. Nothing was changed.
+            PeerFailedError: another rank's cannot.
+        """
+        self._sharding.undo()
+
+    def after_rebuild(self) -> None:
+        """Shard anew. Called by the wrapper.
+
+        Raises:
+            OptimizerParametersError: the groups do not hold the trainable parameters. Nothing was changed.
+            LayoutMismatchError: groups or step counts are not the same on all ranks.
+            PeerFailedError: another rank could not shard.
+        """
+        self._sharding.redo()
+        self._global_norm = self._make_norm()
+        self._num_value_changes = self.ddp.num_value_changes
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters that are new to the optimizer: added to the module, or in no group so far.
+
+        They get shards at the next ``ddp.rebuild()``, on every rank. Until then nothing steps on them, and ``step`` is refused
+        when one of them is trainable.
+
+        Raises:
+            OptimizerParametersError: one of the parameters is in a group already.
+        """
+        self._sharding.add_param_group(param_group)
 
     # The optimizer that does the arithmetic shows through #
 
@@ -118,7 +134,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         kind = "shards" if self._is_sharded else "whole buffers"
-        return f"DistributedOptimizer on {kind} ({len(self._shards)} flat tensors on this rank) of\n{self.torch_optimizer!r}"
+        return f"DistributedOptimizer on {kind} ({len(self._sharding.shards)} flat tensors on this rank) of\n{self.torch_optimizer!r}"
 
     # A step #
 
@@ -137,15 +153,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigError("DistributedOptimizer.step() takes no closure; run forward and backward before calling it")
         sync = self.ddp.sync
+        self._sharding.check_is_current()
         self._check_backward_has_run()
         sync.commit()
         if sync.skip_reason:
             return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
         if not self._is_sharded:
             self._take_published_grads()
-        for shard in self._shards:
+        for shard in self._sharding.shards:
             shard.load_grad()
-        grads = [shard.grad for shard in self._shards]
+        grads = [shard.grad for shard in self._sharding.shards]
         norm = self._global_norm.of(grads)
         if not math.isfinite(norm):
             return StepResult(updated=False, grad_norm=norm, reason=self._describe_nonfinite(norm))
@@ -165,13 +182,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.ddp.sync.tally.failure = Failure("optimizer", f"{type(error).__name__}: {error}")  # told at the next fence
             raise
         finally:  # the others gather, whatever happened here
-            for shard in self._shards:
+            for shard in self._sharding.shards:
                 shard.store_values()
             if self._is_sharded:
                 for group in self.ddp.bucket_groups:
                     group.mark_params_stale()
                 self.ddp.start_param_sync()
-        self.ddp.sync.note_update()
+        self.ddp.sync.tally.num_updates += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients of the wrapped module; see ``DistributedDataParallel.zero_grad``."""
@@ -182,7 +199,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         ``load_state_dict`` on the module needs no call: it is noticed.
         """
-        for shard in self._shards:
+        self._sharding.check_is_current()
+        for shard in self._sharding.shards:
             shard.reload_values()
         self._num_value_changes = self.ddp.num_value_changes
 
@@ -219,11 +237,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             slot.publish()
 
     def _describe_nonfinite(self, norm: float) -> str:
-        names: list[str] = []
-        for buffer in self.ddp.param_and_grad_buffers:
-            for shard in self._shards:
-                if shard.run.params[0] in buffer.layout.params:
-                    names += shard.params_with_nonfinite_grad(buffer.layout)
+        names = [name for shard in self._sharding.shards for name in shard.params_with_nonfinite_grad()]
         if names:
             culprit = f"not finite in this rank's shard of {name_list(names)}"
         elif self._is_sharded and self.ddp.communicator.size > 1:
@@ -250,62 +264,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         raise self._no_checkpoint()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the shards are cut for the groups that were there at construction.
-
-        Raises:
-            OptimizerParametersError: always.
-        """
-        raise OptimizerParametersError(
-            problem="parameters cannot be added to a DistributedOptimizer",
-            params=[f"a group of {len(list(param_group.get('params', ())))}"],
-            remedy="Add the group to the torch optimizer before wrapping it.",
-        )
-
     def _no_checkpoint(self) -> CheckpointUnavailableError:
         communicator = self.ddp.communicator
         return CheckpointUnavailableError(rank=communicator.rank, num_shards=communicator.size if self._is_sharded else 1)
-
-
-def _groups_by_name(optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel) -> dict[str, int]:
-    """Return the group of each parameter of the wrapper, or say what does not fit."""
-    _check_optimizer(optimizer)
-    group_of: dict[str, int] = {}
-    foreign, twice = [], []
-    for index, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            name = ddp.param_names.get(param)
-            if name in group_of:
-                twice.append(name)
-            elif name is not None:
-                group_of[name] = index
-            elif param.requires_grad:
-                foreign.append(f"group {index}, parameter {position}, shape {tuple(param.shape)}")
-    if foreign:
-        raise OptimizerParametersError(
-            problem="the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
-            params=foreign,
-            remedy="Build the optimizer over the parameters of the wrapped module, after wrapping it.",
-        )
-    if twice:
-        raise OptimizerParametersError(
-            problem="the optimizer has the same parameter twice", params=twice, remedy="Put each parameter into one group."
-        )
-    left_out = [name for name in ddp.param_names.values() if name not in group_of]
-    if left_out:
-        raise OptimizerParametersError(
-            problem="trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
-            params=left_out,
-            remedy="Add them to a group, or freeze them with requires_grad_(False) before wrapping.",
-        )
-    return group_of
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    kind = type(optimizer).__name__
-    if any(base.__name__.lower() in _NEEDS_WHOLE_TENSORS for base in type(optimizer).__mro__):
-        raise ConfigError(
-            f"{kind} uses the shape of whole parameters, and a DistributedOptimizer steps on flat shards cut across them, so "
-            "the result would be silently different. Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or "
-            f"{kind} as a plain optimizer with use_distributed_optimizer=False."
-        )

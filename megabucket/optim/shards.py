@@ -1,13 +1,15 @@
 """The flat tensors an optimizer steps on: this rank's shards, cut where the optimizer's parameter groups change.
 
-A run is a range of one bucket that this rank owns and whose parameters all belong to one group. Neighbouring parameters of a
-group share a run, alignment gaps between them included (zeros that stay zeros), so most models step on one tensor per bucket.
+A run is a range of one bucket that this rank owns, whose parameters all belong to one group and whose states fit together.
+Neighbouring parameters of a group share a run, alignment gaps between them included (zeros that stay zeros), so most models
+step on one tensor per bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,24 +26,41 @@ class ShardRun:
     params: tuple[str, ...]
 
 
-def plan_runs(layout: BufferLayout, group_of: Mapping[str, int], *, rank: int, is_sharded: bool) -> tuple[ShardRun, ...]:
+class RunPiece(NamedTuple):
+    """The part of one parameter that lies in one run: two ranges of equal length."""
+
+    param: str
+    in_param: Span  # counted from the start of the parameter, in its memory order
+    in_run: Span
+
+
+def plan_runs(
+    layout: BufferLayout,
+    group_of: Mapping[str, int],
+    *,
+    rank: int,
+    is_sharded: bool,
+    signature_of: Mapping[str, Hashable] | None = None,
+) -> tuple[ShardRun, ...]:
     """Return the runs of one buffer, in buffer order. Parameters outside ``group_of`` are left out.
 
     Args:
         group_of: index of the optimizer group by parameter name.
         is_sharded: whether ``rank`` owns its shard of each bucket, or everything.
+        signature_of: what else neighbours must have in common to share a run: step counts, for instance.
     """
     runs: list[ShardRun] = []
     for bucket in layout.buckets:
         pieces = _owned(layout, bucket.index, rank) if is_sharded else _whole(layout, bucket.index)
-        open_run: ShardRun | None = None
+        open_run, open_signature = None, None
         for name, span in pieces:
             group = group_of.get(name)
-            if open_run is not None and group == open_run.group:
+            signature = signature_of.get(name) if signature_of is not None else None
+            if open_run is not None and group == open_run.group and signature == open_signature:
                 open_run = ShardRun(open_run.group, Span(open_run.span.start, span.stop), (*open_run.params, name))
                 runs[-1] = open_run
             elif group is not None:
-                open_run = ShardRun(group, span, (name,))
+                open_run, open_signature = ShardRun(group, span, (name,)), signature
                 runs.append(open_run)
             else:
                 open_run = None
@@ -60,6 +79,11 @@ def _whole(layout: BufferLayout, bucket: int) -> Iterator[tuple[str, Span]]:
             yield name, Span(slot.start, slot.stop)
 
 
+def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
+    """Return what parameters of a dtype are stepped in: float32 where they are narrower."""
+    return torch.float32 if param_dtype.itemsize < torch.float32.itemsize else param_dtype
+
+
 class MainShard:
     """One run as the optimizer sees it: a flat main parameter with a flat gradient.
 
@@ -69,14 +93,22 @@ class MainShard:
 
     def __init__(self, run: ShardRun, buffer: ParamAndGradBuffer) -> None:
         self.run = run
+        self.buffer = buffer
         self._model_values = buffer.param_data[run.span.start : run.span.stop]  # 1D, parameter dtype
         self._buffer_grads = buffer.grad_data[run.span.start : run.span.stop]  # 1D, gradient dtype
-        self.has_own_values = self._model_values.dtype.itemsize < torch.float32.itemsize
-        values = self._model_values.float() if self.has_own_values else self._model_values
-        self.main = torch.nn.Parameter(values)  # 1D, float32 or float64
+        dtype = main_dtype(self._model_values.dtype)
+        self.has_own_values = self._model_values.dtype != dtype
+        self.main = torch.nn.Parameter(self._model_values.to(dtype))  # 1D, float32 or float64
         same_dtype = self._buffer_grads.dtype == self.main.dtype
         self.grad = self._buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
         self._widens_grad = not same_dtype
+
+    def pieces(self) -> Iterator[RunPiece]:
+        """Return what this run holds of each of its parameters, in buffer order."""
+        for name in self.run.params:
+            slot, span = self.buffer.layout.params[name], self.run.span
+            start, stop = max(slot.start, span.start), min(slot.stop, span.stop)
+            yield RunPiece(name, Span(start - slot.start, stop - slot.start), Span(start - span.start, stop - span.start))
 
     def load_grad(self) -> None:
         """Make ``main.grad`` the reduced gradient of this step."""
@@ -97,16 +129,26 @@ class MainShard:
         A main parameter that still rounds to what the buffer holds keeps its precision: nobody wrote there.
         """
         if self.has_own_values:
-            is_written = self.main.to(self._model_values.dtype) != self._model_values
-            self.main.copy_(torch.where(is_written, self._model_values.to(self.main.dtype), self.main))
+            self.restore_values(self.main.clone(), Span(0, self.run.span.numel))
 
-    def params_with_nonfinite_grad(self, layout: BufferLayout) -> Sequence[str]:
+    @torch.no_grad()
+    def restore_values(self, earlier: torch.Tensor, in_run: Span) -> None:
+        """Make main values of earlier those of a range, where they still round to what the buffer holds.
+
+        Where they do not, somebody has written into the buffer since, and what is there counts.
+
+        Args:
+            earlier: 1D, dtype of main, one value per element of the range.
+        """
+        if self.has_own_values:
+            written = self._model_values[in_run.start : in_run.stop]
+            is_kept = earlier.to(written.dtype) == written
+            self.main[in_run.start : in_run.stop] = torch.where(is_kept, earlier, written.to(earlier.dtype))
+
+    def params_with_nonfinite_grad(self) -> Sequence[str]:
         """Return the names of the parameters whose gradient piece in this run is not finite. Slow; for reports."""
-        found = []
-        for name in self.run.params:
-            slot = layout.params[name]
-            start, stop = max(slot.start, self.run.span.start), min(slot.stop, self.run.span.stop)
-            piece = self.grad[start - self.run.span.start : stop - self.run.span.start]
-            if not bool(torch.isfinite(piece).all()):
-                found.append(name)
-        return found
+        return [
+            piece.param
+            for piece in self.pieces()
+            if not bool(torch.isfinite(self.grad[piece.in_run.start : piece.in_run.stop]).all())
+        ]

@@ -83,7 +83,7 @@ def _train_ours(task: Task, view: View, log: MetricsLog) -> tuple[Summary, Outco
     setup = _describe_setup(task, model)
     log.write("run", _describe_run(task, setup))
     before = _evaluate(task, model, log, step=0)
-    trainee = Trainee("train", model, optimizer, model.no_sync, optimizer.step)
+    trainee = Trainee("train", model, optimizer, model.no_sync, optimizer.step, whole_step=model.step)
     loop = StepLoop(task, trainee, recorder=recorder, view=view, log=log)
     sent_before = _loopback(ranks)
     train_s = loop.run()

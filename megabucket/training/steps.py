@@ -32,6 +32,8 @@ class Trainee:
     """Context for all but the last microbatch of a step."""
     step: Callable[[], StepResult]
     """Clip and update."""
+    whole_step: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context for a whole step, in which a fault of one rank is told to all."""
 
 
 def train_step(trainee: Trainee, microbatches: Sequence[Batch], recorder: Recorder) -> tuple[float, StepResult]:
@@ -96,7 +98,8 @@ class StepLoop:
     def _run_step(self, step: int) -> StepOutcome:
         rate = self._task.learning_rate(step)
         set_learning_rate(self._trainee.optimizer, rate)
-        bits, result = train_step(self._trainee, self._task.microbatches(step), self._recorder)
+        with self._trainee.whole_step():
+            bits, result = train_step(self._trainee, self._task.microbatches(step), self._recorder)
         return StepOutcome(
             bits_per_byte=bits,
             learning_rate=rate,

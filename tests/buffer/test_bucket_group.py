@@ -1,13 +1,16 @@
 """One bucket group on the loopback world: reduction, scaling, phases, and what happens when a call comes at a wrong time."""
 
+import math
+
 import pytest
 import torch
 
 from megabucket.buffer import GradPhase, GradSyncPolicy, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
+from megabucket.buffer.finite import NonFiniteParam
 from megabucket.buffer.views import dtype_name
 from megabucket.comm import AllReduce, LoopbackWorld, ReduceOp
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.errors import CollectiveError, LateGradientError, MismatchedCollectiveError, PhaseError
+from megabucket.errors import CollectiveError, MismatchedCollectiveError, PhaseError
 from megabucket.layout import ParamSpec, build_layout
 
 ALL_REDUCE_MEAN = GradSyncPolicy(reduce_scatters=False, op=ReduceOp.SUM, average=True)
@@ -59,14 +62,17 @@ def sync(all_ranks, **kwargs):
 
 
 class TestReduction:
-    def test_the_mean_is_on_every_rank_and_is_published_as_grad(self):
+    def test_the_mean_is_on_every_rank_and_is_shown_as_grad_once_it_is_published(self):
         _, (first, second) = ranks()
         first.both(2)
         second.both(6)
 
         sync([first, second])
+        shown_before = first.params["a"].grad
+        first.group.publish()
 
         assert first.reduced == second.reduced == [4.0, 4.0]
+        assert shown_before is None  # until all ranks have agreed that the step is whole
         assert first.params["a"].grad is first.params["a"].main_grad
 
     def test_the_sum_is_left_undivided_on_request(self):
@@ -93,6 +99,7 @@ class TestReduction:
         second.both(6)
 
         sync([first, second])
+        first.group.publish()
 
         # 256 elements, shards of 128: rank 0 owns b at [0, 100), rank 1 owns a at [128, 228)
         assert first.params["b"].main_grad.tolist() == [4.0] * 100
@@ -105,6 +112,7 @@ class TestReduction:
         second.both(6)
 
         sync([first, second], force_all_reduce=True)
+        second.group.publish()
 
         assert first.reduced == second.reduced == [4.0, 4.0]
         assert world.schedule(0) == ("bucket 1 [all_reduce sum of 256 x float32]",)
@@ -211,49 +219,52 @@ class TestReadiness:
         assert [only.grad(name, 1) for name in ("a", "b", "a")] == [False, False, True]
 
 
-class TestLateGradients:
-    def test_in_flight_the_text_names_parameter_bucket_rank_and_phase(self):
-        _, (_, second) = ranks()
-        second.both(1)
-        second.group.start_grad_sync()
+class TestFiniteTest:
+    """Looks at the gradients as they are about to be sent."""
 
-        with pytest.raises(LateGradientError) as caught:
-            second.grad("a", 1)
+    def test_what_is_not_finite_on_this_rank_is_named_before_it_reaches_the_others(self):
+        _, (first, second) = ranks()
+        first.both(1)
+        second.grad("b", 1)
+        second.grad("a", math.inf)
 
-        error = caught.value
-        assert (error.param, error.bucket, error.num_buckets, error.rank, error.phase) == ("a", 1, 3, 1, "in flight")
-        assert str(error) == (
-            "[rank 1] 'a' received a gradient although its bucket (1 of 3, counted from 0) is in flight. That gradient is in "
-            "no reduction, so the step would be wrong. Usual causes: a second backward without zero_grad() or outside "
-            "no_sync() (wrap all but the last backward of a step in no_sync()), or reentrant activation checkpointing of a "
-            "layer that is used several times (pass use_reentrant=False). The gradients of this step are lost; call "
-            "zero_grad() of the wrapper or of the DistributedOptimizer and go on."
-        )
-
-    def test_in_flight_the_buffer_stays_as_it_was_sent(self):
-        world, (first, second) = ranks()
         for rank in (first, second):
-            rank.both(2)
             rank.group.start_grad_sync()
-        with pytest.raises(LateGradientError):
-            first.grad("a", 100)
 
-        world.complete(0)  # would raise InFlightWriteError
-        first.group.finish_grad_sync()
+        assert first.group.finite_test.found == ()
+        assert second.group.finite_test.found == (NonFiniteParam("a", "inf in 100 of 100 elements, first at [0]"),)
 
-        assert first.reduced == [2.0, 2.0]
+    def test_stale_values_of_an_unused_parameter_are_not_what_it_looks_at(self):
+        _, (only,) = ranks(size=1)
+        only.grad("b", 1)
+        only.grad("a", math.nan)
+        sync([only])
+        first_finding = only.group.finite_test.found
+        only.group.reset()
+        only.grad("b", 1)
 
-    def test_after_the_reduction_it_is_late_too_but_teaches_nothing(self):
-        _, (only,) = ranks(SCATTER_MEAN, size=1)
-        only.both(1)
         sync([only])
 
-        with pytest.raises(LateGradientError) as caught:
-            only.grad("a", 1)  # a forgotten zero_grad()
-        only.group.reset()
+        assert len(first_finding) == 1
+        assert only.group.finite_test.found == ()
 
-        assert caught.value.phase == "already reduced"
-        assert [only.grad(name, 1) for name in ("a", "b")] == [False, True]  # overlap is not lost for good
+    def test_the_divisor_does_not_hide_what_would_overflow_before_it(self):
+        _, group = ranks(size=4, dtype=torch.float16, fp32=False)
+        for rank in group:
+            rank.both(65504.0)  # the largest float16 is finite
+
+        sync(group)
+
+        assert [rank.group.finite_test.found for rank in group] == [()] * 4
+
+    def test_a_policy_may_do_without_it(self):
+        policy = GradSyncPolicy(reduce_scatters=False, op=ReduceOp.SUM, average=True, tests_finite=False)
+        _, (only,) = ranks(policy, size=1)
+        only.both(math.nan)
+
+        sync([only])
+
+        assert only.group.finite_test.found == ()
 
 
 class TestPhases:

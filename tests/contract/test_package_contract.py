@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "optim": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp"},
     "testing": BASE | {"config", "trace", "layout", "comm"},
     "training": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim"},
-    "cli": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "training"},
+    "doctor": BASE | {"config", "layout", "comm", "ddp", "optim"},
+    "cli": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "training", "doctor"},
     "__init__": {"config", "layout", "ddp", "optim"},  # lazily
     "__main__": {"cli"},
 }

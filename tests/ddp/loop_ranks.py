@@ -35,7 +35,14 @@ class Ranks:
 
     def schedule(self, rank=0):
         """What a rank has launched since it was wrapped, by label."""
-        return [text.split(" [")[0] for text in self.world.schedule(rank)[self.num_launched_by_wrapping :]]
+        return self._labels(rank)[self.num_launched_by_wrapping :]
+
+    def launched_by_wrapping(self, rank=0):
+        """What a rank has launched while it was wrapped, by label."""
+        return self._labels(rank)[: self.num_launched_by_wrapping]
+
+    def _labels(self, rank):
+        return [text.split(" [")[0] for text in self.world.schedule(rank)]
 
 
 class Weights(torch.nn.Module):

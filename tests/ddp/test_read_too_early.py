@@ -7,7 +7,7 @@ import torch
 from loop_ranks import Ranks
 
 from megabucket import DistributedOptimizer
-from megabucket.errors import CollectiveError, PhaseError
+from megabucket.errors import CollectiveError, NonFiniteGradientError, PhaseError
 
 OVERLAPPED = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 1}
 
@@ -90,20 +90,39 @@ def test_what_is_written_after_the_step_is_refused_until_the_sync_is_finished():
     assert ranks.run(write) == [-1.0] * 2
 
 
-def test_a_term_of_the_loss_that_reads_too_early_stops_the_update_instead_of_using_old_values():
+def step_with_a_penalty(ddp, optimizer):
+    penalty = ddp.module.never_called.w.exp().sum()  # exp keeps its result for backward: NaN
+    (ddp(1.0) + penalty).backward()
+    result = optimizer.step()
+    optimizer.zero_grad()
+    return result
+
+
+def test_a_term_of_the_loss_that_reads_too_early_is_refused_by_name_instead_of_using_old_values():
     ranks = Ranks(2, ReadsAnother(), **OVERLAPPED)
 
-    def step(rank, ddp):
+    def steps(rank, ddp):
         optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
-        results = []
-        for _ in range(2):
-            penalty = ddp.module.never_called.w.exp().sum()  # exp keeps its result for backward: NaN
-            (ddp(1.0) + penalty).backward()
-            results.append(optimizer.step().updated)
-            optimizer.zero_grad()
-        return results
+        assert step_with_a_penalty(ddp, optimizer).updated
+        with pytest.raises(NonFiniteGradientError) as caught:
+            step_with_a_penalty(ddp, optimizer)
+        return caught.value.param, caught.value.finding, str(caught.value)
 
-    assert ranks.run(step) == [[True, False]] * 2
+    first, second = ranks.run(steps)
+
+    assert first == second
+    assert first[:2] == ("never_called.w", "nan in 100 of 100 elements, first at [0]")
+
+
+@pytest.mark.parametrize("policy", ["allow", "skip_step"])
+def test_where_nonfinite_gradients_are_no_error_it_stops_the_update(policy):
+    ranks = Ranks(2, ReadsAnother(), nonfinite_gradients=policy, **OVERLAPPED)
+
+    def steps(rank, ddp):
+        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
+        return [step_with_a_penalty(ddp, optimizer).updated for _ in range(2)]
+
+    assert ranks.run(steps) == [[True, False]] * 2
 
 
 def test_without_the_overlap_nothing_is_ever_hidden():

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -14,12 +15,16 @@ from megabucket.comm import LoopbackWorld
 from megabucket.errors import (
     AlreadyWrappedError,
     ConfigError,
-    MismatchedCollectiveError,
+    LayoutMismatchError,
+    MegabucketError,
+    NoTrainableParametersError,
+    PeerFailedError,
     PhaseError,
 )
 from megabucket.trace.recorder import ListRecorder
 
 SHARDED = {"use_distributed_optimizer": True}
+AGREEMENT = ["wrap", "wrap: buffers"]
 
 
 def wrap(model, **switches):
@@ -81,7 +86,7 @@ class TestReplicas:
 
         ranks = Ranks(2, model)
 
-        assert ranks.num_launched_by_wrapping == 1  # the buffer of a
+        assert ranks.launched_by_wrapping() == [*AGREEMENT, "initial broadcast"]  # of the buffer of a
 
     def test_a_frozen_sparse_parameter_cannot_be_made_equal(self):
         def prepare(_, module):
@@ -95,25 +100,117 @@ class TestReplicas:
             "yourself and pass init_sync=False, or use a dense tensor."
         )
 
-    def test_without_init_sync_nothing_is_sent_and_replicas_stay_different(self):
+    def test_without_init_sync_no_value_is_sent_and_replicas_stay_different(self):
         def prepare(rank, module):
             module.a.data.fill_(rank)
 
         ranks = Ranks(2, Weights("a"), prepare=prepare, init_sync=False)
 
-        assert ranks.num_launched_by_wrapping == 0
+        assert ranks.launched_by_wrapping() == AGREEMENT
         assert [module.a[0].item() for module in ranks.modules] == [0.0, 1.0]
 
-    def test_a_model_that_differs_between_ranks_is_refused_and_left_as_it_was(self):
-        models = [Weights("a"), Weights("abcdef")]
+
+class TestAgreement:
+    """All ranks wrap the same, or every rank refuses with the same text and no module is touched."""
+
+    @staticmethod
+    def refusals(models, configs=(None, None)):
+        """What each rank says about wrapping its model."""
         before = [hook_counts(model) for model in models]
         world = LoopbackWorld(2)
 
-        with pytest.raises(MismatchedCollectiveError, match="initial broadcast"):
-            world.run(lambda rank: DistributedDataParallel(models[rank], communicator=world.communicator(rank)))
+        def wrap_one(rank):
+            with pytest.raises(MegabucketError) as caught:
+                DistributedDataParallel(models[rank], configs[rank], communicator=world.communicator(rank))
+            return caught.value
+
+        errors = world.run(wrap_one)
 
         assert [hook_counts(model) for model in models] == before
-        assert not any(hasattr(param, "main_grad") for model in models for param in model.parameters())
+        for param in (param for model in models for param in model.parameters()):
+            assert vars(param) == {}
+            assert param.untyped_storage().nbytes() == param.nbytes
+            assert torch.equal(param, torch.ones_like(param))
+        assert str(errors[0]) == str(errors[1])
+        assert type(errors[0]) is type(errors[1])
+        return errors[0]
+
+    def test_a_model_that_differs_between_ranks_is_refused_and_left_as_it_was(self):
+        error = self.refusals([Weights("a"), Weights("abcdefg")])
+
+        assert isinstance(error, LayoutMismatchError)
+        assert error.num_different == 6
+        assert [text.partition(": ")[2] for text in error.differences] == [
+            f"rank 0 has nothing, rank 1 has {name} (100,) float32" for name in "bcdef"
+        ]
+        assert "and 1 more" in str(error)
+
+    @pytest.mark.parametrize(
+        ("change", "difference"),
+        [
+            (lambda model: model.b.requires_grad_(False), "rank 0 has b (100,) float32, rank 1 has b (100,) float32 frozen"),
+            (lambda model: setattr(model, "b", model.a), "rank 0 has b (100,) float32, rank 1 has alias b a"),
+            (lambda model: model.bfloat16(), "rank 0 has a (100,) float32, rank 1 has a (100,) bfloat16"),
+            (lambda model: model.register_buffer("c", torch.ones(3)), "rank 0 has nothing, rank 1 has c (3,) float32 buffer"),
+        ],
+        ids=["trainability", "tie", "dtype", "buffer"],
+    )
+    def test_any_difference_of_one_rank_is_named(self, change, difference):
+        models = [Weights("ab"), Weights("ab")]
+        change(models[1])
+
+        error = self.refusals(models)
+
+        assert isinstance(error, LayoutMismatchError)
+        assert error.differences[0].partition(": ")[2] == difference
+
+    def test_another_order_of_the_same_parameters_is_named(self):
+        error = self.refusals([Weights("ab"), Weights("ba")])
+
+        assert isinstance(error, LayoutMismatchError)
+        assert error.num_different == 2
+
+    def test_configs_that_differ_are_refused_by_field(self):
+        configs = [DistributedDataParallelConfig(unused_parameters=what) for what in ("error", "zero")]
+
+        error = self.refusals([Weights("ab"), Weights("ab")], configs)
+
+        assert isinstance(error, LayoutMismatchError)
+        (difference,) = error.differences
+        assert difference.partition(": ")[2] == (
+            "rank 0 has config unused_parameters=error, rank 1 has config unused_parameters=zero"
+        )
+
+    def test_a_rank_that_cannot_wrap_its_model_keeps_nobody_waiting(self):
+        models = [Weights("ab"), Weights("ab")]
+        models[1].requires_grad_(False)
+
+        error = self.refusals(models)
+
+        assert isinstance(error, PeerFailedError)
+        assert (error.rank, error.phase) == (1, "wrap")
+        assert error.error.startswith("NoTrainableParametersError: Weights has no parameter with requires_grad=True")
+        assert str(error).endswith(". No rank was wrapped.")
+
+    def test_a_rank_whose_memory_does_not_suffice_keeps_nobody_waiting(self, monkeypatch):
+        models = [Weights("ab"), Weights("ab")]
+        full = torch.full
+
+        def full_where_there_is_room(*args, **kwargs):
+            if threading.current_thread().name == "loopback-rank-0":
+                raise torch.OutOfMemoryError("no room for 1024 bytes")
+            return full(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "full", full_where_there_is_room)  # what the gradient buffer is made with
+        error = self.refusals(models)
+
+        assert isinstance(error, PeerFailedError)
+        assert (error.rank, error.phase, error.error) == (0, "wrap", "OutOfMemoryError: no room for 1024 bytes")
+
+    def test_what_all_ranks_refuse_alike_is_their_own_error(self):
+        models = [Weights("ab").requires_grad_(False) for _ in range(2)]
+
+        assert isinstance(self.refusals(models), NoTrainableParametersError)
 
 
 class TestState:
@@ -519,7 +616,7 @@ class TestOddModels:
 
         ranks.run(lambda _, ddp: (ddp(a=1).backward(), ddp.zero_grad()))
 
-        assert ranks.schedule() == []
+        assert ranks.schedule() == ["fence"]
 
 
 class TestArguments:

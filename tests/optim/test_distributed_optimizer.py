@@ -12,6 +12,7 @@ from megabucket.errors import (
     CheckpointUnavailableError,
     ConfigError,
     LateGradientError,
+    NonFiniteGradientError,
     OptimizerParametersError,
     PhaseError,
     UnreducedGradientsError,
@@ -329,7 +330,7 @@ class TestStepResult:
 
     @MODES
     @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_a_gradient_that_is_not_finite_updates_nothing_on_any_rank_and_is_named(self, value, switches):
+    def test_an_allowed_gradient_that_is_not_finite_updates_nothing_on_any_rank_and_is_named(self, value, switches):
         def step(rank, ddp):
             optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.5), ddp, clip_grad=1.0)
             ddp(a=value if rank == 0 else 1.0, b=1).backward()
@@ -337,7 +338,7 @@ class TestStepResult:
             module = ddp.module
             return result.updated, math.isfinite(result.grad_norm), result.reason, module.a[0].item(), len(optimizer.state)
 
-        _, results = run_ranks(2, Weights("ab"), step, **switches)
+        _, results = run_ranks(2, Weights("ab"), step, nonfinite_gradients="allow", **switches)
 
         # Reduce-scatter: b at [0, 100) belongs to rank 0, a at [128, 228) to rank 1.
         norm = "nan" if math.isnan(value) or switches is SHARDED else "inf"
@@ -348,7 +349,26 @@ class TestStepResult:
             assert reason in (f"the gradient norm is {norm}: {culprit}", f"the gradient norm is {value}: {culprit}")
 
     @MODES
-    def test_the_step_after_a_skipped_one_is_right(self, switches):
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_a_step_that_is_to_be_skipped_updates_nothing_on_any_rank_and_says_why(self, value, switches):
+        def step(rank, ddp):
+            optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.5), ddp, clip_grad=1.0)
+            ddp(a=value if rank == 1 else 1.0, b=1).backward()
+            result = optimizer.step()
+            module = ddp.module
+            assert (result.updated, math.isnan(result.grad_norm), len(optimizer.state)) == (False, True, 0)
+            assert (module.a.unique().tolist(), module.b.unique().tolist()) == ([1.0], [1.0])
+            return result.reason
+
+        _, (first, second) = run_ranks(2, Weights("ab"), step, nonfinite_gradients="skip_step", **switches)
+
+        assert first == second
+        kind = "nan" if math.isnan(value) else "inf"
+        assert f"the gradient of 'a' on rank 1 (bucket 0 of 1, counted from 0) has {kind} in 100 of 100 elements" in first
+
+    @MODES
+    @pytest.mark.parametrize("policy", ["allow", "skip_step"])
+    def test_the_step_after_a_skipped_one_is_right(self, policy, switches):
         def steps(rank, ddp):
             optimizer = sgd(ddp, clip_grad=1000.0)
             ddp(a=math.nan, b=1).backward()
@@ -358,7 +378,61 @@ class TestStepResult:
             result = optimizer.step()
             return result.updated, ddp.module.a[0].item(), ddp.module.b[0].item()
 
-        assert run_ranks(2, Weights("ab"), steps, **switches)[1] == [(True, 0.0, -2.0)] * 2
+        results = run_ranks(2, Weights("ab"), steps, nonfinite_gradients=policy, **switches)[1]
+        assert results == [(True, 0.0, -2.0)] * 2
+
+    @MODES
+    @pytest.mark.parametrize("value", [math.nan, -math.inf])
+    @pytest.mark.parametrize("clears", [True, False])
+    def test_by_default_it_is_an_error_on_all_ranks_and_the_next_step_is_right(self, value, clears, switches):
+        def steps(rank, ddp):
+            optimizer = sgd(ddp)
+
+            def step(factor):
+                ddp(a=1, b=factor).backward()
+                return optimizer.step()
+
+            with pytest.raises(NonFiniteGradientError) as caught:
+                step(value if rank == 1 else 1.0)
+            assert ddp.module.a.unique().tolist() == [1.0]
+            if clears:
+                optimizer.zero_grad()
+            assert step(2 * rank).updated
+            return str(caught.value), caught.value.to_dict(), ddp.module.b.unique().tolist()
+
+        _, (first, second) = run_ranks(2, Weights("ab"), steps, bucket_size=1, **switches)
+
+        assert first == second
+        _, fields, values = first
+        assert values == [0.0]  # 1 - mean(0, 2)
+        assert (fields["rank"], fields["param"], fields["step"], fields["num_others"]) == (1, "b", 0, 0)
+        assert (fields["bucket"], fields["num_buckets"]) == (0, 2)
+        assert fields["finding"] == f"{'nan' if math.isnan(value) else 'inf'} in 100 of 100 elements, first at [0]"
+
+    def test_a_plain_optimizer_does_nothing_in_a_step_that_is_to_be_skipped(self):
+        def steps(rank, ddp):
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, momentum=0.5, weight_decay=0.5)
+            found = []
+            for factor in (math.inf if rank == 0 else 1.0, 2 * rank):
+                ddp(a=factor, b=1).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append((ddp.module.a.unique().tolist(), ddp.module.b.unique().tolist()))
+            return found
+
+        results = run_ranks(2, Weights("ab"), steps, nonfinite_gradients="skip_step")[1]
+
+        # then 1 - (mean(0, 2) + 0.5 * 1), and the same of b
+        assert results == [[([1.0], [1.0]), ([-0.5], [-0.5])]] * 2
+
+    def test_the_largest_finite_gradients_are_no_false_alarm(self):
+        def step(rank, ddp):
+            optimizer = DistributedOptimizer(torch.optim.Adagrad(ddp.parameters(), lr=1.0), ddp)
+            ddp(a=torch.finfo(torch.float32).max / 2).backward()
+            return optimizer.step().updated
+
+        # float32: the sum of 100 such gradients is infinite, and so is the float64 sum of their squares only from 1e154 on
+        assert run_ranks(2, Weights("a"), step)[1] == [True, True]
 
     def test_finite_gradients_with_an_infinite_norm_are_not_blamed_on_another_rank(self):
         ddp = wrap(Weights("a", dtype=torch.float64))
@@ -371,7 +445,7 @@ class TestStepResult:
         assert result.reason == "the gradient norm is inf: every gradient is finite, but the sum of their squares is not"
 
     def test_many_culprits_are_cut_at_five_names(self):
-        ddp = wrap(Weights("abcdefg"))
+        ddp = wrap(Weights("abcdefg"), nonfinite_gradients="allow")
         optimizer = sgd(ddp)
         ddp(**dict.fromkeys("abcdefg", math.nan)).backward()
 
@@ -381,7 +455,7 @@ class TestStepResult:
 
 
 class TestOneStep:
-    def test_collectives_of_a_step_are_one_per_bucket_and_direction_and_the_norm(self):
+    def test_collectives_of_a_step_are_one_per_bucket_and_direction_and_the_fence_and_the_norm(self):
         def train(rank, ddp):
             optimizer = sgd(ddp)
             for _ in range(2):
@@ -392,9 +466,10 @@ class TestOneStep:
         world, _ = run_ranks(2, Weights("ab"), train, bucket_size=1, init_sync=False, **SHARDED)
 
         labels = [text.split(" [")[0] for text in world.schedule(0)]
-        assert labels == ["bucket 0", "bucket 1", "grad norm", "param gather 1", "param gather 0"] * 2
+        step = ["bucket 0", "bucket 1", "fence", "grad norm", "param gather 1", "param gather 0"]
+        assert labels == ["wrap", "wrap: buffers", *step, *step]
 
-    def test_with_all_reduce_there_is_nothing_but_the_buckets(self):
+    def test_with_all_reduce_there_is_nothing_but_the_buckets_and_the_fence(self):
         def train(rank, ddp):
             optimizer = sgd(ddp, clip_grad=1.0)
             ddp(a=1, b=1).backward()
@@ -402,7 +477,8 @@ class TestOneStep:
 
         world, _ = run_ranks(2, Weights("ab"), train, bucket_size=1, init_sync=False)
 
-        assert [text.split(" [")[0] for text in world.schedule(1)] == ["bucket 0", "bucket 1"]
+        labels = [text.split(" [")[0] for text in world.schedule(1)]
+        assert labels == ["wrap", "wrap: buffers", "bucket 0", "bucket 1", "fence"]
 
     @MODES
     def test_microbatches_in_no_sync_add_up(self, switches):
@@ -494,7 +570,7 @@ class TestRefusedSteps:
         optimizer = sgd(ddp)
         ddp(a=1).backward()
 
-        with pytest.raises(UnusedParameterError, match="1 of 2 parameters got no gradient in this step: 'b'"):
+        with pytest.raises(UnusedParameterError, match="step 0: 'b' got no gradient on every rank"):
             optimizer.step()
         optimizer.zero_grad()
         ddp(a=1, b=1).backward()
@@ -507,9 +583,11 @@ class TestRefusedSteps:
         optimizer = sgd(ddp)
         ddp(a=1).backward()
         optimizer.step()
+        ddp(a=1).backward()
 
         with pytest.raises(LateGradientError, match="is already reduced"):
-            ddp(a=1).backward()
+            optimizer.step()
+        assert ddp.module.a[0].item() == 0.0  # the first step only
 
     def test_with_a_closure(self):
         optimizer = sgd(wrap(Weights("a")))

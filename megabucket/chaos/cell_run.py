@@ -1,0 +1,54 @@
+"""``CellRun``: everything that was seen of one cell, as data for the judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megabucket.chaos.cell import Cell
+
+
+@dataclass(frozen=True, slots=True)
+class CellRun:
+    """What the ranks of a cell reported, and how their processes ended.
+
+    Attributes:
+        events: reports in order of arrival; each has ``kind`` and ``rank``.
+        exits: by rank as text, the exit code of the process, negative for a signal.
+        killed: ranks that the supervisor had to kill.
+        timed_out: whether the time limit was reached.
+        logs: by rank as text, the end of what the process printed.
+        wall_s: seconds from the first fork to the last exit.
+    """
+
+    cell: Cell
+    events: Sequence[Mapping[str, Any]]
+    exits: Mapping[str, int]
+    killed: Sequence[int]
+    timed_out: bool
+    logs: Mapping[str, str]
+    wall_s: float
+
+    def of(self, kind: str, *, rank: int | None = None, attempt: int | None = None) -> Iterator[Mapping[str, Any]]:
+        """Yield the reports of a kind, of one rank or of all, about one step or all."""
+        for event in self.events:
+            if (
+                event["kind"] == kind
+                and (rank is None or event["rank"] == rank)
+                and (attempt is None or event.get("attempt") == attempt)
+            ):
+                yield event
+
+    def first(self, kind: str, *, rank: int | None = None, attempt: int | None = None) -> Mapping[str, Any] | None:
+        """Return the first such report, if there is one."""
+        return next(self.of(kind, rank=rank, attempt=attempt), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the run as plain data."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> CellRun:
+        """Return the run that ``to_dict`` has written."""
+        return CellRun(**{**data, "cell": Cell.from_dict(data["cell"])})

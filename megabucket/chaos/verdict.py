@@ -1,0 +1,171 @@
+"""``Verdict``: what became of a cell, and what every judge has to find out first. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megabucket.chaos.cell import Cell
+from megabucket.chaos.cell_run import CellRun
+from megabucket.chaos.expectation import Expectation
+from megabucket.chaos.loop import HEALTHY_STEPS
+
+
+class Outlook(enum.Enum):
+    """Whether a verdict is good news, for colours and exit codes."""
+
+    GOOD = "good"
+    BAD = "bad"
+    NEUTRAL = "neutral"
+
+
+class VerdictName(str, enum.Enum):
+    """What became of a cell."""
+
+    RIGHT = "RIGHT"
+    NAMED = "NAMED"
+    ERROR = "ERROR"
+    LATE = "LATE"
+    PARTIAL = "PARTIAL"
+    SPREAD = "SPREAD"
+    WRONG = "WRONG"
+    SILENT = "SILENT"
+    HUNG = "HUNG"
+    CRASHED = "CRASHED"
+    BROKEN = "BROKEN"
+    SKIPPED = "SKIPPED"
+
+    @property
+    def meaning(self) -> str:
+        """What it says, in one sentence."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    VerdictName.RIGHT: "no error, and every gradient and weight on every rank is right in every step",
+    VerdictName.NAMED: "the expected error with the expected fields and the same text on every live rank in time; what follows is right",
+    VerdictName.ERROR: "every live rank raised something in the step of the fault",
+    VerdictName.LATE: "right, but a signal handler ran late",
+    VerdictName.PARTIAL: "only some ranks raised, or only in a later step; no wrong value was seen without an error",
+    VerdictName.SPREAD: "nan or inf of one rank is in the weights of all ranks, without an error",
+    VerdictName.WRONG: "an error, but not the expected one, not on all ranks, not alike or not in time; or what follows is wrong",
+    VerdictName.SILENT: "some rank had a wrong gradient or weight without an error in that step",
+    VerdictName.HUNG: "some live rank was not done at the time limit",
+    VerdictName.CRASHED: "a rank that should live was ended by a signal or without a report",
+    VerdictName.BROKEN: "the harness itself failed",
+    VerdictName.SKIPPED: "not run: the system has no such thing",
+}
+
+FAILING = frozenset(
+    {VerdictName.WRONG, VerdictName.SILENT, VerdictName.HUNG, VerdictName.CRASHED, VerdictName.BROKEN}
+)
+"""The verdicts that megabucket must never get."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a cell, and why.
+
+    Attributes:
+        reason: what was found, in words; empty where the name says all.
+        error: class of the error that the live ranks raised.
+        text: its text.
+        detected_s: seconds from the fault to the last live rank's report.
+        goes_on: whether all steps after the error were right; ``None`` where there could be none.
+    """
+
+    name: VerdictName
+    reason: str = ""
+    error: str = ""
+    text: str = ""
+    detected_s: float | None = None
+    goes_on: bool | None = None
+
+
+def find_breakage(run: CellRun, expected: Expectation) -> Verdict | None:
+    """Return the verdict on a cell whose ranks did not all come to an end, or ``None``."""
+    live = live_ranks(run, expected)
+    for event in run.of("broken"):
+        if event["rank"] in live:
+            return Verdict(VerdictName.BROKEN, f"rank {event['rank']}: {event['text']}")
+    done = {event["rank"] for event in run.of("step")} | {event["rank"] for event in run.of("wrap") if event["error"]}
+    ended = {rank: run.exits[str(rank)] for rank in live if rank not in run.killed}
+    crashed = [rank for rank, code in ended.items() if code != 0]
+    if crashed:
+        log = run.logs.get(str(crashed[0]), "").strip()[-600:]
+        return Verdict(VerdictName.CRASHED, f"rank {crashed[0]} ended with {ended[crashed[0]]}: {log}")
+    if run.timed_out:
+        stuck = sorted(set(run.killed) & set(live))
+        logs = "; ".join(f"rank {rank}: {run.logs.get(str(rank), '').strip()[-1500:]}" for rank in stuck)
+        return Verdict(VerdictName.HUNG, f"ranks {stuck} after {run.wall_s:.1f} s: {logs}")
+    child = run.first("child")
+    if child is not None and child["said"] == "hung":
+        return Verdict(VerdictName.HUNG, f"the forked child of rank {child['rank']}")
+    missing = set(live) - done
+    if missing:
+        return Verdict(VerdictName.CRASHED, f"ranks {sorted(missing)} ended without a report")
+    return None
+
+
+def live_ranks(run: CellRun, expected: Expectation) -> list[int]:
+    """Return the ranks that should be alive at the end."""
+    return [rank for rank in range(run.cell.combo.num_ranks) if rank not in expected.lost]
+
+
+def fault_time_s(run: CellRun) -> float | None:
+    """Return when the fault happened: a signal that was sent, else what ranks announced, else the last rank's wrapping."""
+    signals = [event["at_s"] for event in run.of("signal")]
+    armed = [event["at_s"] for event in run.of("fault") if event.get("phase") != "wrap"]
+    wraps = [event["at_s"] for event in run.of("fault")]
+    times = armed or signals or wraps
+    return max(times) if times else None
+
+
+def silent_faults(run: CellRun, live: list[int]) -> Iterator[tuple[int, int, str]]:
+    """Yield (step, rank, what) where a rank had wrong values although it saw no error in that step."""
+    for rank in live:
+        for event in run.of("step", rank=rank):
+            step = event["attempt"]
+            if event["error"] is not None:
+                continue
+            if event["wrong_grads"]:
+                yield step, rank, f"gradient {event['wrong_grads']}"
+            weights = run.first("weights", rank=rank, attempt=step)
+            if weights is not None and weights["wrong"]:
+                yield step, rank, f"weight {weights['wrong']}"
+
+
+def diverged_steps(run: CellRun, live: list[int]) -> Iterator[int]:
+    """Yield the steps after which ranks without an error hold different weights."""
+    steps = sorted({event["attempt"] for event in run.of("weights")})
+    for step in steps:
+        digests = set()
+        for rank in live:
+            report, weights = run.first("step", rank=rank, attempt=step), run.first("weights", rank=rank, attempt=step)
+            if report is not None and report["error"] is None and weights is not None:
+                digests.add(weights["digest"])
+        if len(digests) > 1:
+            yield step
+
+
+def late_signal(run: CellRun, expected: Expectation) -> str:
+    """Return how late a signal's handler ran, or an empty text when it was in time or none was sent."""
+    if not expected.signal_within_s:
+        return ""
+    sent, handled = run.first("signal"), run.first("handled")
+    if sent is None or handled is None:
+        return "the signal was never handled"
+    delay_s = handled["at_s"] - sent["at_s"]
+    return "" if delay_s <= expected.signal_within_s else f"the handler ran after {delay_s:.2f} s"
+
+
+def first_error(run: CellRun, rank: int, *, since: int = HEALTHY_STEPS) -> dict[str, Any] | None:
+    """Return the report of a rank's first step that ended in an error."""
+    return next((dict(one) for one in run.of("step", rank=rank) if one["attempt"] >= since and one["error"]), None)
+
+
+def not_run(cell: Cell, reason: str) -> tuple[Cell, Verdict]:
+    """Return a cell with the verdict that it was left out."""
+    return cell, Verdict(VerdictName.SKIPPED, reason)

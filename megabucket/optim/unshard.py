@@ -1,0 +1,246 @@
+"""Flat shards of all ranks, put together again by parameter: what a plain torch optimizer over whole parameters would hold.
+
+The inverse of ``adopt``. Ranks first tell one another what their shards hold (keys, dtypes, numbers), because one that owns
+nothing but padding holds nothing and takes part all the same. Then values per element are gathered buffer by buffer and key by
+key: the memory peak is the result and one flat buffer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from megabucket.buffer import ParamAndGradBuffer
+from megabucket.buffer.views import dtype_name, dtype_named, view_like
+from megabucket.comm import AllGather, Communicator, exchange_bytes
+from megabucket.ddp.agreement import agree
+from megabucket.errors import OptimizerParametersError
+from megabucket.layout import Span
+from megabucket.optim.shards import MainShard, main_dtype
+from megabucket.optim.whole_state import KNOWN_NUMBERS, WholeState
+
+_READERS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "NoneType": lambda _: None,
+    "bool": lambda text: text == "True",
+    "int": int,
+    "float": float,  # reads back every bit that repr wrote
+    "str": str,
+}
+
+
+class _Entry(NamedTuple):
+    """What shards hold under one key, in words that compare and travel."""
+
+    key: str
+    kind: str  # "elements", "number" or "tensor" (of one number)
+    dtype: str = ""
+    device: str = ""
+    shape: tuple[int, ...] = ()
+    number: tuple[str, str] = ("", "")  # type and text
+
+
+_Description = tuple[_Entry, ...]
+
+
+class ShardHolder(NamedTuple):
+    """Where shards lie, and who has the others."""
+
+    buffers: Sequence[ParamAndGradBuffer]
+    communicator: Communicator
+    is_sharded: bool
+    """Whether each rank owns its shard of each bucket, or everything."""
+
+
+@torch.no_grad()
+def unshard(
+    shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]], holder: ShardHolder
+) -> WholeState:
+    """Return what all ranks hold for the parameters of the buffers, whole, on every rank. A collective call.
+
+    Main values come along where the parameters are 16-bit now, also those that were not when they moved into the buffers.
+    Empty parameters are in no shard and have no state.
+
+    Args:
+        shards: of this rank; they cover what it owns.
+        state: by main parameter.
+
+    Raises:
+        OptimizerParametersError: some state is neither one value per element nor one number, or ranks hold different numbers
+            for pieces of one parameter.
+        PeerFailedError: some other rank's state is so.
+    """
+    names = [list(buffer.layout.params) for buffer in holder.buffers]
+    values: dict[torch.Tensor, Mapping[str, Any]] = {}
+    main_values: dict[torch.Tensor, torch.Tensor] = {}
+    dtypes: dict[torch.Tensor, torch.dtype] = {}
+    numbers = set(KNOWN_NUMBERS)
+    for buffer, described in zip(holder.buffers, _exchange_descriptions(shards, state, holder, names), strict=True):
+        own = [shard for shard in shards if shard.buffer is buffer]
+        numbers |= {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
+        for name, whole in _put_together(buffer, own, state, described, holder).items():
+            values[buffer.params[name]] = whole
+        for name, main in _main_values(buffer, own, holder).items():
+            main_values[buffer.params[name]] = main
+        dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
+    return WholeState(values, main_values, dtypes, frozenset(numbers))
+
+
+# What shards hold #
+
+
+def _exchange_descriptions(
+    shards: Sequence[MainShard],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    holder: ShardHolder,
+    names: Sequence[Sequence[str]],
+) -> list[dict[str, _Description]]:
+    """Return, by buffer and parameter, what the shards of all ranks hold. Parameters that are in no shard are left out."""
+    positions = [{name: position for position, name in enumerate(of_buffer)} for of_buffer in names]
+    own, failure = [], None
+    try:
+        for index, buffer in enumerate(holder.buffers):
+            for shard in (shard for shard in shards if shard.buffer is buffer):
+                members = [positions[index][name] for name in shard.run.params]
+                own.append((index, members, _describe(state.get(shard.main) or {}, shard)))
+    except OptimizerParametersError as error:
+        failure = error
+    device = holder.buffers[0].param_data.device
+    agree(holder.communicator, [], failure=failure, device=device, label="optimizer state")
+    texts = [json.dumps(own).encode()]
+    if holder.is_sharded:
+        texts = exchange_bytes(holder.communicator, texts[0], device=device, label="optimizer state")
+    return _merge([json.loads(text) for text in texts], names)
+
+
+def _merge(answers: Iterable[Any], names: Sequence[Sequence[str]]) -> list[dict[str, _Description]]:
+    found: list[dict[str, _Description]] = [{} for _ in names]
+    differing: list[str] = []
+    for index, members, entries in (run for answer in answers for run in answer):
+        description = tuple(_Entry(*fields[:4], tuple(fields[4]), tuple(fields[5])) for fields in entries)
+        for name in (names[index][member] for member in members):
+            if found[index].setdefault(name, description) != description:
+                differing.append(name)
+    if differing:
+        raise OptimizerParametersError(
+            problem="ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter, so "
+            "one of them has missed an update",
+            params=list(dict.fromkeys(differing)),
+            remedy="Load the last checkpoint on every rank.",
+        )
+    return found
+
+
+def _describe(values: Mapping[str, Any], shard: MainShard) -> _Description:
+    return tuple(_describe_entry(key, value, shard) for key, value in values.items())
+
+
+def _describe_entry(key: str, value: Any, shard: MainShard) -> _Entry:
+    if not isinstance(value, torch.Tensor):
+        if type(value).__name__ in _READERS:
+            return _Entry(key, "number", number=_written(value))
+    elif value.shape == shard.main.shape and key not in KNOWN_NUMBERS:
+        return _Entry(key, "elements", dtype_name(value.dtype))
+    elif value.numel() == 1:
+        # A number that lives where the parameters do lives there on every rank; one on the CPU stays on the CPU.
+        device = "" if value.device == shard.main.device else value.device.type
+        return _Entry(key, "tensor", dtype_name(value.dtype), device, tuple(value.shape), _written(value.item()))
+    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise OptimizerParametersError(
+        problem=f"the optimizer holds {key!r} ({found}) for a flat shard of {shard.main.numel()} elements, which is neither one value "
+        "per element nor one number, so nobody can say what of it belongs to which parameter",
+        params=shard.run.params,
+        remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False.",
+    )
+
+
+def _written(number: Any) -> tuple[str, str]:
+    return type(number).__name__, str(number)
+
+
+def _number(entry: _Entry, device: torch.device) -> Any:
+    kind, text = entry.number
+    number = _READERS[kind](text)
+    if entry.kind == "number":
+        return number
+    own_device = torch.device(entry.device) if entry.device else device
+    return torch.full(entry.shape, number, dtype=dtype_named(entry.dtype), device=own_device)
+
+
+# Values per element #
+
+
+def _put_together(
+    buffer: ParamAndGradBuffer,
+    shards: Sequence[MainShard],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    described: Mapping[str, _Description],
+    holder: ShardHolder,
+) -> dict[str, dict[str, Any]]:
+    """Return the state of the parameters of one buffer, by name."""
+    device = buffer.param_data.device
+    whole: dict[str, dict[str, Any]] = {}
+    holders: dict[_Entry, list[str]] = {}
+    for name, description in described.items():
+        if description:
+            # All keys at once, so that they stay in the order in which the optimizer made them.
+            whole[name] = {e.key: None if e.kind == "elements" else _number(e, device) for e in description}
+        for entry in description:
+            if entry.kind == "elements":
+                holders.setdefault(entry, []).append(name)
+    for entry in sorted(holders):  # the same order on every rank
+        own = [(shard.run.span, state[shard.main][entry.key]) for shard in shards if entry.key in state.get(shard.main, {})]
+        own = [(span, values) for span, values in own if dtype_name(values.dtype) == entry.dtype]
+        for name, values in _gather(buffer, holders[entry], own, dtype_named(entry.dtype), holder).items():
+            whole[name][entry.key] = values
+    return whole
+
+
+def _main_values(buffer: ParamAndGradBuffer, shards: Sequence[MainShard], holder: ShardHolder) -> dict[str, torch.Tensor]:
+    dtype = main_dtype(buffer.param_data.dtype)
+    if dtype == buffer.param_data.dtype:
+        # The buffer itself holds the main values, complete on every rank. They are wanted where the parameter left for 16 bits.
+        narrowed = [name for name, param in buffer.params.items() if main_dtype(param.dtype) != param.dtype]
+        return _cut_out(buffer, narrowed, buffer.param_data)
+    return _gather(buffer, list(buffer.params), [(shard.run.span, shard.main) for shard in shards], dtype, holder)
+
+
+def _gather(
+    buffer: ParamAndGradBuffer,
+    names: Sequence[str],
+    own: Iterable[tuple[Span, torch.Tensor]],
+    dtype: torch.dtype,
+    holder: ShardHolder,
+) -> dict[str, torch.Tensor]:
+    """Return the values of some parameters, each in its shape and memory order.
+
+    Args:
+        own: this rank's flat pieces, with where they lie in the buffer.
+    """
+    flat = torch.zeros(buffer.layout.numel, dtype=dtype, device=buffer.param_data.device)  # 1D
+    for span, values in own:
+        flat[span.start : span.stop] = values
+    if holder.is_sharded:
+        wanted = sorted({buffer.layout.params[name].bucket for name in names})
+        calls = []
+        for bucket in (buffer.layout.buckets[index] for index in wanted):
+            shard = buffer.layout.shard_span(bucket=bucket.index, rank=holder.communicator.rank)
+            # As bytes: whatever dtype an optimizer chose for its state, every backend can move it.
+            calls.append(
+                AllGather(
+                    flat[bucket.start : bucket.stop].view(torch.uint8), flat[shard.start : shard.stop].view(torch.uint8)
+                )
+            )
+        holder.communicator.launch(holder.communicator.prepare(calls), label="optimizer state values").wait()
+    return _cut_out(buffer, names, flat)
+
+
+def _cut_out(buffer: ParamAndGradBuffer, names: Iterable[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    # The shape and the memory order are those the parameters had when they moved in: the caller may have changed them since.
+    views = {name: buffer.slots[name].view for name in names}
+    return {
+        name: view_like(flat, buffer.layout.params[name].start, view.shape, view.stride()).clone()
+        for name, view in views.items()
+    }
