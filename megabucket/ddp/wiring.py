@@ -77,9 +77,9 @@ class Wiring:
         if not spoiled:
             return None
         return PhaseError(
-            f"{name_list(spoiled)} moved or replaced while the values were still on their way (overlap_param_gather=True): what "
-            "was taken along is NaN. Call ddp.finish_param_sync(), which brings the values back, then change the module again, "
-            "and then call ddp.rebuild()."
+            f"rebuild() cannot take {name_list(spoiled)}: moved or written while the values were on their way "
+            "(overlap_param_gather=True), so what was moved is NaN. Call ddp.finish_param_sync(), which brings the values "
+            "back, change the module again, and then call ddp.rebuild()."
         )
 
     def drop_step(self) -> None:
@@ -124,8 +124,9 @@ class Unwired:
     def __init__(self, module: torch.nn.Module, sync_to_continue: GradSync, *, reason: str) -> None:
         self.sync_to_continue = sync_to_continue
         self._text = text = (
-            f"the module is not wrapped now, because rebuild() has failed: {reason} Gradients would not be reduced. Repair what "
-            "it says and call ddp.rebuild() again on every rank: parameters, moments and main parameters are kept until then."
+            "the module is not wrapped, because rebuild() has failed; gradients would not be reduced. Repair what the error "
+            "has named and call ddp.rebuild() again on every rank: parameters, moments and main parameters are kept until then. "
+            f"The error was {reason}"
         )
 
         def refuse(called: torch.nn.Module, _: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
-from megabucket.comm import Broadcast, Communicator, discover_communicator
+from megabucket.comm import Broadcast, Communicator, Liveness, discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.agreement import agree, exchange_device
 from megabucket.ddp.grad_sync import GradSync
@@ -80,13 +80,12 @@ class DistributedDataParallel(torch.nn.Module):
         self.ddp_config = config if config is not None else DistributedDataParallelConfig()
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
-        self.communicator = communicator or discover_communicator(process_group, recorder)
+        self._owns_communicator = communicator is None
+        self.communicator = communicator or discover_communicator(process_group, recorder, liveness=_liveness(self.ddp_config))
         self.num_value_changes = 0
         """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
-        self._wiring: Wiring | Unwired = Wiring(
-            module, self.ddp_config, self.communicator, on_load=self._note_value_change
-        )
+        self._wiring: Wiring | Unwired = Wiring(module, self.ddp_config, self.communicator, on_load=self._note_value_change)
         self.module = module
         self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
         self._make_replicas_equal()
@@ -323,7 +322,7 @@ class DistributedDataParallel(torch.nn.Module):
         optimizers = list(self._optimizers)
         agree(
             self.communicator,
-            [("optimizers", len(optimizers)), (type(self._wiring).__name__,)],
+            [("optimizers to take along:", len(optimizers)), (type(self._wiring).__name__,)],
             failure=self._wiring.find_obstacle(),
             device=exchange_device(self.module),
             label="rebuild",
@@ -369,7 +368,11 @@ class DistributedDataParallel(torch.nn.Module):
 
         Gradients are dropped, and optimizers over the buffers' shards no longer reach the module. A second call does nothing.
         """
-        self._wiring.undo()
+        try:
+            self._wiring.undo()
+        finally:
+            if self._owns_communicator:
+                self.communicator.close()
         return self.module
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -382,6 +385,15 @@ class DistributedDataParallel(torch.nn.Module):
             "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
             "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one."
         )
+
+
+def _liveness(config: DistributedDataParallelConfig) -> Liveness:
+    return Liveness(
+        heartbeat_s=config.heartbeat_s,
+        dead_after_s=config.dead_after_s,
+        straggler_warning_s=config.straggler_warning_s,
+        is_default="dead_after_s" not in config.model_fields_set,
+    )
 
 
 def _restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:

@@ -133,8 +133,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self.torch_optimizer, name)
 
     def __repr__(self) -> str:
-        kind = "shards" if self._is_sharded else "whole buffers"
-        return f"DistributedOptimizer on {kind} ({len(self._sharding.shards)} flat tensors on this rank) of\n{self.torch_optimizer!r}"
+        kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self._sharding.shards)
+        return f"DistributedOptimizer on {kind} ({num_shards} flat tensors on this rank) of\n{self.torch_optimizer!r}"
 
     # A step #
 

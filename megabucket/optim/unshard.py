@@ -55,9 +55,7 @@ class ShardHolder(NamedTuple):
 
 
 @torch.no_grad()
-def unshard(
-    shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]], holder: ShardHolder
-) -> WholeState:
+def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]], holder: ShardHolder) -> WholeState:
     """Return what all ranks hold for the parameters of the buffers, whole, on every rank. A collective call.
 
     Main values come along where the parameters are 16-bit now, also those that were not when they moved into the buffers.
@@ -119,13 +117,12 @@ def _merge(answers: Iterable[Any], names: Sequence[Sequence[str]]) -> list[dict[
     found: list[dict[str, _Description]] = [{} for _ in names]
     differing: list[str] = []
     for index, members, entries in (run for answer in answers for run in answer):
-        description = tuple(_Entry(*fields[:4], tuple(fields[4]), tuple(fields[5])) for fields in entries)
-        for name in (names[index][member] for member in members):
-            if found[index].setdefault(name, description) != description:
-                differing.append(name)
+        description = tuple(_entry_from_json(fields) for fields in entries)
+        of_run = [names[index][member] for member in members]
+        differing += [name for name in of_run if found[index].setdefault(name, description) != description]
     if differing:
         raise OptimizerParametersError(
-            problem="ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter, so "
+            problem="ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter: "
             "one of them has missed an update",
             params=list(dict.fromkeys(differing)),
             remedy="Load the last checkpoint on every rank.",
@@ -149,11 +146,16 @@ def _describe_entry(key: str, value: Any, shard: MainShard) -> _Entry:
         return _Entry(key, "tensor", dtype_name(value.dtype), device, tuple(value.shape), _written(value.item()))
     found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise OptimizerParametersError(
-        problem=f"the optimizer holds {key!r} ({found}) for a flat shard of {shard.main.numel()} elements, which is neither one value "
-        "per element nor one number, so nobody can say what of it belongs to which parameter",
+        problem=f"the optimizer holds {key!r} ({found}) for a flat shard of {shard.main.numel()} elements. That is neither one "
+        "value per element nor one number, so nobody can say what of it belongs to which parameter",
         params=shard.run.params,
         remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False.",
     )
+
+
+def _entry_from_json(fields: Any) -> _Entry:
+    key, kind, dtype, device, shape, (number_type, text) = fields
+    return _Entry(key, kind, dtype, device, tuple(shape), (number_type, text))
 
 
 def _written(number: Any) -> tuple[str, str]:
@@ -229,9 +231,7 @@ def _gather(
             shard = buffer.layout.shard_span(bucket=bucket.index, rank=holder.communicator.rank)
             # As bytes: whatever dtype an optimizer chose for its state, every backend can move it.
             calls.append(
-                AllGather(
-                    flat[bucket.start : bucket.stop].view(torch.uint8), flat[shard.start : shard.stop].view(torch.uint8)
-                )
+                AllGather(flat[bucket.start : bucket.stop].view(torch.uint8), flat[shard.start : shard.stop].view(torch.uint8))
             )
         holder.communicator.launch(holder.communicator.prepare(calls), label="optimizer state values").wait()
     return _cut_out(buffer, names, flat)

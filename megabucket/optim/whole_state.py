@@ -58,7 +58,7 @@ def find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) ->
     ]
     if misfits:
         raise OptimizerParametersError(
-            problem="the optimizer holds state that is neither one value per element nor one number per parameter, so it cannot "
+            problem="the optimizer holds state that is neither one value per element nor one number per parameter, and cannot "
             "be cut into flat shards",
             params=misfits,
             remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False; or, where the parameter was "

@@ -202,6 +202,19 @@ _INDEPENDENT_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
     )
 )
 
+_SAFETY_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
+    {"nonfinite_gradients": nonfinite, "skipped_forwards": skipped, "fence": fence, "check_model_changes": changes}
+    for nonfinite, skipped, fence, changes in product(
+        ("error", "skip_step", "allow"), ("error", "allow"), (True, False), (True, False)
+    )
+)
+
+_VALID_TIMES: Final[tuple[dict[str, Any], ...]] = tuple(
+    {"heartbeat_s": heartbeat_s, "dead_after_s": dead_after_s, "straggler_warning_s": straggler_warning_s}
+    for heartbeat_s, dead_after_s, straggler_warning_s in product((1.0, None, 0.25), (30.0, 2.5, 0.75), (30.0, None, 0.5))
+    if heartbeat_s is None or dead_after_s > 2 * heartbeat_s
+)
+
 
 # Composite where ``map`` would do: a failing test then prints the value, which can be pasted, not a call of a private helper.
 @st.composite
@@ -239,7 +252,8 @@ def _boxes(*, max_numel: int, num_dims: int) -> SearchStrategy[tuple[int, ...]]:
 
 def _switches(layouts: Sequence[str]) -> SearchStrategy[dict[str, Any]]:
     """Every field of the config but the three that size the buckets."""
-    parts = (_VALID_SYNC, _VALID_REDUCTION, _INDEPENDENT_SWITCHES, [{"layout": layout} for layout in layouts])
+    shaping = [{"layout": layout} for layout in layouts]
+    parts = (_VALID_SYNC, _VALID_REDUCTION, _INDEPENDENT_SWITCHES, _SAFETY_SWITCHES, _VALID_TIMES, shaping)
     return st.tuples(*[st.sampled_from(part) for part in parts]).map(_merge)
 
 
