@@ -35,6 +35,7 @@ class Expectation:
         texts: what the text must contain.
         own_error: what the rank at fault may show instead, for instance its own exception.
         later_by: how many steps after the fault the error comes; 0 for the same step.
+        culprit_later_by: the same for the rank at fault where that is another; all meet after it, as after a checkpoint.
         at_wrap: the error comes out of the wrapper's constructor.
         same_text: all ranks must show the same text.
         lost: ranks that are gone and need not report.
@@ -50,6 +51,7 @@ class Expectation:
     texts: tuple[str, ...] = ()
     own_error: tuple[str, ...] = ()
     later_by: int = 0
+    culprit_later_by: int | None = None
     at_wrap: bool = False
     same_text: bool = True
     lost: tuple[int, ...] = ()
@@ -58,6 +60,11 @@ class Expectation:
     child_error: str = ""
     signal_within_s: float = 0.0
     warning: str = ""
+
+
+    def steps_late(self, *, is_culprit: bool) -> int:
+        """Return how many steps after the fault a rank has its error."""
+        return self.later_by if self.culprit_later_by is None or not is_culprit else self.culprit_later_by
 
 
 RIGHT = Expectation(Outcome.RIGHT)

@@ -28,6 +28,8 @@ def judge(run: CellRun, expected: Expectation) -> Verdict:
     live = live_ranks(run, expected)
     tolerated = range(HEALTHY_STEPS, HEALTHY_STEPS + expected.later_by)
     for step, rank, what in silent_faults(run, live):
+        if step in tolerated:
+            continue
         return Verdict(VerdictName.SILENT, f"step {step}, rank {rank}: {what}")
     for step in diverged_steps(run, live):
         if step not in tolerated:
@@ -94,7 +96,7 @@ def _find_error(run: CellRun, expected: Expectation, rank: int) -> tuple[Mapping
     if expected.at_wrap:
         event = run.first("wrap", rank=rank)
         return (None, 0.0) if event is None else (event["error"], event["at_s"])
-    last = HEALTHY_STEPS + expected.later_by
+    last = _last_step(run, expected, rank)
     steps = range(HEALTHY_STEPS, last + 1) if expected.lost or expected.recovery is Recovery.OVER else (last,)
     for step in steps:
         event = run.first("step", rank=rank, attempt=step)
@@ -109,6 +111,11 @@ def _find_error(run: CellRun, expected: Expectation, rank: int) -> tuple[Mapping
         if error is not None and not has_own:
             return error, event["at_s"]
     return None, 0.0
+
+
+def _last_step(run: CellRun, expected: Expectation, rank: int) -> int:
+    """Return the step in which a rank must have raised the agreed error."""
+    return HEALTHY_STEPS + expected.steps_late(is_culprit=rank == run.cell.culprit)
 
 
 def _agreed_on_culprit(run: CellRun, event: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -165,17 +172,18 @@ def _problems_around_the_error(run: CellRun, expected: Expectation, live: list[i
     yield from _problems_beside_the_error(run, expected)
     if expected.at_wrap:
         return
-    last = HEALTHY_STEPS + expected.later_by
     for event in run.of("step"):
         step, rank = event["attempt"], event["rank"]
         if rank not in live or event["error"] is None:
             continue
+        last = _last_step(run, expected, rank)
         is_own = rank == run.cell.culprit and HEALTHY_STEPS <= step <= last and event["error"]["class"] in expected.own_error
         is_in_window = HEALTHY_STEPS <= step <= last and (step == last or bool(expected.lost) or is_own)
         if not is_in_window and not (expected.recovery is Recovery.OVER and step >= HEALTHY_STEPS):
             yield f"step {step}, rank {rank}: {_shown(event['error'])}"
     if expected.recovery is Recovery.OVER:
         return
+    last = HEALTHY_STEPS + expected.later_by
     if expected.recovery is Recovery.NOTHING:
         for event in run.of("weights", attempt=last):
             if event["wrong"]:

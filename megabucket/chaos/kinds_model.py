@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
-from megabucket.chaos.cell import Cell, Mode
-from megabucket.chaos.expectation import RIGHT, AnyOf, Expectation, Recovery, named
+from megabucket.chaos.cell import Cell
+from megabucket.chaos.expectation import AnyOf, Expectation, Recovery, named
 from megabucket.chaos.fault import Fault, Here
 from megabucket.chaos.kind import FEW, PAIRS, SHARDED, Kind, not_in_torch
 from megabucket.chaos.model import WIDTH, ChaosModel
@@ -50,11 +50,6 @@ def _to_float64(here: Here) -> None:
 def _assign_data(here: Here) -> None:
     param = here.model.get_parameter(_NAME)
     param.data = param.data.clone()
-
-
-def _load_by_assigning(here: Here) -> None:
-    values = {name: value.clone() for name, value in here.model.state_dict().items()}
-    here.model.load_state_dict(values, assign=True)
 
 
 def _replace_main_grad(here: Here) -> None:
@@ -137,10 +132,8 @@ _CHANGES: Final[Mapping[str, Callable[[Here], None]]] = {
     "bfloat16": _to_bfloat16,
     "float64": _to_float64,
     "data": _assign_data,
-    "load-assign": _load_by_assigning,
     "main-grad": _replace_main_grad,
 }
-_MOVED = ("StorageMovedError", "ParametersChangedError")
 _ERRORS: Final[Mapping[str, tuple[str | tuple[str, ...], dict[str, object], tuple[str, ...]]]] = {
     "freeze": ("TrainabilityChangedError", {"frozen": (_NAME,), "unfrozen": ()}, ()),
     "unfreeze": ("TrainabilityChangedError", {"frozen": (), "unfrozen": (_NAME,)}, ()),
@@ -149,7 +142,6 @@ _ERRORS: Final[Mapping[str, tuple[str | tuple[str, ...], dict[str, object], tupl
     "bfloat16": ("StorageMovedError", {}, ("bfloat16", "layers.0.weight")),
     "float64": ("StorageMovedError", {}, ("float64", "layers.0.weight")),
     "data": ("StorageMovedError", {"params": (_NAME,)}, ()),
-    "load-assign": (_MOVED, {}, ("layers.0.weight",)),
     "main-grad": ("DetachedGradError", {"params": (_NAME,)}, ()),
 }
 _FIXES_ON_ALL: Final[Mapping[str, Callable[[Here], None]]] = {
@@ -160,7 +152,6 @@ _FIXES_ON_ALL: Final[Mapping[str, Callable[[Here], None]]] = {
     "bfloat16": _rebuild_in_float32,
     "float64": _rebuild_in_float32,
     "data": _rebuild_as_it_is,
-    "load-assign": _rebuild_with_new_optimizer,
     "main-grad": _rebuild_as_it_is,
 }
 _FIXES_ON_ONE: Final[Mapping[str, Callable[[Here], None]]] = {
@@ -199,7 +190,7 @@ class WrongCall(Fault):
         errors = {
             "all-in-no-sync": "UnreducedGradientsError",
             "plain-optimizer": "PlainOptimizerError",
-            "two-threads": "ConcurrentBackwardError",
+            "load-assign": "PhaseError",
         }
         return named(errors[self.cell.place], same_text=False)
 
@@ -210,19 +201,24 @@ class WrongCall(Fault):
     def arm(self, here: Here) -> None:
         """Step with the wrong optimizer where that is the fault."""
         here.announce()
+        if self.cell.place == "load-assign":
+            here.points["start"] = lambda: _load_by_assigning(here)
         if self.cell.place == "plain-optimizer":
             right = here.optimizer
             here.optimizer = torch.optim.SGD(here.model.parameters(), lr=0.1)
             here.step_stack.callback(setattr, here, "optimizer", right)
 
 
+def _load_by_assigning(here: Here) -> None:
+    values = {name: value.clone() for name, value in here.model.state_dict().items()}
+    here.model.load_state_dict(values, assign=True)
+
+
 class OtherSchedule(Fault):
     """One rank sets ``force_all_reduce`` for a step."""
 
     def expect(self) -> Expectation:
-        """Return the mismatch; with all-reduce the switch means nothing."""
-        if self.cell.combo.mode is Mode.ALL_REDUCE:
-            return RIGHT
+        """Return the mismatch."""
         flags = tuple(int(self.is_at_fault(rank)) for rank in range(self.cell.combo.num_ranks))
         return named("ScheduleMismatchError", fields={"by_rank": AnyOf((flags, tuple(map(bool, flags))))})
 
@@ -254,9 +250,9 @@ MODEL_KINDS = (
     ),
     Kind(
         "wrong-call",
-        "A step on gradients that are not reduced is refused on every rank; the next step is right.",
+        "A call that cannot give the right result is refused on every rank; the next step is right.",
         WrongCall,
-        places=("all-in-no-sync",),
+        places=("all-in-no-sync", "load-assign"),
         combos=PAIRS,
     ),
     Kind(
@@ -269,7 +265,7 @@ MODEL_KINDS = (
     ),
     Kind(
         "other-schedule",
-        "A rank that reduces in another way is named; with all-reduce the switch means nothing.",
+        "A rank that asks for another way of reducing is named.",
         OtherSchedule,
         combos=PAIRS,
         torch_skip=_NOT_DETECTABLE,

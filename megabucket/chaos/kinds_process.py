@@ -216,8 +216,8 @@ def _let_wait(here: Here, number: signal.Signals) -> None:
     if here.rank == (here.cell.culprit + 1) % here.num_ranks:
 
         def be_slow() -> None:
-            here.send("ask", signal=int(number), rank=here.cell.culprit, after_s=0.4)
-            time.sleep(1.5)
+            here.send("ask", signal=int(number), rank=here.cell.culprit, after_s=0.2)
+            time.sleep(0.9)
 
         here.points["before backward"] = be_slow
 

@@ -112,12 +112,16 @@ class TwoBackwards(Fault):
 
     def expect(self) -> Expectation:
         """Return a right step where gradients can be reduced again, which is on all ranks after an all-reduce."""
-        if self.cell.combo.mode is Mode.REDUCE_SCATTER:
-            return named("LateGradientError", texts=("no_sync()",))
+        combo = self.cell.combo
+        if combo.mode is Mode.REDUCE_SCATTER:
+            if not self.is_armed_on_all:
+                return named("MicrobatchMismatchError")
+            # Without overlap nothing was sent when the second backward comes, so it is just accumulated.
+            return named("LateGradientError", texts=("no_sync()",)) if combo.overlaps else RIGHT
         if self.is_armed_on_all:
             return RIGHT
-        # The rank at fault is in a second sync while the others have stepped.
-        return named("ReplicasDivergedError", later_by=1, recovery=Recovery.RELOAD)
+        # The rank at fault starts a second sync while the others step; all meet in the next one.
+        return named("ReplicasDivergedError", later_by=1, culprit_later_by=0, recovery=Recovery.RELOAD)
 
     def faulty(self, rank: int, batch: int) -> Recipe:
         """Run the second backward."""
@@ -165,12 +169,17 @@ class Raised(Fault):
         """Return the same error on all ranks; the rank at fault has its own exception unless it is in a step block."""
         is_sharded = self.cell.combo.mode is Mode.REDUCE_SCATTER
         own = () if self.uses_step_block else ("ChaosError",)
-        fields = {"rank": self.cell.culprit}
+        fields: dict[str, Any] = {"rank": self.cell.culprit}
         if self._place == "optimizer" and is_sharded:
-            return named("PeerFailedError", fields={**fields, "phase": "optimizer"}, own_error=own, recovery=Recovery.RELOAD)
+            # The others gather what the failed rank has not updated, and are told in the next step.
+            fields["phase"] = "optimizer"
+            return named("PeerFailedError", fields=fields, own_error=own, later_by=1, recovery=Recovery.RELOAD)
         if self._place == "optimizer" or (self._place == "between" and not is_sharded):
-            # The others have their reduced gradients and step; all find out in the next step.
-            return named("ReplicasDivergedError", own_error=own, later_by=1, recovery=Recovery.RELOAD)
+            # The others have their reduced gradients and step; all find out in the next step, for which a block waits.
+            late = 0 if self.uses_step_block else None
+            return named(
+                "ReplicasDivergedError", own_error=own, later_by=1, culprit_later_by=late, recovery=Recovery.RELOAD
+            )
         if self._place == "between" and not self.uses_step_block:
             return named(("StepMismatchError", "PeerFailedError"), own_error=own)
         # Autograd does not tell which exception ended a backward; forward and the step block know it.

@@ -65,14 +65,14 @@ class Loop:
 
     def run(self, fault: Fault) -> None:
         """Run the steps of a cell."""
-        for index in range(NUM_STEPS):
-            if not self.attempt(index, fault, is_faulty=index == HEALTHY_STEPS, fault_index=HEALTHY_STEPS):
-                break
-        else:
+        index: int | None = 0
+        while index is not None and index < NUM_STEPS:
+            index = self.attempt(index, fault, is_faulty=index == HEALTHY_STEPS, fault_index=HEALTHY_STEPS)
+        if index is not None:
             self.flush_weights()
 
-    def attempt(self, index: int, fault: Fault, *, is_faulty: bool, fault_index: int) -> bool:
-        """Run one step, check it, report it; return whether there is a next one."""
+    def attempt(self, index: int, fault: Fault, *, is_faulty: bool, fault_index: int) -> int | None:
+        """Run one step, check it, report it; return the index of the next one, if there is one."""
         here = self._here
         plan = fault.faulty if is_faulty else fault.healthy
         recipes = [plan(rank, index) for rank in range(here.num_ranks)]
@@ -95,11 +95,15 @@ class Loop:
         error = self._try_step(attempt, uses_block=fault.uses_step_block)
         at_s = time.monotonic()
         here.forget()
+        if isinstance(error, KeyboardInterrupt):  # the program ends; it does not talk to the others any more
+            here.send("step", attempt=index, error=describe(error), cleanup_error=None, last_error=None, at_s=at_s, wrong_grads="")
+            self.has_given_up = True
+            return None
         cleanup_error = self._clean_up() if error is not None else None
         if error is None and attempt.recipe.ending is Ending.STEP and not skips:
             here.oracle.update()
         self._report(attempt, error, cleanup_error, at_s)
-        return self._go_on(attempt, error, fault, is_due=index == fault_index + expected.later_by)
+        return self._next_index(attempt, error, fault, fault_index)
 
     def _try_step(self, attempt: _Attempt, *, uses_block: bool) -> BaseException | None:
         here = self._here
@@ -188,22 +192,24 @@ class Loop:
         if not self._defers_weights or error is not None:
             self.flush_weights()
 
-    def _go_on(self, attempt: _Attempt, error: BaseException | None, fault: Fault, *, is_due: bool) -> bool:
+    def _next_index(self, attempt: _Attempt, error: BaseException | None, fault: Fault, fault_index: int) -> int | None:
+        """Decide, after an error, whether and where training goes on."""
+        index = attempt.index
         if error is None:
             self._num_errors_in_a_row = 0
-            return True
+            return index + 1
         self._num_errors_in_a_row += 1
-        expected = fault.expect()
-        if isinstance(error, KeyboardInterrupt) or (not self._is_ours and self._num_errors_in_a_row > 1):
-            self.has_given_up = True
-            return False
         if not self._is_ours:
-            return True
+            self.has_given_up = self._num_errors_in_a_row > 1
+            return None if self.has_given_up else index + 1
+        expected = fault.expect()
         if expected.recovery is Recovery.OVER:
-            return False
-        if is_due:
+            return None
+        if index == fault_index + expected.steps_late(is_culprit=self._here.is_culprit):
             fault.recover(self._here)
-        return self._keeps_going or self._num_errors_in_a_row < 3
+            if expected.recovery is Recovery.RELOAD:
+                return fault_index + expected.later_by + 1  # a checkpoint says which step is next, on every rank
+        return index + 1 if self._keeps_going or self._num_errors_in_a_row < 3 else None
 
     # Weights #
 

@@ -131,10 +131,6 @@ def hold_lock_for(seconds: float) -> Action:
 
     def act(here: Here) -> None:
         here.announce()
-        # PyDLL, unlike CDLL, keeps the lock during the call. A signal would end one call early, hence the small ones.
-        usleep = ctypes.PyDLL(None).usleep
-        deadline_s = time.monotonic() + seconds
-        while time.monotonic() < deadline_s:
-            usleep(50_000)
+        ctypes.PyDLL(None).usleep(round(seconds * 1e6))  # PyDLL, unlike CDLL, keeps the lock during the call
 
     return act

@@ -44,10 +44,9 @@ class _Peer:
     beats: Silence = field(default_factory=Silence)
     place: Silence = field(default_factory=Silence)
 
-    @property
-    def last_words(self) -> str:
-        """What the last beat said, where it was one of many."""
-        if self.beat.every_s is None:
+    def last_words(self, *, are_wanted: bool = True) -> str:
+        """Return what the last beat said, where it was one of many."""
+        if self.beat.every_s is None or not are_wanted:
             return ""
         return f"; last seen in {self.beat.place}, {max(0.0, time.time() - self.beat.at_s):.1f} s before"
 
@@ -93,14 +92,18 @@ class Evidence:
             return True
         return peer.looks_at_dead >= (_LOOKS_AT_ENDED if peer.beat.has_left else _LOOKS_AT_DEAD)
 
-    def gone(self) -> dict[int, str]:
+    def gone(self, *, in_detail: bool = True) -> dict[int, str]:
         """Return the ranks that died without a word or, if there are none, those that ended in good order.
 
         Whoever ends in good order may do so because of those who died.
+
+        Args:
+            in_detail: with what only this rank may know, for instance when a rank was last heard of.
         """
         dead = {rank: peer for rank, peer in self._peers.items() if peer.state is ProcessState.DEAD}
         crashed = {
-            rank: f"died: process {peer.beat.process.pid} on {peer.beat.process.host} is gone{peer.last_words}"
+            rank: f"died: process {peer.beat.process.pid} on {peer.beat.process.host} is gone"
+            f"{peer.last_words(are_wanted=in_detail)}"
             for rank, peer in dead.items()
             if not peer.beat.has_left
         }
@@ -111,36 +114,37 @@ class Evidence:
             if peer.beat.has_left and (rank in dead or peer.beat.num_launched < self._number)
         }
 
-    def frozen(self, dead_after_s: float) -> dict[int, str]:
+    def frozen(self, dead_after_s: float, *, in_detail: bool = True) -> dict[int, str]:
         """Return the ranks that have been stopped, or without a sign of life, for that long."""
         found = {}
         for rank, peer in self._peers.items():
-            is_stopped = peer.stop.silent_s >= dead_after_s
             is_silent = peer.beats.silent_s >= dead_after_s and peer.beat.every_s is not None and not peer.beat.has_left
-            if is_stopped or is_silent:
+            if is_silent or peer.stop.silent_s >= dead_after_s:
                 why = ", its process is stopped" if peer.state is ProcessState.STOPPED else ""
-                found[rank] = f"froze: no sign of life for {dead_after_s:g} s{why}{peer.last_words}"
+                words = peer.last_words(are_wanted=in_detail)
+                found[rank] = f"froze: no sign of life for {dead_after_s:g} s{why}{words}"
         return found
 
-    def silent_or_absent(self, silent_s: float) -> dict[int, str]:
+    def vanished(self, silent_s: float, *, in_detail: bool = True) -> dict[int, str]:
         """Return the ranks without a beat for that long or, if there are none, those that never wrote one."""
         silent = {
-            rank: f"went away: no sign of life for {silent_s:.1f} s{peer.last_words}"
+            rank: f"went away: no sign of life for {silent_s:.1f} s{peer.last_words(are_wanted=in_detail)}"
             for rank, peer in self._peers.items()
             if peer.beat.every_s is not None and peer.beats.silent_s >= silent_s
         }
-        return silent or dict.fromkeys(self._absent(), "went away before it had wrapped its module")
+        return silent or dict.fromkeys(self._absent, "went away before it had wrapped its module")
 
-    def late(self) -> dict[int, str]:
+    def late(self, *, in_detail: bool = True) -> dict[int, str]:
         """Return the ranks that have not launched what is waited for, as far as they tell."""
-        found = dict.fromkeys(self._absent(), "has not wrapped its module yet")
+        found = dict.fromkeys(self._absent, "has not wrapped its module yet")
         for rank, peer in self._peers.items():
-            if peer.beat.every_s is None:
-                found[rank] = f"has a process that is {peer.state.value}; what it does is not known without heartbeats"
-            elif peer.beat.num_launched < self._number:
-                there = f" (there for {peer.place.silent_s:.3g} s)" if peer.place.silent_s >= 1 else ""
+            if peer.state is ProcessState.STOPPED:
+                found[rank] = "has not launched its part; its process is stopped"
+            elif peer.beat.every_s is not None and peer.beat.num_launched < self._number:
+                there = f" (for {peer.place.silent_s:.3g} s)" if in_detail and peer.place.silent_s >= 1 else ""
                 found[rank] = f"is alive but has not launched its part; it is in {peer.beat.place}{there}"
         return dict(sorted(found.items()))
 
+    @property
     def _absent(self) -> Sequence[int]:
         return [rank for rank in self._others if rank not in self._peers]

@@ -21,11 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from megabucket.comm.peers import identify_this_process
 from megabucket.comm.port import Progress
 from megabucket.comm.signs import NO_VIEW, Beat, Finding, View, decode_beat, decode_finding
+from megabucket.comm.store_connection import StoreConnection
 
 _JOIN_S: Final = 1.0
 _READ_EVERY_S: Final = 0.2
@@ -121,35 +122,47 @@ class Heartbeat:
 
     def _run(self, store: Store) -> None:
         try:
-            self._serve(_own_connection(store))
+            connection = StoreConnection(store)
+            del store  # a host that destroys its group lets go of its store, and this thread must not hold it
+            try:
+                self._serve(connection)
+            finally:
+                connection.close()
         except Exception as error:
             # Not reported here: it happens at the end of programs, too, when the host of the store is the first to go. A rank
             # that is blocked notices that nobody answers.
             self.failure = f"{type(error).__name__}: {error}"
 
-    def _serve(self, store: Store) -> None:
+    def _serve(self, connection: StoreConnection) -> None:
         # Several wrappers may share a group, one after the other, too. All ranks make them in the same order.
-        instance = store.add(f"megabucket/instances/{self.rank}", 1)
-        store = PrefixStore(f"megabucket/{instance}", store)
+        instance = connection.store.add(f"megabucket/instances/{self.rank}", 1)
+        store = PrefixStore(f"megabucket/{instance}", connection.store)
         self._beat(store)
-        next_beat_s = time.monotonic()
+        next_beat_s = time.monotonic() + (self.every_s or 0.0)
         while True:
-            timeout_s = None
-            if self.every_s is not None:
-                timeout_s = next_beat_s + self.every_s - time.monotonic()
-                if timeout_s <= 0:
-                    if not self._is_wanted():
-                        break
-                    self._beat(store)
-                    next_beat_s, timeout_s = time.monotonic(), self.every_s
-            try:
-                request = self._mailbox.get(timeout=timeout_s)
-            except queue.Empty:
-                continue
-            if request.is_last:
-                break
-            self._answer(store, request)
-        self._beat(store, has_left=True)
+            request = self._next_request(next_beat_s)
+            connection.check()
+            if request is None:
+                if not self._is_wanted():
+                    return  # the group was destroyed: nobody waits over it any more
+                self._beat(store)
+                next_beat_s = time.monotonic() + (self.every_s or 0.0)
+            elif request.is_last:
+                if self._is_wanted():
+                    self._beat(store, has_left=True)
+                return
+            else:
+                self._answer(store, request)
+
+    def _next_request(self, next_beat_s: float) -> _Request | None:
+        """Return the next request, or ``None`` when it is time for a beat."""
+        timeout_s = None if self.every_s is None else next_beat_s - time.monotonic()
+        if timeout_s is not None and timeout_s <= 0:
+            return None
+        try:
+            return self._mailbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     def _beat(self, store: Store, *, has_left: bool = False) -> None:
         progress = self._progress
@@ -196,12 +209,3 @@ class Heartbeat:
 
 def _rank_key(rank: int) -> str:
     return f"rank/{rank}"
-
-
-def _own_connection(store: Store) -> Store:
-    """Return the store over a connection of its own, where it has connections."""
-    bottom = store
-    while isinstance(bottom, PrefixStore):
-        bottom = bottom.underlying_store
-    clone: Callable[[], Store] | None = getattr(store, "clone", None)  # not in every torch
-    return clone() if clone is not None and isinstance(bottom, TCPStore) else store

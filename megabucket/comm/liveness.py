@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from megabucket.errors import ConfigError, rank_list
+
+_RANKS_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,12 @@ class StragglerWarning(UserWarning):
     def __init__(self, *, rank: int, waited_s: float, waiting_for: str, ranks: Sequence[int], states: Sequence[str]) -> None:
         self.rank, self.waited_s, self.waiting_for = rank, waited_s, waiting_for
         self.ranks, self.states = tuple(ranks), tuple(states)
-        findings = "; ".join(f"rank {late} {state}" for late, state in zip(self.ranks, self.states, strict=True))
+        late = list(zip(self.ranks, self.states, strict=True))
+        findings = "; ".join(f"rank {late_rank} {state}" for late_rank, state in late[:_RANKS_SHOWN])
         super().__init__(
             f"[rank {rank}] has waited {waited_s:.3g} s for {waiting_for}. "
             + (
-                f"{findings}. {rank_list(self.ranks).capitalize()} may be slow or stuck; every other rank waits for it."
+                f"{findings}. All ranks wait for {rank_list(self.ranks)}, slow or stuck."
                 if findings
                 else "No rank is known to be late: the transfer itself may be slow, or heartbeats are off (heartbeat_s=None)."
             )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 
 class ProcessState(enum.Enum):
@@ -30,13 +31,16 @@ class ProcessIdentity:
 
 def identify_this_process() -> ProcessIdentity:
     """Return who this process is. To be called again in a forked child."""
-    pid = os.getpid()
+    host, pid = socket.gethostname(), os.getpid()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        # Containers of one host share the boot, not the ids.
-        return ProcessIdentity(socket.gethostname(), pid, _read_stat(pid)[1], f"{boot} {Path('/proc/self/ns/pid').readlink()}")
+        space = f"{boot} {Path('/proc/self/ns/pid').readlink()}"  # containers of one host share the boot, not the ids
+        stat = _read_stat(pid)
+        if stat != _read_stat("self"):
+            return ProcessIdentity(host, pid, 0, "")  # /proc belongs to another container
     except (OSError, ValueError, IndexError):
-        return ProcessIdentity(socket.gethostname(), pid, 0, "")
+        return ProcessIdentity(host, pid, 0, "")
+    return ProcessIdentity(host, pid, stat.start_ticks, space)
 
 
 def look_at(process: ProcessIdentity, *, from_space: str) -> ProcessState:
@@ -44,18 +48,26 @@ def look_at(process: ProcessIdentity, *, from_space: str) -> ProcessState:
     if not from_space or process.pid_space != from_space:
         return ProcessState.UNKNOWN
     try:
-        state, start_ticks = _read_stat(process.pid)
+        stat = _read_stat(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return ProcessState.DEAD
     except (OSError, ValueError, IndexError):
         return ProcessState.UNKNOWN
-    if start_ticks != process.start_ticks or state in "ZXx":
+    if stat.start_ticks != process.start_ticks or stat.letter in "ZXx":
         return ProcessState.DEAD
-    return ProcessState.STOPPED if state in "Tt" else ProcessState.RUNNING
+    return ProcessState.STOPPED if stat.letter in "Tt" else ProcessState.RUNNING
 
 
-def _read_stat(pid: int) -> tuple[str, int]:
-    """Return the state letter and the start time of a process (proc(5): fields 3 and 22)."""
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    pid: int
+    letter: str = field(compare=False)
+    start_ticks: int
+
+
+def _read_stat(pid: int | Literal["self"]) -> _Stat:
+    """Return the fields 1, 3 and 22 of what proc(5) says about a process."""
     # The name of the program, field 2, is in parentheses and may contain anything, parentheses too.
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return fields[0].decode("ascii"), int(fields[19])
+    number, _, rest = Path(f"/proc/{pid}/stat").read_bytes().partition(b"(")
+    fields = rest.rpartition(b")")[2].split()
+    return _Stat(int(number), fields[0].decode("ascii"), int(fields[19]))

@@ -179,7 +179,9 @@ class ProcessGroupCommunicator(Communicator):
 
     def _start_coalesced(self, calls: Sequence[Call]) -> list[dist.Work]:
         """Send the calls as few batches: torch coalesces one kind, one reduce op and one dtype at a time."""
-        if isinstance(calls[0], Broadcast):
+        # A coalesced gather breaks gloo's heap, also when it is the only one: see docs/decisions/gloo-coalesced-gather.md.
+        is_gloo_gather = isinstance(calls[0], AllGather) and self._is_gloo(calls[0].full.device)
+        if isinstance(calls[0], Broadcast) or is_gloo_gather:
             return [self._start(call) for call in calls]
         batches: dict[tuple[torch.dtype, ReduceOp | None], list[Call]] = {}
         for call in calls:

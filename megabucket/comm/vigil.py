@@ -11,7 +11,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, Protocol
 
 import torch.distributed as dist
 
@@ -29,6 +30,12 @@ _STORE_IS_SILENT_S: Final = 1.0
 _INQUEST_S: Final = 1.0  # a process that closed its connections is gone within this time, or goes on without the group
 _INQUEST_BEATS: Final = 3.5  # and on another host, its beats stop
 _INQUEST_STEP_S: Final = 0.02
+
+
+class _States(Protocol):
+    """Lost ranks and what happened to them, with or without what only this rank may know."""
+
+    def __call__(self, *, in_detail: bool) -> Mapping[int, str]: ...
 
 
 @dataclass(slots=True)
@@ -133,14 +140,14 @@ class PeerWatch:
         evidence, dead_after_s = vigil.evidence, self._liveness.dead_after_s
         if evidence.is_somebody_gone:
             self._refresh(vigil)  # with the last words of the dead
-            if gone := evidence.gone():
-                return self._settle(vigil, gone)
-        if frozen := evidence.frozen(dead_after_s):
-            return self._settle(vigil, frozen, recorder=self._flight_record())
+            if evidence.gone():
+                return self._settle(vigil, evidence.gone)
+        if evidence.frozen(dead_after_s):
+            return self._settle(vigil, partial(evidence.frozen, dead_after_s), recorder=self._flight_record())
         if vigil.store.silent_s >= dead_after_s:
             reason = self._heartbeat.failure or "its host may be gone or frozen"
             silence = f"the store of the process group has not answered for {dead_after_s:g} s: {reason}"
-            return self._finding(vigil, {}, silence, recorder=self._flight_record())
+            return self._finding(vigil, {}, silence, recorder=self._flight_record(), in_detail=False)
         return None
 
     def _warn_of_stragglers(self, vigil: _Vigil) -> None:
@@ -167,22 +174,21 @@ class PeerWatch:
 
         Which rank it was, gloo does not say. A process that dies closes its connections before it is seen to be dead.
         """
-        evidence, heartbeat = vigil.evidence, self._heartbeat
-        limit_s = max(_INQUEST_S, _INQUEST_BEATS * (heartbeat.every_s or 0.0))
-        deadline_s = time.monotonic() + limit_s
-        finding = self.finding
+        evidence, every_s = vigil.evidence, self._heartbeat.every_s or 0.0
+        deadline_s = time.monotonic() + max(_INQUEST_S, _INQUEST_BEATS * every_s)
+        finding = self.finding or self._refresh(vigil)
         while finding is None:
-            finding = self._refresh(vigil)
-            if finding is None and (gone := evidence.gone()):
-                finding = self._settle(vigil, gone)
-            elif finding is None and is_time_limit(failure):
-                late = {rank: f"did not come in time: it {state}" for rank, state in evidence.late().items()}
+            if evidence.gone():
+                finding = self._settle(vigil, evidence.gone)
+            elif is_time_limit(failure):
                 limit = f"the time limit of the process group{self._time_limit} was over"
-                finding = self._settle(vigil, late, limit, recorder=self._flight_record())
-            elif finding is None and time.monotonic() > deadline_s:
-                silent = evidence.silent_or_absent((_INQUEST_BEATS - 1) * (heartbeat.every_s or limit_s))
-                finding = self._settle(vigil, silent, failure.partition("] ")[2] or failure)
-            time.sleep(_INQUEST_STEP_S)
+                finding = self._settle(vigil, evidence.late, limit, recorder=self._flight_record())
+            elif time.monotonic() > deadline_s:
+                silent_s = max(_INQUEST_S, _INQUEST_BEATS * every_s) - every_s
+                finding = self._settle(vigil, partial(evidence.vanished, silent_s), _first_sentence(failure))
+            else:
+                time.sleep(_INQUEST_STEP_S)
+                finding = self._refresh(vigil)
         return self._conclude(finding)
 
     @property
@@ -204,16 +210,21 @@ class PeerWatch:
             vigil.store.silent_s += _ANSWER_S
         return view
 
-    def _finding(self, vigil: _Vigil, states: Mapping[int, str], reason: str = "", *, recorder: str = "") -> Finding:
-        noticed = f"noticed by rank {self._heartbeat.rank} while it waited for {self._waiting_for(vigil)}"
-        during = f"{noticed}: {reason}" if reason else noticed
-        return Finding(tuple(states), tuple(states.values()), during, recorder)
-
-    def _settle(self, vigil: _Vigil, states: Mapping[int, str], reason: str = "", *, recorder: str = "") -> Finding:
+    def _settle(self, vigil: _Vigil, states: _States, reason: str = "", *, recorder: str = "") -> Finding:
         """Return what all ranks shall raise: what another rank has found before, or else this."""
-        finding = self._finding(vigil, states, reason, recorder=recorder)
+        finding = self._finding(vigil, states(in_detail=True), reason, recorder=recorder)
         view = self._ask(vigil, finding)
-        return finding if view is None or view.finding is None else view.finding
+        if view is not None and view.finding is not None:
+            return view.finding
+        # The others cannot be told, so what only this rank knows is left out: then most of them will find the same.
+        return self._finding(vigil, states(in_detail=False), reason, in_detail=False)
+
+    def _finding(
+        self, vigil: _Vigil, states: Mapping[int, str], reason: str, *, recorder: str = "", in_detail: bool = True
+    ) -> Finding:
+        who = f" by rank {self._heartbeat.rank}" if in_detail else ""
+        during = f"noticed{who} while waiting for {self._waiting_for(vigil)}" + (f": {reason}" if reason else "")
+        return Finding(tuple(states), tuple(states.values()), during, recorder)
 
     def _conclude(self, finding: Finding) -> PeerLostError:
         if self.finding is None:
@@ -222,4 +233,9 @@ class PeerWatch:
         return self.finding.error()
 
     def _waiting_for(self, vigil: _Vigil) -> str:
-        return f"{vigil.label} ({self._progress.phase}, step {self._progress.step})"
+        return f"{vigil.label} of step {self._progress.step} ({self._progress.phase})"
+
+
+def _first_sentence(failure: str) -> str:
+    """Return what gloo says without the line of its source and its good wishes."""
+    return failure.rpartition(".cc:")[2].partition("] ")[2].partition(". ")[0] or failure

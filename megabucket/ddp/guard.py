@@ -117,6 +117,7 @@ class PlainOptimizerGuard:
 def _remove_dead_hooks(handle: RemovableHandle) -> None:
     """Take the hooks of guards that are gone out of the list that ``handle`` points into."""
     hooks = handle.hooks_dict_ref() or {}
-    for key, hook in list(hooks.items()):  # a copy, made in one go: another thread may be wrapping a module, too
+    # dict.copy is one step of the interpreter, unlike any way through an OrderedDict: another thread may be wrapping, too.
+    for key, hook in dict.copy(hooks).items():
         if isinstance(hook, _StepHook) and hook.is_dead:
             hooks.pop(key, None)

@@ -125,7 +125,7 @@ class Unwired:
         self.sync_to_continue = sync_to_continue
         self._text = text = (
             "the module is not wrapped, because rebuild() has failed; gradients would not be reduced. Repair what the error "
-            "has named and call ddp.rebuild() again on every rank: parameters, moments and main parameters are kept until then. "
+            "has named and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept. "
             f"The error was {reason}"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,6 +124,8 @@ def _benches(
         yield _Benches(config, real, device, groups)
     finally:
         if groups is not None:
+            # Wrappers are full of reference cycles, and a group that one of them still holds would live on in its threads.
+            gc.collect()
             groups.close()
 
 

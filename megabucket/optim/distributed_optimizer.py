@@ -22,6 +22,7 @@ from megabucket.errors import (
 from megabucket.optim.groups import check_elementwise
 from megabucket.optim.norm import GlobalNorm, clip_by_norm
 from megabucket.optim.sharding import Sharding
+from megabucket.optim.shards import MainShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _make_norm(self) -> GlobalNorm:
         device = self.ddp.param_and_grad_buffers[0].grad_data.device
         return GlobalNorm(self.ddp.communicator, device=device, is_sharded=self._is_sharded)
+
+    @property
+    def _shards(self) -> list[MainShard]:
+        """What this rank steps on."""
+        return self._sharding.shards
 
     # Rebuilding #
 
@@ -133,7 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self.torch_optimizer, name)
 
     def __repr__(self) -> str:
-        kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self._sharding.shards)
+        kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self._shards)
         return f"DistributedOptimizer on {kind} ({num_shards} flat tensors on this rank) of\n{self.torch_optimizer!r}"
 
     # A step #
@@ -160,9 +166,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
         if not self._is_sharded:
             self._take_published_grads()
-        for shard in self._sharding.shards:
+        for shard in self._shards:
             shard.load_grad()
-        grads = [shard.grad for shard in self._sharding.shards]
+        grads = [shard.grad for shard in self._shards]
         norm = self._global_norm.of(grads)
         if not math.isfinite(norm):
             return StepResult(updated=False, grad_norm=norm, reason=self._describe_nonfinite(norm))
@@ -182,7 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.ddp.sync.tally.failure = Failure("optimizer", f"{type(error).__name__}: {error}")  # told at the next fence
             raise
         finally:  # the others gather, whatever happened here
-            for shard in self._sharding.shards:
+            for shard in self._shards:
                 shard.store_values()
             if self._is_sharded:
                 for group in self.ddp.bucket_groups:
@@ -200,7 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ``load_state_dict`` on the module needs no call: it is noticed.
         """
         self._sharding.check_is_current()
-        for shard in self._sharding.shards:
+        for shard in self._shards:
             shard.reload_values()
         self._num_value_changes = self.ddp.num_value_changes
 
@@ -237,7 +243,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             slot.publish()
 
     def _describe_nonfinite(self, norm: float) -> str:
-        names = [name for shard in self._sharding.shards for name in shard.params_with_nonfinite_grad()]
+        names = [name for shard in self._shards for name in shard.params_with_nonfinite_grad()]
         if names:
             culprit = f"not finite in this rank's shard of {name_list(names)}"
         elif self._is_sharded and self.ddp.communicator.size > 1:

@@ -72,8 +72,7 @@ def wait_without_the_last(place: Place, liveness: Liveness | None, busy_s: float
     handle.wait()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("liveness", [PATIENT, None])
+@pytest.mark.parametrize(("ranks", "liveness"), [(2, PATIENT), (3, PATIENT), (4, PATIENT), (4, None)])
 def test_a_killed_process_is_noticed_within_a_second_on_every_rank_in_the_same_words(ranks, liveness):
     alive = list(range(ranks - 1))
     with crew(wait_without_the_last, liveness, ranks=ranks) as ours:
@@ -88,7 +87,7 @@ def test_a_killed_process_is_noticed_within_a_second_on_every_rank_in_the_same_w
     assert [error.ranks for error in errors] == [(ranks - 1,)] * len(alive)
     assert len({str(error) for error in errors}) == 1
     assert max(message.at_s for message in messages) - killed_s <= DEAD_NOTICED_S
-    assert "while it waited for bucket 2 (backward, step 12)" in errors[0].during
+    assert "while waiting for bucket 2 of step 12 (backward)" in errors[0].during
     assert errors[0].states[0].startswith("died: process ")
     assert ("last seen in forward, step 12" in errors[0].states[0]) == (liveness is not None)
 
@@ -160,12 +159,13 @@ def test_after_a_loss_nothing_can_be_launched_until_those_who_are_left_make_a_gr
 # Frozen processes #
 
 
-@pytest.mark.parametrize(("ranks", "liveness"), [(2, QUICK), (4, QUICK)])
-def test_a_stopped_process_is_lost_after_dead_after_s_on_every_rank_in_the_same_words(ranks, liveness):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_stopped_process_is_lost_after_dead_after_s_on_every_rank_in_the_same_words(ranks):
     alive = list(range(ranks - 1))
-    with crew(wait_without_the_last, liveness, ranks=ranks) as ours:
+    with crew(wait_without_the_last, QUICK, ranks=ranks) as ours:
         ours.expect_all("ready")
-        waiting = ours.expect_all("waiting", alive)
+        ours.expect_all("waiting", alive)
+        time.sleep(0.5)  # a beat
         stopped_s = ours.signal(ranks - 1, signal.SIGSTOP)
         messages = ours.expect_all("raised", alive)
 
@@ -173,7 +173,7 @@ def test_a_stopped_process_is_lost_after_dead_after_s_on_every_rank_in_the_same_
     print("noticed after", [f"{message.at_s - stopped_s:.3f} s" for message in messages])
     assert [error.ranks for error in errors] == [(ranks - 1,)] * len(alive)
     assert len({str(error) for error in errors}) == 1
-    assert min(message.at_s for message in messages) - min(message.at_s for message in waiting) >= QUICK.dead_after_s
+    assert min(message.at_s for message in messages) - stopped_s >= QUICK.dead_after_s
     assert max(message.at_s for message in messages) - stopped_s <= QUICK.dead_after_s + 1
     assert (
         errors[0]
@@ -301,7 +301,9 @@ def test_a_warning_names_the_rank_that_others_wait_for_and_what_it_does_once():
     assert isinstance(warning, StragglerWarning)
     assert (warning.rank, warning.ranks) == (0, (1,))
     assert 0.8 <= warning.waited_s < 2
-    assert str(warning).startswith(f"[rank 0] has waited {warning.waited_s:.3g} s for bucket 2 (forward, step 12). rank 1 is ")
+    assert str(warning).startswith(
+        f"[rank 0] has waited {warning.waited_s:.3g} s for bucket 2 of step 12 (forward). rank 1 is "
+    )
     assert "rank 1 is alive but has not launched its part; it is in forward, step 12" in str(warning)
 
 
@@ -509,10 +511,9 @@ def use_after_destruction(place: Place, path: str) -> list[str]:
         if again:
             dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=place.index, world_size=2)
         for communicator in (default, subgroup):
-            try:
+            with pytest.raises(GroupDestroyedError) as caught:
                 reduce_ones(communicator)
-            except GroupDestroyedError as error:
-                found.append(str(error))
+            found.append(str(caught.value))
     first_reduction(ProcessGroupCommunicator(None, liveness=PATIENT))
     return found
 
@@ -522,8 +523,8 @@ def test_a_destroyed_group_is_refused_also_when_there_is_another_default_group_b
         texts = [message.content for message in ours.expect_all("returned")]
 
     text = (
-        "[rank 0] bucket 2 was launched, but the process group of the wrapper was destroyed, so nothing can be reduced any more "
-        "and this replica would go on alone. Call ddp.detach() and wrap the module again over a living group."
+        "[rank 0] bucket 2 was launched, but the process group of the wrapper was destroyed, so nothing can be reduced any "
+        "more and this replica would go on alone. Call ddp.detach() and wrap the module again over a living group."
     )
     assert texts[0] == [text] * 4
     assert len(texts[1]) == 4

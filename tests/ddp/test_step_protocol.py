@@ -1,0 +1,523 @@
+"""One fault on one rank: all ranks raise the same error with the same text, and the next step is right.
+
+Every case runs a healthy step, the fault on rank 1, and a healthy step again, in both modes, with and without overlap, on a
+loopback world that finds mismatched collectives, deadlocks and writes in flight with certainty.
+"""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from loop_ranks import Ranks
+
+import megabucket as mb
+from megabucket.errors import (
+    DetachedGradError,
+    LateGradientError,
+    MegabucketError,
+    MicrobatchMismatchError,
+    NonFiniteGradientError,
+    ParametersChangedError,
+    PeerFailedError,
+    PhaseError,
+    ReplicasDivergedError,
+    ScheduleMismatchError,
+    StepMismatchError,
+    StorageMovedError,
+    TrainabilityChangedError,
+    UnusedParameterError,
+)
+
+DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
+UNKNOWN = (
+    "an exception that autograd keeps to itself; it stands in the log of that rank, and would stand here inside "
+    "`with ddp.step():`"
+)
+SIZE = 3
+FAULTY = 1
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x * 1
+
+    @staticmethod
+    def backward(*_):
+        raise ValueError("boom")
+
+
+class Model(torch.nn.Module):
+    """The gradient of each parameter is the input, in every element. ``fault`` says what goes wrong in this forward."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abc":
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(100)))
+        self.frozen = torch.nn.Parameter(torch.zeros(7), requires_grad=False)
+
+    def forward(self, x, fault=None):
+        if fault == "exception in forward":
+            raise ValueError("boom")
+        a = self.a * x
+        if fault == "exception in backward":
+            a = FailsInBackward.apply(a)
+        b = (self.b * x).sum() * (math.nan if fault == "nan" else 1.0)
+        return a.sum() + (self.c * x).sum() + (0 if fault == "unused" else b)
+
+
+def step(rank, ddp, optimizer, fault=None):
+    """One training step of one rank, with one thing wrong."""
+    x = rank + 1.0
+    if fault == "no_sync left out":
+        ddp(x).backward()
+    if fault == "one microbatch more":
+        with ddp.no_sync():
+            ddp(x).backward()
+    if fault == "step skipped after forward":
+        ddp(x)
+        ddp(x).backward()
+    elif fault == "second backward":
+        loss = ddp(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    elif fault == "batch skipped":
+        ddp.step_number += 1
+        ddp(x).backward()
+    else:
+        ddp(x, fault).backward()
+    if fault == "gradients dropped":
+        optimizer.zero_grad()
+    else:
+        optimizer.step()
+
+
+BREAK = {
+    "frozen": lambda model: model.b.requires_grad_(False),
+    "unfrozen": lambda model: model.frozen.requires_grad_(True),
+    "half": lambda model: model.half(),
+    "data moved": lambda model: setattr(model.b, "data", model.b.data.clone()),
+    "parameter replaced": lambda model: setattr(model, "b", torch.nn.Parameter(torch.zeros(100))),
+    "parameter added": lambda model: setattr(model, "d", torch.nn.Parameter(torch.zeros(100))),
+    "main_grad replaced": lambda model: setattr(model.b, "main_grad", torch.zeros(100)),
+}
+
+
+def repair(model, before):
+    """Undo what ``BREAK`` did."""
+    for name, (param, data, main_grad) in before.items():
+        setattr(model, name, param)
+        param.data = data
+        param.requires_grad_(name != "frozen")
+        if main_grad is not None:
+            param.main_grad = main_grad
+    if hasattr(model, "d"):
+        del model.d
+
+
+# Fault -> class, and the text on every rank. {bucket}: of b, counted from 0; {num}: buckets.
+EXPECTED = {
+    "exception in forward": (PeerFailedError, f"step 1: rank 1 failed in forward: ValueError: boom. {DROPPED}"),
+    "exception in backward": (PeerFailedError, f"step 1: rank 1 failed in backward: {UNKNOWN}. {DROPPED}"),
+    "aborted": (PeerFailedError, f"step 1: rank 1 failed in abort_step(): the batch is empty. {DROPPED}"),
+    "unused": (
+        UnusedParameterError,
+        (
+            "step 1: 'b' got no gradient on rank 1 of 3 ranks (first in bucket 1 of 3, counted from 0). They require grad but "
+            "were in no forward of the step that was differentiated; without them the mean would be of other things than it says. "
+            "Freeze them with requires_grad_(False) before wrapping, use them, or set unused_parameters='zero' to reduce zeros in "
+            f"their place. {DROPPED}"
+        ),
+    ),
+    "nan": (
+        NonFiniteGradientError,
+        (
+            "step 1: the gradient of 'b' on rank 1 (bucket 1 of 3, counted from 0) has nan in 100 of 100 elements, first at [0]. "
+            "Reduced, it would reach every rank. No optimizer step was taken on any rank. Look at the loss and the data of that "
+            "rank; set nonfinite_gradients='skip_step' to leave such steps out, or 'allow' where a loss scaler looks at the "
+            f"gradients itself. {DROPPED}"
+        ),
+    ),
+    "one microbatch more": (
+        MicrobatchMismatchError,
+        (
+            "step 1: microbatch counts differ between ranks: 1 on ranks 0, 2; 2 on rank 1. The mean over ranks would weigh them "
+            f"unequally. Run as many backwards per step on every rank, all but the last one inside no_sync(). {DROPPED}"
+        ),
+    ),
+    "step skipped after forward": (
+        StepMismatchError,
+        (
+            "step 1: training forwards that no backward has reached differ between ranks: 0 on ranks 0, 2; 1 on rank 1. Some rank "
+            "has skipped or dropped a step that others have taken, so batches of different steps would be averaged. Make every "
+            "rank take every step: a rank that cannot use its batch calls abort_step(), and all drop the step together. A forward "
+            f"that is not for training belongs under torch.no_grad() or module.eval(). {DROPPED}"
+        ),
+    ),
+    "batch skipped": (
+        StepMismatchError,
+        (
+            "step 1: the caller's step numbers differ between ranks: 1 on ranks 0, 2; 2 on rank 1. Some rank has skipped or "
+            "dropped a step that others have taken, so batches of different steps would be averaged. Make every rank take every "
+            "step: a rank that cannot use its batch calls abort_step(), and all drop the step together. A forward that is not for "
+            f"training belongs under torch.no_grad() or module.eval(). {DROPPED}"
+        ),
+    ),
+    "force_all_reduce": (
+        ScheduleMismatchError,
+        (
+            "step 1: force_all_reduce differs between ranks: 0 on ranks 0, 2; 1 on rank 1. Ranks that launch different "
+            f"collectives mix unrelated data. Set it alike on every rank before backward. {DROPPED}"
+        ),
+    ),
+    "frozen": (
+        TrainabilityChangedError,
+        (
+            "step 1: after wrapping, rank 1 has 'b' frozen (requires_grad). A frozen parameter keeps its place in the buffer and "
+            "gets no gradient; the gradient of an unfrozen one is never reduced, and replicas drift apart. Call ddp.rebuild() on "
+            f"every rank after changing requires_grad. {DROPPED}"
+        ),
+    ),
+    "unfrozen": (
+        TrainabilityChangedError,
+        (
+            "step 1: after wrapping, rank 1 has 'frozen' unfrozen (requires_grad). A frozen parameter keeps its place in the "
+            "buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and replicas drift apart. Call "
+            f"ddp.rebuild() on every rank after changing requires_grad. {DROPPED}"
+        ),
+    ),
+    "half": (
+        StorageMovedError,
+        (
+            "step 1: on rank 1 parameters have left the buffer: 'a', 'b', 'c' (the first one is float16 on cpu in memory of its "
+            "own, expected float32 on cpu at its place). Something moved parameters after wrapping: .to(), .half(), .bfloat16(), "
+            "load_state_dict(assign=True) or `param.data =`. The optimizer would go on updating memory that the module does not "
+            "read. Convert the module before wrapping and copy values with param.copy_() under no_grad(); ddp.rebuild() takes the "
+            f"module as it is now. {DROPPED}"
+        ),
+    ),
+    "data moved": (
+        StorageMovedError,
+        (
+            "step 1: on rank 1 parameters have left the buffer: 'b' (the first one is float32 on cpu in memory of its own, "
+            "expected float32 on cpu at its place). Something moved parameters after wrapping: .to(), .half(), .bfloat16(), "
+            "load_state_dict(assign=True) or `param.data =`. The optimizer would go on updating memory that the module does not "
+            "read. Convert the module before wrapping and copy values with param.copy_() under no_grad(); ddp.rebuild() takes the "
+            f"module as it is now. {DROPPED}"
+        ),
+    ),
+    "parameter replaced": (
+        ParametersChangedError,
+        (
+            "step 1: after wrapping, rank 1 has replaced 'b'. Gradients of parameters that are not in the buffers are never "
+            "reduced, and the optimizer still holds the old ones. Call ddp.rebuild() on every rank after changing the module. "
+            f"{DROPPED}"
+        ),
+    ),
+    "parameter added": (
+        ParametersChangedError,
+        (
+            "step 1: after wrapping, rank 1 has added 'd'. Gradients of parameters that are not in the buffers are never "
+            f"reduced, and the optimizer still holds the old ones. Call ddp.rebuild() on every rank after changing the module. {DROPPED}"
+        ),
+    ),
+    "main_grad replaced": (
+        DetachedGradError,
+        (
+            "step 1: on rank 1 main_grad of 'b' is no longer the place in the gradient buffer, so what is added there is in no "
+            "reduction. Something assigned or deleted it after wrapping. Write into main_grad in place (main_grad.copy_(), "
+            f".add_()), and clear gradients with ddp.zero_grad(). {DROPPED}"
+        ),
+    ),
+}
+MODES = [(sharded, overlaps) for sharded in (False, True) for overlaps in (True, False)]
+
+
+def optimizer_of(ddp):
+    sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    return mb.DistributedOptimizer(sgd, ddp) if ddp.ddp_config.use_distributed_optimizer else sgd
+
+
+def weights(ddp):
+    ddp.finish_param_sync()
+    return {name: Fraction(*ddp.module.get_parameter(name)[0].item().as_integer_ratio()) for name in "abc"}
+
+
+def attempt(rank, ddp, optimizer, fault):
+    """Run a step; return the error this rank saw, if any."""
+    try:
+        if fault == "aborted":
+            ddp.abort_step("the batch is empty")
+        elif fault == "force_all_reduce":
+            ddp.force_all_reduce = True
+            step(rank, ddp, optimizer)
+        else:
+            step(rank, ddp, optimizer, fault)
+    except Exception as error:
+        return error
+    finally:
+        ddp.force_all_reduce = False
+    return None
+
+
+def program(fault):
+    def run(rank, ddp):
+        optimizer, model = optimizer_of(ddp), ddp.module
+        ddp.step_number = 0
+        seen = [attempt(rank, ddp, optimizer, None)]
+        optimizer.zero_grad()
+        ddp.step_number = 1
+        before = {name: (param, param.data, getattr(param, "main_grad", None)) for name, param in model.named_parameters()}
+        if rank == FAULTY and fault in BREAK:
+            BREAK[fault](model)
+        seen.append(attempt(rank, ddp, optimizer, fault if rank == FAULTY and fault not in BREAK else None))
+        agreed = ddp.last_error
+        if rank == FAULTY and fault in BREAK:
+            repair(model, before)
+        after_fault = weights(ddp)
+        ddp.step_number = 2
+        seen.append(attempt(rank, ddp, optimizer, None))
+        return seen, agreed, after_fault, weights(ddp)
+
+    return run
+
+
+# A loopback world refuses the mixed collectives of a forced all-reduce at once, where they are told apart: with shards.
+CASES = [
+    (fault, sharded, overlaps)
+    for fault in EXPECTED
+    for sharded, overlaps in MODES
+    if not (sharded and fault == "force_all_reduce")
+]
+
+
+@pytest.mark.parametrize(("fault", "sharded", "overlaps"), CASES)
+def test_a_fault_on_one_rank_is_the_same_error_on_all_and_the_next_step_is_right(fault, sharded, overlaps):
+    ranks = Ranks(SIZE, Model(), use_distributed_optimizer=sharded, overlap_grad_reduce=overlaps, bucket_size=1)
+
+    results = ranks.run(program(fault))
+
+    kind, text = EXPECTED[fault]
+    for rank, (seen, agreed, after_fault, at_end) in enumerate(results):
+        first, faulty, last = seen
+        assert (first, last) == (None, None)
+        assert type(agreed) is kind
+        assert str(agreed) == text
+        if rank == FAULTY and fault.startswith("exception"):
+            assert isinstance(faulty, ValueError)  # its own
+        elif rank == FAULTY and fault == "aborted":
+            assert faulty is None  # it knows
+        else:
+            assert faulty is agreed
+        # The mean of 1, 2, 3 is 2 in each of the two steps that count, with a learning rate of 1.
+        assert after_fault == dict.fromkeys("abc", -2)
+        assert at_end == dict.fromkeys("abc", -4)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_gradients_dropped_by_one_rank_are_not_stepped_on_by_the_others(overlaps):
+    ranks = Ranks(SIZE, Model(), use_distributed_optimizer=True, overlap_grad_reduce=overlaps, bucket_size=1)
+
+    results = ranks.run(program("gradients dropped"))
+
+    for seen, agreed, after_fault, at_end in results:
+        assert isinstance(agreed, StepMismatchError)
+        assert seen[1] is agreed
+        assert (
+            "dropped steps (zero_grad() without an optimizer step) differ between ranks: 0 on ranks 0, 2; 1 on rank 1"
+            in str(agreed)
+        )
+        assert after_fault == dict.fromkeys("abc", -2)
+        assert at_end == dict.fromkeys("abc", -4)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_gradients_dropped_by_all_ranks_are_no_fault(overlaps):
+    ranks = Ranks(SIZE, Model(), use_distributed_optimizer=True, overlap_grad_reduce=overlaps, bucket_size=1)
+
+    def drop(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        ddp(100.0 * rank).backward()
+        optimizer.zero_grad()
+        step(rank, ddp, optimizer)
+        return ddp.last_error, weights(ddp)
+
+    assert ranks.run(drop) == [(None, dict.fromkeys("abc", -2))] * SIZE
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_second_backward_on_one_rank_is_late_on_all(overlaps):
+    ranks = Ranks(SIZE, Model(), use_distributed_optimizer=True, overlap_grad_reduce=overlaps, bucket_size=1)
+
+    results = ranks.run(program("second backward"))
+
+    # With overlap its buckets are in flight; without, nothing was sent yet, but it counts one backward more.
+    kind = LateGradientError if overlaps else MicrobatchMismatchError
+    for seen, agreed, after_fault, at_end in results:
+        assert seen[1] is agreed
+        assert isinstance(agreed, MicrobatchMismatchError | kind)
+        assert (after_fault, at_end) == (dict.fromkeys("abc", -2), dict.fromkeys("abc", -4))
+
+
+@pytest.mark.parametrize(("sharded", "overlaps"), MODES, ids=str)
+def test_inside_a_step_block_the_failing_rank_raises_the_same_error_with_the_whole_text(sharded, overlaps):
+    ranks = Ranks(SIZE, Model(), use_distributed_optimizer=sharded, overlap_grad_reduce=overlaps, bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        caught = None
+        try:
+            with ddp.step():
+                step(rank, ddp, optimizer, "exception in backward" if rank == FAULTY else None)
+        except MegabucketError as error:
+            caught = error
+        with ddp.step():
+            step(rank, ddp, optimizer)
+        return caught, weights(ddp)
+
+    for rank, (error, at_end) in enumerate(ranks.run(run)):
+        assert isinstance(error, PeerFailedError)
+        assert str(error) == f"step 0: rank 1 failed in backward: ValueError: boom. {DROPPED}"
+        assert isinstance(error.__cause__, ValueError if rank == FAULTY else type(None))
+        assert at_end == dict.fromkeys("abc", -2)
+
+
+def test_an_interrupt_inside_a_step_block_leaves_it_at_once_and_is_told_to_the_others():
+    ranks = Ranks(2, Model(), bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        try:
+            with ddp.step():
+                if rank == FAULTY:
+                    raise KeyboardInterrupt  # noqa: TRY301
+                step(rank, ddp, optimizer)
+        except BaseException as error:
+            return type(error).__name__, str(ddp.last_error)
+        return None
+
+    text = f"step 0: rank 1 failed in setup: KeyboardInterrupt: . {DROPPED}"
+    assert ranks.run(run) == [("PeerFailedError", text), ("KeyboardInterrupt", text)]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_optimizer_that_fails_on_one_rank_is_named_on_all_at_the_next_fence(sharded):
+    ranks = Ranks(SIZE, Model(), use_distributed_optimizer=sharded, bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        inner = optimizer.torch_optimizer if sharded else optimizer
+        errors = []
+        for index in range(2):
+            if rank == FAULTY and index == 0:
+                handle = inner.register_step_pre_hook(fail)
+            errors.append(attempt(rank, ddp, optimizer, None))
+            if rank == FAULTY and index == 0:
+                handle.remove()
+            optimizer.zero_grad()
+        return errors
+
+    def fail(*_):
+        raise ValueError("boom")
+
+    for rank, (first, second) in enumerate(ranks.run(run)):
+        assert isinstance(first, ValueError if rank == FAULTY else type(None))
+        if sharded:
+            assert str(second) == (
+                "step 1: rank 1 failed in optimizer: ValueError: boom. Its shard of the parameters may miss the update, or "
+                "half of it: load the last checkpoint on every rank."
+            )
+        else:
+            assert isinstance(second, ReplicasDivergedError)
+            assert "optimizer updates since the last agreement differ between ranks: 1 on ranks 0, 2; 0 on rank 1" in str(
+                second
+            )
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_skip_step_takes_no_step_on_any_rank_and_says_why(sharded):
+    switches = {"use_distributed_optimizer": sharded, "nonfinite_gradients": "skip_step", "bucket_size": 1}
+    ranks = Ranks(SIZE, Model(), **switches)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        error = attempt(rank, ddp, optimizer, "nan" if rank == FAULTY else None)
+        reason = ddp.sync.skip_reason
+        optimizer.zero_grad()
+        between = weights(ddp)
+        step(rank, ddp, optimizer)
+        return error, reason, between, weights(ddp)
+
+    for error, reason, between, at_end in ranks.run(run):
+        assert error is None
+        assert "the gradient of 'b' on rank 1 (bucket 1 of 3, counted from 0) has nan in 100 of 100 elements" in reason
+        assert between == dict.fromkeys("abc", 0)
+        assert at_end == dict.fromkeys("abc", -2)
+
+
+def test_without_the_fence_an_error_stays_on_its_rank():
+    ranks = Ranks(2, Model(), fence=False, bucket_size=1)
+
+    def run(rank, ddp):
+        return type(attempt(rank, ddp, optimizer_of(ddp), "unused" if rank == FAULTY else None)).__name__
+
+    assert ranks.run(run) == ["NoneType", "UnusedParameterError"]
+    assert not any("fence" in text for text in ranks.world.schedule(0))
+
+
+def test_forwards_without_a_backward_are_no_fault_when_the_config_allows_them():
+    ranks = Ranks(2, Model(), skipped_forwards="allow", bucket_size=1)
+
+    def run(rank, ddp):
+        return attempt(rank, ddp, optimizer_of(ddp), "step skipped after forward" if rank == FAULTY else None)
+
+    assert ranks.run(run) == [None, None]
+
+
+@pytest.mark.parametrize("how", ["no_grad", "eval"])
+def test_forwards_that_are_not_for_training_do_not_count(how):
+    ranks = Ranks(2, Model(), bucket_size=1)
+
+    def run(rank, ddp):
+        if rank == FAULTY:
+            ddp.train(how != "eval")
+            with torch.set_grad_enabled(how != "no_grad"):
+                ddp(1.0)
+            ddp.train()
+        return attempt(rank, ddp, optimizer_of(ddp), None)
+
+    assert ranks.run(run) == [None, None]
+
+
+def test_what_went_wrong_first_is_named_when_several_things_did():
+    ranks = Ranks(SIZE, Model(), bucket_size=1)
+
+    def run(rank, ddp):
+        fault = {0: "nan", 1: "exception in forward", 2: "unused"}[rank]
+        attempt(rank, ddp, optimizer_of(ddp), fault)
+        return str(ddp.last_error)
+
+    assert ranks.run(run) == [f"step 0: rank 1 failed in forward: ValueError: boom. {DROPPED}"] * SIZE
+
+
+def test_a_step_number_must_be_a_number():
+    ddp = Ranks(1, Model()).ddps[0]
+
+    assert ddp.step_number is None
+    for wrong in (-1, True, 2**62):
+        with pytest.raises(mb.errors.ConfigError, match="step_number must be None or an integer"):
+            ddp.step_number = wrong
+
+
+def test_an_error_that_was_caught_cannot_be_stepped_on():
+    ranks = Ranks(2, Model(), bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        attempt(rank, ddp, optimizer, "unused")
+        with pytest.raises(PhaseError, match="an error about them was raised before"):
+            optimizer.step()
+        return attempt(rank, ddp, optimizer, None)  # nothing needs to be cleared
+
+    assert ranks.run(run) == [None, None]

@@ -1,0 +1,241 @@
+"""Shards put together again are what was cut, bit by bit, and what is cut from that are the same shards."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabucket import DistributedDataParallelConfig, ParamSpec, build_layout
+from megabucket.buffer import ParamAndGradBuffer
+from megabucket.comm import LoopbackWorld
+from megabucket.errors import OptimizerParametersError, PeerFailedError
+from megabucket.optim.adopt import StateCutter
+from megabucket.optim.shards import MainShard, plan_runs
+from megabucket.optim.unshard import ShardHolder, unshard
+from megabucket.optim.whole_state import WholeState
+from megabucket.testing import layout_inputs, param_specs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class RankState:
+    """One rank's buffers, shards and optimizer state, cut from state of whole parameters."""
+
+    def __init__(self, layout, params, group_of, whole, *, communicator, is_sharded):
+        self.params = params
+        self.buffers = [ParamAndGradBuffer(buffer, params) for buffer in layout.buffers]
+        self.holder = ShardHolder(self.buffers, communicator, is_sharded)
+        self.group_of = group_of
+        self.shards, self.state = self.cut(whole)
+
+    def cut(self, whole):
+        cutter = StateCutter(whole, self.params)
+        signature_of = {name: cutter.signature(name) for name in self.params}
+        rank, is_sharded = self.holder.communicator.rank, self.holder.is_sharded
+        shards = [
+            MainShard(run, buffer)
+            for buffer in self.buffers
+            for run in plan_runs(
+                buffer.layout, self.group_of, rank=rank, is_sharded=is_sharded, signature_of=signature_of
+            )
+        ]
+        for shard in shards:
+            cutter.restore_main_values(shard)
+        return shards, {shard.main: cutter.state_of(shard) for shard in shards}
+
+    def unshard(self):
+        return unshard(self.shards, self.state, self.holder)
+
+
+def random_bits(shape, dtype, generator):
+    """Every bit pattern, NaN and infinities included."""
+    numel = torch.Size(shape).numel()
+    bits = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype).reshape(shape)
+
+
+def random_state(kind, param, generator):
+    """State as optimizers make it, and odder: other dtypes than the parameter's, numbers of several types."""
+    main = torch.float32 if param.dtype.itemsize < 4 else param.dtype
+    order = torch.channels_last if param.dim() == 4 and not param.is_contiguous() else torch.contiguous_format
+
+    def elements(dtype):
+        return random_bits(param.shape, dtype, generator).to(memory_format=order)
+
+    if kind == 0:
+        return {}
+    if kind == 1:
+        return {"momentum_buffer": elements(main)}
+    if kind == 2:
+        return {"step": torch.tensor(3.0), "exp_avg": elements(main), "exp_avg_sq": elements(torch.bfloat16)}
+    return {"step": torch.tensor(7), "mask": elements(torch.uint8), "rate": 0.1, "calls": 4, "name": "x", "on": True, "not": None}
+
+
+def bits(value):
+    if not isinstance(value, torch.Tensor):
+        return type(value), repr(value)
+    return value.dtype, tuple(value.shape), value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def assert_same_state(found, expected, names):
+    for name, param in names.items():
+        mine, wanted = found.get(param, {}), expected.get(param, {})
+        assert {key: bits(value) for key, value in mine.items()} == {key: bits(value) for key, value in wanted.items()}, name
+        assert list(mine) == list(wanted)
+
+
+@st.composite
+def cases(draw):
+    specs = param_specs(max_params=8, max_numel=300, groups=["dense"])
+    size = draw(st.integers(1, 4))
+    case = draw(layout_inputs(specs=specs, dp_size=st.just(size)))
+    kinds = draw(st.lists(st.integers(0, 3), min_size=len(case.specs), max_size=len(case.specs)))
+    groups = draw(st.lists(st.integers(0, 1), min_size=len(case.specs), max_size=len(case.specs)))
+    return case, kinds, groups, draw(st.integers(0, 2**32))
+
+
+def new_params(specs, generator):
+    params = {}
+    for spec in specs:
+        values = torch.randn(spec.shape, generator=generator).to(DTYPES[spec.dtype])
+        if values.dim() == 4:
+            values = values.to(memory_format=torch.channels_last)
+        params[spec.name] = torch.nn.Parameter(values)
+    return params
+
+
+@given(case=cases())
+def test_cutting_and_putting_together_is_the_identity_on_every_rank(case):
+    (specs, config, size, _), kinds, groups, seed = case
+    layout = build_layout(specs, config, dp_size=size)
+    world = LoopbackWorld(size)
+
+    def play(rank):
+        generator = torch.Generator().manual_seed(seed)  # the same values on every rank
+        params = new_params(specs, generator)
+        state = {param: random_state(kind, param, generator) for param, kind in zip(params.values(), kinds, strict=True)}
+        mains = {}
+        for param in params.values():
+            if param.dtype.itemsize < 4:  # finer values that round to the parameter's
+                mains[param] = param.detach().float() * (1 + 2.0**-13 * torch.rand(param.shape, generator=generator))
+                mains[param] = torch.where(mains[param].to(param.dtype) == param, mains[param], param.detach().float())
+        dtypes = {param: torch.float32 if param.dtype.itemsize < 4 else param.dtype for param in params.values()}
+        ranks = RankState(
+            layout,
+            params,
+            dict(zip(params, groups, strict=True)),
+            WholeState(state, mains, dtypes),
+            communicator=world.communicator(rank),
+            is_sharded=config.use_distributed_optimizer,
+        )
+
+        found = ranks.unshard()
+        again = ranks.cut(found)
+
+        in_shards = {name: param for name, param in params.items() if param.numel()}
+        assert_same_state(found.values, state, in_shards)
+        for name, main in ((name, mains[param]) for name, param in in_shards.items() if param in mains):
+            assert bits(found.main_values[params[name]]) == bits(main), name
+            assert found.main_values[params[name]].stride() == params[name].stride()
+        assert [shard.run for shard in again[0]] == [shard.run for shard in ranks.shards]
+        for before, after in zip(ranks.shards, again[0], strict=True):
+            assert bits(after.main) == bits(before.main)
+            state_before, state_after = ranks.state[before.main], again[1][after.main]
+            assert {key: bits(value) for key, value in state_after.items()} == {k: bits(v) for k, v in state_before.items()}
+
+    world.run(play)
+
+
+def two_ranks(state_of, *, numels=(100, 100), size=2):
+    """Ranks that own shards of vectors ``a``, ``b``; ``state_of(rank, shard)`` is what each holds. Returns the ranks."""
+    specs = [ParamSpec(name, (numel,)) for name, numel in zip("ab", numels, strict=True)]
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    layout = build_layout(specs, config, dp_size=size)
+    world = LoopbackWorld(size)
+
+    def play(rank):
+        params = {spec.name: torch.nn.Parameter(torch.zeros(spec.shape)) for spec in specs}
+        ranks = RankState(
+            layout, params, {"a": 0, "b": 0}, WholeState({}), communicator=world.communicator(rank), is_sharded=True
+        )
+        ranks.state = {shard.main: state_of(rank, shard) for shard in ranks.shards}
+        return ranks
+
+    return world, world.run(play)
+
+
+class TestExamples:
+    def test_a_parameter_cut_by_a_shard_boundary_is_whole_again(self):
+        # b at [0, 100), a at [128, 328): 384 elements, so rank 0 owns [0, 192) and rank 1 [192, 384)
+        world, ranks = two_ranks(lambda rank, shard: {"m": torch.full_like(shard.main, rank + 1.0)}, numels=(200, 100))
+
+        found = world.run(lambda rank: ranks[rank].unshard().values[ranks[rank].params["a"]]["m"])
+
+        for whole in found:
+            assert whole[:64].unique().tolist() == [1.0]  # 192 - 128
+            assert whole[64:].unique().tolist() == [2.0]
+
+    def test_a_rank_with_nothing_but_padding_gets_the_numbers_of_the_others(self):
+        world, ranks = two_ranks(
+            lambda rank, shard: {"step": torch.tensor(3.0), "m": torch.ones_like(shard.main)}, numels=(10, 0)
+        )
+        assert [len(one.shards) for one in ranks] == [1, 0]
+
+        found = world.run(lambda rank: ranks[rank].unshard().values[ranks[rank].params["a"]])
+
+        assert [(one["step"].item(), one["m"].tolist()) for one in found] == [(3.0, [1.0] * 10)] * 2
+
+    def test_buckets_without_a_key_are_not_sent(self):
+        world, ranks = two_ranks(lambda rank, shard: {})
+
+        world.run(lambda rank: ranks[rank].unshard())
+
+        assert [text.split(" [")[0] for text in world.schedule(0)] == [
+            "optimizer state",  # can every rank tell?
+            "optimizer state length",
+            "optimizer state",
+        ]
+
+
+class TestRefusals:
+    @staticmethod
+    def errors(state_of):
+        world, ranks = two_ranks(state_of)
+
+        def play(rank):
+            with pytest.raises((OptimizerParametersError, PeerFailedError)) as caught:
+                ranks[rank].unshard()
+            return caught.value
+
+        return world.run(play)
+
+    def test_different_numbers_for_pieces_of_one_parameter(self):
+        world, ranks = two_ranks(lambda rank, shard: {"step": torch.tensor(3.0 + rank)}, numels=(200, 100))
+
+        def play(rank):
+            with pytest.raises(OptimizerParametersError) as caught:
+                ranks[rank].unshard()
+            return str(caught.value)
+
+        assert (
+            world.run(play)
+            == [
+                "ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter: one of "
+                "them has missed an update: 'a'. Load the last checkpoint on every rank."
+            ]
+            * 2
+        )
+
+    def test_a_table_of_blocks(self):
+        errors = self.errors(lambda rank, shard: {"absmax": torch.ones(7)})
+
+        assert str(errors[0]).startswith(
+            "the optimizer holds 'absmax' (shape (7,)) for a flat shard of 100 elements. That is neither one value per element "
+            "nor one number, so nobody can say what of it belongs to which parameter: 'b'."
+        )
+
+    def test_an_object_on_one_rank_keeps_nobody_waiting(self):
+        errors = self.errors(lambda rank, shard: {"odd": object()} if rank == 1 else {})
+
+        assert [type(error) for error in errors] == [PeerFailedError] * 2
+        assert "rank 1 failed in wrap: OptimizerParametersError: the optimizer holds 'odd' (object)" in str(errors[0])
