@@ -182,7 +182,7 @@ class PeerWatch:
                 finding = self._settle(vigil, evidence.gone)
             elif is_time_limit(failure):
                 limit = f"the time limit of the process group{self._time_limit} was over"
-                finding = self._settle(vigil, evidence.late, limit, recorder=self._flight_record())
+                finding = self._settle(vigil, partial(_too_late, evidence), limit, recorder=self._flight_record())
             elif time.monotonic() > deadline_s:
                 silent_s = max(_INQUEST_S, _INQUEST_BEATS * every_s) - every_s
                 finding = self._settle(vigil, partial(evidence.vanished, silent_s), _first_sentence(failure))
@@ -234,6 +234,10 @@ class PeerWatch:
 
     def _waiting_for(self, vigil: _Vigil) -> str:
         return f"{vigil.label} of step {self._progress.step} ({self._progress.phase})"
+
+
+def _too_late(evidence: Evidence, *, in_detail: bool) -> Mapping[int, str]:
+    return {rank: f"did not come in time: it {state}" for rank, state in evidence.late(in_detail=in_detail).items()}
 
 
 def _first_sentence(failure: str) -> str:

@@ -40,7 +40,7 @@ EXAMPLES = [
     errors.TrainabilityChangedError(step=3, rank=1, frozen=["a"], unfrozen=["b"]),
     errors.ParametersChangedError(step=3, rank=1, added=["a"], removed=["b"], replaced=["c"]),
     errors.DetachedGradError(step=3, rank=1, params=["a"]),
-    errors.PeerFailedError(step=3, rank=1, phase="forward", error="ValueError: boom"),
+    errors.PeerFailedError(step=3, rank=1, phase="forward", cause="ValueError: boom"),
     errors.PeerLostError(ranks=[1], states=["was last seen 31.5 s ago in forward"], during="waiting for bucket 0"),
     errors.ForkedProcessError(rank=1, operation="backward"),
     errors.GroupDestroyedError(rank=1, operation="backward"),

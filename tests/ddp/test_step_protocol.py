@@ -116,118 +116,132 @@ def repair(model, before):
         del model.d
 
 
-# Fault -> class, and the text on every rank. {bucket}: of b, counted from 0; {num}: buckets.
+# Fault -> class, and the text on every rank.
 EXPECTED = {
-    "exception in forward": (PeerFailedError, f"step 1: rank 1 failed in forward: ValueError: boom. {DROPPED}"),
-    "exception in backward": (PeerFailedError, f"step 1: rank 1 failed in backward: {UNKNOWN}. {DROPPED}"),
-    "aborted": (PeerFailedError, f"step 1: rank 1 failed in abort_step(): the batch is empty. {DROPPED}"),
+    "exception in forward": (
+        PeerFailedError,
+        f"step 1: rank 1 failed in forward: ValueError: boom. {DROPPED}",
+    ),
+    "exception in backward": (
+        PeerFailedError,
+        f"step 1: rank 1 failed in backward: {UNKNOWN}. {DROPPED}",
+    ),
+    "aborted": (
+        PeerFailedError,
+        f"step 1: rank 1 failed in abort_step(): the batch is empty. {DROPPED}",
+    ),
     "unused": (
         UnusedParameterError,
         (
-            "step 1: 'b' got no gradient on rank 1 of 3 ranks (first in bucket 1 of 3, counted from 0). They require grad but "
-            "were in no forward of the step that was differentiated; without them the mean would be of other things than it says. "
-            "Freeze them with requires_grad_(False) before wrapping, use them, or set unused_parameters='zero' to reduce zeros in "
-            f"their place. {DROPPED}"
+            "step 1: 'b' got no gradient on rank 1 of 3 ranks (first in bucket 1 of 3, counted from 0). They "
+            "require grad but were in no forward of the step that was differentiated; without them the mean "
+            "would be of other things than it says. Freeze them with requires_grad_(False) before wrapping, use"
+            f" them, or set unused_parameters='zero' to reduce zeros in their place. {DROPPED}"
         ),
     ),
     "nan": (
         NonFiniteGradientError,
         (
-            "step 1: the gradient of 'b' on rank 1 (bucket 1 of 3, counted from 0) has nan in 100 of 100 elements, first at [0]. "
-            "Reduced, it would reach every rank. No optimizer step was taken on any rank. Look at the loss and the data of that "
-            "rank; set nonfinite_gradients='skip_step' to leave such steps out, or 'allow' where a loss scaler looks at the "
-            f"gradients itself. {DROPPED}"
+            "step 1: the gradient of 'b' on rank 1 (bucket 1 of 3, counted from 0) has nan in 100 of 100 "
+            "elements, first at [0]. Reduced, it would reach every rank. No optimizer step was taken on any "
+            "rank. Look at the loss and the data of that rank; set nonfinite_gradients='skip_step' to leave "
+            f"such steps out, or 'allow' where a loss scaler looks at the gradients itself. {DROPPED}"
         ),
     ),
     "one microbatch more": (
         MicrobatchMismatchError,
         (
-            "step 1: microbatch counts differ between ranks: 1 on ranks 0, 2; 2 on rank 1. The mean over ranks would weigh them "
-            f"unequally. Run as many backwards per step on every rank, all but the last one inside no_sync(). {DROPPED}"
+            "step 1: microbatch counts differ between ranks: 1 on ranks 0, 2; 2 on rank 1. The mean over ranks "
+            "would weigh them unequally. Run as many backwards per step on every rank, all but the last one "
+            f"inside no_sync(). {DROPPED}"
         ),
     ),
     "step skipped after forward": (
         StepMismatchError,
         (
-            "step 1: training forwards that no backward has reached differ between ranks: 0 on ranks 0, 2; 1 on rank 1. Some rank "
-            "has skipped or dropped a step that others have taken, so batches of different steps would be averaged. Make every "
-            "rank take every step: a rank that cannot use its batch calls abort_step(), and all drop the step together. A forward "
-            f"that is not for training belongs under torch.no_grad() or module.eval(). {DROPPED}"
+            "step 1: training forwards that no backward has reached differ between ranks: 0 on ranks 0, 2; 1 on"
+            " rank 1. Some rank has skipped or dropped a step that others have taken, so batches of different "
+            "steps would be averaged. Make every rank take every step: a rank that cannot use its batch calls "
+            "abort_step(), and all drop the step together. A forward that is not for training belongs under "
+            f"torch.no_grad() or module.eval(). {DROPPED}"
         ),
     ),
     "batch skipped": (
         StepMismatchError,
         (
-            "step 1: the caller's step numbers differ between ranks: 1 on ranks 0, 2; 2 on rank 1. Some rank has skipped or "
-            "dropped a step that others have taken, so batches of different steps would be averaged. Make every rank take every "
-            "step: a rank that cannot use its batch calls abort_step(), and all drop the step together. A forward that is not for "
-            f"training belongs under torch.no_grad() or module.eval(). {DROPPED}"
+            "step 1: the caller's step numbers differ between ranks: 1 on ranks 0, 2; 2 on rank 1. Some rank "
+            "has skipped or dropped a step that others have taken, so batches of different steps would be "
+            "averaged. Make every rank take every step: a rank that cannot use its batch calls abort_step(), "
+            "and all drop the step together. A forward that is not for training belongs under torch.no_grad() "
+            f"or module.eval(). {DROPPED}"
         ),
     ),
     "force_all_reduce": (
         ScheduleMismatchError,
         (
-            "step 1: force_all_reduce differs between ranks: 0 on ranks 0, 2; 1 on rank 1. Ranks that launch different "
-            f"collectives mix unrelated data. Set it alike on every rank before backward. {DROPPED}"
+            "step 1: force_all_reduce differs between ranks: 0 on ranks 0, 2; 1 on rank 1. Ranks that launch "
+            f"different collectives mix unrelated data. Set it alike on every rank before backward. {DROPPED}"
         ),
     ),
     "frozen": (
         TrainabilityChangedError,
         (
-            "step 1: after wrapping, rank 1 has 'b' frozen (requires_grad). A frozen parameter keeps its place in the buffer and "
-            "gets no gradient; the gradient of an unfrozen one is never reduced, and replicas drift apart. Call ddp.rebuild() on "
-            f"every rank after changing requires_grad. {DROPPED}"
+            "step 1: after wrapping, rank 1 has 'b' frozen (requires_grad). A frozen parameter keeps its place "
+            "in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and replicas"
+            f" drift apart. Call ddp.rebuild() on every rank after changing requires_grad. {DROPPED}"
         ),
     ),
     "unfrozen": (
         TrainabilityChangedError,
         (
-            "step 1: after wrapping, rank 1 has 'frozen' unfrozen (requires_grad). A frozen parameter keeps its place in the "
-            "buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and replicas drift apart. Call "
-            f"ddp.rebuild() on every rank after changing requires_grad. {DROPPED}"
+            "step 1: after wrapping, rank 1 has 'frozen' unfrozen (requires_grad). A frozen parameter keeps its"
+            " place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and "
+            f"replicas drift apart. Call ddp.rebuild() on every rank after changing requires_grad. {DROPPED}"
         ),
     ),
     "half": (
         StorageMovedError,
         (
-            "step 1: on rank 1 parameters have left the buffer: 'a', 'b', 'c' (the first one is float16 on cpu in memory of its "
-            "own, expected float32 on cpu at its place). Something moved parameters after wrapping: .to(), .half(), .bfloat16(), "
-            "load_state_dict(assign=True) or `param.data =`. The optimizer would go on updating memory that the module does not "
-            "read. Convert the module before wrapping and copy values with param.copy_() under no_grad(); ddp.rebuild() takes the "
-            f"module as it is now. {DROPPED}"
+            "step 1: on rank 1 parameters have left the buffer: 'a', 'b', 'c' (the first one is float16 on cpu "
+            "in memory of its own, expected float32 on cpu at its place). Something moved parameters after "
+            "wrapping: .to(), .half(), .bfloat16(), load_state_dict(assign=True) or `param.data =`. The "
+            "optimizer would go on updating memory that the module does not read. Convert the module before "
+            "wrapping and copy values with param.copy_() under no_grad(); ddp.rebuild() takes the module as it "
+            f"is now. {DROPPED}"
         ),
     ),
     "data moved": (
         StorageMovedError,
         (
-            "step 1: on rank 1 parameters have left the buffer: 'b' (the first one is float32 on cpu in memory of its own, "
-            "expected float32 on cpu at its place). Something moved parameters after wrapping: .to(), .half(), .bfloat16(), "
-            "load_state_dict(assign=True) or `param.data =`. The optimizer would go on updating memory that the module does not "
-            "read. Convert the module before wrapping and copy values with param.copy_() under no_grad(); ddp.rebuild() takes the "
-            f"module as it is now. {DROPPED}"
+            "step 1: on rank 1 parameters have left the buffer: 'b' (the first one is float32 on cpu in memory "
+            "of its own, expected float32 on cpu at its place). Something moved parameters after wrapping: "
+            ".to(), .half(), .bfloat16(), load_state_dict(assign=True) or `param.data =`. The optimizer would "
+            "go on updating memory that the module does not read. Convert the module before wrapping and copy "
+            f"values with param.copy_() under no_grad(); ddp.rebuild() takes the module as it is now. {DROPPED}"
         ),
     ),
     "parameter replaced": (
         ParametersChangedError,
         (
-            "step 1: after wrapping, rank 1 has replaced 'b'. Gradients of parameters that are not in the buffers are never "
-            "reduced, and the optimizer still holds the old ones. Call ddp.rebuild() on every rank after changing the module. "
-            f"{DROPPED}"
+            "step 1: after wrapping, rank 1 has replaced 'b'. Gradients of parameters that are not in the "
+            "buffers are never reduced, and the optimizer still holds the old ones. Call ddp.rebuild() on every"
+            f" rank after changing the module. {DROPPED}"
         ),
     ),
     "parameter added": (
         ParametersChangedError,
         (
-            "step 1: after wrapping, rank 1 has added 'd'. Gradients of parameters that are not in the buffers are never "
-            f"reduced, and the optimizer still holds the old ones. Call ddp.rebuild() on every rank after changing the module. {DROPPED}"
+            "step 1: after wrapping, rank 1 has added 'd'. Gradients of parameters that are not in the buffers "
+            "are never reduced, and the optimizer still holds the old ones. Call ddp.rebuild() on every rank "
+            f"after changing the module. {DROPPED}"
         ),
     ),
     "main_grad replaced": (
         DetachedGradError,
         (
-            "step 1: on rank 1 main_grad of 'b' is no longer the place in the gradient buffer, so what is added there is in no "
-            "reduction. Something assigned or deleted it after wrapping. Write into main_grad in place (main_grad.copy_(), "
-            f".add_()), and clear gradients with ddp.zero_grad(). {DROPPED}"
+            "step 1: on rank 1 main_grad of 'b' is no longer the place in the gradient buffer, so what is added"
+            " there is in no reduction. Something assigned or deleted it after wrapping. Write into main_grad "
+            f"in place (main_grad.copy_(), .add_()), and clear gradients with ddp.zero_grad(). {DROPPED}"
         ),
     ),
 }

@@ -173,7 +173,7 @@ def test_a_stopped_process_is_lost_after_dead_after_s_on_every_rank_in_the_same_
     print("noticed after", [f"{message.at_s - stopped_s:.3f} s" for message in messages])
     assert [error.ranks for error in errors] == [(ranks - 1,)] * len(alive)
     assert len({str(error) for error in errors}) == 1
-    assert min(message.at_s for message in messages) - stopped_s >= QUICK.dead_after_s
+    assert min(message.at_s for message in messages) - stopped_s >= QUICK.dead_after_s - 0.3  # the last beat was before
     assert max(message.at_s for message in messages) - stopped_s <= QUICK.dead_after_s + 1
     assert (
         errors[0]
