@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,7 @@ def view_like(flat: torch.Tensor, start: int, shape: Sequence[int], strides: Seq
     return flat.as_strided(tuple(shape), tuple(strides), flat.storage_offset() + start)
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype without the module, as layouts use it.
 

@@ -61,7 +61,6 @@ class Expectation:
     signal_within_s: float = 0.0
     warning: str = ""
 
-
     def steps_late(self, *, is_culprit: bool) -> int:
         """Return how many steps after the fault a rank has its error."""
         return self.later_by if self.culprit_later_by is None or not is_culprit else self.culprit_later_by

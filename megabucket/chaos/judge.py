@@ -127,9 +127,7 @@ def _agreed_on_culprit(run: CellRun, event: Mapping[str, Any]) -> Mapping[str, A
     return None if following is None else following["last_error"]
 
 
-def _problems_of_error(
-    run: CellRun, expected: Expectation, errors: Mapping[int, Mapping[str, Any] | None]
-) -> Iterator[str]:
+def _problems_of_error(run: CellRun, expected: Expectation, errors: Mapping[int, Mapping[str, Any] | None]) -> Iterator[str]:
     raised: dict[int, Mapping[str, Any]] = {}
     for rank, error in errors.items():
         if error is None:
@@ -146,7 +144,9 @@ def _problems_of_error(
         if error["class"] not in expected.errors:
             yield f"rank {rank} raised {_shown(error)}, expected {' or '.join(expected.errors)}"
         yield from _wrong_fields(rank, error, expected)
-        yield from (f"rank {rank}: {text!r} is not in the text: {_shown(error)}" for text in expected.texts if text not in error["text"])
+        yield from (
+            f"rank {rank}: {text!r} is not in the text: {_shown(error)}" for text in expected.texts if text not in error["text"]
+        )
     texts = {error["text"] for error in checked.values()}
     if expected.same_text and len(texts) > 1:
         yield f"texts differ: {sorted(texts)}"

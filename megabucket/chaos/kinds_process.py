@@ -275,12 +275,24 @@ PROCESS_KINDS = (
         combos=PAIRS,
         torch_skip=_without_labels,
     ),
-    Kind("lock-held", "A rank whose Python stands still counts as frozen.", Freezes, places=("backward-1", "between"), combos=FEW),
-    Kind("SIGSTOP-SIGCONT", "Right: the rank was silent for less than dead_after_s.", Late, places=("backward-1", "between"), combos=PAIRS),
+    Kind(
+        "lock-held", "A rank whose Python stands still counts as frozen.", Freezes, places=("backward-1", "between"), combos=FEW
+    ),
+    Kind(
+        "SIGSTOP-SIGCONT",
+        "Right: the rank was silent for less than dead_after_s.",
+        Late,
+        places=("backward-1", "between"),
+        combos=PAIRS,
+    ),
     Kind("lock-briefly", "Right: the rank was silent for less than dead_after_s.", Late, places=("backward-1",), combos=FEW),
     Kind("slow", "Right: a slow rank is waited for.", Late, places=("forward", "backward-1", "between"), combos=FEW),
     Kind(
-        "slow-warning", "Right, with a warning that names the slow rank.", SlowWithWarning, combos=FEW, torch_skip=_HEARTBEAT_ONLY
+        "slow-warning",
+        "Right, with a warning that names the slow rank.",
+        SlowWithWarning,
+        combos=FEW,
+        torch_skip=_HEARTBEAT_ONLY,
     ),
     Kind("too-slow", "The others raise an error that names the rank when the group times out.", TooSlow, combos=FEW),
     Kind(
@@ -291,7 +303,13 @@ PROCESS_KINDS = (
         combos=PAIRS,
     ),
     Kind("fork", "The child gets an error instead of waiting for ever; the parent goes on.", Forks, combos=PAIRS),
-    Kind("group-destroyed", "Refused on every rank that destroyed its group.", GroupDestroyed, places=("all", "one"), combos=PAIRS),
+    Kind(
+        "group-destroyed",
+        "Refused on every rank that destroyed its group.",
+        GroupDestroyed,
+        places=("all", "one"),
+        combos=PAIRS,
+    ),
     Kind("store-gone", "Right: gradients do not need the store.", StoreGone, combos=FEW),
     Kind(
         "SIGKILL-in-gather",

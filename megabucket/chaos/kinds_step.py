@@ -48,7 +48,9 @@ class Unused(Fault):
 
     def faulty(self, rank: int, batch: int) -> Recipe:
         """Leave the layer out."""
-        return Recipe(batch, layers=tuple(i for i in range(4) if i != _UNUSED_LAYER) if self.is_at_fault(rank) else (0, 1, 2, 3))
+        return Recipe(
+            batch, layers=tuple(i for i in range(4) if i != _UNUSED_LAYER) if self.is_at_fault(rank) else (0, 1, 2, 3)
+        )
 
 
 class SkippedStep(Fault):
@@ -92,7 +94,9 @@ class Microbatches(Fault):
     def expect(self) -> Expectation:
         """Return the mismatch with the counts of all ranks; or a right step where nothing is wrong."""
         if self.cell.place == "no-sync":
-            return named(("MicrobatchMismatchError", "StepMismatchError", "PeerFailedError"), own_error=("UnreducedGradientsError",))
+            return named(
+                ("MicrobatchMismatchError", "StepMismatchError", "PeerFailedError"), own_error=("UnreducedGradientsError",)
+            )
         counts = tuple(2 if self.is_at_fault(rank) else 1 for rank in range(self.cell.combo.num_ranks))
         return named("MicrobatchMismatchError", fields={"by_rank": counts})
 
@@ -177,9 +181,7 @@ class Raised(Fault):
         if self._place == "optimizer" or (self._place == "between" and not is_sharded):
             # The others have their reduced gradients and step; all find out in the next step, for which a block waits.
             late = 0 if self.uses_step_block else None
-            return named(
-                "ReplicasDivergedError", own_error=own, later_by=1, culprit_later_by=late, recovery=Recovery.RELOAD
-            )
+            return named("ReplicasDivergedError", own_error=own, later_by=1, culprit_later_by=late, recovery=Recovery.RELOAD)
         if self._place == "between" and not self.uses_step_block:
             return named(("StepMismatchError", "PeerFailedError"), own_error=own)
         # Autograd does not tell which exception ended a backward; forward and the step block know it.

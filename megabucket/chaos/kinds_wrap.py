@@ -111,7 +111,11 @@ class Unwrappable(Fault):
 
     def expect(self) -> Expectation:
         """Return the error itself where all ranks have it, else one that names the rank."""
-        errors = {"expanded": "UnsupportedParameterError", "frozen": "NoTrainableParametersError", "wrapped": "AlreadyWrappedError"}
+        errors = {
+            "expanded": "UnsupportedParameterError",
+            "frozen": "NoTrainableParametersError",
+            "wrapped": "AlreadyWrappedError",
+        }
         error = errors[self._what]
         if self.is_armed_on_all:
             return named(error, at_wrap=True)
@@ -161,9 +165,7 @@ WRAP_KINDS = (
             "grad_reduction",
         ),
         combos=FEW,
-        torch_skip=lambda cell: (
-            "" if cell.place in ("bucket_size", "unused_parameters") else "torch DDP has no such setting"
-        ),
+        torch_skip=lambda cell: "" if cell.place in ("bucket_size", "unused_parameters") else "torch DDP has no such setting",
     ),
     Kind(
         "unwrappable",
@@ -171,8 +173,6 @@ WRAP_KINDS = (
         Unwrappable,
         places=("one-expanded", "all-expanded", "one-frozen", "all-frozen", "one-wrapped", "all-wrapped"),
         combos=FEW,
-        torch_skip=lambda cell: (
-            "torch DDP allows a module to be wrapped twice" if cell.place.endswith("wrapped") else ""
-        ),
+        torch_skip=lambda cell: "torch DDP allows a module to be wrapped twice" if cell.place.endswith("wrapped") else "",
     ),
 )

@@ -1,11 +1,11 @@
 """The training loop of one rank: what a torch user writes, with a check of every gradient and every weight.
 
-    try:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    except Exception as error:
-        ...  # note it, and go on with the next step
+try:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+except Exception as error:
+    ...  # note it, and go on with the next step
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Loop:
             if recipes[here.rank] != fault.healthy(here.rank, index):
                 here.announce()
         # Whoever left a batch out is one batch ahead of the others; right is what all ranks do with this one.
-        oracle_recipes = [recipe if recipe.batch == index else fault.healthy(rank, index) for rank, recipe in enumerate(recipes)]
+        oracle_recipes = [
+            recipe if recipe.batch == index else fault.healthy(rank, index) for rank, recipe in enumerate(recipes)
+        ]
         attempt = _Attempt(
             index=index,
             recipe=recipes[here.rank],
@@ -96,7 +98,9 @@ class Loop:
         at_s = time.monotonic()
         here.forget()
         if isinstance(error, KeyboardInterrupt):  # the program ends; it does not talk to the others any more
-            here.send("step", attempt=index, error=describe(error), cleanup_error=None, last_error=None, at_s=at_s, wrong_grads="")
+            here.send(
+                "step", attempt=index, error=describe(error), cleanup_error=None, last_error=None, at_s=at_s, wrong_grads=""
+            )
             self.has_given_up = True
             return None
         cleanup_error = self._clean_up() if error is not None else None

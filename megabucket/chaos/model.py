@@ -30,7 +30,9 @@ def layer_of_bucket(bucket: int) -> int:
 class ChaosModel(torch.nn.Module):
     """Layers that add up; each sees the input and a clipped, rounded and detached version of what came before."""
 
-    def __init__(self, *, registration: Sequence[int] = tuple(range(NUM_LAYERS)), odd_layer: torch.nn.Module | None = None) -> None:
+    def __init__(
+        self, *, registration: Sequence[int] = tuple(range(NUM_LAYERS)), odd_layer: torch.nn.Module | None = None
+    ) -> None:
         """Make a model with the values of seed 0, whatever the order of registration.
 
         Args:

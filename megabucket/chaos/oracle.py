@@ -132,5 +132,7 @@ def first_difference(actual: Mapping[str, torch.Tensor | None], expected: Mappin
         wrong = ~(((found - right).abs() <= slack) | (found == right) | (found.isnan() & right.isnan()))
         if bool(wrong.any()):
             index = int(wrong.nonzero()[0])
-            return f"{name}[{index}] is {found[index]:g}, should be {right[index]:g} ({int(wrong.sum())} of {len(found)} differ)"
+            return (
+                f"{name}[{index}] is {found[index]:g}, should be {right[index]:g} ({int(wrong.sum())} of {len(found)} differ)"
+            )
     return ""

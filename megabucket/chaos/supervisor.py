@@ -144,7 +144,11 @@ class _Watch:
 
 
 def run_cell(
-    cell: Cell, *, time_limit_s: float, soak: SoakPlan | None = None, on_event: Callable[[Mapping[str, Any]], None] | None = None
+    cell: Cell,
+    *,
+    time_limit_s: float,
+    soak: SoakPlan | None = None,
+    on_event: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> CellRun:
     """Run one cell and return what was seen.
 

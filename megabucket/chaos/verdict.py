@@ -58,9 +58,7 @@ _MEANINGS = {
     VerdictName.SKIPPED: "not run: the system has no such thing",
 }
 
-FAILING = frozenset(
-    {VerdictName.WRONG, VerdictName.SILENT, VerdictName.HUNG, VerdictName.CRASHED, VerdictName.BROKEN}
-)
+FAILING = frozenset({VerdictName.WRONG, VerdictName.SILENT, VerdictName.HUNG, VerdictName.CRASHED, VerdictName.BROKEN})
 """The verdicts that megabucket must never get."""
 
 

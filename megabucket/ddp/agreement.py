@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import marshal
+import platform
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
 import megabucket
+from megabucket.buffer.views import dtype_name
 from megabucket.comm import Communicator, Exchange, exchange_bytes
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.discovery import DiscoveredParams, discover_params
@@ -25,23 +28,31 @@ _DIGEST_BYTES: Final = 32
 _DIFFERENCES_SHOWN: Final = 5
 
 Entry = tuple[object, ...]
-"""One thing that must be equal: a name and values whose ``repr`` is the same in every process."""
+"""One thing that must be equal: a name and values, which are plain (text, numbers, tuples of them)."""
 
 
 def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig) -> list[Entry]:
     """Return what must be equal on all ranks: versions, every config field, parameters with aliases, and module buffers."""
-    entries: list[Entry] = [("megabucket", megabucket.__version__), ("torch", str(torch.__version__))]
+    entries: list[Entry] = [
+        ("megabucket", megabucket.__version__),
+        ("torch", str(torch.__version__)),
+        ("python", platform.python_version()),
+    ]
     entries += [("config", name, value) for name, value in config.model_dump().items()]
-    first_name_of: dict[torch.nn.Parameter, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        first_name = first_name_of.setdefault(param, name)
-        if first_name != name:
-            entries.append(("alias", name, first_name))
-        else:
-            trained = "trained" if param.requires_grad else "frozen"
-            entries.append((name, tuple(param.shape), str(param.dtype), _place_of(param), trained))
-    for name, buffer in module.named_buffers():
-        entries.append((name, tuple(buffer.shape), str(buffer.dtype), _place_of(buffer), "buffer"))
+    first_name_of: dict[int, str] = {}
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        for key, param in submodule._parameters.items():
+            if param is None:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            first_name = first_name_of.setdefault(id(param), name)
+            if first_name is not name:
+                entries.append(("alias", name, first_name))
+            else:
+                entries.append((name, *_facts_of(param), "trained" if param.requires_grad else "frozen"))
+        for key, buffer in submodule._buffers.items():
+            if buffer is not None:
+                entries.append((f"{prefix}.{key}" if prefix else key, *_facts_of(buffer), "buffer"))
     return entries
 
 
@@ -69,13 +80,16 @@ def agree_on_model(
     return found, layout
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what else decides how a tensor is laid out in a buffer and sent; nothing for the usual one."""
+def _facts_of(tensor: torch.Tensor) -> Entry:
+    """Return shape, dtype, and what else decides how a tensor is laid out in a buffer and sent (nothing for the usual one)."""
+    place: tuple[object, ...] = ()
     if tensor.is_meta:
-        return ("meta",)
-    if tensor.layout is not torch.strided:
-        return (str(tensor.layout),)
-    return () if tensor.is_contiguous() else ("strides", *tensor.stride())
+        place = ("meta",)
+    elif tensor.layout is not torch.strided:
+        place = (str(tensor.layout),)
+    elif not tensor.is_contiguous():
+        place = ("strides", *tensor.stride())
+    return (tuple(tensor.shape), dtype_name(tensor.dtype), place)
 
 
 def agree(
@@ -92,13 +106,20 @@ def agree(
         Exception: ``failure`` itself, where all ranks failed alike.
     """
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    digest = hashlib.sha256(repr((text, entries)).encode()).digest()
+    digest = digest_of(text, entries)
     digests = Exchange(communicator, digest, capacity_bytes=_DIGEST_BYTES, device=device, label=label).wait()
     if all(other == digest for other in digests):
         if failure is not None:
             raise failure
         return
     _raise_difference(communicator, text, entries, failure=failure, device=device, label=label)
+
+
+def digest_of(failure: str, entries: Sequence[Entry]) -> bytes:
+    """Return 32 bytes that are equal where failure and entries are."""
+    values: Any = (failure, list(entries))
+    # Version 0 of the format writes values only, not whether two of them are the same object.
+    return hashlib.sha256(marshal.dumps(values, 0)).digest()
 
 
 def _raise_difference(
@@ -136,12 +157,12 @@ def describe_entry(entry: Entry) -> str:
 
     >>> describe_entry(("config", "bucket_size", 40))
     'config bucket_size=40'
-    >>> describe_entry(("l2.weight", (4, 4), "torch.float32", (), "trained"))
+    >>> describe_entry(("l2.weight", (4, 4), "float32", (), "trained"))
     'l2.weight (4, 4) float32'
     """
     if entry[0] == "config":
         return f"config {entry[1]}={entry[2]}"
-    shown = [str(value).removeprefix("torch.") for value in entry if value not in ((), "trained")]
+    shown = [str(value) for value in entry if value not in ((), "trained")]
     if len(entry) > 1 and entry[1] == ():
         shown.insert(1, "()")
     return " ".join(shown)

@@ -24,7 +24,14 @@ from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guard import PlainOptimizerGuard
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.param_gather import ParamGather
-from megabucket.errors import ModelChangedError, PhaseError, name_list
+from megabucket.errors import (
+    LateGradientError,
+    ModelChangedError,
+    NonFiniteGradientError,
+    PhaseError,
+    UnusedParameterError,
+    name_list,
+)
 from megabucket.layout import ModelLayout, launch_order
 
 
@@ -87,9 +94,11 @@ class Wiring:
 
         Raises:
             StepMismatchError: other ranks take the step.
+            PeerFailedError: another rank has failed in it.
         """
         if self._is_attached:
-            with suppress(ModelChangedError):  # that is why the caller rebuilds
+            # What is wrong with gradients that nobody wants, or with the module, is why the caller rebuilds.
+            with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):
                 self.sync.reset()
             self.gather.finish()
 

@@ -335,7 +335,8 @@ class DistributedDataParallel(torch.nn.Module):
             self._wiring.undo()
             self._wiring = Wiring(self.module, self.ddp_config, self.communicator, on_load=self._note_value_change)
             self.sync.continue_from(before)
-            self._make_replicas_equal()
+            if self.ddp_config.init_sync:
+                self.broadcast_params()
             for optimizer in optimizers:
                 optimizer.after_rebuild()
         except BaseException as error:

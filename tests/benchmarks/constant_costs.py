@@ -16,6 +16,8 @@ import torch
 from paired import interleave, ratio, timed
 
 import megabucket as mb
+from megabucket.ddp.agreement import digest_of, model_entries
+from megabucket.ddp.grad_hook import grad_hook
 from megabucket.layout import ParamSpec, build_layout
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +29,7 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
     params = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(16)) for _ in range(num_params)])
     ddp = mb.DistributedDataParallel(params, mb.DistributedDataParallelConfig())
     (group,) = ddp.bucket_groups
-    hooks = [ddp.sync.hook(group, position) for position in range(num_params)]
+    hooks = [grad_hook(ddp.sync, group.index, position) for position in range(num_params)]
     grads = [torch.ones(16) for _ in range(num_params)]
     rounds = max(1, 5_000 // num_params)
 
@@ -36,6 +38,7 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
         with ddp.no_sync():
             for _ in range(rounds):
                 ddp.zero_grad()
+                ddp.sync._backward.is_open = True  # as in all hooks of a backward but the first
                 for slot, grad in zip(group.slots, grads, strict=True):
                     slot.param.grad = grad
                 start_s = time.perf_counter()
@@ -77,6 +80,17 @@ def main() -> None:
             *ratio(layouts, "100000 parameters", "25000 parameters")
         )
     )
+
+    linears = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(500))
+    config = mb.DistributedDataParallelConfig()
+    agreement = interleave(
+        {
+            "digest of 1000 parameters": timed(lambda: digest_of("", model_entries(linears, config))),
+            "named_parameters() alone": timed(lambda: list(linears.named_parameters())),
+        },
+        repetitions=200,
+    )
+    report("agreement when wrapping, beside its exchange", agreement)
 
     commands = interleave(
         {

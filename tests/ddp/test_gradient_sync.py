@@ -302,7 +302,7 @@ class TestSchedule:
 
 class TestUnusedParameters:
     TEXT = (
-        "step {step}: 'c', 'b' got no gradient on every rank (first in bucket 1 of 4, counted from 0). They require grad but "
+        "step {step}: 'c', 'b' got no gradient on any rank (first in bucket 1 of 4, counted from 0). They require grad but "
         "were in no forward of the step that was differentiated; without them the mean would be of other things than it says. "
         "Freeze them with requires_grad_(False) before wrapping, use them, or set unused_parameters='zero' to reduce zeros in "
         "their place. The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
@@ -397,12 +397,12 @@ class TestLateGradients:
         ddp = wrap(Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
         ddp(a=1, b=1).backward()
         ddp.finish_grad_sync()
-        ddp(a=1, b=1).backward()
 
         with pytest.raises(LateGradientError) as caught:
-            ddp.finish_grad_sync()
+            ddp(a=1, b=1).backward()
 
         assert (caught.value.params, caught.value.phase) == (("b",), "already reduced")
+        assert ddp.last_error is caught.value
 
     def test_late_on_one_rank_only_is_an_error_on_all_ranks_with_the_same_text(self):
         ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
@@ -432,9 +432,8 @@ class TestLateGradients:
         def steps(rank, ddp):
             ddp(a=1, b=1).backward()
             ddp.finish_grad_sync()
-            ddp(a=1, b=1).backward()
             with pytest.raises(LateGradientError):
-                ddp.finish_grad_sync()
+                ddp(a=1, b=1).backward()
             clear(ddp)
             ddp(a=2, b=6 * rank).backward()
             phases = [group.grad_phase.value for group in ddp.bucket_groups]
@@ -532,7 +531,7 @@ class TestExplicitFinish:
         ddp.zero_grad()
         ddp.module.a.main_grad.fill_(4)
 
-        with pytest.raises(UnusedParameterError, match="step 1: 'b', 'a' got no gradient on every rank"):
+        with pytest.raises(UnusedParameterError, match="step 1: 'b', 'a' got no gradient on any rank"):
             ddp.finish_grad_sync()
 
     def test_finishing_a_step_without_any_backward_is_fine_where_unused_parameters_are(self):

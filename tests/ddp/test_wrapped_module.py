@@ -189,7 +189,7 @@ class TestAgreement:
 
         assert isinstance(error, PeerFailedError)
         assert (error.rank, error.phase) == (1, "wrap")
-        assert error.error.startswith("NoTrainableParametersError: Weights has no parameter with requires_grad=True")
+        assert error.cause.startswith("NoTrainableParametersError: Weights has no parameter with requires_grad=True")
         assert str(error).endswith(". No rank was wrapped.")
 
     def test_a_rank_whose_memory_does_not_suffice_keeps_nobody_waiting(self, monkeypatch):
@@ -205,7 +205,7 @@ class TestAgreement:
         error = self.refusals(models)
 
         assert isinstance(error, PeerFailedError)
-        assert (error.rank, error.phase, error.error) == (0, "wrap", "OutOfMemoryError: no room for 1024 bytes")
+        assert (error.rank, error.phase, error.cause) == (0, "wrap", "OutOfMemoryError: no room for 1024 bytes")
 
     def test_what_all_ranks_refuse_alike_is_their_own_error(self):
         models = [Weights("ab").requires_grad_(False) for _ in range(2)]

@@ -570,7 +570,7 @@ class TestRefusedSteps:
         optimizer = sgd(ddp)
         ddp(a=1).backward()
 
-        with pytest.raises(UnusedParameterError, match="step 0: 'b' got no gradient on every rank"):
+        with pytest.raises(UnusedParameterError, match="step 0: 'b' got no gradient on any rank"):
             optimizer.step()
         optimizer.zero_grad()
         ddp(a=1, b=1).backward()

@@ -1,0 +1,157 @@
+"""``ddp.rebuild()`` on gloo: the module changes, and training goes on as plain torch does in one process.
+
+Gradients are integers and independent of the weights, so their sums are exact and the weights must agree bit by bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from pool import Rank
+
+import megabucket as mb
+from megabucket.errors import LayoutMismatchError, PhaseError
+
+pytestmark = pytest.mark.dist
+
+NUMELS = {"a": 100, "b": 300, "c": 7, "d": 1}
+
+
+class Vectors(torch.nn.Module):
+    """Named vectors; the gradient of each trainable one is the factor it is multiplied by."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name in NUMELS:
+            self.register_parameter(name, new_param(name, 0, dtype))
+
+    def forward(self, factors: dict[str, torch.Tensor]) -> torch.Tensor:
+        trained = ((name, param) for name, param in self.named_parameters() if param.requires_grad)
+        total = torch.zeros(())
+        for name, param in trained:
+            total = total + (param.float() * factors[name]).sum()
+        return total
+
+
+def new_param(name: str, seed: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    generator = torch.Generator().manual_seed(100 * seed + ord(name))
+    return torch.nn.Parameter(torch.randn(NUMELS[name], generator=generator).to(dtype))
+
+
+def factors_of(step: int, rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: 12.0 * torch.randint(-5, 6, (numel,), generator=generator) for name, numel in NUMELS.items()}
+
+
+Change = Callable[[torch.nn.Module, Callable[[torch.nn.Parameter], None], torch.dtype], None]
+
+
+def changes() -> Iterator[Change]:
+    """What is done to a module between two steps; the second argument adds a parameter to the optimizer."""
+    yield lambda model, add, dtype: None
+    yield lambda model, add, dtype: model.b.requires_grad_(False)
+    yield lambda model, add, dtype: replace(model, "c", add, dtype)
+    yield lambda model, add, dtype: model.b.requires_grad_(True)
+
+
+def replace(model: torch.nn.Module, name: str, add: Callable[[torch.nn.Parameter], None], dtype: torch.dtype) -> None:
+    param = new_param(name, 1, dtype)
+    setattr(model, name, param)
+    add(param)
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def train(rank: Rank, driver: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Return the weights after each stretch of training."""
+    model, seen = Vectors(dtype), []
+    sharded = driver == "reduce-scatter"
+    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_param_gather=sharded, bucket_size=128)
+    ddp = mb.DistributedDataParallel(model, config, process_group=rank.group)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if driver != "all-reduce and plain AdamW":
+        optimizer = mb.DistributedOptimizer(optimizer, ddp)
+    for phase, change in enumerate(changes()):
+        change(model, lambda param: optimizer.add_param_group({"params": [param]}), dtype)
+        ddp.rebuild()
+        for step in (2 * phase, 2 * phase + 1):
+            ddp(factors_of(step, rank.index)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ddp.finish_param_sync()
+        ddp.check_replicas()
+        seen.append(weights(model))
+    ddp.detach()
+    return seen
+
+
+def train_alone(size: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """The same with plain torch on float32 copies, rounded to ``dtype`` after each step."""
+    model, seen = Vectors(dtype).float(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for phase, change in enumerate(changes()):
+        change(model, lambda param: optimizer.add_param_group({"params": [param]}), torch.float32)
+        if phase == 2:  # the replacement begins as what the 16-bit model holds
+            model.c.data = new_param("c", 1, dtype).detach().float()
+        for step in (2 * phase, 2 * phase + 1):
+            for name, param in model.named_parameters():
+                mean = sum(factors_of(step, rank)[name] for rank in range(size)) / size
+                param.grad = mean if param.requires_grad else None
+            optimizer.step()
+        seen.append([value.to(dtype) for value in weights(model)])
+    return seen
+
+
+DRIVERS = ["reduce-scatter", "all-reduce", "all-reduce and plain AdamW"]
+
+
+@pytest.mark.parametrize(("ranks", "driver"), [*itertools.product([2], DRIVERS), (3, "reduce-scatter")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_freezing_replacing_and_unfreezing_is_plain_torch_bit_by_bit(pool, ranks, driver, dtype):
+    if dtype is torch.bfloat16 and driver == "all-reduce and plain AdamW":
+        pytest.skip("plain AdamW cannot mix bfloat16 parameters with float32 gradients")
+
+    for by_phase in pool.run(train, driver, dtype, ranks=ranks):
+        for phase, (found, expected) in enumerate(zip(by_phase, train_alone(ranks, dtype), strict=True)):
+            for name, one, other in zip(NUMELS, found, expected, strict=True):
+                assert torch.equal(one, other), f"{name} after phase {phase}"
+
+
+def fail_and_repair(rank: Rank) -> tuple[str, str, list[torch.Tensor]]:
+    model = Vectors(torch.float32)
+    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=128)
+    ddp = mb.DistributedDataParallel(model, config, process_group=rank.group)
+    optimizer = mb.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), ddp)
+
+    def step(number: int) -> None:
+        ddp(factors_of(number, rank.index)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    model.a.requires_grad_(rank.index == 0)
+    with pytest.raises(LayoutMismatchError) as mismatch:
+        ddp.rebuild()
+    with pytest.raises(PhaseError) as refusal:
+        step(1)
+    model.a.requires_grad_(True)
+    ddp.rebuild()
+    step(1)
+    return str(mismatch.value), str(refusal.value), weights(model)
+
+
+def test_a_rank_that_froze_something_else_is_named_on_all_and_nothing_is_lost(pool):
+    results = pool.run(fail_and_repair, ranks=2)
+
+    assert results[0][:2] == results[1][:2]
+    assert "rank 0 has a (100,) float32, rank 1 has a (100,) float32 frozen" in results[0][0]
+    assert results[0][0] in results[0][1]
+    expected = train_alone(2, torch.float32)[0]  # its first stretch is two steps without any change
+    for _, _, found in results:
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
