@@ -5,9 +5,10 @@ An exception while asking is what that rank saw. Judging happens on every rank w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -20,7 +21,8 @@ from megabucket.errors import rank_list
 Fact: TypeAlias = "dict[str, Any]"
 """What one rank saw, ready for JSON."""
 
-_ERROR_CHARS = 300
+_ERROR_CHARS: Final = 300
+_DIGITS: Final = re.compile(r"\d+")  # ranks, ports and the like, which differ where the refusal is the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def conclude(probe: Probe, facts: Sequence[Fact]) -> Line:
     failed = tuple(rank for rank, fact in enumerate(facts) if "raised" in fact)
     if not failed:
         found = probe.judge(facts)
-    elif len(failed) == len(facts):
+    elif len({_DIGITS.sub("", fact.get("raised", "")) for fact in facts}) == 1:
         verdict = Verdict.FINDING if probe.is_required else Verdict.NOTE
         found = Judgement(verdict, f"refused: {by_rank([fact['raised'] for fact in facts])}", probe.refusal)
     else:

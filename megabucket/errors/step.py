@@ -72,7 +72,7 @@ class ReplicasDivergedError(RanksDisagreeError):
             f"step {step}: {what} differ between ranks: {values_by_rank(self.by_rank)}. The replicas do not hold the same "
             "weights any more, and gradients of different models would be averaged. Every rank must step after every sync: "
             "look for an exception that was caught around optimizer.step() on one rank. Load the last checkpoint on every "
-            f"rank, or call ddp.broadcast_params() and rebuild the optimizer. {_DROPPED}"
+            "rank, or call ddp.broadcast_params() and make the optimizer anew."
         )
 
 

@@ -146,8 +146,8 @@ def _describe_entry(key: str, value: Any, shard: MainShard) -> _Entry:
         return _Entry(key, "tensor", dtype_name(value.dtype), device, tuple(value.shape), _written(value.item()))
     found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise OptimizerParametersError(
-        problem="the optimizer holds, for a flat shard, what is neither one value per element nor one number, so nobody can say "
-        "what of it belongs to which parameter",
+        problem="the optimizer holds, for a flat shard, what is neither one value per element nor one number, so nobody can "
+        "say what of it belongs to which parameter",
         params=[f"{key}: {found}"],
         remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False.",
     )

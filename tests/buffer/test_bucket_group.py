@@ -61,6 +61,13 @@ def sync(all_ranks, **kwargs):
         rank.group.finish_grad_sync()
 
 
+def whole_step(rank):
+    """A step that all ranks found whole."""
+    sync([rank])
+    rank.group.readiness.finish_step()
+    rank.group.reset()
+
+
 class TestReduction:
     def test_the_mean_is_on_every_rank_and_is_shown_as_grad_once_it_is_published(self):
         _, (first, second) = ranks()
@@ -189,8 +196,7 @@ class TestReadiness:
         _, (only,) = ranks(size=1)
 
         in_first_step = only.both(1)
-        sync([only])
-        only.group.reset()
+        whole_step(only)
         in_second_step = only.both(1)
 
         assert (in_first_step, in_second_step) == (False, True)
@@ -198,8 +204,7 @@ class TestReadiness:
     def test_gradients_that_do_not_count_complete_nothing(self):
         _, (only,) = ranks(size=1)
         only.both(1)
-        sync([only])
-        only.group.reset()
+        whole_step(only)
 
         only.params["a"].grad = torch.ones(100)
         complete = only.group.receive_grad(1, counts=False)
@@ -213,8 +218,18 @@ class TestReadiness:
         only.group.reset()
         for name in ("a", "b", "a"):  # the real first step: two gradients for a
             only.grad(name, 1)
+        whole_step(only)
+
+        assert [only.grad(name, 1) for name in ("a", "b", "a")] == [False, False, True]
+
+    def test_a_step_that_was_sent_but_not_whole_teaches_nothing(self):
+        _, (only,) = ranks(size=1)
+        only.both(1)
         sync([only])
         only.group.reset()
+        for name in ("a", "b", "a"):
+            only.grad(name, 1)
+        whole_step(only)
 
         assert [only.grad(name, 1) for name in ("a", "b", "a")] == [False, False, True]
 

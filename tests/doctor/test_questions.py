@@ -59,6 +59,13 @@ class TestOutcomes:
         assert line.answer == "works on rank 0; RuntimeError: no on rank 1"
         assert line.ranks == (1,)
 
+    def test_a_refusal_in_other_words_is_none_by_all_ranks(self):
+        facts = [{"raised": "RuntimeError: timed out after 60 s on rank 0"}, {"raised": "RuntimeError: no all-to-all"}]
+        alike = [{"raised": f"RuntimeError: [127.0.0.1:{port}] no"} for port in (4000, 5000)]
+
+        assert conclude(question(is_required=False), facts).verdict is Verdict.FINDING
+        assert conclude(question(is_required=False), alike).verdict is Verdict.NOTE
+
     def test_an_exception_is_what_the_rank_saw(self):
         def fail(bench):
             raise ValueError("first line\nsecond line")

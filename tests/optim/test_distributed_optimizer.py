@@ -690,16 +690,29 @@ class TestAsATorchOptimizer:
             "version; the model's own state_dict() is complete on every rank."
         )
 
-    def test_adding_a_group_is_refused(self):
-        optimizer = sgd(wrap(Weights("a")))
+    def test_adding_a_parameter_that_it_has_already_is_refused(self):
+        ddp = wrap(Weights("ab"))
+        optimizer = sgd(ddp)
 
         with pytest.raises(OptimizerParametersError) as caught:
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+            optimizer.add_param_group({"params": [ddp.module.b]})
 
         assert str(caught.value) == (
-            "parameters cannot be added to a DistributedOptimizer: 'a group of 1'. Add the group to the torch optimizer before "
-            "wrapping it."
+            "the added group has parameters that are in a group already, frozen ones included: 'parameter 0, shape (100,)'. "
+            "Leave them out; ddp.rebuild() alone takes notice of parameters that were unfrozen."
         )
+        assert len(optimizer.param_groups) == 1
+
+    def test_nothing_steps_while_an_added_parameter_has_no_shard(self):
+        ddp = wrap(Weights("a"))
+        optimizer = sgd(ddp)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        ddp(a=1).backward()
+
+        with pytest.raises(PhaseError, match=r"have no shard yet: 'one of shape \(2,\), not in the module'"):
+            optimizer.step()
+
+        assert ddp.module.a[0].item() == 1.0
 
 
 class TestRefusedOptimizers:

@@ -6,7 +6,7 @@ Gradients are integers and independent of the weights, so their sums are exact a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,21 +47,18 @@ def factors_of(step: int, rank: int) -> dict[str, torch.Tensor]:
     return {name: 12.0 * torch.randint(-5, 6, (numel,), generator=generator) for name, numel in NUMELS.items()}
 
 
-Change = Callable[[torch.nn.Module, Callable[[torch.nn.Parameter], None], torch.dtype], None]
+AddParam = Callable[[torch.nn.Parameter], None]
 
 
-def changes() -> Iterator[Change]:
-    """What is done to a module between two steps; the second argument adds a parameter to the optimizer."""
-    yield lambda model, add, dtype: None
-    yield lambda model, add, dtype: model.b.requires_grad_(False)
-    yield lambda model, add, dtype: replace(model, "c", add, dtype)
-    yield lambda model, add, dtype: model.b.requires_grad_(True)
-
-
-def replace(model: torch.nn.Module, name: str, add: Callable[[torch.nn.Parameter], None], dtype: torch.dtype) -> None:
-    param = new_param(name, 1, dtype)
-    setattr(model, name, param)
-    add(param)
+def change(model: torch.nn.Module, phase: int, add: AddParam, dtype: torch.dtype) -> None:
+    """Change a module before one of the four stretches of training; ``add`` gives a parameter to the optimizer."""
+    if phase == 1:
+        model.b.requires_grad_(False)
+    elif phase == 2:
+        model.c = new_param("c", 1, dtype)
+        add(model.c)
+    elif phase == 3:
+        model.b.requires_grad_(True)
 
 
 def weights(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -77,8 +74,8 @@ def train(rank: Rank, driver: str, dtype: torch.dtype) -> list[list[torch.Tensor
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     if driver != "all-reduce and plain AdamW":
         optimizer = mb.DistributedOptimizer(optimizer, ddp)
-    for phase, change in enumerate(changes()):
-        change(model, lambda param: optimizer.add_param_group({"params": [param]}), dtype)
+    for phase in range(4):
+        change(model, phase, lambda param: optimizer.add_param_group({"params": [param]}), dtype)
         ddp.rebuild()
         for step in (2 * phase, 2 * phase + 1):
             ddp(factors_of(step, rank.index)).backward()
@@ -95,8 +92,8 @@ def train_alone(size: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
     """The same with plain torch on float32 copies, rounded to ``dtype`` after each step."""
     model, seen = Vectors(dtype).float(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for phase, change in enumerate(changes()):
-        change(model, lambda param: optimizer.add_param_group({"params": [param]}), torch.float32)
+    for phase in range(4):
+        change(model, phase, lambda param: optimizer.add_param_group({"params": [param]}), torch.float32)
         if phase == 2:  # the replacement begins as what the 16-bit model holds
             model.c.data = new_param("c", 1, dtype).detach().float()
         for step in (2 * phase, 2 * phase + 1):

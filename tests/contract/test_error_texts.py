@@ -1,0 +1,175 @@
+"""The full text of every error class, for the examples of test_error_tree.py: what a user reads, word for word.
+
+A text says what is wrong with names and values, why it matters, and what to do. Whoever changes one reads it here once more.
+"""
+
+import pytest
+from test_error_tree import EXAMPLES
+
+TEXTS = {
+    "MegabucketError": "text",
+    "ConfigError": "text",
+    "LayoutError": "text",
+    "UnsupportedParameterError": "parameter 'w' cannot live in a parameter and gradient buffer: it is odd. Do not.",
+    "NoTrainableParametersError": (
+        "Model has no parameter with requires_grad=True: its 2 parameters are all frozen ('a', 'b'), so there is "
+        "nothing to reduce. Call requires_grad_(True) on what should be trained before wrapping, or use the "
+        "module without a wrapper."
+    ),
+    "AlreadyWrappedError": (
+        "'a' already belong to another DistributedDataParallel wrapper. Two wrappers would move the same storage "
+        "and reduce the same gradients twice. Wrap a module once; call detach() on the first wrapper before "
+        "wrapping again."
+    ),
+    "OptimizerParametersError": "something: 'a'. Do not.",
+    "ProcessGroupMissingError": (
+        "this process is one of 2 (WORLD_SIZE=2) but torch.distributed is not initialized, so each of them would "
+        "train alone and the replicas would drift apart. Call torch.distributed.init_process_group() before "
+        "wrapping the module, or pass process_group=."
+    ),
+    "RanksDisagreeError": "text",
+    "LayoutMismatchError": (
+        "the model is not the same on all ranks: entry 3: rank 0 has a, rank 1 has b; and 3 more (4 of 9 entries "
+        "differ). Gradients of one parameter would be added to those of another. Build the same module in the "
+        "same order on every rank, with the same dtypes, trainability, config and versions. No rank was wrapped."
+    ),
+    "StepMismatchError": (
+        "step 3: dropped steps differ between ranks: 0 on rank 0; 1 on rank 1. Some rank has skipped or dropped a"
+        " step that others have taken, so batches of different steps would be averaged. Make every rank take "
+        "every step: a rank that cannot use its batch calls abort_step(), and all drop the step together. A "
+        "forward that is not for training belongs under torch.no_grad() or module.eval(). The step was dropped on"
+        " all ranks; its gradients are forgotten, and the next step may run."
+    ),
+    "MicrobatchMismatchError": (
+        "step 3: microbatch counts differ between ranks: 2 on ranks 0, 1; 1 on rank 2. The mean over ranks would "
+        "weigh them unequally. Run as many backwards per step on every rank, all but the last one inside "
+        "no_sync(). The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
+    ),
+    "ScheduleMismatchError": (
+        "step 3: force_all_reduce differs between ranks: 0 on rank 0; 1 on rank 1. Ranks that launch different "
+        "collectives mix unrelated data. Set it alike on every rank before backward. The step was dropped on all "
+        "ranks; its gradients are forgotten, and the next step may run."
+    ),
+    "ReplicasDivergedError": (
+        "step 3: optimizer updates differ between ranks: 1 on rank 0; 0 on rank 1. The replicas do not hold the "
+        "same weights any more, and gradients of different models would be averaged. Every rank must step after "
+        "every sync: look for an exception that was caught around optimizer.step() on one rank. Load the last "
+        "checkpoint on every rank, or call ddp.broadcast_params() and make the optimizer anew."
+    ),
+    "PhaseError": "text",
+    "LateGradientError": (
+        "step 3: on rank 1 'w' received a gradient although bucket 1 of 2 (counted from 0) is in flight. That "
+        "gradient is in no reduction, so the step would be wrong. Usual causes: a second backward without "
+        "zero_grad() or outside no_sync() (wrap all but the last backward of a step in no_sync()), or reentrant "
+        "activation checkpointing of a layer that is used several times (pass use_reentrant=False). The step was "
+        "dropped on all ranks; its gradients are forgotten, and the next step may run."
+    ),
+    "ConcurrentBackwardError": (
+        "[rank 1] thread 'second' runs a backward while one of thread 'first' is still running. Both add into the"
+        " same gradient buffer, so the sums would depend on timing. Run one backward at a time, for instance "
+        "under a lock, or give each thread a wrapper of its own."
+    ),
+    "UnreducedGradientsError": (
+        "[rank 1] step() was called, but the gradients of this rank are not reduced: since the last step or "
+        "zero_grad(), no backward has run outside no_sync(), or finish_grad_sync() was not called where the "
+        "config leaves that to the caller (finish='explicit'). Run the last backward of the step outside "
+        "no_sync(), or call finish_grad_sync() yourself."
+    ),
+    "UnusedParameterError": (
+        "step 3: 'a' got no gradient on rank 1 of 3 ranks (first in bucket 0 of 2, counted from 0). They require "
+        "grad but were in no forward of the step that was differentiated; without them the mean would be of other"
+        " things than it says. Freeze them with requires_grad_(False) before wrapping, use them, or set "
+        "unused_parameters='zero' to reduce zeros in their place. The step was dropped on all ranks; its "
+        "gradients are forgotten, and the next step may run."
+    ),
+    "NonFiniteGradientError": (
+        "step 3: the gradient of 'a' on rank 1 (bucket 0 of 2, counted from 0) has nan in 1 of 2 (and 1 more "
+        "parameters). Reduced, it would reach every rank. No optimizer step was taken on any rank. Look at the "
+        "loss and the data of that rank; set nonfinite_gradients='skip_step' to leave such steps out, or 'allow' "
+        "where a loss scaler looks at the gradients itself. The step was dropped on all ranks; its gradients are "
+        "forgotten, and the next step may run."
+    ),
+    "ModelChangedError": "text",
+    "StorageMovedError": (
+        "step 3: on rank 1 parameters have left the buffer: 'a' (the first one is bfloat16 on cpu, expected "
+        "float32 on cpu). Something moved parameters after wrapping: .to(), .half(), .bfloat16(), "
+        "load_state_dict(assign=True) or `param.data =`. The optimizer would go on updating memory that the "
+        "module does not read. Convert the module before wrapping and copy values with param.copy_() under "
+        "no_grad(); ddp.rebuild() takes the module as it is now. The step was dropped on all ranks; its gradients"
+        " are forgotten, and the next step may run."
+    ),
+    "TrainabilityChangedError": (
+        "step 3: after wrapping, rank 1 has 'a' frozen and 'b' unfrozen (requires_grad). A frozen parameter keeps"
+        " its place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and "
+        "replicas drift apart. Call ddp.rebuild() on every rank after changing requires_grad. The step was "
+        "dropped on all ranks; its gradients are forgotten, and the next step may run."
+    ),
+    "ParametersChangedError": (
+        "step 3: after wrapping, rank 1 has added 'a' and removed 'b' and replaced 'c'. Gradients of parameters "
+        "that are not in the buffers are never reduced, and the optimizer still holds the old ones. Call "
+        "ddp.rebuild() on every rank after changing the module. The step was dropped on all ranks; its gradients "
+        "are forgotten, and the next step may run."
+    ),
+    "DetachedGradError": (
+        "step 3: on rank 1 main_grad of 'a' is no longer the place in the gradient buffer, so what is added there"
+        " is in no reduction. Something assigned or deleted it after wrapping. Write into main_grad in place "
+        "(main_grad.copy_(), .add_()), and clear gradients with ddp.zero_grad(). The step was dropped on all "
+        "ranks; its gradients are forgotten, and the next step may run."
+    ),
+    "PeerFailedError": (
+        "step 3: rank 1 failed in forward: ValueError: boom. The step was dropped on all ranks; its gradients are"
+        " forgotten, and the next step may run."
+    ),
+    "PeerLostError": (
+        "rank 1 was last seen 31.5 s ago in forward (waiting for bucket 0). The process group cannot be used any "
+        "more: gradients of this step are lost, parameters are those of the last step. End this process, or "
+        "destroy the group, and start again from the last checkpoint with the ranks that are left."
+    ),
+    "ForkedProcessError": (
+        "[rank 1] backward in a forked child process. The threads of the process group exist in the parent only, "
+        "so this would wait for ever. Train in the process that wrapped the module; start helpers with the "
+        "'spawn' method, or let them work on a copy (copy.deepcopy(ddp.module))."
+    ),
+    "GroupDestroyedError": (
+        "[rank 1] backward, but the process group of the wrapper was destroyed, so nothing can be reduced any "
+        "more and this replica would go on alone. Call ddp.detach() and wrap the module again over a living "
+        "group."
+    ),
+    "PlainOptimizerError": (
+        "[rank 1] AdamW.step() would update whole parameters ('a'), but use_distributed_optimizer=True reduce-"
+        "scatters the gradients: this rank holds the reduced values of its own shard only, and the replicas would"
+        " drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp); or set "
+        "use_distributed_optimizer=False."
+    ),
+    "MixedDtypeOptimizerError": (
+        "[rank 1] torch's AdamW cannot mix dtypes in a step, and 'a' is bfloat16 with a float32 gradient "
+        "(grad_reduce_in_fp32=True). Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp) works in"
+        " both modes and keeps float32 main parameters; or set grad_reduce_in_fp32=False."
+    ),
+    "CollectiveError": "text",
+    "MismatchedCollectiveError": (
+        "collective 4 differs between ranks: rank 0 launched that, rank 1 launched this. On a real process group "
+        "this hangs or mixes unrelated data. All ranks must launch the same collectives in the same order."
+    ),
+    "CollectiveDeadlockError": (
+        "[rank 1] waits for collective 4 (this), which rank(s) 0, 2 have not launched. Launch it on every rank "
+        "before waiting, or run the ranks in threads."
+    ),
+    "InFlightWriteError": (
+        "[rank 1] the input of collective 4 (this) changed while it was in flight, first at element 7. On a real "
+        "process group the reduced value would depend on timing. Nothing may write a buffer between launch and "
+        "completion."
+    ),
+    "CheckpointUnavailableError": (
+        "[rank 0] the optimizer's state is kept by flat shards, of which this rank holds 1 of 2, not by "
+        "parameter, and state_dict() must not pass shards off as the whole. Saving and loading this state is not "
+        "available in this version; the model's own state_dict() is complete on every rank."
+    ),
+    "CorpusError": "text",
+    "InvariantError": "text",
+}
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_the_text_of_the_class_is(error):
+    assert str(error) == TEXTS[type(error).__name__]
