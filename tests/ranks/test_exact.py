@@ -84,44 +84,50 @@ def step_of(**launched: list[Call]) -> dict[str, list[Call]]:
     return {name: launched.get(name, []) for name in names}
 
 
-WRAP = {"wrap": [("broadcast", "initial broadcast", 1, 3072)]}  # both buckets of parameters: 2 * 1536
+def wrap(ranks: int, *, params_bytes: int = 3072) -> dict[str, list[Call]]:
+    """Return what wrapping launches: from each rank the digest of 32 bytes and its length of 8, twice, and all parameters."""
+    agreed = [("all_gather", label, 1, 40 * ranks) for label in ("wrap", "wrap: buffers")]
+    return {"wrap": [*agreed, ("broadcast", "initial broadcast", 1, params_bytes)]}  # both buckets: 2 * 1536
+
+
 ALL_REDUCES = [("all_reduce", "bucket 0", 1, 1536), ("all_reduce", "bucket 1", 1, 1536)]
 REDUCE_SCATTERS = [("reduce_scatter", "bucket 0", 1, 1536), ("reduce_scatter", "bucket 1", 1, 1536)]
+FENCE = [("all_reduce", "fence", 1, 112)]  # 14 int64
 NORM = [("all_reduce", "grad norm", 1, 8)]  # one float64
 GATHERS = [("all_gather", "param gather 1", 1, 1536), ("all_gather", "param gather 0", 1, 1536)]  # in forward order
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_all_reduce_costs_one_collective_per_bucket_and_step(pool, ranks, overlap):
+def test_all_reduce_costs_one_collective_per_bucket_and_one_fence_per_step(pool, ranks, overlap):
     by_rank = pool.run(collectives_by_phase, torch.float32, {"overlap_grad_reduce": overlap}, ranks=ranks)
 
-    assert by_rank == [[WRAP, *[step_of(backward=ALL_REDUCES)] * 3]] * ranks
+    assert by_rank == [[wrap(ranks), *[step_of(backward=ALL_REDUCES + FENCE)] * 3]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_reduce_scatter_costs_two_collectives_per_bucket_and_one_number_per_step(pool, ranks):
+def test_reduce_scatter_costs_two_collectives_per_bucket_and_one_fence_and_one_number_per_step(pool, ranks):
     options = {"use_distributed_optimizer": True, "overlap_grad_reduce": False}
     by_rank = pool.run(collectives_by_phase, torch.float32, options, ranks=ranks)
 
-    assert by_rank == [[WRAP, *[step_of(step=REDUCE_SCATTERS + NORM + GATHERS)] * 3]] * ranks
+    assert by_rank == [[wrap(ranks), *[step_of(step=REDUCE_SCATTERS + FENCE + NORM + GATHERS)] * 3]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_first_step_learns_and_from_the_second_on_backward_itself_launches(pool, ranks):
     by_rank = pool.run(collectives_by_phase, torch.float32, {"use_distributed_optimizer": True}, ranks=ranks)
 
-    first = step_of(step=REDUCE_SCATTERS + NORM + GATHERS)
-    later = step_of(backward=REDUCE_SCATTERS, step=NORM + GATHERS)
-    assert by_rank == [[WRAP, first, later, later]] * ranks
+    first = step_of(step=REDUCE_SCATTERS + FENCE + NORM + GATHERS)
+    later = step_of(backward=REDUCE_SCATTERS, step=FENCE + NORM + GATHERS)
+    assert by_rank == [[wrap(ranks), first, later, later]] * ranks
 
 
 def test_bfloat16_parameters_reduce_float32_and_gather_bfloat16(pool):
     by_rank = pool.run(collectives_by_phase, torch.bfloat16, {"use_distributed_optimizer": True}, ranks=2)
 
     gathers = [("all_gather", "param gather 1", 1, 768), ("all_gather", "param gather 0", 1, 768)]
-    later = step_of(backward=REDUCE_SCATTERS, step=NORM + gathers)
-    assert [phases[0] for phases in by_rank] == [{"wrap": [("broadcast", "initial broadcast", 1, 1536)]}] * 2
+    later = step_of(backward=REDUCE_SCATTERS, step=FENCE + NORM + gathers)
+    assert [phases[0] for phases in by_rank] == [wrap(2, params_bytes=1536)] * 2
     assert [phases[3] for phases in by_rank] == [later] * 2
 
 
@@ -130,7 +136,13 @@ def test_one_group_is_one_coalesced_batch_of_all_buckets(pool):
     by_rank = pool.run(collectives_by_phase, torch.float32, options, ranks=2)
 
     scatters, gathers = [("reduce_scatter", "bucket 0", 2, 3072)], [("all_gather", "param gather 0", 2, 3072)]
-    assert [phases[3] for phases in by_rank] == [step_of(backward=scatters, step=NORM + gathers)] * 2
+    assert [phases[3] for phases in by_rank] == [step_of(backward=scatters, step=FENCE + NORM + gathers)] * 2
+
+
+def test_the_fence_can_be_saved(pool):
+    by_rank = pool.run(collectives_by_phase, torch.float32, {"fence": False}, ranks=2)
+
+    assert by_rank == [[wrap(2), *[step_of(backward=ALL_REDUCES)] * 3]] * 2
 
 
 @pytest.mark.parametrize("reduce_scatters", [True, False])

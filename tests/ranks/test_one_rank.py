@@ -88,7 +88,8 @@ STRANGE = [-0.0, 0.0, math.nan, math.inf, -math.inf, 1e-40, -1e-40, 3e38, 1.0]
 def test_negative_zeros_subnormals_infinities_and_nan_survive_in_gradients_as_in_plain_torch(microbatches, clears, dtype):
     x = torch.tensor(STRANGE, dtype=dtype)
     plain, wrapped = Times(len(STRANGE), dtype), Times(len(STRANGE), dtype)
-    ddp = mb.DistributedDataParallel(wrapped, mb.DistributedDataParallelConfig(grad_reduce_in_fp32=False))
+    config = mb.DistributedDataParallelConfig(grad_reduce_in_fp32=False, nonfinite_gradients="allow")
+    ddp = mb.DistributedDataParallel(wrapped, config)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
 
     for step in range(3):

@@ -23,7 +23,7 @@ from odd_model import OddModel, Precision, flat, loss_of, tokens_of, trainable
 from pool import Rank
 
 import megabucket as mb
-from megabucket.errors import UnusedParameterError
+from megabucket.errors import NonFiniteGradientError, UnusedParameterError
 
 pytestmark = pytest.mark.dist
 
@@ -215,18 +215,52 @@ def test_a_rank_that_skips_a_module_hangs_nobody_and_counts_as_zero(pool, mode, 
     assert by_rank == [[[1.5, 22.5]] * 3] * 4
 
 
-def skip_on_rank_1(rank: Rank) -> tuple[str, ...]:
-    ddp, optimizer = wrapped(rank.group, "plain")
+def skip_on_rank_1(rank: Rank, mode: str) -> tuple[tuple[int, ...], tuple[str, ...], str, list[float]]:
+    """Return what the error says, and what is learned in the step after it."""
+    ddp, optimizer = wrapped(rank.group, mode)
     assert learn(ddp, optimizer, 1.0) == [1.0, 10.0]
-    try:
+    with pytest.raises(UnusedParameterError) as caught:
         learn(ddp, optimizer, -1.0 if rank.index == 1 else 1.0)
-    except UnusedParameterError as error:
-        return error.params
-    return ()
+    return caught.value.ranks, caught.value.params, str(caught.value), learn(ddp, optimizer, 2.0)
 
 
-def test_a_rank_that_skips_a_module_unasked_says_so_by_name(pool):
-    assert pool.run(skip_on_rank_1, ranks=2) == [(), ("b",)]
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_skips_a_module_unasked_is_named_on_every_rank_and_the_next_step_is_right(pool, mode):
+    first, *others = pool.run(skip_on_rank_1, mode, ranks=3)
+
+    assert others == [first] * 2
+    ranks, params, text, learned = first
+    assert (ranks, params, learned) == ((1,), ("b",), [2.0, 20.0])
+    assert text.startswith("step 1: 'b' got no gradient on rank 1 of 3 ranks")
+
+
+def meet_nan_on_rank_1(rank: Rank, mode: str, policy: str) -> list[Any]:
+    """Return what is learned in three steps, or the error, if the gradient of rank 1 is NaN in the second."""
+    ddp, optimizer = wrapped(rank.group, mode, nonfinite_gradients=policy)
+    outcomes: list[Any] = []
+    for step in range(3):
+        try:
+            outcomes.append(learn(ddp, optimizer, float("nan") if (step, rank.index) == (1, 1) else 2.0))
+        except NonFiniteGradientError as error:
+            outcomes.append((error.rank, error.param, error.step, str(error)))
+    return outcomes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_nan_on_one_rank_is_an_error_that_names_it_on_every_rank(pool, mode):
+    first, second = pool.run(meet_nan_on_rank_1, mode, "error", ranks=2)
+
+    assert first == second
+    before, (rank, param, step, _), after = first
+    assert (rank, param, step) == (1, "b", 1)  # b is sent first
+    assert before == after == [2.0, 20.0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_nan_on_one_rank_is_a_step_that_no_rank_takes_where_steps_may_be_skipped(pool, mode):
+    by_rank = pool.run(meet_nan_on_rank_1, mode, "skip_step", ranks=2)
+
+    assert by_rank == [[[2.0, 20.0], [0.0, 0.0], [2.0, 20.0]]] * 2
 
 
 def force_in_second_step(rank: Rank, how: str) -> list[Any]:
