@@ -20,6 +20,7 @@ class CellRun:
         timed_out: whether the time limit was reached.
         logs: by rank as text, the end of what the process printed.
         wall_s: seconds from the first fork to the last exit.
+        num_tries: how often the group had to be formed; gloo's rendezvous fails now and then on a busy machine.
     """
 
     cell: Cell
@@ -29,6 +30,12 @@ class CellRun:
     timed_out: bool
     logs: Mapping[str, str]
     wall_s: float
+    num_tries: int = 1
+
+    @property
+    def has_started(self) -> bool:
+        """Whether every rank has joined the group, so that what happened says something about the cell."""
+        return len({event["rank"] for event in self.of("joined")}) == self.cell.combo.num_ranks
 
     def of(self, kind: str, *, rank: int | None = None, attempt: int | None = None) -> Iterator[Mapping[str, Any]]:
         """Yield the reports of a kind, of one rank or of all, about one step or all."""

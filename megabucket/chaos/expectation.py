@@ -38,6 +38,7 @@ class Expectation:
         culprit_later_by: the same for the rank at fault where that is another; all meet after it, as after a checkpoint.
         at_wrap: the error comes out of the wrapper's constructor.
         same_text: all ranks must show the same text.
+        is_agreed: the error was agreed on across ranks, so ``ddp.last_error`` must be the same; not where a call is refused.
         lost: ranks that are gone and need not report.
         within_s: longest time from the fault to the last rank's report.
         child_error: class that a forked child must report.
@@ -54,6 +55,7 @@ class Expectation:
     culprit_later_by: int | None = None
     at_wrap: bool = False
     same_text: bool = True
+    is_agreed: bool = True
     lost: tuple[int, ...] = ()
     within_s: float = 3.0
     recovery: Recovery = Recovery.NOTHING

@@ -54,6 +54,8 @@ class Here:
     """What happens at named points of the training loop."""
     on_collective: dict[str, Callable[[], None]] = field(default_factory=dict)
     """What happens when a collective whose label begins so is launched."""
+    keepsake: Any = None
+    """What a fault has taken away and may put back."""
     snapshot: dict[str, torch.Tensor] = field(default_factory=dict)
     """The weights before the step of the fault."""
 

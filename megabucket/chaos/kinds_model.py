@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from megabucket.chaos.cell import Cell
+from megabucket.chaos.cell import Cell, Mode
 from megabucket.chaos.expectation import AnyOf, Expectation, Recovery, named
 from megabucket.chaos.fault import Fault, Here
 from megabucket.chaos.kind import FEW, PAIRS, SHARDED, Kind, not_in_torch
@@ -32,6 +32,7 @@ def _unfreeze(here: Here) -> None:
 
 
 def _replace(here: Here) -> None:
+    here.keepsake = here.model.get_parameter(_NAME)
     _layer(here).weight = torch.nn.Parameter(here.model.get_parameter(_NAME).detach().clone())
 
 
@@ -85,9 +86,16 @@ def _remove_extra(here: Here) -> None:
         del here.model.extra
 
 
-def _rebuild_with_new_optimizer(here: Here) -> None:
+def _rebuild_with_new_param(here: Here) -> None:
+    if here.cell.combo.mode is Mode.REDUCE_SCATTER:
+        here.optimizer.add_param_group({"params": [here.model.get_parameter(_NAME)]})
     here.ddp.rebuild()
     here.reload()
+
+
+def _put_back(here: Here) -> None:
+    if here.is_culprit:
+        _layer(here).weight = here.keepsake
 
 
 class ModelChange(Fault):
@@ -147,7 +155,7 @@ _ERRORS: Final[Mapping[str, tuple[str | tuple[str, ...], dict[str, object], tupl
 _FIXES_ON_ALL: Final[Mapping[str, Callable[[Here], None]]] = {
     "freeze": _rebuild_as_it_is,
     "unfreeze": _rebuild_as_it_is,
-    "replace": _rebuild_with_new_optimizer,
+    "replace": _rebuild_with_new_param,
     "add": _remove_extra,
     "bfloat16": _rebuild_in_float32,
     "float64": _rebuild_in_float32,
@@ -158,6 +166,7 @@ _FIXES_ON_ONE: Final[Mapping[str, Callable[[Here], None]]] = {
     **_FIXES_ON_ALL,
     "freeze": _undo_freeze,
     "unfreeze": _undo_unfreeze,
+    "replace": _put_back,
 }
 
 
@@ -166,7 +175,7 @@ class BitFlip(Fault):
 
     def expect(self) -> Expectation:
         """Return the divergence, found by the check."""
-        return named("ReplicasDivergedError", recovery=Recovery.RELOAD)
+        return named("ReplicasDivergedError", is_agreed=False, recovery=Recovery.RELOAD)
 
     def arm(self, here: Here) -> None:
         """Flip the bit and check, in place of what the step would do first."""
@@ -192,7 +201,7 @@ class WrongCall(Fault):
             "plain-optimizer": "PlainOptimizerError",
             "load-assign": "PhaseError",
         }
-        return named(errors[self.cell.place], same_text=False)
+        return named(errors[self.cell.place], same_text=False, is_agreed=False)
 
     def faulty(self, rank: int, batch: int) -> Recipe:  # noqa: ARG002
         """Run the only backward inside ``no_sync()`` where that is the fault."""

@@ -106,6 +106,7 @@ def _run(task: RankTask, send: Any) -> bool:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=cell.combo.num_ranks, timeout=timedelta(seconds=system.group_timeout_s)
     )
+    send("joined")
     fault = kind_named(cell.kind).fault(cell)
     model = fault.build(rank)
     fault.before_wrap(rank, send)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 import torch._dynamo  # torch imports it when it first wraps a module or makes an optimizer: seconds, once per fork
@@ -34,6 +34,8 @@ _TICK_S: Final = 0.02
 _STACKS_BEFORE_LIMIT_S: Final = 1.0
 _LOG_BYTES: Final = 6_000
 _STORE_RANK: Final = -1
+_JOIN_LIMIT_S: Final = 8.0
+_NUM_TRIES: Final = 4
 
 
 @dataclass
@@ -56,12 +58,14 @@ class _Watch:
     cell: Cell
     processes: list[_Process]
     store_pid: int
+    started_s: float
     deadline_s: float
     on_event: Callable[[Mapping[str, Any]], None]
     signals: list[tuple[float, int, int]] = field(default_factory=list)  # when, to which rank, which
     killed: list[int] = field(default_factory=list)
     has_asked_for_stacks: bool = False
     timed_out: bool = False
+    num_joined: int = 0
 
     def run(self) -> None:
         """Watch until every rank is done or gone, or the time is over."""
@@ -70,8 +74,11 @@ class _Watch:
             self._read()
             self._reap()
             self._send_signals()
-            if time.monotonic() > self.deadline_s:
+            now_s = time.monotonic()
+            if now_s > self.deadline_s:
                 self.timed_out = True
+                return
+            if now_s > self.started_s + _JOIN_LIMIT_S and self.num_joined < len(self.processes):
                 return
 
     def _read(self) -> None:
@@ -91,7 +98,10 @@ class _Watch:
     def _receive(self, process: _Process, event: Mapping[str, Any]) -> None:
         if event["kind"] == "done":
             process.is_done = True
-        elif event["kind"] == "ask":
+            return
+        if event["kind"] == "joined":
+            self.num_joined += 1
+        if event["kind"] == "ask":
             self.signals.append((time.monotonic() + event["after_s"], event["rank"], event["signal"]))
         else:
             self.on_event(event)
@@ -144,19 +154,25 @@ class _Watch:
 
 
 def run_cell(
-    cell: Cell,
-    *,
-    time_limit_s: float,
-    soak: SoakPlan | None = None,
-    on_event: Callable[[Mapping[str, Any]], None] | None = None,
+    cell: Cell, *, time_limit_s: float, soak: SoakPlan | None = None, on_event: Callable[[Mapping[str, Any]], None] | None = None
 ) -> CellRun:
-    """Run one cell and return what was seen.
+    """Run one cell and return what was seen; again from the start while the ranks cannot even form a group.
 
     Args:
         time_limit_s: seconds after which every process of the cell is killed.
         soak: run this many random steps instead of the steps of the cell.
         on_event: receives the reports as they arrive; they are kept for the result if not given.
     """
+    for num_tries in range(1, _NUM_TRIES + 1):
+        run = _try_cell(cell, time_limit_s=time_limit_s, soak=soak, on_event=on_event)
+        if run.has_started or soak is not None:
+            break
+    return replace(run, num_tries=num_tries)
+
+
+def _try_cell(
+    cell: Cell, *, time_limit_s: float, soak: SoakPlan | None, on_event: Callable[[Mapping[str, Any]], None] | None
+) -> CellRun:
     events: list[Mapping[str, Any]] = []
     started_s = time.monotonic()
     with _store_host() as (store_pid, port), tempfile.TemporaryDirectory(prefix="megabucket-chaos-") as directory:
@@ -166,7 +182,7 @@ def run_cell(
             task = rank.RankTask(cell, index, port, soak)
             processes.append(_fork_rank(task, (release_reader, release_writer), processes, directory))
         os.close(release_reader)
-        watch = _Watch(cell, processes, store_pid, started_s + time_limit_s, on_event or events.append)
+        watch = _Watch(cell, processes, store_pid, started_s, started_s + time_limit_s, on_event or events.append)
         try:
             watch.run()
         finally:

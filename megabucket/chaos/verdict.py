@@ -85,6 +85,9 @@ class Verdict:
 def find_breakage(run: CellRun, expected: Expectation) -> Verdict | None:
     """Return the verdict on a cell whose ranks did not all come to an end, or ``None``."""
     live = live_ranks(run, expected)
+    if not run.has_started:
+        broken = next(run.of("broken"), {"text": "a rank did not join the group"})
+        return Verdict(VerdictName.BROKEN, f"no group after {run.num_tries} tries: {broken['text']}")
     for event in run.of("broken"):
         if event["rank"] in live:
             return Verdict(VerdictName.BROKEN, f"rank {event['rank']}: {event['text']}")

@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from megabucket.comm.torch_group import _all_gather, _reduce_scatter
+from megabucket.comm.torch_probes import is_gloo, store_of
+from megabucket.errors import CollectiveError
 
 _NUMEL: Final = 8
 """Elements of each rank's part in a question."""
@@ -71,7 +73,7 @@ class GroupProbes:
         pairs = list(zip(shards, fulls, strict=True))
         num_works["reduce-scatter"] = self._batch([_scattering(shard, full, self.group) for shard, full in pairs])
         is_right = is_right and all(_all_equal(shard, self._sum) for shard in shards)
-        if self.backend == "gloo":
+        if is_gloo(self.group, self._device):
             return {"is_right": is_right, "num_works": num_works}
         parts = [self._own() for _ in range(3)]
         num_works["all-gather"] = self._batch(
@@ -145,7 +147,9 @@ class GroupProbes:
 
     def store(self) -> dict[str, Any]:
         """Write through the group's store, read what the next rank wrote, and do so again through a clone of the store."""
-        store = distributed_c10d._world.pg_map[self.group][1]
+        store = store_of(self.group)
+        if store is None:
+            raise CollectiveError("torch does not tell the store of the group")
         kind = type(_innermost(store)).__name__
         own, other = f"doctor/{self.rank}", f"doctor/{(self.rank + 1) % self.size}"
         store.set(own, str(self.rank))

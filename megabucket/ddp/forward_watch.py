@@ -24,22 +24,25 @@ def watch_forwards(module: torch.nn.Module, sync: GradSync) -> list[RemovableHan
     The hooks also keep ``sync`` alive as long as the module: the hooks of the parameters know it weakly.
     """
 
+    def counts(called: torch.nn.Module) -> bool:
+        # A deepcopy of the module shares these hooks, and its training is none of our business. Neither is a forward that
+        # activation checkpointing runs again inside a backward, which may even end in an exception of its own.
+        return called is module and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
+
     def before(called: torch.nn.Module, _: Any) -> None:
-        # A deepcopy of the module shares these hooks, and its training is none of our business.
-        if called is module and torch.is_grad_enabled() and module.training:
+        if counts(called) and module.training:
             sync.begin_forward()
 
     def after(called: torch.nn.Module, _: Any, output: Any) -> None:
-        if called is not module or not torch.is_grad_enabled():
+        if not counts(called):
             return
         error = sys.exc_info()[1]
         if error is not None and output is None:  # torch calls this hook also when forward has raised
             if module.training:
                 sync.fail("forward", error)
             return
-        note_reached = sync.end_forward() if module.training else None
-        watches = _watch_outputs(output, sync, note_reached)
-        if note_reached is not None and not watches:
+        note_reached = sync.tally.reached_forward() if module.training else None
+        if not _watch_outputs(output, sync, note_reached) and note_reached is not None:
             note_reached()  # nothing that a backward could start from
 
     return [

@@ -8,7 +8,7 @@ ranks. Knows groups only; memory is their business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
@@ -106,10 +106,7 @@ class GradSync:
         """Note that a training forward begins."""
         self.settle()
         self._set_phase("forward")
-
-    def end_forward(self) -> Callable[[], None]:
-        """Note that a training forward has ended well; return what to call when a backward reaches it."""
-        return self.tally.note_forward()
+        self.tally.begin_forward()
 
     # Called by autograd #
 

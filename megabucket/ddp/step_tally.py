@@ -30,9 +30,12 @@ class StepTally:
         self.late: LateGrads | None = None
         self.unused: UnusedParams | None = None
 
-    def note_forward(self) -> Callable[[], None]:
-        """Count a training forward as skipped, until the returned function says that a backward has reached it."""
+    def begin_forward(self) -> None:
+        """Count a training forward as skipped, until a backward has reached it."""
         self._num_skipped_forwards += 1
+
+    def reached_forward(self) -> Callable[[], None]:
+        """Return what to call when a backward reaches the forward that has just ended; calls after the first do nothing."""
         generation, is_reached = self._generation, False
 
         def note_reached() -> None:

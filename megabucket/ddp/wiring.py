@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, ReduceOp
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.ddp.agreement import agree, agree_on_model
+from megabucket.ddp.agreement import Entry, agree, agree_on_model, exchange_device
 from megabucket.ddp.discovery import DiscoveredParams
 from megabucket.ddp.forward_watch import watch_forwards
 from megabucket.ddp.grad_hook import grad_hook
@@ -68,6 +68,11 @@ class Wiring:
         self._handles = _register_hooks(module, self.groups, self.sync, on_load)
 
     @property
+    def description(self) -> str:
+        """Return what the module is, for error texts."""
+        return "a wrapped module"
+
+    @property
     def sync_to_continue(self) -> GradSync:
         """Whose counts the next wiring continues."""
         return self.sync
@@ -85,8 +90,8 @@ class Wiring:
             return None
         return PhaseError(
             f"rebuild() cannot take {name_list(spoiled)}: moved or written while the values were on their way "
-            "(overlap_param_gather=True), so what was moved is NaN. Call ddp.finish_param_sync(), which brings the values "
-            "back, change the module again, and then call ddp.rebuild()."
+            "(overlap_param_gather=True), so what was moved is NaN. The values are back now: change the module again, then "
+            "call ddp.rebuild(); and call ddp.finish_param_sync() before you touch parameters outside forward."
         )
 
     def drop_step(self) -> None:
@@ -142,6 +147,7 @@ class Unwired:
             if called is module:  # a deepcopy of the module shares the hook
                 raise PhaseError(text)
 
+        self.description = "a module that no rebuild has wrapped yet"
         self._handle = module.register_forward_pre_hook(refuse, prepend=True)
 
     def find_obstacle(self) -> None:
@@ -163,6 +169,24 @@ class Unwired:
         if name.startswith("_"):
             raise AttributeError(name)  # what Python asks for is not what a caller uses
         raise PhaseError(self._text)
+
+
+def prepare_rebuild(
+    wiring: Wiring | Unwired, module: torch.nn.Module, communicator: Communicator, *, num_optimizers: int
+) -> None:
+    """Return when every rank has come here with as many optimizers, and no step is open. Changes nothing else.
+
+    Raises:
+        LayoutMismatchError: a rank takes other optimizers along, or is in another state.
+        PhaseError: the module cannot be taken as it is now.
+        StepMismatchError: other ranks take a step.
+        PeerFailedError: another rank cannot take its module, or has failed in the step.
+    """
+    obstacle = wiring.find_obstacle()
+    # First of all: of a step that is open, ranks may have launched more or fewer buckets.
+    wiring.drop_step()
+    entries: list[Entry] = [("optimizers to take along:", num_optimizers), (wiring.description,)]
+    agree(communicator, entries, failure=obstacle, device=exchange_device(module), label="rebuild")
 
 
 def _attach(layout: ModelLayout, found: DiscoveredParams, communicator: Communicator) -> list[ParamAndGradBuffer]:

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import Broadcast, Communicator, Liveness, discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.ddp.agreement import agree, exchange_device
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guarded_step import guarded_step
 from megabucket.ddp.replicas import check_replicas
-from megabucket.ddp.wiring import Unwired, Wiring
+from megabucket.ddp.wiring import Unwired, Wiring, prepare_rebuild
 from megabucket.errors import ConfigError, MegabucketError, PhaseError
 from megabucket.layout import ModelLayout
 from megabucket.trace.recorder import Recorder
@@ -320,14 +319,7 @@ class DistributedDataParallel(torch.nn.Module):
             MegabucketError: what wrapping raises.
         """
         optimizers = list(self._optimizers)
-        agree(
-            self.communicator,
-            [("optimizers to take along:", len(optimizers)), (type(self._wiring).__name__,)],
-            failure=self._wiring.find_obstacle(),
-            device=exchange_device(self.module),
-            label="rebuild",
-        )
-        self._wiring.drop_step()
+        prepare_rebuild(self._wiring, self.module, self.communicator, num_optimizers=len(optimizers))
         for optimizer in optimizers:
             optimizer.before_rebuild()
         before = self._wiring.sync_to_continue

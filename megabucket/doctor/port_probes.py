@@ -41,7 +41,7 @@ def port_probes(config: DistributedDataParallelConfig) -> list[Probe]:
 
 def launch(bench: Bench, calls: Sequence[Call]) -> None:
     """Launch a batch and return when its results may be read."""
-    bench.communicator.launch(calls, label="doctor").wait()
+    bench.communicator.launch(bench.communicator.prepare(calls), label="doctor").wait()
 
 
 # Sums that say who is in them #

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -57,12 +57,16 @@ def run_doctor(
     start_s = time.perf_counter()
     config = config if config is not None else DistributedDataParallelConfig()
     device = device if device is not None else torch.device("cpu")
-    real = communicator or discover_communicator(process_group)
+    real = communicator if communicator is not None else discover_communicator(process_group)
     # Longer than what the config calls dead: wrappers refuse a group that gives up before their heartbeats do.
     timeout_s = max(_TIMEOUT_S, 2 * config.dead_after_s)
-    with _benches(config, real, device=device, process_group=process_group, timeout_s=timeout_s) as benches:
-        lines = [_line(probe, benches) for probe in _probes(config)]
-        backend = benches.backend
+    try:
+        with _benches(config, real, device=device, process_group=process_group, timeout_s=timeout_s) as benches:
+            lines = [_line(probe, benches) for probe in _probes(config)]
+            backend = benches.backend
+    finally:
+        if real is not communicator:
+            real.close()
     return Report(
         backend=backend,
         device=str(device),
@@ -99,7 +103,13 @@ class _Benches:
 
     def renew(self) -> None:
         """Make another bench; every rank does so at the same time."""
+        self.close()
         self.current = self._make()
+
+    def close(self) -> None:
+        """End the communicator of the current bench, unless it is the real one."""
+        if self.current.communicator is not self.real:
+            self.current.communicator.close()
 
     def _make(self) -> Bench:
         if self._groups is None:
@@ -121,7 +131,8 @@ def _benches(
     has_group = isinstance(real, ProcessGroupCommunicator)
     groups = ProbeGroups(process_group, timeout_s=timeout_s) if has_group else None
     try:
-        yield _Benches(config, real, device, groups)
+        with closing(_Benches(config, real, device, groups)) as benches:
+            yield benches
     finally:
         if groups is not None:
             # Wrappers are full of reference cycles, and a group that one of them still holds would live on in its threads.

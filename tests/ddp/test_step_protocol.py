@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 from loop_ranks import Ranks
+from torch.utils.checkpoint import checkpoint
 
 import megabucket as mb
 from megabucket.errors import (
@@ -535,3 +536,40 @@ def test_an_error_that_was_caught_cannot_be_stepped_on():
         return attempt(rank, ddp, optimizer, None)  # nothing needs to be cleared
 
     assert ranks.run(run) == [None, None]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(("sharded", "overlaps"), MODES, ids=str)
+def test_checkpointing_the_whole_module_is_no_fault(sharded, overlaps, checkpoints):
+    ranks = Ranks(2, Model(), use_distributed_optimizer=sharded, overlap_grad_reduce=overlaps, bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        for _ in range(3):
+            x = torch.tensor(rank + 1.0)
+            # Its forward runs again in backward, and is cut short there by an exception.
+            loss = checkpoint(ddp, x, use_reentrant=False) if checkpoints else ddp(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return ddp.last_error, weights(ddp)
+
+    assert ranks.run(run) == [(None, dict.fromkeys("abc", Fraction(-9, 2)))] * 2
+
+
+def test_a_forward_that_failed_unnoticed_counts_as_skipped():
+    """An interrupt runs no hooks of the module, but the rank has not done what the others have."""
+    ranks = Ranks(2, Model(), bucket_size=1)
+
+    def run(rank, ddp):
+        if rank == FAULTY:
+            with pytest.raises(KeyboardInterrupt):
+                ddp(Interrupts())
+        return type(attempt(rank, ddp, optimizer_of(ddp), None)).__name__
+
+    assert ranks.run(run) == ["StepMismatchError"] * 2
+
+
+class Interrupts:
+    def __rmul__(self, _):
+        raise KeyboardInterrupt

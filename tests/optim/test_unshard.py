@@ -207,7 +207,8 @@ DIFFERENT_NUMBERS = (
 )
 NO_PARAMETERS_STATE = (
     "the optimizer holds, for a flat shard, what is neither one value per element nor one number, so nobody can say what of it "
-    "belongs to which parameter: 'absmax: shape (7,)'. Use such an optimizer as a plain one with use_distributed_optimizer=False."
+    "belongs to which parameter: 'absmax: shape (7,)'. Use such an optimizer as a plain one with "
+    "use_distributed_optimizer=False."
 )
 
 

@@ -234,21 +234,21 @@ def test_a_rank_that_skips_a_module_unasked_is_named_on_every_rank_and_the_next_
     assert text.startswith("step 1: 'b' got no gradient on rank 1 of 3 ranks")
 
 
-def meet_nan_on_rank_1(rank: Rank, mode: str, policy: str) -> list[Any]:
-    """Return what is learned in three steps, or the error, if the gradient of rank 1 is NaN in the second."""
+def meet_infinity_on_rank_1(rank: Rank, mode: str, policy: str) -> list[Any]:
+    """Return what is learned in three steps, or the error, if the gradient of rank 1 is infinite in the second."""
     ddp, optimizer = wrapped(rank.group, mode, nonfinite_gradients=policy)
     outcomes: list[Any] = []
     for step in range(3):
         try:
-            outcomes.append(learn(ddp, optimizer, float("nan") if (step, rank.index) == (1, 1) else 2.0))
+            outcomes.append(learn(ddp, optimizer, float("inf") if (step, rank.index) == (1, 1) else 2.0))
         except NonFiniteGradientError as error:
             outcomes.append((error.rank, error.param, error.step, str(error)))
     return outcomes
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_nan_on_one_rank_is_an_error_that_names_it_on_every_rank(pool, mode):
-    first, second = pool.run(meet_nan_on_rank_1, mode, "error", ranks=2)
+def test_an_infinity_on_one_rank_is_an_error_that_names_it_on_every_rank(pool, mode):
+    first, second = pool.run(meet_infinity_on_rank_1, mode, "error", ranks=2)
 
     assert first == second
     before, (rank, param, step, _), after = first
@@ -257,8 +257,8 @@ def test_a_nan_on_one_rank_is_an_error_that_names_it_on_every_rank(pool, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_nan_on_one_rank_is_a_step_that_no_rank_takes_where_steps_may_be_skipped(pool, mode):
-    by_rank = pool.run(meet_nan_on_rank_1, mode, "skip_step", ranks=2)
+def test_an_infinity_on_one_rank_is_a_step_that_no_rank_takes_where_steps_may_be_skipped(pool, mode):
+    by_rank = pool.run(meet_infinity_on_rank_1, mode, "skip_step", ranks=2)
 
     assert by_rank == [[[2.0, 20.0], [0.0, 0.0], [2.0, 20.0]]] * 2
 
