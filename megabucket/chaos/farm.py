@@ -19,9 +19,13 @@ class _Supervisor:
     """A supervisor process seen from outside."""
 
     def __init__(self) -> None:
-        # One thread before any fork: the environment of the supervisor keeps numeric libraries from starting more.
-        self._process = subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-m", "megabucket.chaos.supervisor"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        # In a session of its own: Ctrl-C is for this process, which then ends the supervisors, and they their ranks.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megabucket.chaos.supervisor"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     @property
@@ -74,20 +78,25 @@ def run_cells(cells: Sequence[Cell], *, num_jobs: int, time_limit_s: float) -> I
                     selector.unregister(key.fileobj)
 
 
-def run_soak(plan: SoakPlan, *, time_limit_s: float, on_event: Callable[[Mapping[str, Any]], None]) -> CellRun:
-    """Run a soak; return how its processes ended.
+SoakEvents = Callable[[Mapping[str, Any]], None]
+"""Receives each report of each rank."""
+
+
+def run_soaks(plans: Sequence[tuple[SoakPlan, SoakEvents]], *, time_limits_s: Sequence[float]) -> Iterator[CellRun]:
+    """Run soaks one after the other; yield how the processes of each have ended.
 
     Args:
-        on_event: receives each report of each rank.
+        time_limits_s: for each soak.
 
     Raises:
         RuntimeError: the supervisor ended, which is a bug of the harness.
     """
     supervisor = _Supervisor()
     try:
-        supervisor.start(Cell("none", "step", plan.combo, plan.seed), time_limit_s=time_limit_s, soak=plan)
-        while "run" not in (answer := supervisor.read()):
-            on_event(answer["event"])
-        return CellRun.from_dict(answer["run"])
+        for (plan, on_event), time_limit_s in zip(plans, time_limits_s, strict=True):
+            supervisor.start(Cell("none", "step", plan.combo, plan.seed), time_limit_s=time_limit_s, soak=plan)
+            while "run" not in (answer := supervisor.read()):
+                on_event(answer["event"])
+            yield CellRun.from_dict(answer["run"])
     finally:
         supervisor.close()

@@ -126,6 +126,10 @@ class Fault:
         """Return what ``rank`` does in the step of the fault."""
         return self.healthy(rank, batch)
 
+    def num_agreements(self) -> int:
+        """Return how often the ranks agree in the step of the fault where nothing stops them: once per gradient sync."""
+        return 1
+
     def is_at_fault(self, rank: int) -> bool:
         """Return whether something goes wrong on ``rank``."""
         return self.is_armed_on_all or rank == self.cell.culprit

@@ -8,7 +8,7 @@ from typing import Any
 
 from megabucket.chaos.cell_run import CellRun
 from megabucket.chaos.expectation import AnyOf, Expectation, Outcome, Recovery
-from megabucket.chaos.loop import HEALTHY_STEPS, NUM_STEPS
+from megabucket.chaos.recipe import HEALTHY_STEPS, NUM_STEPS
 from megabucket.chaos.verdict import (
     Verdict,
     VerdictName,
@@ -28,10 +28,12 @@ class Window:
     Attributes:
         fault: index of the step of the fault.
         stop: index behind the last step; the steps after the error must be there and right.
+        num_agreements: how often the ranks had agreed before the step of the fault, which is the number in error texts.
     """
 
     fault: int = HEALTHY_STEPS
     stop: int = NUM_STEPS
+    num_agreements: int = HEALTHY_STEPS
 
 
 def judge(run: CellRun, expected: Expectation) -> Verdict:
@@ -170,7 +172,7 @@ class _ErrorJudge:
         expected, fields = self._expected, error["fields"]
         right_fields = dict(expected.fields)
         if "step" in fields and not expected.at_wrap and not expected.lost:
-            right_fields.setdefault("step", self._window.fault + expected.later_by)
+            right_fields.setdefault("step", self._window.num_agreements + expected.later_by)
         for name, right in right_fields.items():
             allowed = [_plain(one) for one in (right.values if isinstance(right, AnyOf) else (right,))]
             if name not in fields:
@@ -179,31 +181,38 @@ class _ErrorJudge:
                 yield f"rank {rank}: {error['class']}.{name} is {fields[name]!r}, expected {' or '.join(map(repr, allowed))}"
 
     def _problems_around(self, errors: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
-        """Yield errors in other steps, changed weights, different ``last_error``, missing steps."""
+        """Yield whatever is wrong beside the error itself."""
         run, expected = self._run, self._expected
         yield from _problems_beside_the_error(run, expected)
         if expected.at_wrap:
             return
-        for event in run.of("step"):
-            step, rank, error = event["attempt"], event["rank"], event["error"]
-            if rank not in self._live or error is None or (self._is_over and step >= self._window.fault):
-                continue
-            is_own = self._window.fault <= step <= self._last_step(rank) and self._is_own(rank, error)
-            if step != self._last_step(rank) and not is_own:
-                yield f"step {step}, rank {rank}: {_shown(error)}"
+        yield from self._other_errors()
         if self._is_over:
             return
-        for rank, error in errors.items():
-            event = run.first("step", rank=rank, attempt=self._last_step(rank))
-            known = None if event is None else event["last_error"]
-            if expected.is_agreed and (known is None or known["text"] != error["text"]):
-                yield f"rank {rank}: last_error is {_shown(known) if known else 'nothing'} after {_shown(error)}"
+        yield from self._other_last_errors(errors)
         last = self._window.fault + expected.later_by
         if expected.recovery is Recovery.NOTHING:
             for event in run.of("weights", attempt=last):
                 if event["wrong"]:
                     yield f"rank {event['rank']}: the step was dropped, but weight {event['wrong']}"
         yield from _missing_steps(run, self._live, range(last + 1, self._window.stop))
+
+    def _other_errors(self) -> Iterator[str]:
+        """Yield errors of living ranks in other steps than the one they belong to."""
+        for event in self._run.of("step"):
+            step, rank, error = event["attempt"], event["rank"], event["error"]
+            if rank not in self._live or error is None or (self._is_over and step >= self._window.fault):
+                continue
+            is_own = self._window.fault <= step <= self._last_step(rank) and self._is_own(rank, error)
+            if step != self._last_step(rank) and not is_own:
+                yield f"step {step}, rank {rank}: {_shown(error)}"
+
+    def _other_last_errors(self, errors: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
+        for rank, error in errors.items() if self._expected.is_agreed else ():
+            event = self._run.first("step", rank=rank, attempt=self._last_step(rank))
+            known = None if event is None else event["last_error"]
+            if known is None or known["text"] != error["text"]:
+                yield f"rank {rank}: last_error is {_shown(known) if known else 'nothing'} after {_shown(error)}"
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megabucket.chaos.cell_run import CellRun
 from megabucket.chaos.expectation import Expectation
-from megabucket.chaos.loop import HEALTHY_STEPS, NUM_STEPS
+from megabucket.chaos.recipe import HEALTHY_STEPS, NUM_STEPS
 from megabucket.chaos.verdict import (
     Verdict,
     VerdictName,

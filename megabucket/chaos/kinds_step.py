@@ -1,4 +1,4 @@
-"""Kinds of fault inside one step of living ranks: batches, microbatches, gradients, exceptions. After each, training goes on."""
+"""Kinds of fault inside one step of living ranks: batches, microbatches, gradients, exceptions. Training goes on after each."""
 
 from __future__ import annotations
 
@@ -126,6 +126,10 @@ class TwoBackwards(Fault):
             return RIGHT
         # The rank at fault starts a second sync while the others step; all meet in the next one.
         return named("ReplicasDivergedError", later_by=1, culprit_later_by=0, recovery=Recovery.RELOAD)
+
+    def num_agreements(self) -> int:
+        """Return two where each backward is reduced."""
+        return 2 if self.cell.combo.mode is Mode.ALL_REDUCE else 1
 
     def faulty(self, rank: int, batch: int) -> Recipe:
         """Run the second backward."""

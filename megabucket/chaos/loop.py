@@ -14,7 +14,7 @@ import hashlib
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -23,13 +23,9 @@ from megabucket.chaos.expectation import Outcome, Recovery
 from megabucket.chaos.fault import Fault, Here
 from megabucket.chaos.model import loss_of, make_batch
 from megabucket.chaos.oracle import edited, first_difference
-from megabucket.chaos.recipe import NUM_LAYERS, Ending, Recipe
+from megabucket.chaos.recipe import HEALTHY_STEPS, NUM_LAYERS, NUM_STEPS, Ending, Recipe
 from megabucket.chaos.systems import System
 from megabucket.errors import MegabucketError
-
-HEALTHY_STEPS: Final = 2
-"""Steps before the fault, which is in the step of this index."""
-NUM_STEPS: Final = 7
 
 
 @dataclass(slots=True)
@@ -154,9 +150,9 @@ class Loop:
         with ExitStack() as stack:
             for edit in recipe.edits:
                 param = self._here.model.get_parameter(edit.param)
-                handle = param.register_hook(lambda grad, edit=edit: edited(grad, edit.edit))  # type: ignore[no-untyped-call]
+                handle = param.register_hook(lambda grad, edit=edit: edited(grad, edit.edit))
                 stack.callback(handle.remove)
-            loss.backward(retain_graph=keeps_graph)  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=keeps_graph)
 
     def _check_grads(self, attempt: _Attempt) -> None:
         if attempt.checks_grads and attempt.recipe.num_synced:

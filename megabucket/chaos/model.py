@@ -1,8 +1,8 @@
 """What the ranks train: a small chain of layers whose gradients and weights are exact in float32, and its batches.
 
-All numbers are dyadic and small, so sums come out the same in any order and the oracle can ask for equality. Gradients depend
-on the weights through the slopes of leaky ReLUs and through rounded activations, but do not grow with them, so that ten thousand
-steps stay exact. Targets are multiples of 12, which makes the mean over 2, 3 or 4 ranks exact, too.
+All numbers are dyadic and small, so sums come out the same in any order and the oracle can ask for equality. Gradients
+depend on the weights through the slopes of leaky ReLUs and through rounded activations, but do not grow with them, so that
+ten thousand steps stay exact. Targets are multiples of 12, which makes the mean over 2, 3 or 4 ranks exact, too.
 """
 
 from __future__ import annotations

@@ -117,22 +117,27 @@ def _apply(edit: GradEdit | None, grad: torch.Tensor) -> torch.Tensor:
 def first_difference(actual: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> str:
     """Return where two sets of tensors first differ in a bit that counts, as text; empty if nowhere. NaN equals NaN."""
     for name, right in expected.items():
-        if name not in actual:
-            return f"{name} is missing"
-        value = actual[name]
+        value = actual.get(name)
         if value is None or right is None:
             if value is not right:
-                return f"{name}: is {'absent' if value is None else 'there'}, but should be {'absent' if right is None else 'there'}"
-            continue
-        if value.shape != right.shape:
-            return f"{name}: shape {tuple(value.shape)} for {tuple(right.shape)}"
-        found, right = value.detach().to(torch.float64).reshape(-1), right.detach().to(torch.float64).reshape(-1)
-        # The oracle is float32; a 16-bit value may have lost bits, but must be near.
-        slack = float(right.abs().max()) / 16 if value.dtype.itemsize == 2 else 0.0
-        wrong = ~(((found - right).abs() <= slack) | (found == right) | (found.isnan() & right.isnan()))
-        if bool(wrong.any()):
-            index = int(wrong.nonzero()[0])
-            return (
-                f"{name}[{index}] is {found[index]:g}, should be {right[index]:g} ({int(wrong.sum())} of {len(found)} differ)"
-            )
+                return f"{name}: is {_presence(value)}, but should be {_presence(right)}"
+        elif difference := _difference(value, right):
+            return f"{name}{difference}"
     return ""
+
+
+def _presence(value: torch.Tensor | None) -> str:
+    return "absent" if value is None else "there"
+
+
+def _difference(value: torch.Tensor, right: torch.Tensor) -> str:
+    if value.shape != right.shape:
+        return f": shape {tuple(value.shape)} for {tuple(right.shape)}"
+    found, wanted = (tensor.detach().to(torch.float64).reshape(-1) for tensor in (value, right))
+    # The oracle is float32; a 16-bit value may have lost bits, but must be near.
+    slack = float(wanted.abs().max()) / 16 if value.dtype.itemsize == 2 else 0.0
+    wrong = ~(((found - wanted).abs() <= slack) | (found == wanted) | (found.isnan() & wanted.isnan()))
+    if not bool(wrong.any()):
+        return ""
+    index = int(wrong.nonzero()[0])
+    return f"[{index}] is {found[index]:g}, should be {wanted[index]:g} ({int(wrong.sum())} of {len(found)} differ)"

@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from megabucket.chaos.cell import Cell
 from megabucket.chaos.fault import Fault, Here
@@ -102,7 +103,7 @@ def _run(task: RankTask, send: Any) -> bool:
             on_collective.pop(prefix)()
 
     system = make_system(cell.system, cell.combo, trip)
-    store = dist.TCPStore("127.0.0.1", task.store_port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    store = TCPStore("127.0.0.1", task.store_port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=cell.combo.num_ranks, timeout=timedelta(seconds=system.group_timeout_s)
     )
@@ -143,9 +144,9 @@ def _run(task: RankTask, send: Any) -> bool:
 
 def _wrap(system: System, model: ChaosModel, fault: Fault, rank: int, send: Any) -> Any:
     """Return the wrapped model, or ``None`` when it was refused."""
+    first = None  # lives as long as the second wrapper is made
     if isinstance(fault, Unwrappable) and fault.wraps_twice and fault.is_at_fault(rank):
         first = system.wrap_alone(model)
-        fault.keep = first
     send("fault", at_s=time.monotonic(), phase="wrap")
     fields: Mapping[str, Any] = fault.config(rank)
     try:
@@ -153,6 +154,8 @@ def _wrap(system: System, model: ChaosModel, fault: Fault, rank: int, send: Any)
     except Exception as error:
         send("wrap", error=describe(error), at_s=time.monotonic())
         return None
+    finally:
+        del first
     send("wrap", error=None, at_s=time.monotonic())
     return ddp
 

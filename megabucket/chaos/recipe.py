@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
-NUM_LAYERS = 4
+NUM_LAYERS: Final = 4
+HEALTHY_STEPS: Final = 2
+"""Steps of a cell before the fault, which is in the step of this index."""
+NUM_STEPS: Final = 7
+"""Steps of a cell in all."""
 
 
 class Edit(enum.Enum):

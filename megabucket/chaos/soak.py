@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megabucket.chaos.cell import Cell
 from megabucket.chaos.cell_run import CellRun
-from megabucket.chaos.farm import run_soak
+from megabucket.chaos.farm import run_soaks
 from megabucket.chaos.judge import Window, judge_steps
 from megabucket.chaos.kinds import kind_named
 from megabucket.chaos.soak_plan import SoakPlan
@@ -77,6 +77,7 @@ class SoakJudge:
         self.result = SoakResult(plan)
         self._cells = plan.cells()
         self._next_step = 0
+        self._num_agreements = 0
         self._waiting: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
         self._loose: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
 
@@ -105,7 +106,9 @@ class SoakJudge:
     def _judge(self, cell: Cell, events: list[Mapping[str, Any]]) -> None:
         step, result = self._next_step, self.result
         run = CellRun(cell=cell, events=events, exits={}, killed=(), timed_out=False, logs={}, wall_s=0.0)
-        verdict = judge_steps(run, kind_named(cell.kind).fault(cell).expect(), Window(fault=step, stop=step + 1))
+        fault = kind_named(cell.kind).fault(cell)
+        verdict = judge_steps(run, fault.expect(), Window(fault=step, stop=step + 1, num_agreements=self._num_agreements))
+        self._num_agreements += fault.num_agreements()
         result.num_judged += 1
         result.counts[f"{cell.kind}/{cell.place}"][verdict.name] += 1
         result.slowest_s = max(result.slowest_s, verdict.detected_s or 0.0)
@@ -127,8 +130,10 @@ class SoakJudge:
         return self.result
 
 
-def run_random_steps(plan: SoakPlan) -> SoakResult:
-    """Run a soak under a time limit and return its result."""
-    judge = SoakJudge(plan)
-    limit_s = _SECONDS_TO_START + _SECONDS_PER_STEP * plan.num_steps
-    return judge.finish(run_soak(plan, time_limit_s=limit_s, on_event=judge.receive))
+def run_random_steps(plans: Sequence[SoakPlan]) -> Iterator[SoakResult]:
+    """Run soaks one after the other, each under a time limit, and yield their results."""
+    judges = [SoakJudge(plan) for plan in plans]
+    limits_s = [_SECONDS_TO_START + _SECONDS_PER_STEP * plan.num_steps for plan in plans]
+    runs = run_soaks([(plan, judge.receive) for plan, judge in zip(plans, judges, strict=True)], time_limits_s=limits_s)
+    for judge, run in zip(judges, runs, strict=True):
+        yield judge.finish(run)

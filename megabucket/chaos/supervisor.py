@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 import torch._dynamo  # torch imports it when it first wraps a module or makes an optimizer: seconds, once per fork
-import torch.distributed as dist
 import torch.distributed.nn.functional
 import torch.profiler  # noqa: F401 - as above
+from torch._C._distributed_c10d import TCPStore
 
 from megabucket.chaos import rank
 from megabucket.chaos.cell import Cell
@@ -36,6 +36,9 @@ _LOG_BYTES: Final = 6_000
 _STORE_RANK: Final = -1
 _JOIN_LIMIT_S: Final = 8.0
 _NUM_TRIES: Final = 4
+
+OnEvent = Callable[[Mapping[str, Any]], None]
+"""Receives the reports of ranks as they arrive."""
 
 
 @dataclass
@@ -60,7 +63,7 @@ class _Watch:
     store_pid: int
     started_s: float
     deadline_s: float
-    on_event: Callable[[Mapping[str, Any]], None]
+    on_event: OnEvent
     signals: list[tuple[float, int, int]] = field(default_factory=list)  # when, to which rank, which
     killed: list[int] = field(default_factory=list)
     has_asked_for_stacks: bool = False
@@ -154,7 +157,11 @@ class _Watch:
 
 
 def run_cell(
-    cell: Cell, *, time_limit_s: float, soak: SoakPlan | None = None, on_event: Callable[[Mapping[str, Any]], None] | None = None
+    cell: Cell,
+    *,
+    time_limit_s: float,
+    soak: SoakPlan | None = None,
+    on_event: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> CellRun:
     """Run one cell and return what was seen; again from the start while the ranks cannot even form a group.
 
@@ -163,16 +170,15 @@ def run_cell(
         soak: run this many random steps instead of the steps of the cell.
         on_event: receives the reports as they arrive; they are kept for the result if not given.
     """
-    for num_tries in range(1, _NUM_TRIES + 1):
+    num_tries = 0
+    while True:
+        num_tries += 1
         run = _try_cell(cell, time_limit_s=time_limit_s, soak=soak, on_event=on_event)
-        if run.has_started or soak is not None:
-            break
-    return replace(run, num_tries=num_tries)
+        if run.has_started or on_event is not None or num_tries == _NUM_TRIES:
+            return replace(run, num_tries=num_tries)
 
 
-def _try_cell(
-    cell: Cell, *, time_limit_s: float, soak: SoakPlan | None, on_event: Callable[[Mapping[str, Any]], None] | None
-) -> CellRun:
+def _try_cell(cell: Cell, *, time_limit_s: float, soak: SoakPlan | None, on_event: OnEvent | None) -> CellRun:
     events: list[Mapping[str, Any]] = []
     started_s = time.monotonic()
     with _store_host() as (store_pid, port), tempfile.TemporaryDirectory(prefix="megabucket-chaos-") as directory:
@@ -230,7 +236,7 @@ def _store_host() -> Iterator[tuple[int, int]]:
 
 def _host_store(writer: int) -> NoReturn:
     parent = os.getppid()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(writer, str(store.port).encode())
     while os.getppid() == parent:
         time.sleep(0.2)

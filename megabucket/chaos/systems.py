@@ -27,9 +27,15 @@ from megabucket.trace.recorder import CollectiveRecord, Interval
 class System(Protocol):
     """What the rank needs of a library."""
 
-    group_timeout_s: float
-    zeros_for_unused: bool
-    """Whether a parameter that no rank used gets a gradient of zero (rather than none) where that is allowed."""
+    @property
+    def group_timeout_s(self) -> float:
+        """Time limit of the process group."""
+        ...
+
+    @property
+    def zeros_for_unused(self) -> bool:
+        """Whether a parameter that no rank used gets a gradient of zero (rather than none) where that is allowed."""
+        ...
 
     def wrap(self, model: ChaosModel, fields: Mapping[str, Any]) -> Any:
         """Return the wrapped model."""
@@ -57,7 +63,7 @@ class System(Protocol):
 
 
 class MegabucketSystem:
-    """This library."""
+    """The library under test."""
 
     group_timeout_s: Final = 4.0
     zeros_for_unused: Final = True

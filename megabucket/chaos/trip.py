@@ -46,15 +46,19 @@ def install(here: Here, place: str, action: Action) -> None:
     elif kind == "forward":
         _hold(here, here.model.layers[_FORWARD_LAYER].register_forward_pre_hook(lambda *_: trip()))
     else:
-        layer = here.model.layers[str(layer_of_bucket(int(bucket)))]
+        name = f"layers.{layer_of_bucket(int(bucket))}"
         if kind == "hook":
-            _hold(here, layer.weight.register_hook(lambda _: trip()))
+            _hold(here, here.model.get_parameter(f"{name}.weight").register_hook(lambda _: trip()))
         else:
-            _hold(here, layer.register_forward_hook(lambda _, __, out: _TripInBackward.apply(out, trip)))
+            _hold(here, here.model.get_submodule(name).register_forward_hook(lambda _, __, out: _tripping(out, trip)))
 
 
 def _hold(here: Here, handle: Any) -> None:
     here.step_stack.callback(handle.remove)
+
+
+def _tripping(value: torch.Tensor, trip: Callable[[], None]) -> Any:
+    return _TripInBackward.apply(value, trip)  # type: ignore[no-untyped-call]
 
 
 class _TripInBackward(torch.autograd.Function):

@@ -7,18 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megabucket.chaos.cell import Cell
 from megabucket.chaos.cell_run import CellRun
 from megabucket.chaos.expectation import Expectation
-from megabucket.chaos.loop import HEALTHY_STEPS
+from megabucket.chaos.recipe import HEALTHY_STEPS
 
-
-class Outlook(enum.Enum):
-    """Whether a verdict is good news, for colours and exit codes."""
-
-    GOOD = "good"
-    BAD = "bad"
-    NEUTRAL = "neutral"
+_LOG_CHARS = 1_500
 
 
 class VerdictName(str, enum.Enum):
@@ -44,13 +37,13 @@ class VerdictName(str, enum.Enum):
 
 
 _MEANINGS = {
-    VerdictName.RIGHT: "no error, and every gradient and weight on every rank is right in every step",
-    VerdictName.NAMED: "the expected error with the expected fields and the same text on every live rank in time; what follows is right",
+    VerdictName.RIGHT: "no error; every gradient and weight on every rank is right in every step",
+    VerdictName.NAMED: "the expected error, fields and text on every live rank in time, and what follows is right",
     VerdictName.ERROR: "every live rank raised something in the step of the fault",
     VerdictName.LATE: "right, but a signal handler ran late",
     VerdictName.PARTIAL: "only some ranks raised, or only in a later step; no wrong value was seen without an error",
     VerdictName.SPREAD: "nan or inf of one rank is in the weights of all ranks, without an error",
-    VerdictName.WRONG: "an error, but not the expected one, not on all ranks, not alike or not in time; or what follows is wrong",
+    VerdictName.WRONG: "an error, but another one, or not on all ranks, not alike, not in time; or what follows is wrong",
     VerdictName.SILENT: "some rank had a wrong gradient or weight without an error in that step",
     VerdictName.HUNG: "some live rank was not done at the time limit",
     VerdictName.CRASHED: "a rank that should live was ended by a signal or without a report",
@@ -85,29 +78,47 @@ class Verdict:
 def find_breakage(run: CellRun, expected: Expectation) -> Verdict | None:
     """Return the verdict on a cell whose ranks did not all come to an end, or ``None``."""
     live = live_ranks(run, expected)
+    for name, reason in (
+        (VerdictName.BROKEN, _failure_of_harness(run, live)),
+        (VerdictName.CRASHED, _crash(run, live)),
+        (VerdictName.HUNG, _hang(run, live)),
+        (VerdictName.CRASHED, _disappearance(run, live)),
+    ):
+        if reason:
+            return Verdict(name, reason)
+    return None
+
+
+def _failure_of_harness(run: CellRun, live: list[int]) -> str:
+    texts = [f"rank {event['rank']}: {event['text']}" for event in run.of("broken") if event["rank"] in live]
     if not run.has_started:
-        broken = next(run.of("broken"), {"text": "a rank did not join the group"})
-        return Verdict(VerdictName.BROKEN, f"no group after {run.num_tries} tries: {broken['text']}")
-    for event in run.of("broken"):
-        if event["rank"] in live:
-            return Verdict(VerdictName.BROKEN, f"rank {event['rank']}: {event['text']}")
-    done = {event["rank"] for event in run.of("step")} | {event["rank"] for event in run.of("wrap") if event["error"]}
-    ended = {rank: run.exits[str(rank)] for rank in live if rank not in run.killed}
-    crashed = [rank for rank, code in ended.items() if code != 0]
-    if crashed:
-        log = run.logs.get(str(crashed[0]), "").strip()[-600:]
-        return Verdict(VerdictName.CRASHED, f"rank {crashed[0]} ended with {ended[crashed[0]]}: {log}")
-    if run.timed_out:
-        stuck = sorted(set(run.killed) & set(live))
-        logs = "; ".join(f"rank {rank}: {run.logs.get(str(rank), '').strip()[-1500:]}" for rank in stuck)
-        return Verdict(VerdictName.HUNG, f"ranks {stuck} after {run.wall_s:.1f} s: {logs}")
+        return f"no group after {run.num_tries} tries: {texts[0] if texts else 'a rank did not join'}"
+    return texts[0] if texts else ""
+
+
+def _crash(run: CellRun, live: list[int]) -> str:
+    for rank in live:
+        code = run.exits[str(rank)]
+        if code != 0 and rank not in run.killed:
+            return f"rank {rank} ended with {code}: {run.logs.get(str(rank), '').strip()[-_LOG_CHARS:]}"
+    return ""
+
+
+def _hang(run: CellRun, live: list[int]) -> str:
     child = run.first("child")
     if child is not None and child["said"] == "hung":
-        return Verdict(VerdictName.HUNG, f"the forked child of rank {child['rank']}")
-    missing = set(live) - done
-    if missing:
-        return Verdict(VerdictName.CRASHED, f"ranks {sorted(missing)} ended without a report")
-    return None
+        return f"the forked child of rank {child['rank']}"
+    if not run.timed_out:
+        return ""
+    stuck = sorted(set(run.killed) & set(live))
+    logs = "; ".join(f"rank {rank}: {run.logs.get(str(rank), '').strip()[-_LOG_CHARS:]}" for rank in stuck)
+    return f"ranks {stuck} after {run.wall_s:.1f} s: {logs}"
+
+
+def _disappearance(run: CellRun, live: list[int]) -> str:
+    done = {event["rank"] for event in run.of("step")} | {event["rank"] for event in run.of("wrap") if event["error"]}
+    missing = sorted(set(live) - done)
+    return f"ranks {missing} ended without a report" if missing else ""
 
 
 def live_ranks(run: CellRun, expected: Expectation) -> list[int]:
@@ -165,8 +176,3 @@ def late_signal(run: CellRun, expected: Expectation) -> str:
 def first_error(run: CellRun, rank: int, *, since: int = HEALTHY_STEPS) -> dict[str, Any] | None:
     """Return the report of a rank's first step that ended in an error."""
     return next((dict(one) for one in run.of("step", rank=rank) if one["attempt"] >= since and one["error"]), None)
-
-
-def not_run(cell: Cell, reason: str) -> tuple[Cell, Verdict]:
-    """Return a cell with the verdict that it was left out."""
-    return cell, Verdict(VerdictName.SKIPPED, reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from megabucket.cli.chaos import chaos
 from megabucket.cli.doctor import doctor
 from megabucket.cli.exit_codes import exit_code_table, reports_errors
 from megabucket.cli.explain import explain
@@ -24,3 +25,4 @@ app.command()(reports_errors(train))
 app.command()(reports_errors(plan))
 app.command()(reports_errors(explain))
 app.command()(reports_errors(doctor))
+app.command()(reports_errors(chaos))

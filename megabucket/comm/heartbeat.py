@@ -13,6 +13,7 @@ has found. Nobody else in the package uses the store.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -28,6 +29,7 @@ from megabucket.comm.port import Progress
 from megabucket.comm.signs import NO_VIEW, Beat, Finding, View, decode_beat, decode_finding
 from megabucket.comm.store_connection import StoreConnection
 
+_START_S: Final = 5.0
 _JOIN_S: Final = 1.0
 _READ_EVERY_S: Final = 0.2
 _READ_S_PER_RANK: Final = 0.01  # all ranks may be blocked at once, and each reads as many values as there are ranks
@@ -75,8 +77,13 @@ class Heartbeat:
         # SimpleQueue, because the garbage collector may end a communicator at any moment, in this thread, too: a put from
         # there must not need a lock that the interrupted code holds.
         self._mailbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._is_ready: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(store,), name=f"megabucket-heartbeat-{rank}", daemon=True)
         self._thread.start()
+        # A program that ends at once would find the thread inside of a connect that is tried again and again, which nothing
+        # can end: see stop(). Usually this takes a millisecond.
+        with contextlib.suppress(queue.Empty):
+            self._is_ready.get(timeout=_START_S)
 
     @property
     def is_busy(self) -> bool:
@@ -132,12 +139,14 @@ class Heartbeat:
             # Not reported here: it happens at the end of programs, too, when the host of the store is the first to go. A rank
             # that is blocked notices that nobody answers.
             self.failure = f"{type(error).__name__}: {error}"
+            self._is_ready.put(None)
 
     def _serve(self, connection: StoreConnection) -> None:
         # Several wrappers may share a group, one after the other, too. All ranks make them in the same order.
         instance = connection.store.add(f"megabucket/instances/{self.rank}", 1)
         store = PrefixStore(f"megabucket/{instance}", connection.store)
         self._beat(store)
+        self._is_ready.put(None)
         next_beat_s = time.monotonic() + (self.every_s or 0.0)
         while True:
             request = self._next_request(next_beat_s)

@@ -15,7 +15,7 @@ import torch
 from megabucket.comm import AllReduce, Communicator, Exchange, Handle, ReduceOp
 from megabucket.ddp.step_report import RECORD_BYTES, StepReport
 
-_NUM_PAIRS: Final = 6
+_NUM_PAIRS: Final = 8
 _NUM_FLAGS: Final = 2
 _NONFINITE: Final = 2 * _NUM_PAIRS + 1
 
@@ -114,6 +114,8 @@ def _signed_pairs(report: StepReport) -> list[int]:
         report.num_skipped_forwards,
         report.num_dropped_steps,
         report.num_updates,
+        int(report.keeps_reduced_grads),
+        int(report.is_committing),
         int(report.force_all_reduce),
     )
     return [signed for value in values for signed in (value, -value)]

@@ -17,7 +17,6 @@ from megabucket.ddp.backward_watch import BackwardWatch
 from megabucket.ddp.launcher import InOrderLauncher
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.step_agreement import StepAgreement
-from megabucket.ddp.step_report import LateGrads
 from megabucket.ddp.step_tally import unused_params
 from megabucket.errors import MegabucketError, PhaseError
 
@@ -45,6 +44,7 @@ class GradSync:
         self._agreement = StepAgreement(groups, config)
         self._no_sync_depth = 0
         self._backward = BackwardWatch()
+        self._has_received = False  # a gradient in the backward that is running
         self._finishes_with_backward = config.finish == "auto" and not config.use_distributed_optimizer
         self._is_finished = False
         self._refusal: MegabucketError | None = None  # raised at the end of the backward that is running
@@ -122,7 +122,7 @@ class GradSync:
             self._open()
         if (self._is_finished or self._refusal is not None) and not self._start_step_unasked(group, position):
             return
-        self.has_local_grads = True
+        self.has_local_grads = self._has_received = True
         syncs = self._no_sync_depth == 0
         if syncs:
             self.awaits_finish = True
@@ -146,13 +146,13 @@ class GradSync:
         self.settle()
         self._set_phase("backward")
         self._backward.open(self)
-        self.has_failed = False
+        self.has_failed = self._has_received = False
 
     def end_backward(self) -> None:
         """Finish the sync where the end of a backward does."""
         refusal, self._refusal = self._refusal, None
         _raise_if_any(refusal)
-        if self.has_local_grads:
+        if self._has_received:
             self.tally.num_microbatches += 1
         if self._finishes_with_backward and self.awaits_finish:
             self.finish()
@@ -163,13 +163,9 @@ class GradSync:
 
     def _note_late(self, group: _ParamAndGradBucketGroup, position: int) -> None:
         """Keep a gradient away from a buffer that was sent, and remember to say so."""
-        slot, phase = group.slots[position], group.grad_phase.value
+        slot = group.slots[position]
         slot.param.grad = None
-        before = self.tally.late
-        if before is None:
-            self.tally.late = LateGrads((slot.name,), group.index, phase)
-        elif slot.name not in before.params:
-            self.tally.late = LateGrads((*before.params, slot.name), before.bucket, before.phase)
+        self.tally.note_late(slot.name, bucket=group.index, phase=group.grad_phase.value)
 
     def _start_step_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> bool:
         """Start a step because a gradient arrives: plain torch code may clear gradients without telling us.
@@ -196,6 +192,7 @@ class GradSync:
         if self._refusal is not None:
             slot.param.grad = None
             return False
+        self.tally.keeps_reduced_grads = any(one.has_grad for group in self._groups for one in group.slots if one is not slot)
         self._reopen_if_finished()
         self.has_failed = False
         self._agreement.skip_reason = ""
@@ -208,7 +205,7 @@ class GradSync:
         if not self._is_finished:
             self._launcher.flush()
 
-    def finish(self) -> None:
+    def finish(self, *, is_committing: bool = False) -> None:
         """Launch what was not launched, wait for all, and leave reduced gradients behind. Idempotent.
 
         Raises:
@@ -218,7 +215,7 @@ class GradSync:
         if not self._agreement.is_pending:
             if self._is_finished:
                 return
-            self._launch_rest(unused_counts=self._config.unused_parameters == "error")
+            self._launch_rest(unused_counts=self._config.unused_parameters == "error", is_committing=is_committing)
         _raise_if_any(self.settle())
 
     def commit(self) -> None:
@@ -226,11 +223,16 @@ class GradSync:
 
         Raises:
             MegabucketError: the step is not whole on some rank; nobody updates.
+            PhaseError: the optimizer has updated with these gradients already, and there are shards to gather.
         """
-        needs_vote = self._is_finished and self._config.use_distributed_optimizer
-        self.finish()
-        if needs_vote:  # the fence was at ``finish_grad_sync()``, and not every rank that was there need be here
-            _raise_if_any(self._vote())
+        is_sharded = self._config.use_distributed_optimizer
+        if self._is_finished and self._awaits_vote:
+            # The fence was at ``finish_grad_sync()``, and not every rank that was there need be here.
+            _raise_if_any(self._vote(is_committing=True))
+        elif self._is_finished and is_sharded:
+            raise PhaseError("step() was called twice on the same gradients; run backward and zero_grad() between two steps.")
+        else:
+            self.finish(is_committing=is_sharded)
         self._awaits_vote = False
         self._set_phase("optimizer")
 
@@ -275,6 +277,8 @@ class GradSync:
         if was_late:
             for group in self._groups:
                 group.readiness.unlearn()  # the model has changed its ways, probably in other groups, too
+        if self._watch is not None:
+            self._watch.forget_foreign_grads()
         self._forget()
         self.has_failed = True
         return error
@@ -306,7 +310,7 @@ class GradSync:
         """
         self.settle()
         self._backward.forget()
-        if not self._is_finished and (self.awaits_finish or self._is_anything_in_flight()):
+        if not self._is_finished and (self.awaits_finish or self._launcher.num_launched):
             self.tally.num_dropped_steps += 1
             for group in self._groups:
                 group.readiness.abandon_step()
@@ -348,7 +352,7 @@ class GradSync:
         self._communicator.progress.bucket = group.index
         group.start_grad_sync(force_all_reduce=self.force_all_reduce)
 
-    def _launch_rest(self, *, unused_counts: bool) -> None:
+    def _launch_rest(self, *, unused_counts: bool, is_committing: bool = False) -> None:
         """Launch the groups that were not launched yet and the fence. From here on ``settle`` is due."""
         if self._watch is not None:
             self.tally.change = self._watch.find_change()
@@ -356,11 +360,11 @@ class GradSync:
         self._launcher.flush()
         if unused_counts:
             self.tally.unused = unused_params(self._groups, had_local_grads=had_local_grads)
-        self._agreement.launch(force_all_reduce=self.force_all_reduce)
+        self._agreement.launch(force_all_reduce=self.force_all_reduce, is_committing=is_committing)
 
-    def _vote(self) -> MegabucketError | None:
+    def _vote(self, *, is_committing: bool) -> MegabucketError | None:
         """Agree once more, after the sync: either every rank steps, or every rank drops the step."""
-        self._agreement.launch(force_all_reduce=self.force_all_reduce, ends_step=False)
+        self._agreement.launch(force_all_reduce=self.force_all_reduce, is_committing=is_committing, ends_step=False)
         return self.settle()
 
     def _vote_to_drop(self) -> MegabucketError | None:
@@ -368,12 +372,9 @@ class GradSync:
         if not self._awaits_vote:
             return None
         self.tally.num_dropped_steps += 1
-        error = self._vote()
+        error = self._vote(is_committing=False)
         self._awaits_vote = False
         return error
-
-    def _is_anything_in_flight(self) -> bool:
-        return any(group.grad_phase is GradPhase.IN_FLIGHT for group in self._groups)
 
     def _reopen_if_finished(self) -> None:
         if self._is_finished:

@@ -66,6 +66,15 @@ class ModelWatch:
             return ModelChange("main_grad", params=tuple(self._detached_grads()))
         return None
 
+    def forget_foreign_grads(self) -> None:
+        """Drop, with the step, the gradients of parameters that are in no buffer: those that came after wrapping."""
+        if self._find_identities() == self._identities and not any(param.requires_grad for param in self._frozen):
+            return
+        held = {id(slot.param) for slot in self._slots}
+        for param in self._module.parameters():
+            if id(param) not in held:
+                param.grad = None
+
     def _find_identities(self) -> list[int]:
         return [id(child) for children in self._children for child in children.values()]
 

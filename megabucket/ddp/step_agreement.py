@@ -30,7 +30,7 @@ class StepAgreement:
         self._rank = communicator.rank
         self._fence = Fence(communicator if config.fence else None, device=groups[0].buckets[0].grad_data.device)
         self._pending: PendingFence | None = None
-        self._force_all_reduce = False
+        self._force_all_reduce = self._is_committing = False
         self._ends_step = True
         self.tally = StepTally(self._rank, counts_skipped_forwards=config.skipped_forwards == "error")
         """What this rank will report at the next fence."""
@@ -51,13 +51,14 @@ class StepAgreement:
         self.step, self.last_error = other.step, other.last_error
         self.tally.step_number = other.tally.step_number
 
-    def launch(self, *, force_all_reduce: bool, ends_step: bool = True) -> None:
+    def launch(self, *, force_all_reduce: bool, is_committing: bool = False, ends_step: bool = True) -> None:
         """Send this rank's side to the fence, without waiting.
 
         Args:
+            is_committing: whether the optimizer updates right after it.
             ends_step: false for a second fence in the same step.
         """
-        self._force_all_reduce = force_all_reduce
+        self._force_all_reduce, self._is_committing = force_all_reduce, is_committing
         self._ends_step = ends_step
         flags = [group.finite_test.flag for group in self._groups if group.finite_test.flag is not None]
         self._pending = self._fence.launch(self._report(), nonfinite=torch.stack(flags).any() if flags else None)
@@ -102,7 +103,11 @@ class StepAgreement:
         return error
 
     def _report(self) -> StepReport:
-        return self.tally.report(force_all_reduce=self._force_all_reduce, nonfinite=nonfinite_params(self._groups))
+        return self.tally.report(
+            force_all_reduce=self._force_all_reduce,
+            is_committing=self._is_committing,
+            nonfinite=nonfinite_params(self._groups),
+        )
 
 
 def _describe(error: BaseException | str | None) -> str:

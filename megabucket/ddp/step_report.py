@@ -79,6 +79,10 @@ class StepReport:
     num_dropped_steps: int = 0
     num_updates: int = 0
     """Optimizer steps since the last agreement."""
+    keeps_reduced_grads: bool = False
+    """Whether the step began on reduced gradients of the step before, which were not cleared."""
+    is_committing: bool = False
+    """Whether the optimizer updates right after this fence (reduce-scatter)."""
     force_all_reduce: bool = False
     failure: Failure | None = None
     change: ModelChange | None = None

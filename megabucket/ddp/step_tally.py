@@ -25,6 +25,7 @@ class StepTally:
         self.num_microbatches = 0
         self.num_dropped_steps = 0
         self.num_updates = 0
+        self.keeps_reduced_grads = False
         self.failure: Failure | None = None
         self.change: ModelChange | None = None
         self.late: LateGrads | None = None
@@ -46,7 +47,14 @@ class StepTally:
 
         return note_reached
 
-    def report(self, *, force_all_reduce: bool, nonfinite: NonFinite | None) -> StepReport:
+    def note_late(self, param: str, *, bucket: int, phase: str) -> None:
+        """Note a gradient that came after its bucket was sent. The text tells of the bucket of the first one."""
+        if self.late is None:
+            self.late = LateGrads((param,), bucket, phase)
+        elif param not in self.late.params:
+            self.late = LateGrads((*self.late.params, param), self.late.bucket, self.late.phase)
+
+    def report(self, *, force_all_reduce: bool, is_committing: bool, nonfinite: NonFinite | None) -> StepReport:
         """Return this rank's side of the step."""
         return StepReport(
             rank=self._rank,
@@ -55,6 +63,8 @@ class StepTally:
             num_skipped_forwards=self._num_skipped_forwards if self._counts_skipped_forwards else 0,
             num_dropped_steps=self.num_dropped_steps,
             num_updates=self.num_updates,
+            keeps_reduced_grads=self.keeps_reduced_grads,
+            is_committing=is_committing,
             force_all_reduce=force_all_reduce,
             failure=self.failure,
             change=self.change,
@@ -66,6 +76,7 @@ class StepTally:
     def start_step(self) -> None:
         """Count anew, after a fence."""
         self.num_microbatches = self.num_dropped_steps = self.num_updates = 0
+        self.keeps_reduced_grads = False
         self.failure = self.change = self.late = self.unused = None
 
     def start_over(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from megabucket.ddp.step_report import ModelChange, StepReport
+from megabucket.ddp.step_report import Failure, ModelChange, StepReport
 from megabucket.errors import (
     DetachedGradError,
     LateGradientError,
@@ -49,10 +49,25 @@ def error_of(facts: StepFacts, reports: Sequence[StepReport]) -> MegabucketError
     return None
 
 
+def _divergence(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
+    """Before everything else: whatever else happened in this step, the weights are not what they should be."""
+    for report in reports:
+        if report.failure is not None and report.failure.phase == "optimizer":
+            yield _failure_error(facts, report.rank, report.failure)
+    if differ := _differing(reports, lambda report: report.num_updates):
+        causes = [f"rank {one.rank} failed in {one.failure.phase}: {one.failure.error}" for one in reports if one.failure]
+        cause = f" ({causes[0]})" if causes else ""
+        yield ReplicasDivergedError(step=facts.step, what=f"optimizer updates since the last agreement{cause}", by_rank=differ)
+
+
 def _failures(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
     for report in reports:
         if report.failure is not None:
-            yield PeerFailedError(step=facts.step, rank=report.rank, phase=report.failure.phase, cause=report.failure.error)
+            yield _failure_error(facts, report.rank, report.failure)
+
+
+def _failure_error(facts: StepFacts, rank: int, failure: Failure) -> MegabucketError:
+    return PeerFailedError(step=facts.step, rank=rank, phase=failure.phase, cause=failure.error)
 
 
 def _model_changes(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
@@ -73,8 +88,6 @@ def _change_error(step: int, rank: int, change: ModelChange) -> MegabucketError:
 
 def _disagreements(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
     step = facts.step
-    if differ := _differing(reports, lambda report: report.num_updates):
-        yield ReplicasDivergedError(step=step, what="optimizer updates since the last agreement", by_rank=differ)
     if differ := _differing(reports, lambda report: report.step_number):
         yield StepMismatchError(step=step, what="the caller's step numbers", by_rank=differ)
     if differ := _differing(reports, lambda report: report.num_dropped_steps):
@@ -83,6 +96,10 @@ def _disagreements(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[
         yield StepMismatchError(step=step, what="training forwards that no backward has reached", by_rank=differ)
     if differ := _differing(reports, lambda report: report.num_microbatches):
         yield MicrobatchMismatchError(step=step, by_rank=differ)
+    if differ := _differing(reports, lambda report: report.keeps_reduced_grads):
+        yield StepMismatchError(step=step, what="steps begun without clearing the last gradients (zero_grad())", by_rank=differ)
+    if differ := _differing(reports, lambda report: report.is_committing):
+        yield ScheduleMismatchError(step=step, what="finish_grad_sync() before the optimizer step (0: called)", by_rank=differ)
     if differ := _differing(reports, lambda report: report.force_all_reduce):
         yield ScheduleMismatchError(step=step, what="force_all_reduce", by_rank=differ)
 
@@ -135,4 +152,4 @@ def _nonfinite_grads(facts: StepFacts, reports: Sequence[StepReport]) -> Iterato
             )
 
 
-_IN_ORDER: Final = (_failures, _model_changes, _disagreements, _late_grads, _unused_params, _nonfinite_grads)
+_IN_ORDER: Final = (_divergence, _failures, _model_changes, _disagreements, _late_grads, _unused_params, _nonfinite_grads)

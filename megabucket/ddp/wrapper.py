@@ -325,6 +325,8 @@ class DistributedDataParallel(torch.nn.Module):
         before = self._wiring.sync_to_continue
         try:
             self._wiring.undo()
+            for param in self.module.parameters():
+                param.grad = None  # also of parameters that were in no buffer
             self._wiring = Wiring(self.module, self.ddp_config, self.communicator, on_load=self._note_value_change)
             self.sync.continue_from(before)
             if self.ddp_config.init_sync:

@@ -336,6 +336,16 @@ class TestGroups:
         assert optimizer.state[model.b]["step"] == 2
         assert optimizer.state[model.b]["exp_avg"].shape == model.b.shape
 
+    def test_what_a_frozen_parameter_keeps_is_no_larger_than_it(self):
+        model, ddp, optimizer = alone(sharded=True, names="ab", dtype=torch.bfloat16)
+        train(ddp, optimizer, [0])
+
+        model.b.requires_grad_(False)
+        ddp.rebuild()
+
+        kept = [*optimizer.state[model.b].values(), *optimizer._sharding._main_values.values()]
+        assert sorted(value.untyped_storage().nbytes() // 4 for value in kept) == [1, 63, 63, 63]  # step, moments, main value
+
     def test_runs_are_cut_where_step_counts_differ_and_only_there(self):
         model, ddp, optimizer = alone(sharded=False, bucket_size=None)
         assert len(optimizer.param_groups[0]["params"]) == 1

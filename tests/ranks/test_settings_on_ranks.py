@@ -237,13 +237,14 @@ def test_a_rank_that_skips_a_module_unasked_is_named_on_every_rank_and_the_next_
 def meet_infinity_on_rank_1(rank: Rank, mode: str, policy: str) -> list[Any]:
     """Return what is learned in three steps, or the error, if the gradient of rank 1 is infinite in the second."""
     ddp, optimizer = wrapped(rank.group, mode, nonfinite_gradients=policy)
-    outcomes: list[Any] = []
-    for step in range(3):
+
+    def outcome(step: int) -> Any:
         try:
-            outcomes.append(learn(ddp, optimizer, float("inf") if (step, rank.index) == (1, 1) else 2.0))
+            return learn(ddp, optimizer, float("inf") if (step, rank.index) == (1, 1) else 2.0)
         except NonFiniteGradientError as error:
-            outcomes.append((error.rank, error.param, error.step, str(error)))
-    return outcomes
+            return error.rank, error.param, error.step, str(error)
+
+    return [outcome(step) for step in range(3)]
 
 
 @pytest.mark.parametrize("mode", MODES)

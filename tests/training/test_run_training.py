@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megabucket.config.run import RunConfig
-from megabucket.errors import ConfigError, CorpusError
+from megabucket.errors import ConfigError, CorpusError, NonFiniteGradientError
 from megabucket.training.compare import describe_difference
 from megabucket.training.launch import Launch
 from megabucket.training.loop import run_training
@@ -113,16 +113,25 @@ def test_the_trace_of_the_last_step_is_written(tiny_run, tmp_path):
     assert names.count("optimizer") == 1
 
 
-def test_a_step_without_finite_gradients_is_counted_and_changes_nothing(tiny_run, tmp_path):
-    # Such a rate makes the weights of the first step overflow, and the gradients of all later ones.
-    config = tiny_run(optimizer={"name": "sgd", "lr": 1e38, "clip_grad": 0.0})
+# Such a rate makes the weights of the first step overflow, and the gradients of all later ones.
+OVERFLOWING = {"name": "sgd", "lr": 1e38, "clip_grad": 0.0}
+
+
+@pytest.mark.parametrize(("policy", "reason"), [("allow", "gradient norm"), ("skip_step", "has nan in 16 of 16 elements")])
+def test_a_step_without_finite_gradients_is_counted_and_changes_nothing(tiny_run, tmp_path, policy, reason):
+    config = tiny_run(optimizer=OVERFLOWING, ddp={"nonfinite_gradients": policy})
 
     report = run_training(config, launch=ALONE, view=SilentView())
 
     steps = [line for line in lines(tmp_path / "runs" / "log.jsonl") if line["kind"] == "step"]
     assert report.summary.totals.num_skipped == sum(not line["updated"] for line in steps) > 0
-    assert "gradient norm" in steps[-1]["reason"]
+    assert reason in steps[-1]["reason"]
     json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_by_default_a_step_without_finite_gradients_ends_the_run(tiny_run):
+    with pytest.raises(NonFiniteGradientError, match=r"step 1: the gradient of 'final_norm\.bias' on rank 0"):
+        run_training(tiny_run(optimizer=OVERFLOWING), launch=ALONE, view=SilentView())
 
 
 def test_without_a_log_path_nothing_is_written(tiny_run, tmp_path):

@@ -58,17 +58,21 @@ def torchrun(*arguments, timeout_s=150):
     )
 
 
-# Per step: one all-reduce per bucket, nothing else; or one reduce-scatter and one all-gather per bucket and the norm.
+FENCE_BYTES = 14 * 8  # int64
+NORM_BYTES = 8  # float64
+
+
+# Per step: one all-reduce per bucket and the fence; or a reduce-scatter and an all-gather per bucket, the fence and the norm.
 @pytest.mark.parametrize(
-    ("overrides", "collectives_per_bucket", "others"),
+    ("overrides", "collectives_per_bucket", "others_bytes"),
     [
-        (["mode=all_reduce"], 1, 0),
-        (["mode=reduce_scatter"], 2, 1),
-        (["mode=reduce_scatter", "ddp.overlap_param_gather=true"], 2, 1),
+        (["mode=all_reduce"], 1, [FENCE_BYTES]),
+        (["mode=reduce_scatter"], 2, [FENCE_BYTES, NORM_BYTES]),
+        (["mode=reduce_scatter", "ddp.overlap_param_gather=true"], 2, [FENCE_BYTES, NORM_BYTES]),
     ],
 )
 def test_two_ranks_end_where_torch_ddp_ends_and_log_every_collective(
-    config_path, tmp_path, overrides, collectives_per_bucket, others
+    config_path, tmp_path, overrides, collectives_per_bucket, others_bytes
 ):
     result = torchrun("-c", str(config_path), *overrides, "--compare", "torch-ddp", "--json")
 
@@ -84,13 +88,13 @@ def test_two_ranks_end_where_torch_ddp_ends_and_log_every_collective(
     assert num_buckets > 3
     for step in (line for line in log if line["kind"] == "step"):
         assert step["updated"]
-        assert step["num_collectives"] == collectives_per_bucket * num_buckets + others
+        assert step["num_collectives"] == collectives_per_bucket * num_buckets + len(others_bytes)
         assert 0 <= step["exposed_s"] <= step["step_s"]
         assert step["comm_s"] > 0
-    # All-reduce and reduce-scatter + all-gather of S bytes both send S on two ranks; the norm is 8 bytes, all-reduced.
+    # All-reduce and reduce-scatter + all-gather of S bytes both send S on two ranks; fence and norm are all-reduced.
     computed = log[-2]["computed_bytes"]
     padded_bytes = computed["parameter_bytes"] + computed["padding_bytes"] // 2  # half of the padding is the gradients'
-    assert log[2]["wire_bytes"] == padded_bytes + 8 * others
+    assert log[2]["wire_bytes"] == padded_bytes + sum(others_bytes)
 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}

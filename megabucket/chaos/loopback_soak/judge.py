@@ -1,0 +1,238 @@
+"""What became of an episode: compares what every rank saw with each way in which it may end. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megabucket.chaos.loopback_soak.acts import (
+    Act,
+    Forward,
+    LookAtGrads,
+    LookAtWeights,
+    ReadLastError,
+    Rebuild,
+    Restore,
+    Save,
+    Update,
+)
+from megabucket.chaos.loopback_soak.oracle import Multiples, Oracle, first_difference
+from megabucket.chaos.loopback_soak.program import Agreed, Block, Ending, Episode, Outcome, Want
+from megabucket.chaos.loopback_soak.seen import BlockSeen
+from megabucket.errors import InFlightWriteError
+
+SeenByRank = Sequence[Sequence[BlockSeen]]
+
+
+class Verdict(enum.Enum):
+    """What became of an episode. The first two are good."""
+
+    RIGHT = "RIGHT"  # no error, every number right on every rank
+    NAMED = "NAMED"  # the expected error with the same text on all ranks, weights untouched
+    SILENT = "SILENT"  # some rank had no error where something was wrong
+    WRONG = "WRONG"  # an error, but not the expected one, not on all ranks, or not alike
+    HUNG = "HUNG"  # ranks waited for collectives that never came, or would have mixed different ones
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the promise was kept."""
+        return self in (Verdict.RIGHT, Verdict.NAMED)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict, why, and the error behind it."""
+
+    verdict: Verdict
+    reason: str = ""
+    error: str = ""
+    """Class of the error that ranks saw, if any."""
+    text: str = ""
+
+
+class _Mismatch(Exception):
+    """An outcome that does not describe what was seen; ``is_silent`` when the rank had no error."""
+
+    def __init__(self, reason: str, *, is_silent: bool) -> None:
+        super().__init__(reason)
+        self.is_silent = is_silent
+
+
+def judge(episode: Episode, seen: SeenByRank, oracle: Oracle) -> tuple[Judgement, Oracle]:
+    """Return the judgement, and the oracle after the episode (the given one if it went wrong)."""
+    broken = next((block.broken for blocks in seen for block in blocks if block.broken is not None), None)
+    if broken is not None:
+        is_write = isinstance(broken, InFlightWriteError)
+        verdict = Verdict.SILENT if is_write else Verdict.HUNG
+        return Judgement(verdict, "a collective cannot give the right result", type(broken).__name__, str(broken)), oracle
+    mismatches = []
+    for outcome in episode.outcomes:
+        after = oracle.copy()
+        try:
+            text = _Matcher(episode, outcome, seen, after).match()
+        except _Mismatch as mismatch:
+            mismatches.append(mismatch)
+            continue
+        if outcome.agreed is None:
+            return Judgement(Verdict.NAMED if _has_error(outcome) else Verdict.RIGHT), after
+        return Judgement(Verdict.NAMED, error=outcome.agreed.error, text=text), after
+    first = mismatches[0]
+    reason = "; or ".join(str(mismatch) for mismatch in mismatches)
+    error = next((block.error for blocks in seen for block in blocks if block.error is not None), None)
+    verdict = Verdict.SILENT if error is None or first.is_silent else Verdict.WRONG
+    return Judgement(verdict, reason, type(error).__name__ if error else "", str(error or "")), oracle
+
+
+def _has_error(outcome: Outcome) -> bool:
+    return any(want.ending is not Ending.FINE for wants in outcome.wants for want in wants)
+
+
+class _Matcher:
+    """Holds one outcome against what was seen; advances the oracle."""
+
+    def __init__(self, episode: Episode, outcome: Outcome, seen: SeenByRank, oracle: Oracle) -> None:
+        self._episode, self._outcome, self._seen, self._oracle = episode, outcome, seen, oracle
+        self._text = ""
+        self._skip_reasons: set[str] = set()
+
+    def match(self) -> str:
+        """Return the text all ranks agreed on; empty if there was nothing to agree on."""
+        self._check_agreed()
+        depth = max(len(blocks) for blocks in self._episode.programs)
+        for index in range(depth):
+            reduced = self._oracle.reduced(self._episode, index)
+            for rank, blocks in enumerate(self._episode.programs):
+                if index < len(blocks):
+                    self._check_block(rank, index, blocks[index], reduced)
+        if len(self._skip_reasons) > 1:
+            raise _Mismatch(f"different reasons to skip: {sorted(self._skip_reasons)}", is_silent=False)
+        return self._text
+
+    def _want(self, rank: int, index: int) -> Want:
+        wants = self._outcome.wants[rank]
+        return wants[index] if index < len(wants) else Want()
+
+    def _check_agreed(self) -> None:
+        """Check the one error of all ranks, before anything else is compared with it."""
+        agreed = self._outcome.agreed
+        raised = [
+            (rank, block)
+            for rank, blocks in enumerate(self._seen)
+            for index, block in enumerate(blocks)
+            if self._want(rank, index).ending is Ending.AGREED
+        ]
+        if agreed is None or not raised:
+            return
+        for rank, block in raised:
+            if block.error is None:
+                raise _Mismatch(f"rank {rank} raised nothing, expected {agreed.error}", is_silent=True)
+        step = max(block.step for _, block in raised)
+        for rank, block in raised:
+            problem = _difference(agreed, block.error, step)
+            if problem:
+                raise _Mismatch(f"rank {rank}: {problem}", is_silent=False)
+        texts = {str(block.error) for _, block in raised}
+        if len(texts) > 1:
+            raise _Mismatch(f"ranks raised different texts: {sorted(texts)}", is_silent=False)
+        self._text = texts.pop()
+        if agreed.is_last_error:
+            self._oracle.last_error = self._text
+
+    def _check_block(self, rank: int, index: int, block: Block, reduced: Multiples) -> None:
+        want, seen = self._want(rank, index), self._seen[rank][index]
+        where = f"rank {rank}, block {index}"
+        error = seen.error
+        if want.ending is Ending.FINE and error is not None:
+            raise _Mismatch(f"{where}: {seen.describe()}, expected none", is_silent=False)
+        if want.ending is not Ending.FINE and error is None:
+            raise _Mismatch(f"{where}: no error, expected {want.error or want.ending.value}", is_silent=True)
+        if want.ending in (Ending.OWN, Ending.REFUSED) and (type(error).__name__ != want.error or want.text not in str(error)):
+            raise _Mismatch(f"{where}: {seen.describe()}, expected {want.error}: {want.text}", is_silent=False)
+        if error is not None and want.at and seen.at != want.at:
+            raise _Mismatch(f"{where}: {seen.describe()}, expected it at {want.at}", is_silent=False)
+        self._check_acts(rank, where, block.acts[: seen.num_played], seen, reduced)
+        if self._outcome.spoils_weights and index == 0:
+            self._oracle.ranks[rank].is_spoiled = True
+
+    def _check_acts(self, rank: int, where: str, acts: Sequence[Act], seen: BlockSeen, reduced: Multiples) -> None:
+        """Read the acts that were played once more, and compare every number that was seen."""
+        numbers, oracle = self._oracle.ranks[rank], self._oracle
+        losses, looks, updates = iter(seen.losses), iter(seen.looks), iter(seen.updates)
+        weights, last_errors = iter(seen.weights), iter(seen.last_errors)
+        problem = ""
+        for act in acts:
+            if isinstance(act, Forward):
+                problem = self._compare_loss(rank, act, next(losses))
+            elif isinstance(act, LookAtGrads):
+                problem = self._compare_grads(next(looks), reduced, seen)
+            elif isinstance(act, Update):
+                problem = self._compare_update(rank, act, next(updates), reduced, seen)
+            elif isinstance(act, LookAtWeights):
+                found = next(weights)
+                if not numbers.is_spoiled:
+                    right = oracle.flat(numbers.weights)
+                    problem = first_difference(found, right, oracle.spec.model, numbers.weights)
+                    problem = problem and f"weight {problem}"
+            elif isinstance(act, ReadLastError):
+                problem = self._compare_last_error(str(next(last_errors)))
+            elif isinstance(act, Save):
+                numbers.saved = dict(numbers.weights)
+            elif isinstance(act, Restore):
+                numbers.restore()
+            elif isinstance(act, Rebuild):
+                oracle.trained = act.trained
+            if problem:
+                raise _Mismatch(f"{where}: {problem}", is_silent=seen.error is None)
+
+    def _compare_loss(self, rank: int, act: Forward, found: float) -> str:
+        if self._oracle.ranks[rank].is_spoiled or not act.call.is_exact:
+            return ""
+        right = self._oracle.loss(rank, act.call)
+        return "" if found == right else f"the forward gave {found:g} and should give {right:g}"
+
+    def _compare_grads(self, look: Any, reduced: Multiples, seen: BlockSeen) -> str:
+        names = tuple(name for name in self._oracle.spec.model.numels if name in reduced)
+        if self._outcome.skips:
+            return self._compare_skip(seen) or ("" if look.absent == names else "gradients are shown although nobody steps")
+        if look.absent:
+            return f"param.grad of {', '.join(look.absent)} is None"
+        problem = first_difference(look.values, self._oracle.flat(reduced), self._oracle.spec.model, names)
+        return problem and f"gradient {problem}"
+
+    def _compare_skip(self, seen: BlockSeen) -> str:
+        self._skip_reasons.add(seen.skip_reason)
+        is_right = self._outcome.skips in seen.skip_reason
+        return "" if is_right else f"the step was not skipped because of {self._outcome.skips!r}: {seen.skip_reason!r}"
+
+    def _compare_update(self, rank: int, act: Update, found: bool | None, reduced: Multiples, seen: BlockSeen) -> str:
+        if self._outcome.skips:
+            return self._compare_skip(seen) or ("" if not found else "step() says that it has updated")
+        if found is not None and found is not act.updates:
+            return f"step() says updated={found}"
+        if seen.skip_reason:
+            return f"the step was skipped: {seen.skip_reason}"
+        if act.updates:
+            self._oracle.ranks[rank].update(reduced, self._oracle.spec.momentum)
+        return ""
+
+    def _compare_last_error(self, found: str) -> str:
+        right = str(self._oracle.last_error)
+        return "" if found == right else f"last_error is {found!r} and should be {right!r}"
+
+
+def _difference(agreed: Agreed, error: BaseException | None, step: int) -> str:
+    """Return how an error differs from the expected one, in words; empty if not."""
+    if type(error).__name__ != agreed.error:
+        return f"{type(error).__name__} instead of {agreed.error}: {error}"
+    for name, right in {"step": step, **agreed.fields}.items():
+        found = getattr(error, name)
+        if isinstance(right, frozenset):
+            items = found if isinstance(found, tuple) else (found,)
+            if not items or not set(items) <= right:
+                return f"{agreed.error}.{name} is {found!r}, not in {sorted(right)!r}"
+        elif found != right:
+            return f"{agreed.error}.{name} is {found!r} instead of {right!r}"
+    missing = [piece for piece in agreed.pieces if piece not in str(error)]
+    return f"{agreed.error} does not say {missing[0]!r}: {error}" if missing else ""
