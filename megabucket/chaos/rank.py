@@ -27,7 +27,7 @@ from megabucket.chaos.kinds_wrap import Unwrappable
 from megabucket.chaos.loop import Loop, describe
 from megabucket.chaos.model import ChaosModel
 from megabucket.chaos.oracle import Oracle
-from megabucket.chaos.soak_plan import SoakPlan, soak
+from megabucket.chaos.soak_plan import SoakPlan
 from megabucket.chaos.systems import System, make_system
 
 _MOMENTUM: Final = 1.0
@@ -135,7 +135,7 @@ def _run(task: RankTask, send: Any) -> bool:
     )
     send("ready", at_s=time.monotonic())
     if task.soak is not None:
-        soak(here, Loop(here, system, keeps_going=True), task.soak)
+        _soak(here, Loop(here, system, keeps_going=True), task.soak)
         return False
     loop = Loop(here, system)
     loop.run(fault)
@@ -158,6 +158,13 @@ def _wrap(system: System, model: ChaosModel, fault: Fault, rank: int, send: Any)
         del first
     send("wrap", error=None, at_s=time.monotonic())
     return ddp
+
+
+def _soak(here: Here, loop: Loop, plan: SoakPlan) -> None:
+    for index, cell in enumerate(plan.cells()):
+        here.cell = cell
+        loop.attempt(index, kind_named(cell.kind).fault(cell), is_faulty=True, fault_index=index)
+    loop.flush_weights()
 
 
 def _forward_warnings(send: Any) -> None:

@@ -1,4 +1,4 @@
-"""Thousands of steps in one set of ranks, a random fault in about half of them: the plan, and what a rank does with it."""
+"""The plan of a soak: thousands of steps in one set of ranks, with a random fault in about half of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from megabucket.chaos.cell import Cell, Combo, Mode
-from megabucket.chaos.fault import Fault, Here
-from megabucket.chaos.kinds import KINDS, kind_named
-from megabucket.chaos.loop import Loop
+from megabucket.chaos.kinds import KINDS
 
 _FAULT_SHARE: Final = 0.5
 _ALL_REDUCE_ONLY: Final = frozenset({"two-backwards"})
@@ -50,12 +48,3 @@ class SoakPlan:
         """Return the plan that ``to_dict`` has written."""
         combo = data["combo"]
         return SoakPlan(data["num_steps"], data["seed"], Combo(Mode(combo["mode"]), combo["overlaps"], combo["num_ranks"]))
-
-
-def soak(here: Here, loop: Loop, plan: SoakPlan) -> None:
-    """Run the steps of a plan on this rank."""
-    for index, cell in enumerate(plan.cells()):
-        here.cell = cell
-        fault: Fault = kind_named(cell.kind).fault(cell)
-        loop.attempt(index, fault, is_faulty=True, fault_index=index)
-    loop.flush_weights()

@@ -21,6 +21,7 @@ from typing import Any, Final, NoReturn
 
 import torch._dynamo  # torch imports it when it first wraps a module or makes an optimizer: seconds, once per fork
 import torch.distributed.nn.functional
+import torch.distributed.optim
 import torch.profiler  # noqa: F401 - as above
 from torch._C._distributed_c10d import TCPStore
 

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megabucket.chaos.cell import Combo, Mode, SystemName
@@ -136,6 +135,9 @@ class TorchSystem:
         settings: dict[str, Any] = {"lr": LEARNING_RATE, "momentum": momentum}
         if self._combo.mode is Mode.ALL_REDUCE:
             return torch.optim.SGD(model.parameters(), **settings)
+        # Imports torch.jit, which warns; only this system needs it.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, **settings)
 
     def gather_weights(self, ddp: Any) -> None:

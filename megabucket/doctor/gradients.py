@@ -84,7 +84,7 @@ def gradient_probe(path: Path) -> Probe:
     is_rounded = path.config.average_in_collective
 
     def observe(bench: Bench) -> Fact:
-        return _train(path.config, bench)
+        return _train(path, bench)
 
     meaning = "gradients, updates and gathered parameters are right"
     exact = right_or(
@@ -150,13 +150,16 @@ class _Model(torch.nn.Module):
         return torch.stack(terms).sum()
 
 
-def _train(config: DistributedDataParallelConfig, bench: Bench) -> Fact:
+def _train(path: Path, bench: Bench) -> Fact:
     """Return the first thing that is wrong in two steps on this rank, and the largest relative rounding of a right one."""
     communicator = bench.communicator
     model = _Model(communicator.size, bench.device)
-    # The group is passed on as a group, so that the wrapper talks to it as it will in training.
-    ranks: dict[str, Any] = {"communicator": communicator} if bench.group is None else {"process_group": bench.group.group}
-    ddp = DistributedDataParallel(model, config, **ranks)
+    ranks: dict[str, Any] = {"communicator": communicator}
+    if path.is_configured and bench.group is not None:
+        # As in training: the wrapper makes a communicator of its own, with heartbeats. One for each path would be 33 threads
+        # with a connection to the store each.
+        ranks = {"process_group": bench.group.group}
+    ddp = DistributedDataParallel(model, path.config, **ranks)
     try:
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), ddp)
         check = _Check(ddp, model, communicator)

@@ -296,7 +296,7 @@ class TestSchedule:
 
         assert ranks.world.schedule(0)[-2:] == (
             "bucket 0 [all_reduce sum of 128 x float32, all_reduce sum of 128 x float32]",
-            "fence [all_reduce max of 14 x int64]",
+            "fence [all_reduce max of 18 x int64]",
         )
 
 

@@ -87,20 +87,566 @@ class Rank:
                 slot.param.register_post_accumulate_grad_hook(grad_hook(self.sync, group.index, position))
         self.open_no_syncs = []
 
-    def backward(self, amounts, *, fails_after=None):
-        """Run one backward that brings the gradients in the order given: that of the term made last comes first.
+    def backward(self, gradients, *, fails_after=None):
+        """Run one backward in which the gradients arrive in the order given: that of the term made last comes first.
 
         Args:
-            amounts: pairs of name and amount.
-            fails_after: raise when so many gradients have arrived.
+            gradients: pairs of name and amount.
+            fails_after: raise when so many of them have arrived.
         """
-        terms = [(self.params[name] * (pattern(self.params[name].numel()) * amount)).sum().float() for name, amount in amounts]
-        terms.reverse()
+        parts = list(gradients)
         if fails_after is not None:
-            fuse = torch.zeros((), requires_grad=True)
-            at = len(terms) - fails_after
-            tail = [(self.params[name] * 1.0 * (pattern(self.params[name].numel()) * amount)).sum() for name, amount in []]
-            assert not tail
-            terms = self._terms(amounts[fails_after:]) + [Boom.apply(fuse)] + self._terms(amounts[:fails_after])
-            assert at >= 0
-        torch.stack(terms).sum().backward()
+            parts.insert(fails_after, None)
+        terms = [Boom.apply(torch.zeros((), requires_grad=True)) if part is None else self._term(*part) for part in parts[::-1]]
+        loss = torch.stack(terms).sum()
+        loss.register_hook(lambda _: self.sync.begin_backward())  # as the outputs of a wrapped module do
+        loss.backward()
+
+    def _term(self, name, amount):
+        param = self.params[name]
+        return (param * (pattern(param.numel()) * float(amount)).to(param.dtype)).sum().float()
+
+
+@dataclass
+class Expected:
+    """What one rank must look like, in multiples of the pattern."""
+
+    groups: list[list[str]]
+    config: DistributedDataParallelConfig
+    grads: dict[str, Fraction | float | None] = field(init=False)  # what param.grad holds, None for None
+    counts: dict[str, int] = field(init=False)  # gradients that count, in this step
+    learned: dict[str, int] = field(default_factory=dict)
+    clean: set[str] = field(init=False)  # never written and never sent: nothing stale to clear
+    sent: dict[str, Fraction | float | None] = field(default_factory=dict)  # as it was handed to the collective
+    cleared: set[str] = field(default_factory=set)
+    late: list[tuple[str, int, str]] = field(default_factory=list)  # name, bucket, phase
+    failure: tuple[str, str] | None = None  # phase, beginning of the cause; its fence is on its way
+    num_launched: int = 0
+    num_microbatches: int = 0
+    is_finished: bool = False
+    has_local_grads: bool = False
+    awaits_finish: bool = False
+
+    def __post_init__(self):
+        self.grads = dict.fromkeys(self.names)
+        self.counts = dict.fromkeys(self.names, 0)
+        self.clean = set(self.names)
+
+    @property
+    def names(self):
+        return [name for names in self.groups for name in names]
+
+    @property
+    def is_averaged(self):
+        return self.config.grad_reduction == "mean"
+
+    @property
+    def is_dropped_by_reset(self):
+        return not self.is_finished and (self.awaits_finish or self.num_launched > 0)
+
+    def group_of(self, name):
+        return next(index for index, names in enumerate(self.groups) if name in names)
+
+    def is_in_flight(self, name):
+        return self.group_of(name) < self.num_launched
+
+    def receive(self, name, amount, *, counts):
+        """A gradient arrives. Not after a reduce-scatter that nobody has stepped on: there all ranks vote."""
+        is_late = False
+        if self.is_finished:
+            is_late = not self.may_start_unasked()
+            if is_late:
+                self.note_late(name, "already reduced")
+            self.open_step()
+        self.has_local_grads = True
+        self.awaits_finish |= counts
+        if self.is_in_flight(name):
+            self.note_late(name, "in flight")
+            return
+        if not is_late:
+            self.grads[name] = (self.grads[name] or 0) + amount
+            self.clean.discard(name)
+        self.counts[name] += counts
+        if self.config.overlap_grad_reduce:
+            self.launch_complete_ones()
+
+    def may_start_unasked(self):
+        if self.config.use_distributed_optimizer:
+            return False
+        return self.is_averaged or not any(grad is not None for grad in self.grads.values())
+
+    def note_late(self, name, phase):
+        self.grads[name] = None
+        if name not in [late for late, _, _ in self.late]:
+            self.late.append((name, self.group_of(name), phase))
+
+    def launch_up_to(self, num_groups):
+        for names in self.groups[self.num_launched : num_groups]:
+            for name in names:
+                self.sent[name], self.grads[name] = self.grads[name], None
+                if self.sent[name] is None and name not in self.clean:
+                    self.cleared.add(name)
+                self.clean.discard(name)
+        self.num_launched = max(self.num_launched, num_groups)
+
+    def launch_all(self):
+        self.launch_up_to(len(self.groups))
+
+    def launch_complete_ones(self):
+        while self.num_launched < len(self.groups) and all(
+            name in self.learned and self.counts[name] >= self.learned[name] for name in self.groups[self.num_launched]
+        ):
+            self.launch_up_to(self.num_launched + 1)
+
+    def open_step(self):
+        self.is_finished, self.num_launched = False, 0
+        self.sent, self.cleared = {}, set()
+
+    def give_up(self, phase, cause, *, awaits_vote):
+        self.failure = (phase, cause)
+        if not awaits_vote:
+            if self.is_finished:
+                self.open_step()
+            self.launch_all()
+
+    def learn(self):
+        for names in self.groups:
+            if any(self.counts[name] for name in names) and names[0] not in self.learned:
+                self.learned.update({name: max(1, self.counts[name]) for name in names})
+        self.counts = dict.fromkeys(self.names, 0)
+
+    def forget(self):
+        """The step is over, because it was dropped."""
+        if self.late and self.late[0][2] == "in flight":
+            self.learned.clear()
+        self.open_step()
+        self.grads = dict.fromkeys(self.names)
+        self.counts = dict.fromkeys(self.names, 0)
+        self.start_count()
+
+    def start_count(self):
+        self.late, self.failure, self.num_microbatches = [], None, 0
+        self.has_local_grads = self.awaits_finish = False
+
+    # What this rank reports at the fence #
+
+    def unused(self):
+        names = [name for name in self.names if self.sent[name] is None]
+        return names if self.has_local_grads else [name for name in names if name in self.cleared]
+
+    def nonfinite(self, numels):
+        return [name for name in self.names if self.sent.get(name) is not None and math.isinf(self.sent[name]) and numels[name]]
+
+
+class GradientSyncMachine(RuleBasedStateMachine):
+    @initialize(
+        size=st.integers(2, 3),
+        numels=st.lists(st.sampled_from([1, 3, 64, 70, 0]), min_size=1, max_size=5),
+        has_two_dtypes=st.booleans(),
+        config=st.builds(
+            DistributedDataParallelConfig,
+            bucket_size=st.sampled_from([1, 100, 10_000]),
+            bucket_groups=st.sampled_from(["per_bucket", "single"]),
+            use_distributed_optimizer=st.booleans(),
+            overlap_grad_reduce=st.booleans(),
+            unused_parameters=st.sampled_from(["zero", "error"]),
+            nonfinite_gradients=st.sampled_from(["error", "skip_step"]),
+            finish=st.just("explicit"),
+        ),
+        reduction=st.sampled_from(
+            [{}, {"average_in_collective": True}, {"grad_reduction": "sum"}],
+        ),
+    )
+    def wrap(self, size, numels, has_two_dtypes, config, reduction):
+        self.config = config.model_copy(update=reduction)
+        self.averages = self.config.grad_reduction == "mean"
+        dtypes = [torch.bfloat16 if has_two_dtypes and i % 2 else torch.float32 for i in range(len(numels))]
+        specs = [
+            ParamSpec(f"p{i}", (numel,), dtype_name(dtype)) for i, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
+        ]
+        self.numels = {spec.name: spec.shape[0] for spec in specs}
+        self.world = LoopbackWorld(size, completion="manual")
+        self.ranks = [Rank(rank, self.world, specs, self.config) for rank in range(size)]
+        groups = [[slot.name for slot in group.slots] for group in self.ranks[0].groups]
+        self.expected = [Expected(groups, self.config) for _ in range(size)]
+        self.names = self.expected[0].names
+        self.num_steps = 0
+        self.awaits_vote = False
+        """Reduce-scattered gradients are there, and all ranks step on them or all drop them."""
+        self.is_skipped = False
+
+    def pair(self, index):
+        return self.ranks[index % len(self.ranks)], self.expected[index % len(self.ranks)]
+
+    def only_ranks(self, order):
+        return [at for at in order if at < len(self.ranks)]
+
+    def amount_of(self, amount):
+        return amount if math.isinf(amount) else Fraction(amount * (len(self.ranks) if self.averages else 1))  # whole means
+
+    # What happens on one rank, in an order of its own #
+
+    def run_backward(self, at, gradients, *, fails_after=None):
+        """One backward of one rank; nothing on a rank that has given up the step, or where ranks would vote in the middle."""
+        rank, expected = self.pair(at)
+        arriving = gradients if fails_after is None else gradients[:fails_after]
+        if expected.failure is not None or (self.awaits_vote and arriving):
+            return
+        for name, amount in arriving:
+            expected.receive(name, amount, counts=not rank.open_no_syncs)
+        if fails_after is None:
+            expected.num_microbatches += expected.has_local_grads
+            rank.backward(gradients)
+        else:
+            expected.give_up("backward", UNKNOWN_CAUSE, awaits_vote=self.awaits_vote)
+            with pytest.raises(KeyError, match="boom"):
+                rank.backward(gradients, fails_after=fails_after)
+
+    @rule(at=INDEX, which=INDEX, amount=AMOUNTS)
+    def a_gradient_arrives(self, at, which, amount):
+        self.run_backward(at, [(self.names[which % len(self.names)], self.amount_of(amount))])
+
+    @rule(at=INDEX, which=INDEX)
+    def an_infinite_gradient_arrives(self, at, which):
+        self.run_backward(at, [(self.names[which % len(self.names)], math.inf)])
+
+    def gradients(self, order, amount, *, leaves_out=None):
+        named = [self.names[which] for which in order if which < len(self.names) and which != leaves_out]
+        return [(name, self.amount_of(amount - position)) for position, name in enumerate(named)]
+
+    @rule(at=INDEX, order=ORDER, amount=AMOUNTS)
+    def one_rank_runs_a_backward(self, at, order, amount):
+        self.run_backward(at, self.gradients(order, amount))
+
+    @rule(at=INDEX, order=ORDER, twice=INDEX, missing=INDEX, amount=AMOUNTS)
+    def one_rank_meets_a_parameter_in_two_backwards_and_another_never(self, at, order, twice, missing, amount):
+        gradients = self.gradients(order, amount, leaves_out=missing % len(self.names))
+        if gradients:
+            self.run_backward(at, gradients)
+        self.a_gradient_arrives(at, twice, amount)
+
+    @rule(at=INDEX, order=ORDER, amount=AMOUNTS, fails_after=st.integers(0, 5))
+    def a_backward_of_one_rank_fails(self, at, order, amount, fails_after):
+        gradients = self.gradients(order, amount)
+        self.run_backward(at, gradients, fails_after=min(fails_after, len(gradients)))
+
+    @rule(at=INDEX, phase=st.sampled_from(["forward", "abort_step()"]))
+    def one_rank_gives_up(self, at, phase):
+        rank, expected = self.pair(at)
+        if expected.failure is not None:
+            return
+        expected.give_up(phase, "ValueError: no good", awaits_vote=self.awaits_vote)
+
+        rank.sync.fail(phase, ValueError("no good"))
+
+    @rule(orders=st.tuples(*[ORDER] * 3), amount=AMOUNTS)
+    def all_ranks_run_a_backward_each_in_its_own_order(self, orders, amount):
+        for at in range(len(self.ranks)):
+            self.run_backward(at, self.gradients(orders[at], amount + at))
+
+    @rule(at=INDEX, which=INDEX, amount=AMOUNTS)
+    def the_caller_puts_a_gradient_of_its_own_in_place(self, at, which, amount):
+        rank, expected = self.pair(at)
+        name = self.names[which % len(self.names)]
+        if expected.is_finished or expected.is_in_flight(name):
+            return
+        value = (expected.grads[name] or 0) + amount * len(self.ranks)
+        expected.grads[name] = value if math.isinf(value) else Fraction(value)
+
+        param = rank.params[name]
+        param.grad = pattern(param.numel()) * float(value)
+
+    @rule(at=INDEX)
+    def no_sync_is_entered(self, at):
+        rank, _ = self.pair(at)
+        context = rank.sync.no_sync()
+        context.__enter__()
+        rank.open_no_syncs.append(context)
+
+    @precondition(lambda self: any(rank.open_no_syncs for rank in self.ranks))
+    @rule(at=INDEX, fails=st.booleans())
+    def no_sync_is_left(self, at, fails):
+        inside = [rank for rank in self.ranks if rank.open_no_syncs]
+        context = inside[at % len(inside)].open_no_syncs.pop()
+        error = KeyError("boom") if fails else None
+        swallowed = context.__exit__(type(error) if fails else None, error, None)
+
+        assert not swallowed
+
+    @rule(at=INDEX)
+    def one_rank_launches_the_rest(self, at):
+        rank, expected = self.pair(at)
+        if not expected.is_finished:
+            expected.launch_all()
+
+        rank.sync.start()
+
+    @rule(at=INDEX)
+    def one_rank_finishes_again(self, at):
+        rank, expected = self.pair(at)
+        if expected.is_finished and expected.failure is None:
+            rank.sync.finish()
+            rank.sync.start()
+
+    # What happens on all ranks #
+
+    @precondition(lambda self: self.world.pending)
+    @rule(which=INDEX)
+    def a_collective_completes(self, which):
+        self.world.complete(self.world.pending[which % len(self.world.pending)])  # raises if its buffer was written
+
+    @rule()
+    def all_ranks_clear_gradients_as_plain_torch_does(self):
+        if any(expected.num_launched for expected in self.expected):
+            return  # in the middle of a step ranks would lose different parts of it, and means would not be whole numbers
+        for rank, expected in zip(self.ranks, self.expected, strict=True):
+            expected.grads = dict.fromkeys(self.names)
+            for param in rank.params.values():
+                param.grad = None
+
+    @rule(completions=st.lists(INDEX, max_size=8), which=INDEX, amount=AMOUNTS, levels=st.sampled_from([True, True, False]))
+    def all_ranks_finish(self, completions, which, amount, levels):
+        if self.awaits_vote or all(expected.is_finished for expected in self.expected):
+            return
+        self.bring_all_ranks_into_the_step(which, amount, levels=levels)
+        for at in range(len(self.ranks)):
+            self.one_rank_launches_the_rest(at)
+        for pending in completions:
+            if self.world.pending:
+                self.a_collective_completes(pending)
+        self.meet(["finish"] * len(self.ranks), self.finding(checks_unused=self.config.unused_parameters == "error"))
+
+    @precondition(lambda self: self.awaits_vote)
+    @rule(
+        ways=st.one_of(
+            st.sampled_from([["step"] * 3, ["drop"] * 3]), st.tuples(*[st.sampled_from(["step", "drop", "backward"])] * 3)
+        )
+    )
+    def all_ranks_go_on_after_a_reduce_scatter(self, ways):
+        """Each steps on the gradients, drops them, or forgets that there are any."""
+        ways = list(ways[: len(self.ranks)])
+        for at, way in enumerate(ways):
+            if way == "backward" and self.expected[at].failure is None:
+                self.expected[at].note_late(self.names[0], "already reduced")
+        dropped = [int(way != "step") for way in ways]
+        self.meet(ways, self.finding(dropped=dropped, checks_unused=False))
+
+    @rule(which=INDEX, amount=AMOUNTS)
+    def all_ranks_reset(self, which, amount):
+        if self.awaits_vote:
+            self.all_ranks_go_on_after_a_reduce_scatter(["drop"] * 3)
+            return
+        if any(expected.is_dropped_by_reset or expected.failure for expected in self.expected):
+            # A rank that had launched nothing would drop the step without a trace, and meet the others in its next one.
+            self.bring_all_ranks_into_the_step(which, amount, levels=True)
+            for at in range(len(self.ranks)):
+                self.one_rank_launches_the_rest(at)
+            self.meet(["drop"] * len(self.ranks), self.finding(checks_unused=False))
+        else:
+            for rank, expected in zip(self.ranks, self.expected, strict=True):
+                expected.forget()
+                rank.sync.reset()
+
+    @rule(
+        orders=st.tuples(*[ORDER] * 3),
+        microbatches=st.integers(1, 2),
+        completions=st.lists(INDEX, max_size=8),
+        amount=AMOUNTS,
+    )
+    def all_ranks_run_a_whole_step(self, orders, microbatches, completions, amount):
+        self.all_ranks_reset(0, amount)
+        for _ in range(microbatches - 1):
+            for at in range(len(self.ranks)):
+                self.no_sync_is_entered(at)
+            self.all_ranks_run_a_backward_each_in_its_own_order(orders, amount)
+            for rank in self.ranks:
+                rank.open_no_syncs.pop().__exit__(None, None, None)
+        self.all_ranks_run_a_backward_each_in_its_own_order(orders, amount)
+        self.all_ranks_finish(completions, 0, amount, True)
+        if self.awaits_vote:
+            self.all_ranks_go_on_after_a_reduce_scatter(["step"] * 3)
+
+    def bring_all_ranks_into_the_step(self, which, amount, *, levels):
+        """Give those that have not begun it a first gradient, as a backward would; ``levels``: and all as many backwards."""
+        for at, (rank, expected) in enumerate(zip(self.ranks, self.expected, strict=True)):
+            if expected.is_finished and expected.failure is None:
+                if self.config.use_distributed_optimizer:
+                    expected.forget()
+                    rank.sync.reset()
+                elif not self.averages:
+                    expected.grads = dict.fromkeys(self.names)
+                    for param in rank.params.values():
+                        param.grad = None
+                self.a_gradient_arrives(at, which, amount)
+        most = max(expected.num_microbatches for expected in self.expected)
+        for at, expected in enumerate(self.expected):
+            waiting = [index for index, name in enumerate(self.names) if not expected.is_in_flight(name)]
+            while levels and waiting and expected.failure is None and expected.num_microbatches < most:
+                self.a_gradient_arrives(at, waiting[which % len(waiting)], amount)
+                waiting = [index for index in waiting if not expected.is_in_flight(self.names[index])]
+
+    # The fence #
+
+    def finding(self, *, checks_unused, dropped=None):
+        """Return class and fields of the error that all ranks must raise: the first that explains the others; or ``None``."""
+        for rank, expected in enumerate(self.expected):
+            if expected.failure is not None:
+                return PeerFailedError, {"rank": rank, "phase": expected.failure[0]}, expected.failure[1]
+        if dropped is not None and len(set(dropped)) > 1:
+            return StepMismatchError, {"by_rank": tuple(dropped)}, "dropped steps"
+        num_microbatches = [expected.num_microbatches for expected in self.expected]
+        if len(set(num_microbatches)) > 1:
+            return MicrobatchMismatchError, {"by_rank": tuple(num_microbatches)}, "microbatch counts"
+        for rank, expected in enumerate(self.expected):
+            if expected.late:
+                _, bucket, phase = expected.late[0]
+                params = tuple(name for name, _, _ in expected.late)
+                return LateGradientError, {"rank": rank, "params": params, "bucket": bucket, "phase": phase}, "no reduction"
+        unused = [expected.unused() if checks_unused else [] for expected in self.expected]
+        if any(unused):
+            ranks = tuple(rank for rank, names in enumerate(unused) if names)
+            params = tuple(unused[ranks[0]])
+            bucket = self.expected[0].group_of(params[0])
+            return UnusedParameterError, {"ranks": ranks, "params": params, "bucket": bucket}, "got no gradient"
+        return self.nonfinite_finding()
+
+    def nonfinite_finding(self):
+        for rank, expected in enumerate(self.expected):
+            names = expected.nonfinite(self.numels)
+            if names:
+                fields = {"rank": rank, "param": names[0], "bucket": expected.group_of(names[0]), "num_others": len(names) - 1}
+                return NonFiniteGradientError, fields, "has inf in"
+        return None
+
+    def meet(self, ways, finding):
+        """Let each rank come to the fence in its way, one thread per rank, and check what all of them find there."""
+        is_vote = self.awaits_vote
+        skips = finding is not None and finding[0] is NonFiniteGradientError and self.config.nonfinite_gradients == "skip_step"
+        errors = self.world.run(lambda at: self.go(at, ways[at]))
+
+        self.num_steps += not is_vote or (finding is not None and not skips)
+        if finding is None or skips:
+            assert errors == [None] * len(self.ranks)
+            self.check_whole_step(ways, is_skipped=skips, is_vote=is_vote)
+            return
+        kind, fields, text = finding
+        assert [str(error) for error in errors] == [str(errors[0])] * len(self.ranks)
+        for error in errors:
+            assert type(error) is kind
+            assert {name: getattr(error, name) for name in fields} == fields
+            assert text in str(error)
+            assert error.step == self.num_steps - 1
+        for rank, expected in zip(self.ranks, self.expected, strict=True):
+            expected.forget()
+            assert rank.sync.last_error is not None
+            assert str(rank.sync.last_error) == str(errors[0])
+        self.awaits_vote = self.is_skipped = False
+
+    def go(self, at, way):
+        rank, expected = self.pair(at)
+        if expected.failure is not None:
+            return rank.sync.settle()  # what its next call does
+        calls = {
+            "finish": rank.sync.finish,
+            "step": rank.sync.commit,
+            "drop": rank.sync.reset,
+            "backward": lambda: rank.backward([(name, 1) for name in self.names]),
+        }
+        try:
+            calls[way]()
+        except MegabucketError as error:
+            return error
+        return None
+
+    def check_whole_step(self, ways, *, is_skipped, is_vote):
+        if ways[0] == "drop":
+            for expected in self.expected:
+                expected.forget()
+            self.awaits_vote = self.is_skipped = False
+            return
+        if is_vote:
+            self.awaits_vote = False
+            return
+        reduced = dict.fromkeys(self.names) if is_skipped else self.check_reduced_gradients()
+        is_shown = not self.config.use_distributed_optimizer
+        for expected in self.expected:
+            expected.learn()
+            expected.start_count()
+            expected.is_finished, expected.num_launched = True, 0
+            expected.grads = dict(reduced) if is_shown else dict.fromkeys(self.names)
+        self.awaits_vote = self.config.use_distributed_optimizer
+        self.is_skipped = is_skipped
+
+    def check_reduced_gradients(self):
+        divisor = len(self.ranks) if self.averages else 1
+        reduced = {name: sum(expected.sent[name] or Fraction(0) for expected in self.expected) / divisor for name in self.names}
+        # Infinite means are those of parameters without elements.
+        assert all(not self.numels[name] or value.denominator == 1 for name, value in reduced.items())
+        for at, rank in enumerate(self.ranks):
+            for group in rank.groups:
+                for bucket in group.buckets:
+                    values = torch.zeros(bucket.grad_data.numel())  # padding stays zero
+                    for name in bucket.layout.params:
+                        start, stop = bucket.param_range(name)
+                        values[start:stop] = pattern(stop - start) * float(reduced[name])
+                    if self.config.use_distributed_optimizer:
+                        assert torch.equal(bucket.shard(bucket.grad_data, at), bucket.shard(values, at))
+                    else:
+                        assert torch.equal(bucket.grad_data, values)
+        return reduced
+
+    # What is true after every call #
+
+    @invariant()
+    def launched_groups_are_the_expected_prefix_and_phases_agree(self):
+        for rank, expected in zip(self.ranks, self.expected, strict=True):
+            assert rank.sync._launcher.num_launched == expected.num_launched
+            assert rank.sync.is_finished == expected.is_finished
+            assert rank.sync.has_local_grads == expected.has_local_grads
+            assert rank.sync.awaits_finish == expected.awaits_finish
+            assert rank.sync.tally.num_microbatches == expected.num_microbatches
+            if expected.is_finished:
+                phases = [GradPhase.REDUCED] * len(rank.groups)
+            else:
+                num_waiting = len(rank.groups) - expected.num_launched
+                phases = [GradPhase.IN_FLIGHT] * expected.num_launched + [GradPhase.ACCUMULATING] * num_waiting
+            assert [group.grad_phase for group in rank.groups] == phases
+
+    @invariant()
+    def all_ranks_have_taken_as_many_steps(self):
+        assert [rank.sync.step for rank in self.ranks] == [self.num_steps] * len(self.ranks)
+        assert [bool(rank.sync.skip_reason) for rank in self.ranks] == [self.is_skipped] * len(self.ranks)
+
+    @invariant()
+    def every_step_of_every_rank_has_the_same_schedule(self):
+        schedules = sorted((self.world.schedule(rank) for rank in range(len(self.ranks))), key=len)
+        assert all(longer[: len(shorter)] == shorter for shorter, longer in pairwise(schedules))
+        # Groups of nothing but empty parameters have nothing to send.
+        buckets = [f"bucket {g.index}" for g in self.ranks[0].groups if any(b.grad_data.numel() for b in g.buckets)]
+        first = buckets[0] if buckets else "fence"
+        following = {one: {other} for one, other in pairwise([*buckets, "fence"])}
+        following |= {"fence": {first, "fence", "step report"}, "step report": {first, "fence"}}  # a fence alone is a vote
+        launched = [text.split(" [")[0] for text in schedules[-1]]
+        assert all(label == first for label in launched[:1])
+        assert all(label in following[before] for before, label in pairwise(launched))
+
+    @invariant()
+    def no_sync_contexts_are_counted(self):
+        for rank in self.ranks:
+            assert rank.sync._no_sync_depth == len(rank.open_no_syncs)
+
+    @invariant()
+    def grad_is_shown_exactly_where_there_is_one(self):
+        for rank, expected in zip(self.ranks, self.expected, strict=True):
+            for name, param in rank.params.items():
+                assert (param.grad is None) == (expected.grads[name] is None), name
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            for sequence in self.world.pending:
+                self.world.complete(sequence)  # raises if a buffer was written in flight
+
+
+MAX_EXAMPLES = settings.default.max_examples  # 200 at home, 2,000 in CI
+TestGradientSync = GradientSyncMachine.TestCase
+TestGradientSync.settings = settings(max_examples=max(600, MAX_EXAMPLES), stateful_step_count=50)

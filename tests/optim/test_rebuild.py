@@ -336,6 +336,17 @@ class TestGroups:
         assert optimizer.state[model.b]["step"] == 2
         assert optimizer.state[model.b]["exp_avg"].shape == model.b.shape
 
+    @MODES
+    def test_an_added_parameter_that_differs_between_ranks_is_made_equal(self, sharded):
+        def play(rank, ddp, optimizer):
+            ddp.module.b = new_param("b", seed=rank + 1)
+            optimizer.add_param_group({"params": [ddp.module.b]})
+            ddp.rebuild()
+            return ddp.module.b
+
+        for param in run_ranks(2, play, sharded=sharded, names="a"):
+            assert torch.equal(param, new_param("b", seed=1))
+
     def test_what_a_frozen_parameter_keeps_is_no_larger_than_it(self):
         model, ddp, optimizer = alone(sharded=True, names="ab", dtype=torch.bfloat16)
         train(ddp, optimizer, [0])

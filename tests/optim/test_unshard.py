@@ -152,12 +152,12 @@ def test_cutting_and_putting_together_is_the_identity_on_every_rank(case):
     world.run(play)
 
 
-def two_ranks(state_of, *, numels=(100, 100), size=2):
-    """Ranks that own shards of vectors ``a``, ``b``; ``state_of(rank, shard)`` is what each holds. Returns the ranks."""
+def two_ranks(state_of, *, numels=(100, 100), bucket_size=None):
+    """Two ranks that own shards of vectors ``a``, ``b``; ``state_of(rank, shard)`` is what each holds. Returns the ranks."""
     specs = [ParamSpec(name, (numel,)) for name, numel in zip("ab", numels, strict=True)]
-    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    layout = build_layout(specs, config, dp_size=size)
-    world = LoopbackWorld(size)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=bucket_size)
+    layout = build_layout(specs, config, dp_size=2)
+    world = LoopbackWorld(2)
 
     def play(rank):
         params = {spec.name: torch.nn.Parameter(torch.zeros(spec.shape)) for spec in specs}
@@ -190,6 +190,16 @@ class TestExamples:
         assert [(one["step"].item(), one["m"].tolist()) for one in found] == [(3.0, [1.0] * 10)] * 2
 
     def test_buckets_without_a_key_are_not_sent(self):
+        # Two buckets of 128 and 256 elements, b in the first and a in the second, which alone has moments.
+        world, ranks = two_ranks(
+            lambda _, shard: {"m": shard.main} if shard.run.params == ("a",) else {}, numels=(200, 100), bucket_size=100
+        )
+
+        world.run(lambda rank: ranks[rank].unshard())
+
+        assert world.schedule(0)[-1] == "optimizer state values [all_gather of 1024 x uint8]"
+
+    def test_without_any_state_nothing_but_that_is_exchanged(self):
         world, ranks = two_ranks(lambda *_: {})
 
         world.run(lambda rank: ranks[rank].unshard())

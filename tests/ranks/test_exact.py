@@ -92,7 +92,7 @@ def wrap(ranks: int, *, params_bytes: int = 3072) -> dict[str, list[Call]]:
 
 ALL_REDUCES = [("all_reduce", "bucket 0", 1, 1536), ("all_reduce", "bucket 1", 1, 1536)]
 REDUCE_SCATTERS = [("reduce_scatter", "bucket 0", 1, 1536), ("reduce_scatter", "bucket 1", 1, 1536)]
-FENCE = [("all_reduce", "fence", 1, 112)]  # 14 int64
+FENCE = [("all_reduce", "fence", 1, 144)]  # 18 int64
 NORM = [("all_reduce", "grad norm", 1, 8)]  # one float64
 GATHERS = [("all_gather", "param gather 1", 1, 1536), ("all_gather", "param gather 0", 1, 1536)]  # in forward order
 

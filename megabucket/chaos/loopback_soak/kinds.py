@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from megabucket.chaos.loopback_soak.acts import Act, Finish, LookAtGrads, ReadLastError, Update
+from megabucket.chaos.loopback_soak.acts import Update
 from megabucket.chaos.loopback_soak.drafts import Draft, Maker
 from megabucket.chaos.loopback_soak.kinds_all import ALL_RANK_KINDS
 from megabucket.chaos.loopback_soak.kinds_diverged import DIVERGED_KINDS
@@ -74,7 +74,10 @@ def slip_episode(maker: Maker, kinds: Sequence[str]) -> Episode | None:
             return None
         slips[rank] = slip
     outcomes = _outcomes(maker, slips)
-    programs = [[draft.block(rank), *(block for block, _ in slips[rank].after)] if rank in slips else [draft.block(rank)] for rank in maker.ranks]
+    programs = [
+        [draft.block(rank), *(block for block, _ in slips[rank].after)] if rank in slips else [draft.block(rank)]
+        for rank in maker.ranks
+    ]
     place = "; ".join(f"rank {rank}: {slip.place}" for rank, slip in slips.items() if slip.place)
     parts = _Parts(programs, [[list(wants) for wants in outcome.wants] for outcome in outcomes], [o.agreed for o in outcomes])
     is_sure = all(outcome.agreed is not None for outcome in outcomes)
@@ -153,3 +156,7 @@ class _Parts:
             Outcome(tuple(tuple(wants) for wants in by_rank), agreed)
             for by_rank, agreed in zip(self._wants, self._agreed, strict=True)
         )
+
+
+KINDS: Final[Mapping[str, EpisodeMaker]] = MappingProxyType(dict(ALL_RANK_KINDS) | dict(DIVERGED_KINDS))
+"""Kinds that are not made of slips."""

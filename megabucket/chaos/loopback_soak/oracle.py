@@ -66,7 +66,8 @@ class Oracle:
         weights = self.ranks[rank].weights
         model = self.spec.model
         return sum(
-            use.factor * sum(weights[name] * self._square_sums[name] for name in model.params_of(use.layer)) for use in call.uses
+            use.factor * sum(weights[name] * self._square_sums[name] for name in model.params_of(use.layer))
+            for use in call.uses
         )
 
     def reduced(self, episode: Episode, index: int) -> Multiples:
@@ -114,6 +115,8 @@ def first_difference(found: torch.Tensor, right: torch.Tensor, model: ModelSpec,
     for name, numel in model.numels.items():
         if name in wanted:
             if place < numel:
-                return f"{name}[{place}] is {found[index]:g} and should be {right[index]:g} ({int(wrong.sum())} elements differ)"
+                return (
+                    f"{name}[{place}] is {found[index]:g} and should be {right[index]:g} ({int(wrong.sum())} elements differ)"
+                )
             place -= numel
     return f"element {index} differs"

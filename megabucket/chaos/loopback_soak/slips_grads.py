@@ -9,6 +9,7 @@ from megabucket.chaos.loopback_soak.drafts import Draft, Maker
 from megabucket.chaos.loopback_soak.program import Agreed, Rerun, Use
 from megabucket.chaos.loopback_soak.slips import AGREED, FINE, Slip, free_layer, late
 
+
 def nonfinite(maker: Maker, draft: Draft, rank: int) -> Slip | None:
     """Let one layer's gradient be nan or infinite."""
     if maker.spec.switch("nonfinite_gradients", "error") != "error":
@@ -17,7 +18,11 @@ def nonfinite(maker: Maker, draft: Draft, rank: int) -> Slip | None:
     params = spoil_gradient(maker, draft, rank, float(what))
     if not params:
         return None
-    fields = {"rank": rank, "param": params, "finding": frozenset(f"{what} in {n} of {n} elements, first at [0]" for n in _NUMELS)}
+    fields = {
+        "rank": rank,
+        "param": params,
+        "finding": frozenset(f"{what} in {n} of {n} elements, first at [0]" for n in _NUMELS),
+    }
     return Slip(AGREED, (Agreed("NonFiniteGradientError", fields, (f"on rank {rank} (bucket ",)),), place=what)
 
 

@@ -9,6 +9,7 @@ from megabucket.chaos.loopback_soak.model_changes import Break, Change, Repair
 from megabucket.chaos.loopback_soak.program import Agreed, Block, Call, Rerun, Use
 from megabucket.chaos.loopback_soak.slips import AGREED, FINE, Slip
 
+
 def model_change(maker: Maker, draft: Draft, rank: int) -> Slip | None:
     """Change the module after wrapping."""
     return change_model(maker, draft, rank, maker.draw.choice(tuple(Change)))

@@ -20,6 +20,7 @@ from megabucket.chaos.loopback_soak.slips import (
     step_mismatch,
 )
 
+
 def microbatch_more(maker: Maker, draft: Draft, rank: int) -> Slip:
     """Accumulate one microbatch more than the others."""
     at = draft.index(rank, Forward)

@@ -1,0 +1,328 @@
+"""Episodes in which all ranks do alike, or some do what harms nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+from megabucket.chaos.loopback_soak.acts import (
+    Act,
+    Backward,
+    CheckReplicas,
+    Differentiate,
+    Finish,
+    FlipBit,
+    Forward,
+    ReadLastError,
+    Rebuild,
+    Restore,
+    Save,
+    Start,
+    Update,
+    Zero,
+)
+from megabucket.chaos.loopback_soak.drafts import Draft, Maker
+from megabucket.chaos.loopback_soak.model_changes import Move, SetTrained
+from megabucket.chaos.loopback_soak.program import Agreed, Block, Clearing, Ending, Episode, Outcome, Trouble, Want
+from megabucket.chaos.loopback_soak.slips import AGREED, FINE, failed, late, raise_in
+from megabucket.chaos.loopback_soak.slips_grads import leave_out, spoil_gradient
+
+
+def simple(maker: Maker, kind: str, draft: Draft, *agreed: Agreed, may_be_right: bool = True, place: str = "") -> Episode:
+    """Return one step of all ranks that ends right, or in one of some errors for all of them."""
+    blocks = [(draft.block(rank), maker_tail) for rank, maker_tail in zip(maker.ranks, _tails(maker), strict=True)]
+    outcomes = [Outcome(tuple((FINE, FINE) for _ in maker.ranks))] if may_be_right else []
+    outcomes += [Outcome(tuple((AGREED, FINE) for _ in maker.ranks), one) for one in agreed]
+    return Episode(kind, tuple(blocks), tuple(outcomes), place)
+
+
+def _tails(maker: Maker) -> list[Block]:
+    return [maker.tail()] * maker.spec.num_ranks
+
+
+def healthy(maker: Maker) -> Episode:
+    """Run a step."""
+    return simple(maker, "healthy", maker.step())
+
+
+def forced(maker: Maker) -> Episode:
+    """All-reduce although the world scatters."""
+    draft = maker.step()
+    maker.forced(draft)
+    return simple(maker, "forced all-reduce", draft)
+
+
+def harmless(maker: Maker) -> Episode:
+    """Make calls in between, on some ranks only, that change nothing."""
+    draft = maker.step()
+    place = maker.draw.choice(tuple(_HARMLESS))
+    insert = _HARMLESS[place]
+    for rank in maker.ranks:
+        if place in _FOR_ALL or maker.chance(0.6):
+            insert(maker, draft, rank)
+    return simple(maker, "harmless", draft, place=place)
+
+
+def _insert(draft: Draft, rank: int, at: int, *acts: Act) -> None:
+    draft.acts[rank][at:at] = acts
+
+
+def _zero_again(maker: Maker, draft: Draft, rank: int) -> None:
+    _insert(draft, rank, draft.index(rank, Zero), Zero(maker.draw.choice((Clearing.WRAPPER, maker.spec.clearing))))
+
+
+def _finish_again(maker: Maker, draft: Draft, rank: int) -> None:
+    at = draft.index(rank, Update) + (maker.spec.fence_act == "Update")
+    _insert(draft, rank, at, Finish(), Finish())
+
+
+def _start_late(maker: Maker, draft: Draft, rank: int) -> None:
+    _insert(draft, rank, draft.index(rank, Backward, -1) + 1, Start())
+
+
+def _forward_unseen(maker: Maker, draft: Draft, rank: int) -> None:
+    at = maker.draw.randint(draft.index(rank, Forward), draft.index(rank, Update))
+    _insert(draft, rank, at, Forward(92, draft.calls[rank][0], how=maker.draw.choice(("eval", "no_grad"))))
+
+
+def _differentiate_first(maker: Maker, draft: Draft, rank: int) -> None:
+    at = draft.index(rank, Forward)
+    _insert(draft, rank, at, Forward(93, draft.calls[rank][0]), Differentiate(93))
+
+
+def _train_in_eval_mode(maker: Maker, draft: Draft, rank: int) -> None:
+    at = draft.index(rank, Forward)
+    act = draft.acts[rank][at]
+    assert isinstance(act, Forward)  # noqa: S101 - narrows
+    draft.acts[rank][at] = replace(act, how="eval")
+
+
+def _read(maker: Maker, draft: Draft, rank: int) -> None:
+    at = maker.draw.randrange(len(draft.acts[rank]) + 1)
+    _insert(draft, rank, at, maker.draw.choice((Save(), ReadLastError())))
+
+
+def _check(maker: Maker, draft: Draft, rank: int) -> None:
+    _insert(draft, rank, 0, CheckReplicas())
+
+
+def _rebuild(maker: Maker, draft: Draft, rank: int) -> None:
+    _insert(draft, rank, 0, Rebuild(maker.trained))
+
+
+def _differentiate(maker: Maker, draft: Draft, rank: int) -> None:
+    at = draft.index(rank, Backward, -1)
+    _insert(draft, rank, at, Forward(93, draft.calls[rank][0]), Differentiate(93))
+
+
+def _move(maker: Maker, draft: Draft, rank: int) -> None:
+    param = min(name for name in maker.trained if maker.spec.model.numels[name])
+    _insert(draft, rank, 0, Move(param), Rebuild(maker.trained))
+
+
+def _finish_all(maker: Maker, draft: Draft, rank: int) -> None:
+    _insert(draft, rank, draft.index(rank, Update), Finish())
+
+
+_HARMLESS: Final[Mapping[str, Callable[[Maker, Draft, int], None]]] = MappingProxyType(
+    {
+        "zero twice": _zero_again,
+        "finish twice": _finish_again,
+        "start after backward": _start_late,
+        "forward that is not for training": _forward_unseen,
+        "training in eval mode": _train_in_eval_mode,
+        "autograd.grad first": _differentiate_first,
+        "autograd.grad between": _differentiate,
+        "state_dict or last_error": _read,
+        "check_replicas": _check,
+        "rebuild": _rebuild,
+        "move and rebuild": _move,
+        "finish before step": _finish_all,
+    }
+)
+_FOR_ALL: Final = frozenset({"check_replicas", "rebuild", "move and rebuild", "finish before step"})
+
+
+def dropped(maker: Maker) -> Episode:
+    """Clear gradients instead of stepping on them, on all ranks."""
+    draft = maker.step()
+    for rank in maker.ranks:
+        at = draft.index(rank, Update)
+        if maker.spec.is_explicit and maker.spec.seed % 2:
+            at = draft.index(rank, Finish)
+        draft.acts[rank][at:] = [Zero(Clearing.WRAPPER)]
+    return simple(maker, "dropped by all", draft)
+
+
+def huge(maker: Maker) -> Episode | None:
+    """Let huge gradients of two ranks cancel: a finite test must not overflow."""
+    draft = maker.step(uses_all=True)
+    layers = maker.spec.model.layers
+    shared = {layer.shares_with for layer in layers}
+    free = [index for index, layer in enumerate(layers) if layer.shares_with < 0 and index not in shared]
+    if not free:
+        return None
+    layer = maker.draw.choice(free)
+    plus, minus = maker.draw.sample(maker.ranks, 2)
+    for rank in maker.ranks:
+        amount = 2.0**100 if rank == plus else -(2.0**100) if rank == minus else 0.0
+        for microbatch in range(draft.num_microbatches):
+            is_first = True
+            uses = []
+            for use in draft.calls[rank][microbatch].uses:
+                is_it = use.layer == layer
+                uses.append(replace(use, factor=amount if is_it and is_first and not microbatch else 0.0) if is_it else use)
+                is_first = is_first and not is_it
+            draft.change_call(rank, microbatch, lambda call, uses=tuple(uses): replace(call, uses=uses))  # type: ignore[misc]
+    return simple(maker, "huge but finite", draft)
+
+
+def nonfinite_by_policy(maker: Maker) -> Episode | None:
+    """Let a gradient be nan or infinite where the config skips such steps, or allows them."""
+    policy = maker.spec.switch("nonfinite_gradients", "error")
+    if policy == "error":
+        return None
+    draft = maker.step()
+    rank = maker.pick_rank()
+    if not spoil_gradient(maker, draft, rank, float(maker.draw.choice(("nan", "inf")))):
+        return None
+    if policy == "skip_step":
+        outcome = Outcome(tuple((FINE, FINE) for _ in maker.ranks), skips=f"on rank {rank} (bucket ")
+        return replace(simple(maker, "nan or inf, skip_step", draft), outcomes=(outcome,))
+    for other in maker.ranks:
+        at = draft.index(other, Update)
+        draft.acts[other][at] = Update(updates=False) if maker.spec.wraps_optimizer else Zero(Clearing.WRAPPER)
+    return simple(maker, "nan or inf, allow", draft)
+
+
+def unused_on_all(maker: Maker) -> Episode | None:
+    """Leave one layer out on all ranks."""
+    draft = maker.step()
+    layer = maker.draw.randrange(len(maker.spec.model.layers))
+    params = [leave_out(maker, draft, rank, layer) for rank in maker.ranks][0]
+    if not params:
+        return None
+    if maker.spec.switch("unused_parameters", "error") == "zero":
+        return simple(maker, "unused on all ranks", draft)
+    fields = {"ranks": tuple(maker.ranks), "params": params}
+    agreed = Agreed("UnusedParameterError", fields, ("got no gradient on any rank",))
+    return simple(maker, "unused on all ranks", draft, agreed, may_be_right=False)
+
+
+def second_backward_on_all(maker: Maker) -> Episode:
+    """Differentiate the last microbatch twice, on all ranks: accumulated like any other, or late."""
+    draft = maker.step()
+    for rank in maker.ranks:
+        at = draft.index(rank, Backward, -1)
+        act = draft.acts[rank][at]
+        assert isinstance(act, Backward)  # noqa: S101 - narrows
+        draft.acts[rank][at : at + 1] = [replace(act, retains=True), act]
+    return simple(maker, "second backward on all ranks", draft, late(0, maker.spec))
+
+
+def no_sync_left_out_on_all(maker: Maker) -> Episode:
+    """Run every backward outside ``no_sync``, on all ranks."""
+    draft = maker.step(num_microbatches=maker.draw.choice((2, 3)), uses_all=True)
+    for rank in maker.ranks:
+        draft.acts[rank] = [replace(act, depth=0) if isinstance(act, Backward) else act for act in draft.acts[rank]]
+    return simple(maker, "no_sync left out on all ranks", draft, late(0, maker.spec))
+
+
+def zero_between_on_all(maker: Maker) -> Episode:
+    """Forget the first microbatches, on all ranks."""
+    draft = maker.step(num_microbatches=maker.draw.choice((2, 3)), uses_all=True)
+    for rank in maker.ranks:
+        draft.acts[rank].insert(draft.index(rank, Backward, -1), Zero(Clearing.WRAPPER))
+    return simple(maker, "zero between microbatches on all ranks", draft)
+
+
+def two_updates_on_all(maker: Maker) -> Episode:
+    """Step twice on the same gradients, on all ranks."""
+    draft = maker.step()
+    for rank in maker.ranks:
+        draft.acts[rank].insert(draft.index(rank, Update), Update())
+    return simple(maker, "two updates on all ranks", draft)
+
+
+def exception_on_all(maker: Maker) -> Episode:
+    """Raise on every rank, each at a place of its own."""
+    draft = maker.step()
+    draft.guards = [False] * maker.spec.num_ranks
+    trouble = [maker.draw.choice((Trouble.FORWARD, Trouble.BACKWARD, Trouble.PARAM_HOOK)) for _ in maker.ranks]
+    slips = [raise_in(maker, draft, rank, trouble[rank]) for rank in maker.ranks]
+    outcome = Outcome(tuple((slip.want, FINE) for slip in slips), slips[0].agreed[0])
+    return replace(simple(maker, "exception on all ranks", draft), outcomes=(outcome,))
+
+
+def unreduced_on_all(maker: Maker) -> Episode:
+    """Step although every backward ran inside ``no_sync``, on all ranks."""
+    draft = maker.step()
+    draft.guards = [False] * maker.spec.num_ranks
+    for rank in maker.ranks:
+        acts = draft.acts[rank][: draft.index(rank, Backward, -1) + 1]
+        draft.acts[rank] = [*(replace(act, depth=1) if isinstance(act, Backward) else act for act in acts), Update()]
+    want = Want(Ending.REFUSED, error="UnreducedGradientsError", text="gradients of this rank are not reduced", at="Update")
+    agreed = failed(0, "optimizer.step()", "UnreducedGradientsError: [rank 0] step() was called")
+    outcome = Outcome(tuple((want, FINE) for _ in maker.ranks), agreed)
+    return replace(simple(maker, "unreduced on all ranks", draft), outcomes=(outcome,))
+
+
+def flipped_bit(maker: Maker) -> Episode:
+    """Flip a bit of a weight on one rank; ``check_replicas()`` finds it, and the checkpoint repairs it."""
+    at_fault = maker.pick_rank()
+    param = maker.draw.choice([name for name, numel in maker.spec.model.numels.items() if numel])
+    check = [Block((FlipBit(param), CheckReplicas()) if rank == at_fault else (CheckReplicas(),)) for rank in maker.ranks]
+    tail = maker.tail()
+    programs = tuple((Block((Save(),)), check[rank], Block((Restore(),)), tail) for rank in maker.ranks)
+    agreed = Agreed("ReplicasDivergedError", {}, (f"the bits of {param!r} (CRC-32) differ",), is_last_error=False)
+    outcome = Outcome(tuple((FINE, Want(Ending.AGREED, at="CheckReplicas"), FINE, FINE) for _ in maker.ranks), agreed)
+    return Episode("flipped bit", programs, (outcome,), place=param)
+
+
+def rebuilt(maker: Maker) -> Episode | None:
+    """Freeze or unfreeze a parameter on all ranks, rebuild, and train on; sometimes only after the error about it."""
+    model = maker.spec.model
+    frozen = [name for name in model.numels if name not in maker.trained and name != "frozen"]
+    is_unfreezing = bool(frozen) and maker.chance(0.6)
+    candidates = frozen if is_unfreezing else sorted(name for name in maker.trained if model.numels[name])
+    param = maker.draw.choice(candidates)
+    trained = maker.trained | {param} if is_unfreezing else maker.trained - {param}
+    if not any(name in trained and name.endswith(".p0") and model.numels[name] for name in trained):
+        return None
+    before = maker.step()
+    maker.trained, was_trained = trained, maker.trained
+    change, after = SetTrained(param, is_unfreezing), maker.step()
+    tail = maker.tail()
+    runs_into_it = maker.chance(0.4) and is_unfreezing
+    maker.trained = trained
+    first = [Block((change, *before.acts[rank]) if runs_into_it else (change,)) for rank in maker.ranks]
+    programs = tuple((first[rank], Block((Rebuild(trained),)), after.block(rank), tail) for rank in maker.ranks)
+    one = (param,)
+    fields = {"rank": 0, "unfrozen": one if is_unfreezing else (), "frozen": () if is_unfreezing else one}
+    agreed = Agreed("TrainabilityChangedError", fields) if runs_into_it else None
+    outcome = Outcome(tuple((AGREED if runs_into_it else FINE, FINE, FINE, FINE) for _ in maker.ranks), agreed)
+    _ = was_trained
+    return Episode("rebuild", programs, (outcome,), place=f"{'unfreeze' if is_unfreezing else 'freeze'} {param}")
+
+
+ALL_RANK_KINDS: Final[Mapping[str, Callable[[Maker], Episode | None]]] = MappingProxyType(
+    {
+        "healthy": healthy,
+        "forced all-reduce": forced,
+        "harmless": harmless,
+        "dropped by all": dropped,
+        "huge but finite": huge,
+        "nan or inf by policy": nonfinite_by_policy,
+        "unused on all ranks": unused_on_all,
+        "second backward on all ranks": second_backward_on_all,
+        "no_sync left out on all ranks": no_sync_left_out_on_all,
+        "zero between microbatches on all ranks": zero_between_on_all,
+        "two updates on all ranks": two_updates_on_all,
+        "exception on all ranks": exception_on_all,
+        "unreduced on all ranks": unreduced_on_all,
+        "flipped bit": flipped_bit,
+        "rebuild": rebuilt,
+    }
+)
