@@ -85,7 +85,8 @@ class ParamAndGradBuffer:
         # Accumulated before wrapping: it counts, as it would without a wrapper.
         param.grad = earlier_grad
         slot = GradSlot(name, param, grad_view)
-        slot.store()
+        if earlier_grad is not None:
+            slot.store()
         return slot
 
     def detach(self) -> None:

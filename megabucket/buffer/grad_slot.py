@@ -27,7 +27,7 @@ from megabucket.errors import PhaseError
 class GradSlot:
     """The gradient side of one parameter in its buffer."""
 
-    __slots__ = ("_added_by_kernel", "_uses_fused_kernel", "is_clean", "name", "param", "view")
+    __slots__ = ("_added_by_kernel", "_has_received", "_uses_fused_kernel", "is_clean", "name", "param", "view")
 
     def __init__(self, name: str, param: torch.nn.Parameter, view: torch.Tensor) -> None:
         self.name = name
@@ -37,10 +37,11 @@ class GradSlot:
         """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
         self._uses_fused_kernel = False
         self._added_by_kernel = False
+        self._has_received = False  # in this step; a view that was zeroed in place is a gradient, too, but brought nothing
 
     @property
     def has_grad(self) -> bool:
-        """Whether this step has brought a gradient so far."""
+        """Whether there is a gradient: of this step, or of the last one, if nobody has cleared it."""
         return self._added_by_kernel or self.param.grad is not None
 
     def store(self) -> None:
@@ -49,6 +50,7 @@ class GradSlot:
         Raises:
             PhaseError: a fused kernel added its gradient to values of an earlier step.
         """
+        self._has_received = True
         if self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self._store_fused()
         else:
@@ -94,14 +96,15 @@ class GradSlot:
         A ``param.grad`` that the caller set since the last backward is what counts. Without a gradient the view is zero
         afterwards, unless somebody wrote into a clean view on purpose.
         """
+        is_set_by_caller = self.param.grad is not None and self.param.grad is not self.view
         self._store_grad()
-        had_grad = self.has_grad
-        if not had_grad and not self.is_clean:
+        has_brought = self._has_received or self._added_by_kernel or is_set_by_caller
+        if not self.has_grad and not self.is_clean:
             self.view.zero_()
         self.param.grad = None
-        self._added_by_kernel = False
+        self._added_by_kernel = self._has_received = False
         self.is_clean = False
-        return had_grad
+        return has_brought
 
     def publish(self) -> None:
         """Show the reduced values to plain torch code as ``param.grad``."""
@@ -111,7 +114,7 @@ class GradSlot:
         """Start a step: the next gradient overwrites. Costs no pass over memory, except for fused kernels."""
         self.param.grad = None
         self.param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        self._added_by_kernel = False
+        self._added_by_kernel = self._has_received = False
         if self._uses_fused_kernel:
             self.view.zero_()
             self.is_clean = True

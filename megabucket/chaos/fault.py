@@ -98,6 +98,8 @@ class Fault:
 
     uses_step_block = False
     """Whether the loop runs every step inside ``with ddp.step():``."""
+    group_timeout_s = 12.0
+    """Time limit of the process group that megabucket trains with."""
     is_armed_on_all = False
     """Whether every rank is at fault."""
 

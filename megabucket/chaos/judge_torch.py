@@ -27,10 +27,9 @@ def judge_torch(run: CellRun, expected: Expectation) -> Verdict:
     if broken is not None:
         return broken
     live = live_ranks(run, expected)
-    for step, rank, what in silent_faults(run, live):
-        return Verdict(VerdictName.SILENT, f"step {step}, rank {rank}: {what}")
-    for step in diverged_steps(run, live):
-        return Verdict(VerdictName.SILENT, f"after step {step} the ranks hold different weights")
+    silent = _silence(run, expected, live)
+    if silent:
+        return Verdict(VerdictName.SILENT, silent)
     refused = [event for event in run.of("wrap") if event["error"]]
     if refused:
         name = VerdictName.ERROR if len(refused) == len(live) else VerdictName.PARTIAL
@@ -45,6 +44,21 @@ def judge_torch(run: CellRun, expected: Expectation) -> Verdict:
     shown = next(iter(errors.values()))
     name = VerdictName.ERROR if in_time else VerdictName.PARTIAL
     return _with_error(name, run, shown["error"], max(one["at_s"] for one in errors.values()), goes_on=_goes_on(run, live))
+
+
+def _silence(run: CellRun, expected: Expectation, live: list[int]) -> str:
+    """Return what was wrong without an error; the same steps are forgiven as with megabucket, if all ranks raise after them."""
+    last = HEALTHY_STEPS + expected.later_by
+    reports = [run.first("step", rank=rank, attempt=last) for rank in live]
+    all_raise = all(report is not None and report["error"] for report in reports)
+    forgiven = range(HEALTHY_STEPS, last) if all_raise else range(0)
+    for step, rank, what in silent_faults(run, live):
+        if step not in forgiven:
+            return f"step {step}, rank {rank}: {what}"
+    for step in diverged_steps(run, live):
+        if step not in forgiven:
+            return f"after step {step} the ranks hold different weights"
+    return ""
 
 
 def _judge_without_errors(run: CellRun, expected: Expectation, live: list[int]) -> Verdict:

@@ -10,9 +10,10 @@ from megabucket.chaos.kind import Kind
 from megabucket.chaos.kinds_model import MODEL_KINDS
 from megabucket.chaos.kinds_process import PROCESS_KINDS
 from megabucket.chaos.kinds_step import STEP_KINDS
+from megabucket.chaos.kinds_usage import USAGE_KINDS
 from megabucket.chaos.kinds_wrap import WRAP_KINDS
 
-KINDS: Final = (*STEP_KINDS, *WRAP_KINDS, *MODEL_KINDS, *PROCESS_KINDS)
+KINDS: Final = (*STEP_KINDS, *USAGE_KINDS, *WRAP_KINDS, *MODEL_KINDS, *PROCESS_KINDS)
 
 _REDUCED = Combo(Mode.ALL_REDUCE, True, 2)
 _SCATTERED = Combo(Mode.REDUCE_SCATTER, True, 2)
@@ -38,12 +39,15 @@ _QUICK: Final = (
     ("other-model", "order", _REDUCED),
     ("unwrappable", "one-expanded", _REDUCED),
     ("unwrappable", "all-wrapped", _REDUCED),
+    ("unwrappable", "all-frozen", _REDUCED),
+    ("unwrappable", "all-expanded", _REDUCED),
     ("model-change", "one-freeze", _REDUCED),
     ("model-change", "all-replace", _REDUCED),
     ("model-change", "all-bfloat16", _SCATTERED),
     ("model-change", "one-main-grad", _REDUCED),
     ("bit-flip", "step", _REDUCED),
     ("wrong-call", "all-in-no-sync", _REDUCED),
+    ("wrong-call", "load-assign", _REDUCED),
     ("plain-optimizer", "plain-optimizer", _SCATTERED),
     ("other-schedule", "step", _SCATTERED),
     ("SIGKILL", "backward-2", _THREE),

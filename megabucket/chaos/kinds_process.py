@@ -29,10 +29,10 @@ from megabucket.chaos.trip import (
     sleep_for,
 )
 
-DEAD_AFTER_S: Final = 2.0
-HEARTBEAT_S: Final = 0.25
+_DEAD_AFTER_S: Final = 2.0
+_HEARTBEAT_S: Final = 0.25
 _NOTICE_DEAD_S: Final = 1.0
-_NOTICE_FROZEN_S: Final = DEAD_AFTER_S + 1.0
+_NOTICE_FROZEN_S: Final = _DEAD_AFTER_S + 1.0
 _SIGNAL_S: Final = 0.3
 _CHILD_LIMIT_S: Final = 3.0
 
@@ -72,6 +72,10 @@ class Freezes(Fault):
         """Return the loss, named on the others."""
         return _lost(self.cell, _NOTICE_FROZEN_S)
 
+    def config(self, rank: int) -> Mapping[str, Any]:  # noqa: ARG002
+        """Notice it soon."""
+        return {"heartbeat_s": _HEARTBEAT_S, "dead_after_s": _DEAD_AFTER_S}
+
     def arm(self, here: Here) -> None:
         """Install the wire."""
         if here.is_culprit:
@@ -80,6 +84,10 @@ class Freezes(Fault):
 
 class Late(Fault):
     """The rank at fault comes late but is alive: sleeping, stopped and continued, or with Python's lock held for a moment."""
+
+    def config(self, rank: int) -> Mapping[str, Any]:  # noqa: ARG002
+        """Allow little more than the rank is late."""
+        return {"heartbeat_s": _HEARTBEAT_S, "dead_after_s": _DEAD_AFTER_S}
 
     def arm(self, here: Here) -> None:
         """Install the wire."""
@@ -108,9 +116,15 @@ class SlowWithWarning(Fault):
 class TooSlow(Fault):
     """The rank at fault is alive but slower than the time limit of its group."""
 
+    group_timeout_s = 4.0
+
     def expect(self) -> Expectation:
         """Return the loss, named on the others when the group times out."""
-        return _lost(self.cell, 6.0)
+        return _lost(self.cell, self.group_timeout_s + 1.0)
+
+    def config(self, rank: int) -> Mapping[str, Any]:  # noqa: ARG002
+        """Keep the settings in order with the group."""
+        return {"heartbeat_s": _HEARTBEAT_S, "dead_after_s": _DEAD_AFTER_S}
 
     def arm(self, here: Here) -> None:
         """Install the wire."""

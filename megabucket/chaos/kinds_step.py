@@ -15,15 +15,6 @@ from megabucket.chaos.recipe import Edit, Ending, GradEdit, Recipe
 from megabucket.chaos.trip import boom, install
 
 _UNUSED_LAYER = 1
-_SHARED_LAYER = 2
-
-
-class HookOrder(Fault):
-    """The rank at fault runs its layers in another order, so its gradients come in another order."""
-
-    def faulty(self, rank: int, batch: int) -> Recipe:
-        """Swap the inner layers."""
-        return Recipe(batch, layers=(0, 2, 1, 3) if self.is_at_fault(rank) else (0, 1, 2, 3))
 
 
 class Unused(Fault):
@@ -105,64 +96,6 @@ class Microbatches(Fault):
         if not self.is_at_fault(rank):
             return Recipe(batch)
         return Recipe(batch, num_synced=0) if self.cell.place == "no-sync" else Recipe(batch, num_microbatches=2)
-
-
-class TwoBackwards(Fault):
-    """Two backwards of a step run outside ``no_sync()``: of two microbatches, or of one graph that was kept."""
-
-    def __init__(self, cell: Any) -> None:
-        super().__init__(cell)
-        self.is_armed_on_all = cell.place.startswith("all")
-
-    def expect(self) -> Expectation:
-        """Return a right step where gradients can be reduced again, which is on all ranks after an all-reduce."""
-        combo = self.cell.combo
-        if combo.mode is Mode.REDUCE_SCATTER:
-            if not self.is_armed_on_all:
-                return named("MicrobatchMismatchError")
-            # Without overlap nothing was sent when the second backward comes, so it is just accumulated.
-            return named("LateGradientError", texts=("no_sync()",)) if combo.overlaps else RIGHT
-        if self.is_armed_on_all:
-            return RIGHT
-        # The rank at fault starts a second sync while the others step; all meet in the next one.
-        return named("ReplicasDivergedError", later_by=1, culprit_later_by=0, recovery=Recovery.RELOAD)
-
-    def num_agreements(self) -> int:
-        """Return two where each backward is reduced."""
-        return 2 if self.cell.combo.mode is Mode.ALL_REDUCE else 1
-
-    def faulty(self, rank: int, batch: int) -> Recipe:
-        """Run the second backward."""
-        if not self.is_at_fault(rank):
-            return Recipe(batch)
-        if self.cell.place.endswith("retain-graph"):
-            return Recipe(batch, num_repeats=1)
-        return Recipe(batch, num_microbatches=2, num_synced=2)
-
-
-class CheckpointedTwice(Fault):
-    """A layer in reentrant activation checkpointing is used twice, which it was not in the steps before."""
-
-    def __init__(self, cell: Any) -> None:
-        super().__init__(cell)
-        self.is_armed_on_all = cell.place == "all"
-
-    def expect(self) -> Expectation:
-        """Return the late gradient and its hint; nothing is late where buckets wait for the end of backward."""
-        if not self.cell.combo.overlaps:
-            return RIGHT
-        params = tuple(f"layers.{_SHARED_LAYER}.{part}" for part in ("weight", "bias"))
-        return named(
-            "LateGradientError",
-            fields={"params": AnyOf((params, params[::-1], params[:1], params[1:]))},
-            texts=("use_reentrant=False",),
-        )
-
-    def faulty(self, rank: int, batch: int) -> Recipe:
-        """Use the layer twice."""
-        if not self.is_at_fault(rank):
-            return Recipe(batch)
-        return Recipe(batch, layers=(0, 1, 2, 2, 3), checkpointed=(_SHARED_LAYER,))
 
 
 class Raised(Fault):
@@ -259,7 +192,6 @@ _NO_POLICY = not_in_torch("torch DDP has no policy for gradients that are not fi
 
 STEP_KINDS = (
     Kind("none", "Every step is right: the control.", Fault, soak_places=("step",)),
-    Kind("hook-order", "Right: buckets are launched by index, whatever the hooks do.", HookOrder, soak_places=("step",)),
     Kind(
         "unused",
         "The error names parameters and ranks in the same step; under the policy zero the step is right.",
@@ -285,21 +217,6 @@ STEP_KINDS = (
         Microbatches,
         places=("one-more", "no-sync"),
         soak_places=("one-more",),
-    ),
-    Kind(
-        "two-backwards",
-        "Reduced again where that gives the sum; named where it cannot.",
-        TwoBackwards,
-        places=("all-microbatches", "all-retain-graph", "one-microbatches", "one-retain-graph"),
-        combos=PAIRS,
-        soak_places=("all-microbatches", "all-retain-graph"),
-    ),
-    Kind(
-        "checkpoint-twice",
-        "A gradient for a bucket that was sent is named, with the hint use_reentrant=False.",
-        CheckpointedTwice,
-        places=("one", "all"),
-        combos=PAIRS,
     ),
     Kind(
         "exception",

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,8 +126,9 @@ class Loop:
         for microbatch in range(recipe.num_microbatches):
             is_synced = microbatch >= recipe.num_microbatches - recipe.num_synced
             is_last = microbatch == recipe.num_microbatches - 1
-            with nullcontext() if is_synced else here.ddp.no_sync():
-                loss = self._forward(recipe, microbatch)
+            early_loss = self._forward_in_no_sync(recipe, microbatch) if recipe.forwards_in_no_sync else None
+            with self._no_sync(0 if is_synced else recipe.no_sync_depth):
+                loss = self._forward(recipe, microbatch) if early_loss is None else early_loss
                 self._check_deferred_weights(recipe)
                 here.reach("before backward")
                 for repeat in reversed(range(1 + (recipe.num_repeats if is_last else 0))):
@@ -138,13 +140,25 @@ class Loop:
         elif recipe.ending is Ending.STEP:
             here.optimizer.step()
         if recipe.ending is not Ending.ABORT:
-            here.optimizer.zero_grad()
+            here.optimizer.zero_grad(set_to_none=not recipe.zeroes_in_place)
 
     def _forward(self, recipe: Recipe, microbatch: int) -> torch.Tensor:
         here = self._here
         inputs, targets = make_batch(seed=here.cell.seed, batch=recipe.batch, rank=here.rank, microbatch=microbatch)
         dtype = next(here.model.parameters()).dtype
-        return loss_of(here.ddp(inputs.to(dtype), recipe.layers, recipe.checkpointed), targets)
+        module = here.model if recipe.calls_inner_module else here.ddp
+        return loss_of(module(inputs.to(dtype), recipe.layers, recipe.checkpointed), targets)
+
+    def _forward_in_no_sync(self, recipe: Recipe, microbatch: int) -> torch.Tensor:
+        with self._no_sync(1):
+            return self._forward(recipe, microbatch)
+
+    @contextmanager
+    def _no_sync(self, depth: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for _ in range(depth):
+                stack.enter_context(self._here.ddp.no_sync())
+            yield
 
     def _backward(self, loss: torch.Tensor, recipe: Recipe, *, keeps_graph: bool) -> None:
         with ExitStack() as stack:

@@ -2,7 +2,8 @@
 
 All numbers are dyadic and small, so sums come out the same in any order and the oracle can ask for equality. Gradients
 depend on the weights through the slopes of leaky ReLUs and through rounded activations, but do not grow with them, so that
-ten thousand steps stay exact. Targets are multiples of 12, which makes the mean over 2, 3 or 4 ranks exact, too.
+ten thousand steps stay exact. Targets are multiples of 36, which makes a mean over 2, 3 or 4 ranks exact, and also the
+mean of means when gradients are reduced twice.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def make_batch(*, seed: int, batch: int, rank: int, microbatch: int) -> tuple[to
     mixed = ((seed * 1_000_003 + batch) * 64 + rank) * 64 + microbatch
     generator = torch.Generator().manual_seed(mixed % 2**63)
     inputs = torch.randint(-2, 3, (NUM_SAMPLES, WIDTH), generator=generator).float()
-    targets = torch.randint(1, 3, (NUM_SAMPLES, WIDTH), generator=generator).float() * 12
+    targets = torch.randint(1, 3, (NUM_SAMPLES, WIDTH), generator=generator).float() * 36
     signs = torch.randint(0, 2, (NUM_SAMPLES, WIDTH), generator=generator).float() * 2 - 1
     return inputs, targets * signs
 

@@ -102,13 +102,17 @@ def _run(task: RankTask, send: Any) -> bool:
         for prefix in [prefix for prefix in on_collective if label.startswith(prefix)]:
             on_collective.pop(prefix)()
 
+    fault = kind_named(cell.kind).fault(cell)
     system = make_system(cell.system, cell.combo, trip)
     store = TCPStore("127.0.0.1", task.store_port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=cell.combo.num_ranks, timeout=timedelta(seconds=system.group_timeout_s)
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=cell.combo.num_ranks,
+        timeout=timedelta(seconds=system.group_timeout_s(fault)),
     )
     send("joined")
-    fault = kind_named(cell.kind).fault(cell)
     model = fault.build(rank)
     fault.before_wrap(rank, send)
     ddp = _wrap(system, model, fault, rank, send)

@@ -49,6 +49,14 @@ class Recipe:
     num_microbatches: int = 1
     num_synced: int = 1
     """How many of the last backwards run outside ``no_sync()``."""
+    no_sync_depth: int = 1
+    """How many ``no_sync()`` contexts the other backwards run in."""
+    forwards_in_no_sync: bool = False
+    """Whether every forward runs inside ``no_sync()``, also where its backward does not."""
+    calls_inner_module: bool = False
+    """Whether forward is called on the module inside the wrapper."""
+    zeroes_in_place: bool = False
+    """Whether gradients are set to zero at the end instead of to ``None``."""
     num_idle_forwards: int = 0
     """Training forwards before the first microbatch whose outputs nobody differentiates."""
     num_repeats: int = 0

@@ -88,17 +88,17 @@ class SoakJudge:
             self._note(f"rank {rank}: {event['text']}")
         elif kind in ("step", "weights", "no weights"):
             step = event["attempt"]
-            # What a rank said before it reported the step, for instance when the fault happened, belongs to the step.
+            # What a rank said since the step before belongs to this one: when the fault happened, what a thread said.
             self._waiting[step] += [*self._loose.pop(rank, ()), event]
             self._judge_what_is_complete()
-        elif kind == "fault" and event.get("phase") != "wrap":
+        elif event.get("phase") != "wrap" and kind in ("fault", "child"):
             self._loose[rank].append(event)
 
     def _judge_what_is_complete(self) -> None:
         num_ranks = self.result.plan.combo.num_ranks
         while True:
             events = self._waiting[self._next_step]
-            if sum(event["kind"] != "fault" for event in events) < 2 * num_ranks:
+            if sum("attempt" in event for event in events) < 2 * num_ranks:
                 return
             self._judge(next(self._cells), self._waiting.pop(self._next_step))
             self._next_step += 1

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megabucket.chaos.cell import Combo, Mode, SystemName
-from megabucket.chaos.kinds_process import DEAD_AFTER_S, HEARTBEAT_S
+from megabucket.chaos.fault import Fault
 from megabucket.chaos.model import BUCKET_NUMEL, LEARNING_RATE, ChaosModel
 from megabucket.comm import LocalCommunicator
 from megabucket.config.ddp import DistributedDataParallelConfig
@@ -22,13 +22,17 @@ from megabucket.errors import MegabucketError
 from megabucket.optim import DistributedOptimizer
 from megabucket.trace.recorder import CollectiveRecord, Interval
 
+_HEARTBEAT_S: Final = 0.5
+_DEAD_AFTER_S: Final = 6.0
+"""Long enough for a machine with many more busy processes than cores. Kinds about frozen ranks have a shorter one."""
+_TORCH_TIMEOUT_S: Final = 4.0
+
 
 class System(Protocol):
     """What the rank needs of a library."""
 
-    @property
-    def group_timeout_s(self) -> float:
-        """Time limit of the process group."""
+    def group_timeout_s(self, fault: Fault) -> float:
+        """Return the time limit of the process group."""
         ...
 
     @property
@@ -64,12 +68,15 @@ class System(Protocol):
 class MegabucketSystem:
     """The library under test."""
 
-    group_timeout_s: Final = 4.0
     zeros_for_unused: Final = True
 
     def __init__(self, combo: Combo, on_collective: Callable[[str], None]) -> None:
         self._combo = combo
         self._recorder = _LabelRecorder(on_collective)
+
+    def group_timeout_s(self, fault: Fault) -> float:
+        """Return what the fault is about, or a time that no busy machine reaches."""
+        return fault.group_timeout_s
 
     def wrap(self, model: ChaosModel, fields: Mapping[str, Any]) -> Any:
         """Wrap with small buckets, quick heartbeats, and all overlap there is, or none."""
@@ -79,8 +86,8 @@ class MegabucketSystem:
             "overlap_grad_reduce": self._combo.overlaps,
             "overlap_param_gather": self._combo.overlaps and is_sharded,
             "bucket_size": BUCKET_NUMEL,
-            "heartbeat_s": HEARTBEAT_S,
-            "dead_after_s": DEAD_AFTER_S,
+            "heartbeat_s": _HEARTBEAT_S,
+            "dead_after_s": _DEAD_AFTER_S,
             "straggler_warning_s": None,
         }
         return DistributedDataParallel(model, DistributedDataParallelConfig(**{**settings, **fields}), recorder=self._recorder)
@@ -112,11 +119,15 @@ class MegabucketSystem:
 class TorchSystem:
     """torch's DistributedDataParallel, with ZeroRedundancyOptimizer in place of reduce-scatter."""
 
-    group_timeout_s: Final = 4.0
     zeros_for_unused: Final = False
 
     def __init__(self, combo: Combo) -> None:
         self._combo = combo
+
+    def group_timeout_s(self, fault: Fault) -> float:
+        """Return a short time: it is all that ends a wait for a lost rank, and the default is 30 minutes."""
+        del fault
+        return _TORCH_TIMEOUT_S
 
     def wrap(self, model: ChaosModel, fields: Mapping[str, Any]) -> Any:
         """Wrap with buckets of the same size and those settings that torch has, too."""

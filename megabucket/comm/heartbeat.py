@@ -78,7 +78,9 @@ class Heartbeat:
         # there must not need a lock that the interrupted code holds.
         self._mailbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._is_ready: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(store,), name=f"megabucket-heartbeat-{rank}", daemon=True)
+        # In a list, which the thread empties: a thread refers to its arguments as long as it runs, and whoever destroys the
+        # group of a TCP store may want to listen on the same port again.
+        self._thread = threading.Thread(target=self._run, args=([store],), name=f"megabucket-heartbeat-{rank}", daemon=True)
         self._thread.start()
         # A program that ends at once would find the thread inside of a connect that is tried again and again, which nothing
         # can end: see stop(). Usually this takes a millisecond.
@@ -127,10 +129,9 @@ class Heartbeat:
 
     # In the thread #
 
-    def _run(self, store: Store) -> None:
+    def _run(self, stores: list[Store]) -> None:
         try:
-            connection = StoreConnection(store)
-            del store  # a host that destroys its group lets go of its store, and this thread must not hold it
+            connection = StoreConnection(stores.pop())
             try:
                 self._serve(connection)
             finally:

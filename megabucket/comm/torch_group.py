@@ -127,7 +127,7 @@ class ProcessGroupCommunicator(Communicator):
         self._watch = PeerWatch(
             self._heartbeat,
             liveness,
-            self.progress,
+            progress=self.progress,
             group_timeout_s=group_timeout_s,
             flight_record=lambda: flight_record(name),
             on_loss=abandon_group,

@@ -17,7 +17,7 @@ from megabucket.ddp.backward_watch import BackwardWatch
 from megabucket.ddp.launcher import InOrderLauncher
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.step_agreement import StepAgreement
-from megabucket.ddp.step_tally import unused_params
+from megabucket.ddp.step_tally import keeps_grads, unused_params
 from megabucket.errors import MegabucketError, PhaseError
 
 
@@ -192,7 +192,7 @@ class GradSync:
         if self._refusal is not None:
             slot.param.grad = None
             return False
-        self.tally.keeps_reduced_grads = any(one.has_grad for group in self._groups for one in group.slots if one is not slot)
+        self.tally.keeps_reduced_grads = keeps_grads(self._groups, but=slot)
         self._reopen_if_finished()
         self.has_failed = False
         self._agreement.skip_reason = ""
@@ -225,6 +225,7 @@ class GradSync:
             MegabucketError: the step is not whole on some rank; nobody updates.
             PhaseError: the optimizer has updated with these gradients already, and there are shards to gather.
         """
+        self._set_phase("fence")
         is_sharded = self._config.use_distributed_optimizer
         if self._is_finished and self._awaits_vote:
             # The fence was at ``finish_grad_sync()``, and not every rank that was there need be here.
@@ -242,7 +243,6 @@ class GradSync:
         Does not wait: the next call does. Never raises: it runs while an exception is on its way.
 
         Args:
-            phase: where it happened: ``forward``, ``backward``, ...
             error: what happened; ``None`` when autograd keeps it to itself.
         """
         if self._agreement.is_pending or error is self.last_error is not None:
@@ -254,7 +254,7 @@ class GradSync:
             if not self._awaits_vote:
                 self._reopen_if_finished()
                 self._launcher.flush()
-            self._agreement.launch_failure(phase, error)
+            self._agreement.launch_failure(phase, error, ends_step=not self._awaits_vote)
         except MegabucketError as cause:  # the group is gone: there is nobody to tell
             self.has_failed, self._agreement.last_error = True, cause
 

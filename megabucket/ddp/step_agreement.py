@@ -63,14 +63,14 @@ class StepAgreement:
         flags = [group.finite_test.flag for group in self._groups if group.finite_test.flag is not None]
         self._pending = self._fence.launch(self._report(), nonfinite=torch.stack(flags).any() if flags else None)
 
-    def launch_failure(self, phase: str, error: BaseException | str | None) -> None:
+    def launch_failure(self, phase: str, error: BaseException | str | None, *, ends_step: bool) -> None:
         """Send word that this rank cannot finish the step, without waiting.
 
         Args:
             error: ``None`` when autograd keeps the exception to itself.
         """
         self.tally.failure = Failure(phase, _describe(error))
-        self.launch(force_all_reduce=self._force_all_reduce)
+        self.launch(force_all_reduce=self._force_all_reduce, ends_step=ends_step)
 
     def conclude(self) -> MegabucketError | None:
         """Wait for the fence that is pending and end the step; return the error that all ranks raise about it.
@@ -97,7 +97,7 @@ class StepAgreement:
         for group in self._groups:
             if group.finite_test.flag is not None and bool(group.finite_test.flag):
                 group.finite_test.name_culprits()  # the host could not know them before
-        error = error_of(StepFacts(self.step, len(self._groups)), pending.reports(self._report()))
+        error = error_of(StepFacts(self.step - (not self._ends_step), len(self._groups)), pending.reports(self._report()))
         if error is None:
             raise InvariantError(f"[rank {self._rank}] the fence of step {self.step} does not hold, but no rank says why")
         return error

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from megabucket.buffer import _ParamAndGradBucketGroup
+from megabucket.buffer.grad_slot import GradSlot
 from megabucket.ddp.step_report import Failure, LateGrads, ModelChange, NonFinite, StepReport, UnusedParams
 
 
@@ -106,3 +109,17 @@ def nonfinite_params(groups: Sequence[_ParamAndGradBucketGroup]) -> NonFinite | 
         return None
     bucket, first = found[0]
     return NonFinite(first.param, bucket, first.finding, num_others=len(found) - 1)
+
+
+def keeps_grads(groups: Sequence[_ParamAndGradBucketGroup], *, but: GradSlot) -> bool:
+    """Return whether gradients of the last step were neither cleared nor zeroed.
+
+    Looks at values, in one pass, only where there are gradients still: ``zero_grad()`` leaves none.
+
+    Args:
+        but: the parameter whose gradient of this step has arrived already.
+    """
+    views = [slot.view for group in groups for slot in group.slots if slot.has_grad and slot is not but and slot.view.numel()]
+    if not views:
+        return False
+    return bool(torch.stack([norm.float() for norm in torch._foreach_norm(views)]).any())

@@ -2,8 +2,8 @@
 
 The machine holds a model of each rank in plain integers (``Expected``) and drives ``GradSync`` and its bucket groups, with real
 backwards, over a loopback world whose collectives complete when hypothesis says so. One thread plays all ranks as long as
-nobody waits; where ranks wait for one another (fence, vote) each has a thread. All gradients are multiples of a pattern of small
-integers, chosen so that every sum and every mean is exact in the buffers; the model adds ``Fraction`` and rounds nothing.
+nobody waits; where ranks wait for one another (fence, vote) each has a thread. All gradients are multiples of a pattern of
+small integers, chosen so that every sum and every mean is exact in the buffers; the model adds ``Fraction`` and rounds nothing.
 """
 
 import math
@@ -29,6 +29,7 @@ from megabucket.errors import (
     MicrobatchMismatchError,
     NonFiniteGradientError,
     PeerFailedError,
+    ScheduleMismatchError,
     StepMismatchError,
     UnusedParameterError,
 )
@@ -124,6 +125,7 @@ class Expected:
     num_launched: int = 0
     num_microbatches: int = 0
     is_finished: bool = False
+    keeps_reduced_grads: bool = False
     has_local_grads: bool = False
     awaits_finish: bool = False
 
@@ -155,6 +157,7 @@ class Expected:
         is_late = False
         if self.is_finished:
             is_late = not self.may_start_unasked()
+            self.keeps_reduced_grads = any(grad is not None for grad in self.grads.values())
             if is_late:
                 self.note_late(name, "already reduced")
             self.open_step()
@@ -226,7 +229,7 @@ class Expected:
 
     def start_count(self):
         self.late, self.failure, self.num_microbatches = [], None, 0
-        self.has_local_grads = self.awaits_finish = False
+        self.keeps_reduced_grads = self.has_local_grads = self.awaits_finish = False
 
     # What this rank reports at the fence #
 
@@ -265,7 +268,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
             ParamSpec(f"p{i}", (numel,), dtype_name(dtype)) for i, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
         ]
         self.numels = {spec.name: spec.shape[0] for spec in specs}
-        self.world = LoopbackWorld(size, completion="manual")
+        self.world = LoopbackWorld(size, completion="manual", timeout_s=2)
         self.ranks = [Rank(rank, self.world, specs, self.config) for rank in range(size)]
         groups = [[slot.name for slot in group.slots] for group in self.ranks[0].groups]
         self.expected = [Expected(groups, self.config) for _ in range(size)]
@@ -295,7 +298,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
         for name, amount in arriving:
             expected.receive(name, amount, counts=not rank.open_no_syncs)
         if fails_after is None:
-            expected.num_microbatches += expected.has_local_grads
+            expected.num_microbatches += 1
             rank.backward(gradients)
         else:
             expected.give_up("backward", UNKNOWN_CAUSE, awaits_vote=self.awaits_vote)
@@ -404,8 +407,14 @@ class GradientSyncMachine(RuleBasedStateMachine):
             for param in rank.params.values():
                 param.grad = None
 
-    @rule(completions=st.lists(INDEX, max_size=8), which=INDEX, amount=AMOUNTS, levels=st.sampled_from([True, True, False]))
-    def all_ranks_finish(self, completions, which, amount, levels):
+    @rule(
+        completions=st.lists(INDEX, max_size=8),
+        which=INDEX,
+        amount=AMOUNTS,
+        levels=st.sampled_from([True, True, False]),
+        ways=st.sampled_from([["finish"] * 3, ["finish"] * 3, ["step"] * 3, ["step", "finish", "finish"]]),
+    )
+    def all_ranks_finish(self, completions, which, amount, levels, ways):
         if self.awaits_vote or all(expected.is_finished for expected in self.expected):
             return
         self.bring_all_ranks_into_the_step(which, amount, levels=levels)
@@ -414,7 +423,8 @@ class GradientSyncMachine(RuleBasedStateMachine):
         for pending in completions:
             if self.world.pending:
                 self.a_collective_completes(pending)
-        self.meet(["finish"] * len(self.ranks), self.finding(checks_unused=self.config.unused_parameters == "error"))
+        ways = ways[: len(self.ranks)]
+        self.meet(ways, self.finding(ways, checks_unused=self.config.unused_parameters == "error"))
 
     @precondition(lambda self: self.awaits_vote)
     @rule(
@@ -428,8 +438,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
         for at, way in enumerate(ways):
             if way == "backward" and self.expected[at].failure is None:
                 self.expected[at].note_late(self.names[0], "already reduced")
-        dropped = [int(way != "step") for way in ways]
-        self.meet(ways, self.finding(dropped=dropped, checks_unused=False))
+        self.meet(ways, self.finding(ways, checks_unused=False))
 
     @rule(which=INDEX, amount=AMOUNTS)
     def all_ranks_reset(self, which, amount):
@@ -441,7 +450,8 @@ class GradientSyncMachine(RuleBasedStateMachine):
             self.bring_all_ranks_into_the_step(which, amount, levels=True)
             for at in range(len(self.ranks)):
                 self.one_rank_launches_the_rest(at)
-            self.meet(["drop"] * len(self.ranks), self.finding(checks_unused=False))
+            ways = ["drop"] * len(self.ranks)
+            self.meet(ways, self.finding(ways, checks_unused=False))
         else:
             for rank, expected in zip(self.ranks, self.expected, strict=True):
                 expected.forget()
@@ -462,7 +472,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
             for rank in self.ranks:
                 rank.open_no_syncs.pop().__exit__(None, None, None)
         self.all_ranks_run_a_backward_each_in_its_own_order(orders, amount)
-        self.all_ranks_finish(completions, 0, amount, True)
+        self.all_ranks_finish(completions, 0, amount, True, ["finish"] * 3)
         if self.awaits_vote:
             self.all_ranks_go_on_after_a_reduce_scatter(["step"] * 3)
 
@@ -487,16 +497,21 @@ class GradientSyncMachine(RuleBasedStateMachine):
 
     # The fence #
 
-    def finding(self, *, checks_unused, dropped=None):
+    def finding(self, ways, *, checks_unused):
         """Return class and fields of the error that all ranks must raise: the first that explains the others; or ``None``."""
         for rank, expected in enumerate(self.expected):
             if expected.failure is not None:
                 return PeerFailedError, {"rank": rank, "phase": expected.failure[0]}, expected.failure[1]
-        if dropped is not None and len(set(dropped)) > 1:
-            return StepMismatchError, {"by_rank": tuple(dropped)}, "dropped steps"
-        num_microbatches = [expected.num_microbatches for expected in self.expected]
-        if len(set(num_microbatches)) > 1:
-            return MicrobatchMismatchError, {"by_rank": tuple(num_microbatches)}, "microbatch counts"
+        is_sharded = self.config.use_distributed_optimizer
+        numbers = [
+            (StepMismatchError, "dropped steps", [way in ("drop", "backward") for way in ways]),
+            (MicrobatchMismatchError, "microbatch counts", [expected.num_microbatches for expected in self.expected]),
+            (StepMismatchError, "without clearing", [expected.keeps_reduced_grads for expected in self.expected]),
+            (ScheduleMismatchError, "finish_grad_sync() before", [is_sharded and way == "step" for way in ways]),
+        ]
+        for kind, text, by_rank in numbers:
+            if len(set(by_rank)) > 1:
+                return kind, {"by_rank": tuple(by_rank)}, text
         for rank, expected in enumerate(self.expected):
             if expected.late:
                 _, bucket, phase = expected.late[0]
@@ -524,7 +539,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
         skips = finding is not None and finding[0] is NonFiniteGradientError and self.config.nonfinite_gradients == "skip_step"
         errors = self.world.run(lambda at: self.go(at, ways[at]))
 
-        self.num_steps += not is_vote or (finding is not None and not skips)
+        self.num_steps += not is_vote  # a second fence in a step is none of its own
         if finding is None or skips:
             assert errors == [None] * len(self.ranks)
             self.check_whole_step(ways, is_skipped=skips, is_vote=is_vote)
@@ -532,10 +547,10 @@ class GradientSyncMachine(RuleBasedStateMachine):
         kind, fields, text = finding
         assert [str(error) for error in errors] == [str(errors[0])] * len(self.ranks)
         for error in errors:
-            assert type(error) is kind
+            assert type(error) is kind, error
             assert {name: getattr(error, name) for name in fields} == fields
             assert text in str(error)
-            assert error.step == self.num_steps - 1
+            assert is_vote or error.step == self.num_steps - 1
         for rank, expected in zip(self.ranks, self.expected, strict=True):
             expected.forget()
             assert rank.sync.last_error is not None
@@ -574,7 +589,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
             expected.start_count()
             expected.is_finished, expected.num_launched = True, 0
             expected.grads = dict(reduced) if is_shown else dict.fromkeys(self.names)
-        self.awaits_vote = self.config.use_distributed_optimizer
+        self.awaits_vote = self.config.use_distributed_optimizer and ways[0] == "finish"
         self.is_skipped = is_skipped
 
     def check_reduced_gradients(self):

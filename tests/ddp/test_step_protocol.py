@@ -573,3 +573,71 @@ def test_a_forward_that_failed_unnoticed_counts_as_skipped():
 class Interrupts:
     def __rmul__(self, _):
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("faulty_ranks", [{FAULTY}, {0, 1, 2}], ids=["one rank", "all ranks"])
+def test_a_gradient_zeroed_in_place_does_not_stand_in_for_one_that_never_came(faulty_ranks):
+    ranks = Ranks(SIZE, Model(), bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        step(rank, ddp, optimizer)
+        optimizer.zero_grad(set_to_none=False)
+        return attempt(rank, ddp, optimizer, "unused" if rank in faulty_ranks else None)
+
+    for error in ranks.run(run):
+        assert isinstance(error, UnusedParameterError)
+        assert (error.params, set(error.ranks)) == (("b",), faulty_ranks)
+
+
+@pytest.mark.parametrize("others_zero_in_place", [True, False])
+def test_gradients_that_one_rank_did_not_clear_are_named_on_all(others_zero_in_place):
+    ranks = Ranks(SIZE, Model(), bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        step(rank, ddp, optimizer)
+        if rank != FAULTY:
+            optimizer.zero_grad(set_to_none=not others_zero_in_place)
+        return attempt(rank, ddp, optimizer, None), attempt(rank, ddp, optimizer, None), weights(ddp)
+
+    for error, last, at_end in ranks.run(run):
+        assert isinstance(error, StepMismatchError)
+        assert "steps begun without clearing the last gradients (zero_grad()) differ between ranks: 0 on ranks 0, 2; 1" in str(
+            error
+        )
+        assert (last, at_end) == (None, dict.fromkeys("abc", -4))
+
+
+def test_gradients_that_no_rank_clears_accumulate_as_in_torch():
+    ranks = Ranks(SIZE, Model(), bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        return [attempt(rank, ddp, optimizer, None) for _ in range(2)], weights(ddp)
+
+    # 2, then 2 + 2.
+    assert ranks.run(run) == [([None, None], dict.fromkeys("abc", -6))] * SIZE
+
+
+def test_the_number_of_a_step_does_not_depend_on_where_its_fence_is():
+    ranks = Ranks(SIZE, Model(), use_distributed_optimizer=True, finish="explicit", bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        seen = []
+        for fault in (None, "drop", None, "abort"):
+            ddp(rank + 1.0).backward()
+            ddp.finish_grad_sync()
+            try:
+                if fault == "abort" and rank == FAULTY:
+                    ddp.abort_step("no")
+                elif fault != "drop" or rank != FAULTY:
+                    optimizer.step()
+                optimizer.zero_grad()
+            except MegabucketError:
+                pass
+            seen.append(ddp.last_error.step if ddp.last_error else None)
+        return seen
+
+    assert ranks.run(run) == [[None, 1, 1, 3]] * SIZE

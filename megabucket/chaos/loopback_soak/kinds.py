@@ -91,19 +91,22 @@ def slip_episode(maker: Maker, kinds: Sequence[str]) -> Episode | None:
 
 def _outcomes(maker: Maker, slips: Mapping[int, Slip]) -> list[Outcome]:
     """Return in what an episode of slips may end: one of the errors, or right if every slip may be."""
-    wants = []
-    for rank in maker.ranks:
-        slip = slips.get(rank)
-        after = [] if slip is None else [want for _, want in slip.after]
-        wants.append((Want(Ending.AGREED, at=maker.spec.fence_act) if slip is None else slip.want, *after))
+
+    def wants_of(agreed: Agreed) -> list[tuple[Want, ...]]:
+        healthy = Want(Ending.AGREED, at=agreed.at or maker.spec.fence_act)
+        wants = []
+        for rank in maker.ranks:
+            slip = slips.get(rank)
+            after = [] if slip is None else [want for _, want in slip.after]
+            # One whose own fault came to nothing is at the fence like the others.
+            is_harmless = slip is None or (slip.want.ending is Ending.FINE and slip.may_be_right)
+            wants.append((healthy if slip is None or is_harmless else slip.want, *after))
+        return wants
+
     alternatives = [agreed for slip in slips.values() for agreed in slip.agreed]
     if len(slips) > 1:
         alternatives = [agreed.loosened() for agreed in alternatives]
-        # One whose own fault came to nothing is at the fence like the others.
-        harmless = [rank for rank, slip in slips.items() if slip.want.ending is Ending.FINE and slip.may_be_right]
-        for rank in harmless:
-            wants[rank] = (AGREED, *wants[rank][1:])
-    outcomes = [Outcome(tuple(wants), agreed) for agreed in alternatives]
+    outcomes = [Outcome(tuple(wants_of(agreed)), agreed) for agreed in alternatives]
     if all(slip.may_be_right for slip in slips.values()):
         fine = tuple((FINE, *(want for _, want in slips[rank].after)) if rank in slips else (FINE,) for rank in maker.ranks)
         outcomes.append(Outcome(fine))

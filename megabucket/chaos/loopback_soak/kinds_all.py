@@ -204,11 +204,22 @@ def unused_on_all(maker: Maker) -> Episode | None:
     params = [leave_out(maker, draft, rank, layer) for rank in maker.ranks][0]
     if not params:
         return None
-    if maker.spec.switch("unused_parameters", "error") == "zero":
+    if not maker.spec.notices_unused:
         return simple(maker, "unused on all ranks", draft)
     fields = {"ranks": tuple(maker.ranks), "params": params}
     agreed = Agreed("UnusedParameterError", fields, ("got no gradient on any rank",))
     return simple(maker, "unused on all ranks", draft, agreed, may_be_right=False)
+
+
+def late_anywhere(maker: Maker) -> Agreed:
+    """Return the late gradient of any rank: which of them had launched by then depends on what each has seen before."""
+    agreed = late(0, maker.spec)
+    return replace(
+        agreed,
+        fields={**agreed.fields, "rank": frozenset(maker.ranks)},
+        pieces=(),
+        later_by=int(maker.spec.fence_act == "Backward"),
+    )
 
 
 def second_backward_on_all(maker: Maker) -> Episode:
@@ -219,7 +230,7 @@ def second_backward_on_all(maker: Maker) -> Episode:
         act = draft.acts[rank][at]
         assert isinstance(act, Backward)  # noqa: S101 - narrows
         draft.acts[rank][at : at + 1] = [replace(act, retains=True), act]
-    return simple(maker, "second backward on all ranks", draft, late(0, maker.spec))
+    return simple(maker, "second backward on all ranks", draft, late_anywhere(maker))
 
 
 def no_sync_left_out_on_all(maker: Maker) -> Episode:
@@ -227,7 +238,7 @@ def no_sync_left_out_on_all(maker: Maker) -> Episode:
     draft = maker.step(num_microbatches=maker.draw.choice((2, 3)), uses_all=True)
     for rank in maker.ranks:
         draft.acts[rank] = [replace(act, depth=0) if isinstance(act, Backward) else act for act in draft.acts[rank]]
-    return simple(maker, "no_sync left out on all ranks", draft, late(0, maker.spec))
+    return simple(maker, "no_sync left out on all ranks", draft, late_anywhere(maker))
 
 
 def zero_between_on_all(maker: Maker) -> Episode:
@@ -241,9 +252,17 @@ def zero_between_on_all(maker: Maker) -> Episode:
 def two_updates_on_all(maker: Maker) -> Episode:
     """Step twice on the same gradients, on all ranks."""
     draft = maker.step()
+    if maker.spec.is_sharded:
+        draft.guards = [False] * maker.spec.num_ranks
     for rank in maker.ranks:
         draft.acts[rank].insert(draft.index(rank, Update), Update())
-    return simple(maker, "two updates on all ranks", draft)
+    episode = simple(maker, "two updates on all ranks", draft)
+    if not maker.spec.is_sharded:
+        return episode
+    refused = Want(Ending.REFUSED, error="PhaseError", text="step() was called twice on the same gradients", at="Update")
+    zero = Block((Zero(Clearing.WRAPPER),))
+    programs = tuple((step, zero, tail) for step, tail in episode.programs)
+    return replace(episode, programs=programs, outcomes=(Outcome(tuple((refused, FINE, FINE) for _ in maker.ranks)),))
 
 
 def exception_on_all(maker: Maker) -> Episode:

@@ -10,15 +10,19 @@ from typing import Final
 from megabucket.chaos.loopback_soak.acts import Abort, Act, Backward, Raise, Restore, Sabotage, Save, Update, Zero
 from megabucket.chaos.loopback_soak.drafts import Draft, Maker
 from megabucket.chaos.loopback_soak.program import Agreed, Block, Clearing, Episode, Outcome, Want
-from megabucket.chaos.loopback_soak.slips import AGREED, FINE, failed, late, own
+from megabucket.chaos.loopback_soak.slips import AGREED, FINE, failed, late, own, step_mismatch
 
 
-def diverged(maker: Maker, rank: int, num_updates: int) -> Agreed:
-    """Return the error about a rank that has updated more or less often than the others, who did once."""
+def diverged(maker: Maker, rank: int, num_updates: int, cause: str = "") -> Agreed:
+    """Return the error about a rank that has updated more or less often than the others, who did once.
+
+    Args:
+        cause: what that rank has said about it.
+    """
     counts = [1] * maker.spec.num_ranks
     counts[rank] = num_updates
-    piece = "optimizer updates since the last agreement differ between ranks"
-    return Agreed("ReplicasDivergedError", {"by_rank": tuple(counts)}, (piece,))
+    piece = "optimizer updates since the last agreement"
+    return Agreed("ReplicasDivergedError", {"by_rank": tuple(counts)}, (piece, cause))
 
 
 def _episode(
@@ -28,7 +32,7 @@ def _episode(
     *,
     own_part: Sequence[tuple[Block, Want]],
     others: tuple[Draft, Draft],
-    agreed: Agreed,
+    agreed: Sequence[Agreed],
 ) -> Episode:
     """Return save, the step of the fault, the step that names it, restore, and a look.
 
@@ -44,7 +48,7 @@ def _episode(
         wants.append((FINE, *(want for _, want in part), FINE, FINE))
     # A shard that was not updated makes a mixture of old and new weights on every rank.
     spoils = kind == "optimizer fails" and maker.spec.is_sharded
-    return Episode(kind, tuple(programs), (Outcome(tuple(wants), agreed, spoils_weights=spoils),))
+    return Episode(kind, tuple(programs), tuple(Outcome(tuple(wants), one, spoils_weights=spoils) for one in agreed))
 
 
 def _before_update(draft: Draft, rank: int) -> list[Act]:
@@ -60,12 +64,12 @@ def optimizer_fails(maker: Maker) -> Episode:
     if maker.spec.wraps_optimizer:
         agreed = failed(rank, "optimizer", f"ValueError: {text}.")
     else:
-        agreed = diverged(maker, rank, 0)
+        agreed = diverged(maker, rank, 0, f"ValueError: {text}" if first.guards[rank] else "")
     if first.guards[rank]:
         part = [(first.block(rank), AGREED), (Block(), FINE)]
     else:
         part = [(first.block(rank), replace(own(text), at="Update")), (second.block(rank), AGREED)]
-    return _episode(maker, "optimizer fails", rank, own_part=part, others=(first, second), agreed=agreed)
+    return _episode(maker, "optimizer fails", rank, own_part=part, others=(first, second), agreed=[agreed])
 
 
 def draft_index_of_update(draft: Draft, rank: int) -> int:
@@ -98,7 +102,7 @@ def update_left_out(maker: Maker) -> Episode | None:
     acts = [*_before_update(first, rank), Zero(Clearing.WRAPPER)]
     part = [(Block(tuple(acts), first.guards[rank]), FINE), (second.block(rank), AGREED)]
     agreed = diverged(maker, rank, 0)
-    return _episode(maker, "update left out", rank, own_part=part, others=(first, second), agreed=agreed)
+    return _episode(maker, "update left out", rank, own_part=part, others=(first, second), agreed=[agreed])
 
 
 def two_updates(maker: Maker) -> Episode | None:
@@ -111,7 +115,7 @@ def two_updates(maker: Maker) -> Episode | None:
     twice.acts[rank].insert(twice.index(rank, Update), Update())
     part = [(twice.block(rank), FINE), (second.block(rank), AGREED)]
     agreed = diverged(maker, rank, 2)
-    return _episode(maker, "two updates", rank, own_part=part, others=(first, second), agreed=agreed)
+    return _episode(maker, "two updates", rank, own_part=part, others=(first, second), agreed=[agreed])
 
 
 def second_backward_after_fence(maker: Maker) -> Episode | None:
@@ -126,7 +130,7 @@ def second_backward_after_fence(maker: Maker) -> Episode | None:
     acts = [replace(act, retains=True) if act is backward else act for act in _before_update(first, rank)]
     part = [(Block(tuple(acts)), FINE), (Block((backward,)), AGREED)]
     agreed = diverged(maker, rank, 0)
-    return _episode(maker, "second backward after the fence", rank, own_part=part, others=(first, second), agreed=agreed)
+    return _episode(maker, "second backward after the fence", rank, own_part=part, others=(first, second), agreed=[agreed])
 
 
 def exception_before_update(maker: Maker) -> Episode | None:
@@ -138,7 +142,7 @@ def exception_before_update(maker: Maker) -> Episode | None:
     acts = [*_before_update(first, rank), Raise(text)]
     part = [(Block(tuple(acts)), own(text)), (second.block(rank), AGREED)]
     agreed = diverged(maker, rank, 0)
-    return _episode(maker, "exception before the update", rank, own_part=part, others=(first, second), agreed=agreed)
+    return _episode(maker, "exception before the update", rank, own_part=part, others=(first, second), agreed=[agreed])
 
 
 def exception_before_update_guarded(maker: Maker) -> Episode | None:
@@ -149,31 +153,35 @@ def exception_before_update_guarded(maker: Maker) -> Episode | None:
     first, second = maker.step(), maker.step()
     acts = [*_before_update(first, rank), Raise(text)]
     part = [(Block(tuple(acts), is_guarded=True), AGREED), (Block(), FINE)]
-    agreed = diverged(maker, rank, 0)
+    agreed = diverged(maker, rank, 0, f"ValueError: {text}")
     kind = "exception before the update, guarded"
-    return _episode(maker, kind, rank, own_part=part, others=(first, second), agreed=agreed)
+    return _episode(maker, kind, rank, own_part=part, others=(first, second), agreed=[agreed])
 
 
 def abort_before_update(maker: Maker) -> Episode | None:
     """Call ``abort_step`` between reduction and update on one rank."""
     if maker.spec.is_sharded:
         return None
-    rank = maker.pick_rank()
+    rank, reason = maker.pick_rank(), maker.text()
     first, second = maker.step(), maker.step()
-    acts = [*_before_update(first, rank), Abort(maker.text())]
+    acts = [*_before_update(first, rank), Abort(reason)]
     part = [(Block(tuple(acts)), FINE), (Block(), FINE)]
-    agreed = diverged(maker, rank, 0)
-    return _episode(maker, "abort before the update", rank, own_part=part, others=(first, second), agreed=agreed)
+    agreed = diverged(maker, rank, 0, f"rank {rank} failed in abort_step(): {reason}")
+    return _episode(maker, "abort before the update", rank, own_part=part, others=(first, second), agreed=[agreed])
 
 
-def zero_left_out(maker: Maker) -> Episode:
+def zero_left_out(maker: Maker) -> Episode | None:
     """Do not clear gradients between two steps, on one rank."""
+    if maker.spec.clearing is Clearing.OPTIMIZER_ZEROS and not maker.spec.wraps_optimizer:
+        return None
     rank = maker.pick_rank()
     first, second = maker.step(), maker.step()
-    kept = [Block(tuple(act for act in draft.acts[rank] if not isinstance(act, Zero))) for draft in (first, second)]
-    part = [(kept[0], FINE), (kept[1], AGREED)]
-    agreed = late(rank, maker.spec)
-    return _episode(maker, "zero left out", rank, own_part=part, others=(first, second), agreed=agreed)
+    left_out = second if maker.spec.clears_first else first
+    left_out.acts[rank] = [act for act in left_out.acts[rank] if not isinstance(act, Zero)]
+    part = [(first.block(rank), FINE), (second.block(rank), AGREED)]
+    uncleared = step_mismatch("steps begun without clearing the last gradients (zero_grad()) differ between ranks")
+    both = [uncleared, late(rank, maker.spec)]
+    return _episode(maker, "zero left out", rank, own_part=part, others=(first, second), agreed=both)
 
 
 DIVERGED_KINDS: Final[Mapping[str, Callable[[Maker], Episode | None]]] = MappingProxyType(

@@ -34,7 +34,14 @@ class Before:
     param: torch.nn.Parameter
     data: torch.Tensor
     main_grad: torch.Tensor | None
+    main_grad_data: torch.Tensor | None
+    """Where ``main_grad`` looks: converting a module also converts gradients that are shown as ``param.grad``."""
     is_trained: bool
+
+
+def _before(param: torch.nn.Parameter) -> Before:
+    main_grad: torch.Tensor | None = getattr(param, "main_grad", None)
+    return Before(param, param.data, main_grad, None if main_grad is None else main_grad.data, param.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,7 @@ class Break(Act):
         """Change it, and remember what was there."""
         rank.ddp.finish_param_sync()
         module = rank.module
-        rank.before = {
-            name: Before(param, param.data, getattr(param, "main_grad", None), param.requires_grad)
-            for name, param in module.named_parameters()
-        }
+        rank.before = {name: _before(param) for name, param in module.named_parameters()}
         owner, _, name = self.param.rpartition(".")
         param: Any = module.get_parameter(self.param)
         if self.change is Change.HALF:
@@ -84,7 +88,8 @@ class Repair(Act):
             setattr(rank.module.get_submodule(owner), last, before.param)
             before.param.data = before.data
             before.param.requires_grad_(before.is_trained)
-            if before.main_grad is not None:
+            if before.main_grad is not None and before.main_grad_data is not None:
+                before.main_grad.data = before.main_grad_data
                 before.param.main_grad = before.main_grad  # type: ignore[attr-defined]
         rank.module.register_parameter("added", None)
         del rank.module.added

@@ -51,8 +51,10 @@ class Oracle:
             RankNumbers({name: first_weight(index) for index, name in enumerate(names)}) for _ in range(spec.num_ranks)
         ]
         self.trained = frozenset(names) - {"frozen"}
-        self.last_error: str | None = None
-        """Text of the last error that all ranks agreed on."""
+        self.last_error: str | None = str(None)
+        """Text of the last error that all ranks agreed on; ``None`` where nobody has looked at it."""
+        self.may_lag = False
+        """Whether all ranks may still have to learn that the last step was dropped."""
         self._square_sums = {name: float(pattern(numel).square().sum()) for name, numel in names.items()}
 
     def copy(self) -> Oracle:
@@ -91,12 +93,14 @@ def _accumulated(model: ModelSpec, acts: Iterable[Act], own: Iterable[Act]) -> M
     """Return what one rank accumulates in the acts ``own``; forwards may be anywhere in ``acts``."""
     calls = {act.slot: act.call for act in acts if isinstance(act, Forward)}
     sums: Multiples = {}
+    starts_over = False  # what is cleared after the last backward was reduced before
     for act in own:
         if isinstance(act, Forward):
             calls[act.slot] = act.call
         elif isinstance(act, Zero):
-            sums = {}
+            starts_over = True
         elif isinstance(act, Backward):
+            sums, starts_over = ({} if starts_over else sums), False
             for use in calls[act.slot].uses:
                 for name in model.params_of(use.layer):
                     sums[name] = sums.get(name, 0.0) + use.factor

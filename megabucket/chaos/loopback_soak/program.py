@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -144,6 +144,12 @@ class WorldSpec:
         return self.switches.get(name, default)
 
     @property
+    def notices_unused(self) -> bool:
+        """Whether a parameter without a gradient is an error; one that plain torch code has zeroed in place has one."""
+        zeroed = self.clearing is Clearing.OPTIMIZER_ZEROS and not self.wraps_optimizer
+        return self.switch("unused_parameters", "error") == "error" and not zeroed
+
+    @property
     def fence_act(self) -> str:
         """The call out of which a rank that has done nothing wrong raises what all ranks agreed on."""
         if self.is_explicit:
@@ -191,11 +197,15 @@ class Agreed:
     pieces: tuple[str, ...] = ()
     is_last_error: bool = True
     """Whether it becomes ``ddp.last_error``."""
+    later_by: int = 0
+    """Fences of the block before the one it comes out of; 1 for a vote, whose text has the number of the next step."""
+    at: str = ""
+    """The act out of which ranks that did nothing wrong raise it, if it is not the usual one of the world."""
 
     def loosened(self) -> Agreed:
         """Return the same for a step in which other ranks are at fault, too: what depends on them is left out."""
         kept = {name: value for name, value in self.fields.items() if name in ("rank", "phase", "cause")}
-        return Agreed(self.error, kept, self.pieces)
+        return replace(self, fields=kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def unused(maker: Maker, draft: Draft, rank: int) -> Slip | None:
     params = leave_out(maker, draft, rank)
     if not params:
         return None
-    if maker.spec.switch("unused_parameters", "error") == "zero":
+    if not maker.spec.notices_unused:
         return Slip(FINE, (), may_be_right=True, place="zeros")
     fields = {"ranks": (rank,), "params": params}
     return Slip(AGREED, (Agreed("UnusedParameterError", fields, (f"got no gradient on rank {rank} of ",)),))

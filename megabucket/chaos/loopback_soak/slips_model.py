@@ -21,7 +21,7 @@ def change_model(maker: Maker, draft: Draft, rank: int, change: Change) -> Slip 
     if not params:
         return None
     param = "frozen" if change is Change.UNFROZEN else maker.draw.choice(params)
-    if change is Change.FROZEN and not _do_without(maker, draft, rank, param):
+    if change in (Change.FROZEN, Change.REPLACED) and not _do_without(maker, draft, rank, param):
         return None
     draft.acts[rank].insert(0, Break(change, param))
     one = (param,)

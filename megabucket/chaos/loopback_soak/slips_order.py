@@ -94,12 +94,14 @@ def zero_instead(maker: Maker, draft: Draft, rank: int) -> Slip | None:
         return None  # the gradients are reduced by then: an error of the next step
     at = draft.index(rank, Finish) if spec.is_explicit else draft.index(rank, Update)
     last = draft.acts[rank][draft.index(rank, Backward, -1)]
+    agreed = step_mismatch(DROPPED_STEPS)
     if spec.is_explicit and spec.is_sharded and maker.chance(0.5):
         at += 1
+        agreed = replace(agreed, later_by=1, at="Update")
     elif isinstance(last, Backward) and last.depth:
         return None  # nothing was going to be reduced yet: this rank forgets some microbatches
     draft.acts[rank][at:] = [Zero(maker.draw.choice((Clearing.WRAPPER, Clearing.BUFFER)))]
-    return Slip(AGREED, (step_mismatch(DROPPED_STEPS),), place=f"before act {at}")
+    return Slip(AGREED, (agreed,), place=f"before act {at}")
 
 
 def zero_between(maker: Maker, draft: Draft, rank: int) -> Slip | None:
