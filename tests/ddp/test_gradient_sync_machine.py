@@ -114,11 +114,15 @@ class Expected:
 
     groups: list[list[str]]
     config: DistributedDataParallelConfig
+    numels: dict[str, int]
     grads: dict[str, Fraction | float | None] = field(init=False)  # what param.grad holds, None for None
     counts: dict[str, int] = field(init=False)  # gradients that count, in this step
     learned: dict[str, int] = field(default_factory=dict)
     clean: set[str] = field(init=False)  # never written and never sent: nothing stale to clear
     sent: dict[str, Fraction | float | None] = field(default_factory=dict)  # as it was handed to the collective
+    received: set[str] = field(default_factory=set)  # a backward has brought a gradient in this step
+    own: set[str] = field(default_factory=set)  # the caller has put a gradient in place
+    missing: set[str] = field(default_factory=set)  # sent although this step has brought nothing
     cleared: set[str] = field(default_factory=set)
     late: list[tuple[str, int, str]] = field(default_factory=list)  # name, bucket, phase
     failure: tuple[str, str] | None = None  # phase, beginning of the cause; its fence is on its way
@@ -157,7 +161,7 @@ class Expected:
         is_late = False
         if self.is_finished:
             is_late = not self.may_start_unasked()
-            self.keeps_reduced_grads = any(grad is not None for grad in self.grads.values())
+            self.keeps_reduced_grads = any(self.grads[other] and self.numels[other] for other in self.names if other != name)
             if is_late:
                 self.note_late(name, "already reduced")
             self.open_step()
@@ -169,6 +173,7 @@ class Expected:
         if not is_late:
             self.grads[name] = (self.grads[name] or 0) + amount
             self.clean.discard(name)
+        self.received.add(name)
         self.counts[name] += counts
         if self.config.overlap_grad_reduce:
             self.launch_complete_ones()
@@ -187,9 +192,13 @@ class Expected:
         for names in self.groups[self.num_launched : num_groups]:
             for name in names:
                 self.sent[name], self.grads[name] = self.grads[name], None
-                if self.sent[name] is None and name not in self.clean:
-                    self.cleared.add(name)
+                if name not in self.received | self.own:
+                    self.missing.add(name)
+                    if name not in self.clean:
+                        self.cleared.add(name)
                 self.clean.discard(name)
+                self.received.discard(name)
+                self.own.discard(name)
         self.num_launched = max(self.num_launched, num_groups)
 
     def launch_all(self):
@@ -203,7 +212,7 @@ class Expected:
 
     def open_step(self):
         self.is_finished, self.num_launched = False, 0
-        self.sent, self.cleared = {}, set()
+        self.sent, self.missing, self.cleared = {}, set(), set()
 
     def give_up(self, phase, cause, *, awaits_vote):
         self.failure = (phase, cause)
@@ -225,6 +234,7 @@ class Expected:
         self.open_step()
         self.grads = dict.fromkeys(self.names)
         self.counts = dict.fromkeys(self.names, 0)
+        self.received, self.own = set(), set()
         self.start_count()
 
     def start_count(self):
@@ -234,11 +244,10 @@ class Expected:
     # What this rank reports at the fence #
 
     def unused(self):
-        names = [name for name in self.names if self.sent[name] is None]
-        return names if self.has_local_grads else [name for name in names if name in self.cleared]
+        return [name for name in self.names if name in (self.missing if self.has_local_grads else self.cleared)]
 
-    def nonfinite(self, numels):
-        return [name for name in self.names if self.sent.get(name) is not None and math.isinf(self.sent[name]) and numels[name]]
+    def nonfinite(self):
+        return [name for name in self.names if self.numels[name] and math.isinf(self.sent.get(name) or 0)]
 
 
 class GradientSyncMachine(RuleBasedStateMachine):
@@ -271,7 +280,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
         self.world = LoopbackWorld(size, completion="manual", timeout_s=2)
         self.ranks = [Rank(rank, self.world, specs, self.config) for rank in range(size)]
         groups = [[slot.name for slot in group.slots] for group in self.ranks[0].groups]
-        self.expected = [Expected(groups, self.config) for _ in range(size)]
+        self.expected = [Expected(groups, self.config, self.numels) for _ in range(size)]
         self.names = self.expected[0].names
         self.num_steps = 0
         self.awaits_vote = False
@@ -355,6 +364,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
             return
         value = (expected.grads[name] or 0) + amount * len(self.ranks)
         expected.grads[name] = value if math.isinf(value) else Fraction(value)
+        expected.own.add(name)
 
         param = rank.params[name]
         param.grad = pattern(param.numel()) * float(value)
@@ -404,6 +414,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
             return  # in the middle of a step ranks would lose different parts of it, and means would not be whole numbers
         for rank, expected in zip(self.ranks, self.expected, strict=True):
             expected.grads = dict.fromkeys(self.names)
+            expected.own = set()
             for param in rank.params.values():
                 param.grad = None
 
@@ -527,7 +538,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
 
     def nonfinite_finding(self):
         for rank, expected in enumerate(self.expected):
-            names = expected.nonfinite(self.numels)
+            names = expected.nonfinite()
             if names:
                 fields = {"rank": rank, "param": names[0], "bucket": expected.group_of(names[0]), "num_others": len(names) - 1}
                 return NonFiniteGradientError, fields, "has inf in"

@@ -13,6 +13,7 @@ from megabucket.chaos.loopback_soak.model import SoakModel
 from megabucket.chaos.loopback_soak.model_changes import Before
 from megabucket.chaos.loopback_soak.program import Block, WorldSpec
 from megabucket.chaos.loopback_soak.seen import BlockSeen
+from megabucket.chaos.loopback_soak.turns import Turns, TurnsCommunicator
 from megabucket.comm import LoopbackWorld
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
@@ -20,23 +21,27 @@ from megabucket.errors import CollectiveError, InFlightWriteError
 from megabucket.optim import DistributedOptimizer
 
 _COMPLETION_SHARE = 0.3
-_PAUSE_SHARE = 0.03
+_PAUSE_SHARE = 0.08
 
 
 class Player:
     """One rank of a world: a wrapped module, its optimizer, and what the training loop remembers.
 
     Constructing one wraps, so all ranks construct theirs at the same time, in threads.
+
+    Args:
+        turns: who runs when; the operating system decides if not given.
     """
 
-    def __init__(self, rank: int, spec: WorldSpec, world: LoopbackWorld) -> None:
+    def __init__(self, rank: int, spec: WorldSpec, world: LoopbackWorld, turns: Turns | None) -> None:
         self.rank, self.spec = rank, spec
-        self._world = world
+        self._world, self._turns = world, turns
         self._chance = random.Random(f"{spec.seed}/{rank}")  # noqa: S311 - no secret
         self.module = SoakModel(spec.model)
         self.module.pause = self.pause
         config = DistributedDataParallelConfig(**spec.switches)
-        self.ddp = DistributedDataParallel(self.module, config, communicator=world.communicator(rank))
+        communicator = world.communicator(rank) if turns is None else TurnsCommunicator(world, rank, turns)
+        self.ddp = DistributedDataParallel(self.module, config, communicator=communicator)
         sgd = torch.optim.SGD(self.ddp.parameters(), lr=1.0, momentum=spec.momentum)
         self.torch_optimizer: torch.optim.Optimizer = sgd
         self.optimizer = DistributedOptimizer(sgd, self.ddp) if spec.wraps_optimizer else sgd
@@ -56,7 +61,10 @@ class Player:
     def pause(self) -> None:
         """Let other ranks run, or collectives complete, at a random moment."""
         if self._chance.random() < _PAUSE_SHARE:
-            time.sleep(0)
+            if self._turns is None:
+                time.sleep(0)
+            else:
+                self._turns.pause(self.rank)
         if self.spec.completion != "manual" or self._chance.random() > _COMPLETION_SHARE:
             return
         for sequence in self._world.pending:

@@ -121,6 +121,8 @@ class WorldSpec:
     clears_first: bool
     """Whether gradients are cleared at the start of a step, or at its end."""
     numbers_steps: bool
+    takes_turns: bool
+    """Whether one rank runs at a time, so that everything happens in an order that the seed decides."""
     completion: str
     """When collectives complete: ``immediate``, or ``manual``: at random moments."""
 

@@ -125,8 +125,12 @@ class SoakedWorld:
         self.spec = spec
         completion: Any = spec.completion
         self._world = LoopbackWorld(spec.num_ranks, completion=completion, timeout_s=_TIMEOUT_S)
-        self._players: list[Player] = self._world.run(lambda rank: Player(rank, spec, self._world))
+        self._turns = Turns(spec.num_ranks, spec.seed) if spec.takes_turns else None
+        self._players: list[Player] = self._run(lambda rank: Player(rank, spec, self._world, self._turns))
         self.oracle = Oracle(spec)
+
+    def _run(self, function: Callable[[int], Any]) -> list[Any]:
+        return self._world.run(function) if self._turns is None else self._turns.run(function)
 
     def run(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Run episodes without a pause between them; return a judgement each, up to the first bad one."""
@@ -139,7 +143,7 @@ class SoakedWorld:
                     break
             return seen
 
-        by_rank = self._world.run(program)
+        by_rank = self._run(program)
         judgements = []
         for index, episode in enumerate(episodes):
             seen = [by_rank[rank][index] if index < len(by_rank[rank]) else [] for rank in range(self.spec.num_ranks)]
@@ -151,8 +155,8 @@ class SoakedWorld:
 
     def find_leftovers(self) -> str:
         """Return what is left when it should not be, in words: a collective in flight, a rank that launched more."""
-        self._world.run(lambda rank: self._players[rank].ddp.zero_grad())
-        self._world.run(lambda rank: self._players[rank].ddp.finish_param_sync())
+        self._run(lambda rank: self._players[rank].ddp.zero_grad())
+        self._run(lambda rank: self._players[rank].ddp.finish_param_sync())
         lengths = {len(self._world.schedule(rank)) for rank in range(self.spec.num_ranks)}
         steps = {player.ddp.sync.step for player in self._players}
         if self._world.pending or len(lengths) > 1 or len(steps) > 1:

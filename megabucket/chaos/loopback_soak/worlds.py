@@ -36,6 +36,7 @@ def draw_world(seed: int, **fixed: Any) -> WorldSpec:
         clearing=draw.choice(clearings),
         clears_first=draw.random() < 0.5,
         numbers_steps=draw.random() < 0.4,
+        takes_turns=draw.random() < 0.95,
         completion=draw.choice(("immediate", "manual", "manual")),
     )
 
