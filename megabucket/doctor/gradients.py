@@ -58,7 +58,6 @@ def paths(config: DistributedDataParallelConfig) -> Iterator[Path]:
         "bucket_cap_mb": None,
         "num_buckets": _SMALL_BUCKETS,
         "overlap_param_gather": False,
-        "heartbeat_s": None,  # nothing lives long enough to need one
     }
     reductions: dict[str, dict[str, Any]] = {
         "mean": {"grad_reduction": "mean", "average_in_collective": False, "grad_reduce_in_fp32": True},
@@ -104,13 +103,13 @@ def gradient_probe(path: Path) -> Probe:
         answer = f"every rank once, but rounded: up to {rounding:.1g}"
         return Judgement(Verdict.NOTE, answer, "AVG rounds on this back-end; ddp.average_in_collective=false does not")
 
-    means_avg = "; this path needs AVG, which the back-end refuses" if is_rounded else ""
+    needs_avg = "; it needs AVG" if is_rounded else ""
     return Probe(
         SECTION,
         path.name,
         observe,
         judge,
-        refusal=f"a wrapper with these settings does not work here{means_avg}",
+        refusal=f"a wrapper with these settings does not work here{needs_avg}",
         is_required=path.is_configured or not is_rounded,
     )
 

@@ -14,7 +14,6 @@ import torch
 
 from megabucket.comm import Communicator
 from megabucket.comm.probes import GroupProbes
-from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.report import Line, Verdict
 from megabucket.errors import rank_list
 
@@ -29,7 +28,6 @@ _DIGITS: Final = re.compile(r"\d+")  # ranks, ports and the like, which differ w
 class Bench:
     """What a question is asked on."""
 
-    config: DistributedDataParallelConfig
     communicator: Communicator
     """To try things on; not the one that facts travel over, where there can be two."""
     device: torch.device

@@ -61,7 +61,7 @@ def run_doctor(
     # Longer than what the config calls dead: wrappers refuse a group that gives up before their heartbeats do.
     timeout_s = max(_TIMEOUT_S, 2 * config.dead_after_s)
     try:
-        with _benches(config, real, device=device, process_group=process_group, timeout_s=timeout_s) as benches:
+        with _benches(real, device=device, process_group=process_group, timeout_s=timeout_s) as benches:
             lines = [_line(probe, benches) for probe in _probes(config)]
             backend = benches.backend
     finally:
@@ -87,11 +87,9 @@ def _probes(config: DistributedDataParallelConfig) -> Iterator[Probe]:
 class _Benches:
     """The bench that questions are asked on now; another one after a question that may have spoiled it."""
 
-    def __init__(
-        self, config: DistributedDataParallelConfig, real: Communicator, device: torch.device, groups: ProbeGroups | None
-    ) -> None:
+    def __init__(self, real: Communicator, device: torch.device, groups: ProbeGroups | None) -> None:
         self.real = real
-        self._config, self._device, self._groups = config, device, groups
+        self._device, self._groups = device, groups
         self.current = self._make()
 
     @property
@@ -113,25 +111,20 @@ class _Benches:
 
     def _make(self) -> Bench:
         if self._groups is None:
-            return Bench(self._config, self.real, self._device, None)
+            return Bench(self.real, self._device, None)
         group = self._groups.make()
-        return Bench(self._config, discover_communicator(group), self._device, GroupProbes(group, self._device))
+        return Bench(discover_communicator(group), self._device, GroupProbes(group, self._device))
 
 
 @contextmanager
 def _benches(
-    config: DistributedDataParallelConfig,
-    real: Communicator,
-    *,
-    device: torch.device,
-    process_group: ProcessGroup | None,
-    timeout_s: float,
+    real: Communicator, *, device: torch.device, process_group: ProcessGroup | None, timeout_s: float
 ) -> Iterator[_Benches]:
     """Return benches on groups of their own, which are destroyed at the end, also after an error."""
     has_group = isinstance(real, ProcessGroupCommunicator)
     groups = ProbeGroups(process_group, timeout_s=timeout_s) if has_group else None
     try:
-        with closing(_Benches(config, real, device, groups)) as benches:
+        with closing(_Benches(real, device, groups)) as benches:
             yield benches
     finally:
         if groups is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,14 @@ def test_the_codes_are_the_promised_ones():
         (errors.ProcessGroupMissingError(world_size=2), 2),
         (errors.MismatchedCollectiveError(sequence=0, rank=1, call="a", other_rank=0, other_call="b"), 3),
         (errors.CheckpointUnavailableError(rank=0, num_shards=2), 6),
+        (errors.PhaseError("x"), 2),
+        (errors.UnusedParameterError(step=0, ranks=[0], params=["a"], bucket=0, num_buckets=1, num_ranks=2), 2),
+        (errors.StorageMovedError(step=0, rank=0, params=["a"], found="x", expected="y"), 2),
+        (errors.LayoutMismatchError(differences=["x"], num_different=1, num_entries=2), 3),
+        (errors.MicrobatchMismatchError(step=0, by_rank=[1, 2]), 3),
+        (errors.NonFiniteGradientError(step=0, rank=0, param="a", bucket=0, num_buckets=1, finding="nan"), 4),
+        (errors.PeerLostError(ranks=[1], states=["died"], during="in a test"), 5),
+        (errors.PeerFailedError(step=0, rank=1, phase="forward", cause="x"), 1),
         (errors.InvariantError("x"), 1),
     ],
 )
@@ -110,3 +121,23 @@ def test_a_misspelt_command_is_answered_with_the_likely_one():
 
     assert result.exit_code == 2
     assert "Did you mean 'plan'?" in result.stderr
+
+
+def test_sigterm_is_143_and_ends_in_good_order():
+    one = typer.Typer(pretty_exceptions_enable=False)
+    cleaned_up = []
+
+    def run() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            cleaned_up.append(True)
+
+    one.command()(reports_errors(run))
+    before = signal.getsignal(signal.SIGTERM)
+
+    result = CliRunner().invoke(one, [])
+
+    assert (result.exit_code, cleaned_up) == (143, [True])
+    assert signal.getsignal(signal.SIGTERM) is before

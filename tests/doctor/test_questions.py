@@ -70,7 +70,7 @@ class TestOutcomes:
         def fail(bench):
             raise ValueError("first line\nsecond line")
 
-        fact = ask(question(observe=fail), Bench(CONFIG, LocalCommunicator(), torch.device("cpu"), None))
+        fact = ask(question(observe=fail), Bench(LocalCommunicator(), torch.device("cpu"), None))
 
         assert fact == {"raised": "ValueError: first line"}
         assert has_failed([{}, fact])
@@ -81,7 +81,7 @@ class TestOutcomes:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            ask(question(observe=interrupt), Bench(CONFIG, LocalCommunicator(), torch.device("cpu"), None))
+            ask(question(observe=interrupt), Bench(LocalCommunicator(), torch.device("cpu"), None))
 
     def test_what_is_not_tried_says_why(self):
         line = not_tried(question(), "there is only one rank")

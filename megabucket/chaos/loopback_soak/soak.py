@@ -15,6 +15,7 @@ from megabucket.chaos.loopback_soak.kinds import KINDS, SLIPS, slip_episode
 from megabucket.chaos.loopback_soak.oracle import Oracle
 from megabucket.chaos.loopback_soak.player import Player
 from megabucket.chaos.loopback_soak.program import Episode, WorldSpec
+from megabucket.chaos.loopback_soak.turns import Turns
 from megabucket.chaos.loopback_soak.worlds import draw_world
 from megabucket.comm import LoopbackWorld
 
