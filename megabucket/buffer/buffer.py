@@ -103,9 +103,11 @@ class ParamAndGradBuffer:
             param.grad = None
             own_data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
             param.data = own_data.copy_(param.detach())
-            param.grad_dtype = self._grad_dtypes[name]
-            del param.main_grad  # type: ignore[attr-defined]
-            del param.grad_added_to_main_grad  # type: ignore[attr-defined]
+            # The default is the parameter's own dtype; one that was converted meanwhile has another default now.
+            was_default = self._grad_dtypes[name] == self.param_data.dtype
+            param.grad_dtype = param.dtype if was_default else self._grad_dtypes[name]
+            for published in ("main_grad", "grad_added_to_main_grad"):
+                param.__dict__.pop(published, None)  # somebody else may have deleted it
 
     def zero_grads(self) -> None:
         """Fill the gradient buffer with zeros, padding included: one pass over memory."""

@@ -132,11 +132,11 @@ class Evidence:
             for rank, peer in self._peers.items()
             if peer.beat.every_s is not None and peer.beats.silent_s >= silent_s
         }
-        return silent or dict.fromkeys(self._absent, "went away before it had wrapped its module")
+        return silent or dict.fromkeys(self._absent, "went away or never came: it has given no sign of life")
 
     def late(self, *, in_detail: bool = True) -> dict[int, str]:
         """Return the ranks that have not launched what is waited for, as far as they tell."""
-        found = dict.fromkeys(self._absent, "has not wrapped its module yet")
+        found = dict.fromkeys(self._absent, "has given no sign of life: it has not wrapped its module yet")
         for rank, peer in self._peers.items():
             if peer.state is ProcessState.STOPPED:
                 found[rank] = "has not launched its part; its process is stopped"

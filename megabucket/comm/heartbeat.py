@@ -151,15 +151,14 @@ class Heartbeat:
         next_beat_s = time.monotonic() + (self.every_s or 0.0)
         while True:
             request = self._next_request(next_beat_s)
+            if not self._is_wanted():
+                return  # the group was destroyed: nobody waits over it any more
             connection.check()
             if request is None:
-                if not self._is_wanted():
-                    return  # the group was destroyed: nobody waits over it any more
                 self._beat(store)
                 next_beat_s = time.monotonic() + (self.every_s or 0.0)
             elif request.is_last:
-                if self._is_wanted():
-                    self._beat(store, has_left=True)
+                self._beat(store, has_left=True)
                 return
             else:
                 self._answer(store, request)

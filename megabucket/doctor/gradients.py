@@ -30,8 +30,10 @@ _FLOAT16_WIDTH: Final = 12
 """Of the code of float16 parameters with float32 gradients: their values, sums over two steps included, stay below 65504."""
 _MICROBATCHES: Final = (1, 2)
 """Of each step. The second step must not see the first one's gradients."""
-_SMALL_BUCKETS: Final = 4
-"""Buckets of each buffer, about."""
+_BUCKET_SIZE: Final = 40
+"""Elements: several buckets of each buffer, of one or two parameters."""
+_MOST_BUCKETS: Final = 4
+"""That a small model can be cut into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,12 @@ def paths(config: DistributedDataParallelConfig) -> Iterator[Path]:
     """
     own: dict[str, Any] = {}
     if config.num_buckets is not None:  # a large model's number may be more than the small one has elements
-        own = {"num_buckets": min(config.num_buckets, _SMALL_BUCKETS)}
+        own = {"num_buckets": min(config.num_buckets, _MOST_BUCKETS)}
     yield Path("as configured", _changed(config, own), is_configured=True)
     base = {
-        "bucket_size": None,
+        "bucket_size": _BUCKET_SIZE,
         "bucket_cap_mb": None,
-        "num_buckets": _SMALL_BUCKETS,
+        "num_buckets": None,
         "overlap_param_gather": False,
     }
     reductions: dict[str, dict[str, Any]] = {

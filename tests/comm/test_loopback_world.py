@@ -51,6 +51,14 @@ class TestResults:
 
         assert all(torch.equal(tensor, mean) for tensor in tensors)
 
+    def test_all_reduce_max_leaves_the_largest_value_of_any_rank(self, world):
+        tensors = [torch.tensor([rank, -rank], dtype=torch.int64) for rank in range(world.size)]
+
+        for handle in launch_on_all(world, lambda rank: [AllReduce(tensors[rank], ReduceOp.MAX)]):
+            handle.wait()
+
+        assert [tensor.tolist() for tensor in tensors] == [[world.size - 1, 0]] * world.size
+
     @pytest.mark.parametrize("in_place", [True, False])
     def test_reduce_scatter_leaves_each_rank_its_shard_of_the_sum(self, world, in_place):
         tensors = self.values(world)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megabucket.comm import AllGather, AllReduce, Broadcast, LocalCommunicator, LoopbackWorld, ReduceScatter
-from megabucket.comm.port import Communicator, DoneHandle
+from megabucket.comm.port import Communicator, DoneHandle, Progress
 from megabucket.errors import InvariantError
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Lane, ListRecorder
 
@@ -76,6 +76,22 @@ def test_every_launch_is_recorded_with_the_bytes_of_the_full_buffers():
         CollectiveRecord(CollectiveKind.ALL_REDUCE, "c", num_calls=1, payload_bytes=4 * 4, num_ranks=2),
         CollectiveRecord(CollectiveKind.BROADCAST, "d", num_calls=1, payload_bytes=8 * 2, num_ranks=2),
     ]
+
+
+def test_the_progress_counts_what_was_launched():
+    communicator = LoopbackWorld(2).communicator(0)
+    communicator.launch([AllReduce(torch.empty(0))], label="nothing")
+    communicator.launch([AllReduce(torch.ones(1)), AllReduce(torch.ones(2))], label="a")
+    communicator.launch([Broadcast(torch.ones(1))], label="b")
+
+    assert communicator.progress == Progress(step=0, phase="setup", bucket=-1, num_launched=2)
+
+
+def test_closing_a_communicator_that_has_nothing_to_end_is_allowed_again_and_again():
+    communicator = LocalCommunicator()
+
+    communicator.close()
+    communicator.close()
 
 
 def test_a_dropped_empty_call_counts_neither_as_call_nor_as_bytes():

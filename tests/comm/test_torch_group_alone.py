@@ -8,13 +8,14 @@ from megabucket.comm import (
     AllGather,
     AllReduce,
     Broadcast,
+    Liveness,
     LocalCommunicator,
     ProcessGroupCommunicator,
     ReduceOp,
     ReduceScatter,
     discover_communicator,
 )
-from megabucket.errors import CollectiveError, ProcessGroupMissingError
+from megabucket.errors import CollectiveError, GroupDestroyedError, ProcessGroupMissingError
 from megabucket.trace.recorder import Lane, ListRecorder
 
 
@@ -77,6 +78,26 @@ def test_a_group_this_process_is_not_in_is_refused(group):
     )
 
 
+def test_a_group_that_was_destroyed_is_refused(group):
+    communicator = ProcessGroupCommunicator(group)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    with pytest.raises(GroupDestroyedError) as caught:
+        communicator._launch([AllReduce(torch.ones(2))], "bucket 3")
+
+    assert caught.value.operation == "bucket 3 was launched"
+
+
+def test_settings_that_are_not_in_order_with_the_group_are_refused_only_where_they_are_used(group):
+    """A group of one rank has nobody to watch."""
+    communicator = ProcessGroupCommunicator(group, liveness=Liveness(heartbeat_s=2.0, dead_after_s=1.0))
+
+    communicator.close()
+
+    assert communicator.size == 1
+
+
 class TestLaunches:
     """Below the port, which sends nothing for one rank: each kind reaches gloo with the right arguments."""
 
@@ -129,6 +150,19 @@ class TestLaunches:
         ProcessGroupCommunicator(group)._launch([AllGather(*pair) for pair in zip(fulls, shards, strict=True)], "a").wait()
 
         assert [full.tolist() for full in fulls] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
+
+    def test_a_batch_that_cannot_be_launched_leaves_the_group_as_it_was(self, group):
+        communicator = ProcessGroupCommunicator(group)
+        wrong = [AllReduce(torch.ones(2, dtype=torch.complex64), ReduceOp.MAX) for _ in range(2)]
+        values = torch.arange(4.0)
+
+        with pytest.raises(ValueError, match="complex"):
+            communicator._launch(wrong, "a")
+        # torch would note these two for the batch above, and send nothing.
+        communicator._launch([AllReduce(values)], "b").wait()
+        communicator._launch([AllReduce(values), AllReduce(torch.ones(2))], "c").wait()
+
+        assert torch.equal(values, torch.arange(4.0))
 
     def test_waiting_again_does_nothing(self, group):
         handle = ProcessGroupCommunicator(group)._launch([AllReduce(torch.ones(2))], "a")

@@ -40,6 +40,9 @@ AMOUNTS = st.integers(-14, 14)
 INDEX = st.integers(0, 63)
 ORDER = st.permutations(range(5))
 RANKS_IN_ORDER = st.permutations(range(3))
+# What ranks do with reduce-scattered gradients: usually all the same.
+ANY_WAY = st.tuples(*[st.sampled_from(["step", "drop", "backward"])] * 3)
+WAYS = st.sampled_from([["step"] * 3, ["step"] * 3, ["drop"] * 3]) | ANY_WAY
 UNKNOWN_CAUSE = "an exception that autograd keeps to itself"
 
 
@@ -161,7 +164,7 @@ class Expected:
         is_late = False
         if self.is_finished:
             is_late = not self.may_start_unasked()
-            self.keeps_reduced_grads = any(self.grads[other] and self.numels[other] for other in self.names if other != name)
+            self.keeps_reduced_grads = any(self.grads[kept] and self.numels[kept] for kept in self.names)
             if is_late:
                 self.note_late(name, "already reduced")
             self.open_step()
@@ -187,6 +190,11 @@ class Expected:
         self.grads[name] = None
         if name not in [late for late, _, _ in self.late]:
             self.late.append((name, self.group_of(name), phase))
+
+    def clear(self):
+        """Plain torch clears gradients, and says nothing about it."""
+        self.grads = dict.fromkeys(self.names)
+        self.own = set()
 
     def launch_up_to(self, num_groups):
         for names in self.groups[self.num_launched : num_groups]:
@@ -413,8 +421,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
         if any(expected.num_launched for expected in self.expected):
             return  # in the middle of a step ranks would lose different parts of it, and means would not be whole numbers
         for rank, expected in zip(self.ranks, self.expected, strict=True):
-            expected.grads = dict.fromkeys(self.names)
-            expected.own = set()
+            expected.clear()
             for param in rank.params.values():
                 param.grad = None
 
@@ -438,11 +445,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
         self.meet(ways, self.finding(ways, checks_unused=self.config.unused_parameters == "error"))
 
     @precondition(lambda self: self.awaits_vote)
-    @rule(
-        ways=st.one_of(
-            st.sampled_from([["step"] * 3, ["drop"] * 3]), st.tuples(*[st.sampled_from(["step", "drop", "backward"])] * 3)
-        )
-    )
+    @rule(ways=WAYS)
     def all_ranks_go_on_after_a_reduce_scatter(self, ways):
         """Each steps on the gradients, drops them, or forgets that there are any."""
         ways = list(ways[: len(self.ranks)])
@@ -469,13 +472,15 @@ class GradientSyncMachine(RuleBasedStateMachine):
                 rank.sync.reset()
 
     @rule(
+        start=st.sampled_from([["zero_grad"] * 3, ["keep"] * 3, ["plain"] * 3, ["plain", "keep", "plain"]]),
         orders=st.tuples(*[ORDER] * 3),
         microbatches=st.integers(1, 2),
         completions=st.lists(INDEX, max_size=8),
         amount=AMOUNTS,
+        ways=WAYS,
     )
-    def all_ranks_run_a_whole_step(self, orders, microbatches, completions, amount):
-        self.all_ranks_reset(0, amount)
+    def all_ranks_run_a_whole_step(self, start, orders, microbatches, completions, amount, ways):
+        self.clear_all(start, amount)
         for _ in range(microbatches - 1):
             for at in range(len(self.ranks)):
                 self.no_sync_is_entered(at)
@@ -485,7 +490,19 @@ class GradientSyncMachine(RuleBasedStateMachine):
         self.all_ranks_run_a_backward_each_in_its_own_order(orders, amount)
         self.all_ranks_finish(completions, 0, amount, True, ["finish"] * 3)
         if self.awaits_vote:
-            self.all_ranks_go_on_after_a_reduce_scatter(["step"] * 3)
+            self.all_ranks_go_on_after_a_reduce_scatter(ways)
+
+    def clear_all(self, start, amount):
+        """Let each rank clear gradients in its way, where plain torch code has the choice."""
+        is_free = not self.config.use_distributed_optimizer and all(expected.is_finished for expected in self.expected)
+        if start[0] == "zero_grad" or not is_free:
+            self.all_ranks_reset(0, amount)
+            return
+        for at, (rank, expected) in enumerate(zip(self.ranks, self.expected, strict=True)):
+            if start[at] == "plain":
+                expected.clear()
+                for param in rank.params.values():
+                    param.grad = None
 
     def bring_all_ranks_into_the_step(self, which, amount, *, levels):
         """Give those that have not begun it a first gradient, as a backward would; ``levels``: and all as many backwards."""

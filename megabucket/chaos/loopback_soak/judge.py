@@ -117,12 +117,12 @@ class _Matcher:
     def _check_agreed(self) -> None:
         """Check the one error of all ranks, before anything else is compared with it."""
         agreed = self._outcome.agreed
-        raised = [
-            (rank, block)
-            for rank, blocks in enumerate(self._seen)
-            for index, block in enumerate(blocks)
-            if self._want(rank, index).ending is Ending.AGREED
-        ]
+        raised, first_index = [], 0
+        for index in reversed(range(max(len(blocks) for blocks in self._seen))):
+            for rank, blocks in enumerate(self._seen):
+                if index < len(blocks) and self._want(rank, index).ending is Ending.AGREED:
+                    raised.append((rank, blocks[index]))
+                    first_index = index
         if agreed is None:
             return
         if not raised:  # every rank has an exception of its own; what they agreed on stands in last_error
@@ -131,7 +131,8 @@ class _Matcher:
         for rank, block in raised:
             if block.error is None:
                 raise _Mismatch(f"rank {rank} raised nothing, expected {agreed.error}", is_silent=True)
-        first = max(block.step for _, block in raised) + agreed.later_by
+        beside = [blocks[first_index].step for blocks in self._seen if first_index < len(blocks)]
+        first = max([*beside, *(block.step for _, block in raised)]) + agreed.later_by
         steps = frozenset({first, first + 1} if self._oracle.may_lag else {first})
         self._oracle.may_lag = False
         for rank, block in raised:

@@ -10,15 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from megabucket.chaos.loopback_soak.acts import Update
+from megabucket.chaos.loopback_soak.acts import Finish, Update, Zero
 from megabucket.chaos.loopback_soak.drafts import Draft, Maker
 from megabucket.chaos.loopback_soak.kinds_all import ALL_RANK_KINDS
 from megabucket.chaos.loopback_soak.kinds_diverged import DIVERGED_KINDS
-from megabucket.chaos.loopback_soak.program import Agreed, Block, Ending, Episode, Outcome, Want
-from megabucket.chaos.loopback_soak.slips import AGREED, FINE, Slip, SlipMaker, abort, exception, exception_in_loss, next_batch
+from megabucket.chaos.loopback_soak.program import Agreed, Block, Clearing, Ending, Episode, Outcome, Want
+from megabucket.chaos.loopback_soak.slips import FINE, Slip, SlipMaker, abort, exception, exception_in_loss, next_batch
 from megabucket.chaos.loopback_soak.slips_grads import nonfinite, reentrant, start_early, unused
 from megabucket.chaos.loopback_soak.slips_model import model_change
 from megabucket.chaos.loopback_soak.slips_order import (
+    abort_before_step,
+    exception_before_step,
+    finish_first,
     force_all_reduce,
     forward_more,
     microbatch_less,
@@ -54,6 +57,9 @@ SLIPS: Final[Mapping[str, SlipMaker]] = MappingProxyType(
         "zero between microbatches": zero_between,
         "finish only": only_finish,
         "unreduced": unreduced,
+        "finish first": finish_first,
+        "exception before the step": exception_before_step,
+        "abort before the step": abort_before_step,
         "force_all_reduce": force_all_reduce,
         "model change": model_change,
     }
@@ -81,7 +87,10 @@ def slip_episode(maker: Maker, kinds: Sequence[str]) -> Episode | None:
     place = "; ".join(f"rank {rank}: {slip.place}" for rank, slip in slips.items() if slip.place)
     parts = _Parts(programs, [[list(wants) for wants in outcome.wants] for outcome in outcomes], [o.agreed for o in outcomes])
     is_sure = all(outcome.agreed is not None for outcome in outcomes)
-    if is_sure and maker.chance(0.3):
+    what_follows = maker.draw.random()
+    if what_follows < 0.25:
+        parts.add_cleanup(maker, slips)
+    elif what_follows < 0.5 and is_sure:
         parts.add_insistence(maker, slips)
     if maker.chance(0.4):
         parts.add_step(healthy)
@@ -140,6 +149,16 @@ class _Parts:
         """Let ranks step on the gradients of a dropped step, after having caught the error."""
         insists = [maker.chance(0.7) and (rank not in slips or slips[rank].spoils_step) for rank in maker.ranks]
         self._add([Block((Update(),)) if yes else Block() for yes in insists], [_REFUSED if yes else FINE for yes in insists])
+
+    def add_cleanup(self, maker: Maker, slips: Mapping[int, Slip]) -> None:
+        """Let ranks that have raised an exception of their own clean up, as callers do who know nothing of the protocol."""
+        blocks, wants = [Block()] * len(self._programs), [FINE] * len(self._programs)
+        for rank, slip in slips.items():
+            if slip.want.ending is Ending.OWN and not slip.after:
+                finishes = maker.chance(0.5)
+                blocks[rank] = Block((Finish() if finishes else Zero(Clearing.WRAPPER),))
+                wants[rank] = Want(Ending.AGREED, at="Finish") if finishes else FINE
+        self._add(blocks, wants)
 
     def add_step(self, draft: Draft) -> None:
         """Let all ranks run a healthy step: the same batches once more."""

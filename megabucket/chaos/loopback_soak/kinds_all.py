@@ -126,6 +126,12 @@ def _finish_all(maker: Maker, draft: Draft, rank: int) -> None:
     _insert(draft, rank, draft.index(rank, Update), Finish())
 
 
+def _start_over(maker: Maker, draft: Draft, rank: int) -> None:
+    at = draft.index(rank, Forward)
+    call = draft.calls[rank][0]
+    _insert(draft, rank, at, Forward(94, call), Backward(94, depth=1), Zero(Clearing.WRAPPER))
+
+
 _HARMLESS: Final[Mapping[str, Callable[[Maker, Draft, int], None]]] = MappingProxyType(
     {
         "zero twice": _zero_again,
@@ -140,6 +146,7 @@ _HARMLESS: Final[Mapping[str, Callable[[Maker, Draft, int], None]]] = MappingPro
         "rebuild": _rebuild,
         "move and rebuild": _move,
         "finish before step": _finish_all,
+        "started over": _start_over,
     }
 )
 _FOR_ALL: Final = frozenset({"check_replicas", "rebuild", "move and rebuild", "finish before step"})
@@ -224,7 +231,7 @@ def late_anywhere(maker: Maker) -> Agreed:
 
 def second_backward_on_all(maker: Maker) -> Episode:
     """Differentiate the last microbatch twice, on all ranks: accumulated like any other, or late."""
-    draft = maker.step()
+    draft = maker.step(uses_all=True)
     for rank in maker.ranks:
         at = draft.index(rank, Backward, -1)
         act = draft.acts[rank][at]

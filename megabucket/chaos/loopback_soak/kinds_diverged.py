@@ -9,7 +9,7 @@ from typing import Final
 
 from megabucket.chaos.loopback_soak.acts import Abort, Act, Backward, Raise, Restore, Sabotage, Save, Update, Zero
 from megabucket.chaos.loopback_soak.drafts import Draft, Maker
-from megabucket.chaos.loopback_soak.program import Agreed, Block, Clearing, Episode, Outcome, Want
+from megabucket.chaos.loopback_soak.program import Agreed, Block, Clearing, Ending, Episode, Outcome, Want
 from megabucket.chaos.loopback_soak.slips import AGREED, FINE, failed, late, own, step_mismatch
 
 
@@ -106,16 +106,29 @@ def update_left_out(maker: Maker) -> Episode | None:
 
 
 def two_updates(maker: Maker) -> Episode | None:
-    """Step twice on one rank."""
-    if maker.spec.is_sharded:
-        return None
+    """Step twice on one rank. With shards the second one is refused, for nobody else would gather them."""
     rank = maker.pick_rank()
     first, second = maker.step(), maker.step()
     twice = first.copy()
+    twice.guards[rank] = maker.spec.is_sharded and maker.chance(0.5)
     twice.acts[rank].insert(twice.index(rank, Update), Update())
+    if twice.guards[rank]:
+        part = [(twice.block(rank), AGREED), (Block(), FINE)]
+        agreed = failed(rank, "fence", "PhaseError: step() was called twice on the same gradients")
+        return _episode(maker, "two updates", rank, own_part=part, others=(first, second), agreed=[agreed])
+    if maker.spec.is_sharded:
+        return _refused_update(maker, rank, first, twice)
     part = [(twice.block(rank), FINE), (second.block(rank), AGREED)]
     agreed = diverged(maker, rank, 2)
     return _episode(maker, "two updates", rank, own_part=part, others=(first, second), agreed=[agreed])
+
+
+def _refused_update(maker: Maker, rank: int, draft: Draft, twice: Draft) -> Episode:
+    refused = Want(Ending.REFUSED, error="PhaseError", text="step() was called twice on the same gradients", at="Update")
+    zero, tail = Block((Zero(Clearing.WRAPPER),)), maker.tail()
+    programs = tuple(((twice if other == rank else draft).block(other), zero, tail) for other in maker.ranks)
+    wants = tuple((refused if other == rank else FINE, FINE, FINE) for other in maker.ranks)
+    return Episode("two updates", programs, (Outcome(wants),))
 
 
 def second_backward_after_fence(maker: Maker) -> Episode | None:

@@ -147,9 +147,8 @@ class WorldSpec:
 
     @property
     def notices_unused(self) -> bool:
-        """Whether a parameter without a gradient is an error; one that plain torch code has zeroed in place has one."""
-        zeroed = self.clearing is Clearing.OPTIMIZER_ZEROS and not self.wraps_optimizer
-        return self.switch("unused_parameters", "error") == "error" and not zeroed
+        """Whether a parameter without a gradient is an error."""
+        return bool(self.switch("unused_parameters", "error") == "error")
 
     @property
     def fence_act(self) -> str:
@@ -200,7 +199,7 @@ class Agreed:
     is_last_error: bool = True
     """Whether it becomes ``ddp.last_error``."""
     later_by: int = 0
-    """Fences of the block before the one it comes out of; 1 for a vote, whose text has the number of the next step."""
+    """Steps that were whole between the beginning of the blocks that end in it, and it."""
     at: str = ""
     """The act out of which ranks that did nothing wrong raise it, if it is not the usual one of the world."""
 

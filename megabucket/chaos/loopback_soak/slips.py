@@ -151,7 +151,8 @@ def abort(maker: Maker, draft: Draft, rank: int) -> Slip:
     """Call ``abort_step`` somewhere before the fence, and leave the rest of the step out."""
     acts = draft.acts[rank]
     fence = draft.index(rank, {"Backward": Backward, "Finish": Finish, "Update": Update}[maker.spec.fence_act], -1)
-    first = draft.index(rank, Forward)
+    # Without a step number, a call before the first forward would be about the last step, if that has failed here.
+    first = draft.index(rank, Forward) + (not maker.spec.numbers_steps)
     at = maker.draw.randint(first, fence)
     reason = maker.text()
     acts[at:] = [Abort(reason)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megabucket.chaos.loopback_soak.acts import Backward, Finish, Force, Forward, Number, Update, Zero
+from megabucket.chaos.loopback_soak.acts import Abort, Backward, Finish, Force, Forward, Number, Raise, Update, Zero
 from megabucket.chaos.loopback_soak.drafts import Draft, Maker
 from megabucket.chaos.loopback_soak.program import Agreed, Block, Clearing, Ending, Rerun, Use, Want
 from megabucket.chaos.loopback_soak.slips import (
@@ -17,6 +17,7 @@ from megabucket.chaos.loopback_soak.slips import (
     failed,
     late,
     microbatches,
+    own,
     step_mismatch,
 )
 
@@ -97,7 +98,7 @@ def zero_instead(maker: Maker, draft: Draft, rank: int) -> Slip | None:
     agreed = step_mismatch(DROPPED_STEPS)
     if spec.is_explicit and spec.is_sharded and maker.chance(0.5):
         at += 1
-        agreed = replace(agreed, later_by=1, at="Update")
+        agreed = replace(agreed, at="Update")
     elif isinstance(last, Backward) and last.depth:
         return None  # nothing was going to be reduced yet: this rank forgets some microbatches
     draft.acts[rank][at:] = [Zero(maker.draw.choice((Clearing.WRAPPER, Clearing.BUFFER)))]
@@ -131,6 +132,43 @@ def unreduced(maker: Maker, draft: Draft, rank: int) -> Slip:
     if draft.guards[rank]:
         want = AGREED
     return Slip(want, (failed(rank, "optimizer.step()", cause),))
+
+
+def finish_first(maker: Maker, draft: Draft, rank: int) -> Slip | None:
+    """Finish the sync before the optimizer does, on one rank only."""
+    if maker.spec.fence_act != "Update":
+        return None
+    draft.acts[rank].insert(draft.index(rank, Update), Finish())
+    flags = tuple(int(other != rank) for other in maker.ranks)
+    piece = "finish_grad_sync() before the optimizer step (0: called) differs between ranks"
+    return Slip(AGREED, (Agreed("ScheduleMismatchError", {"by_rank": flags}, (piece,)),))
+
+
+def exception_before_step(maker: Maker, draft: Draft, rank: int) -> Slip | None:
+    """Raise between the last backward (or ``finish_grad_sync``) and the optimizer's step, with gradients scattered."""
+    if not maker.spec.is_sharded:
+        return None  # the others update: an error of the next step
+    text = maker.text()
+    again = tuple(act for act in draft.acts[rank] if not isinstance(act, Number))
+    draft.acts[rank].insert(draft.index(rank, Update), Raise(text))
+    if draft.guards[rank]:
+        phase = "between steps" if maker.spec.is_explicit else "backward"
+        agreed = replace(failed(rank, phase, f"ValueError: {text}."), at="Update")
+        return Slip(AGREED, (agreed,))
+    # The caller goes on with the next step: this rank has dropped one that the others take.
+    gone_on = [step_mismatch(DROPPED_STEPS), late(rank, maker.spec), Agreed("MicrobatchMismatchError")]
+    # With an explicit finish, this rank begins its next block after the step was counted.
+    gone_on = [replace(one, at="Update", later_by=-int(maker.spec.is_explicit)) for one in gone_on]
+    return Slip(own(text), tuple(gone_on), after=((Block(again), AGREED),), place="then the next step")
+
+
+def abort_before_step(maker: Maker, draft: Draft, rank: int) -> Slip | None:
+    """Call ``abort_step`` between ``finish_grad_sync`` and the optimizer's step, with gradients scattered."""
+    if not (maker.spec.is_sharded and maker.spec.is_explicit):
+        return None
+    reason = maker.text()
+    draft.acts[rank][draft.index(rank, Update) :] = [Abort(reason)]
+    return Slip(FINE, (replace(failed(rank, "abort_step()", f"{reason}."), at="Update"),))
 
 
 def force_all_reduce(maker: Maker, draft: Draft, rank: int) -> Slip | None:

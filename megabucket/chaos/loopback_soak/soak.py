@@ -34,9 +34,12 @@ _COUNTED: Final = frozenset(
         "forward more",
         "next batch",
         "other step number",
+        "zero instead of step",
     }
 )
 """Faults that are noticed because ranks count differently; two of them on two ranks may count alike."""
+_ALONE: Final = frozenset({"exception before the step", "abort before the step"})
+"""Faults that come to nothing when another rank's fault ends the step before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,8 @@ def draw_episodes(spec: WorldSpec, num_episodes: int, kinds: Sequence[str]) -> l
             episode = KINDS["healthy"](maker)
         elif fate < _HEALTHY_SHARE + _PAIR_SHARE and len(slips) > 1:
             pair = choice.sample(slips, 2)
-            episode = None if _COUNTED.issuperset(pair) else slip_episode(maker, pair)
+            is_clear = _ALONE.isdisjoint(pair) and not _COUNTED.issuperset(pair)
+            episode = slip_episode(maker, pair) if is_clear else None
         else:
             episode = make_episode(maker, choice.choice(kinds))
         if episode is not None:

@@ -1,0 +1,53 @@
+"""What is probed in torch is there in this torch, and missing things are no errors."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megabucket.comm.torch_probes import existence_of, flight_record, is_gloo, store_of, timeout_s_of
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7.5))
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_gloo_group_is_told_with_its_time_limit_and_store(group):
+    assert is_gloo(group, torch.device("cpu"))
+    assert timeout_s_of(group) == 7.5
+    store_of(group).set("a", "b")
+
+
+def test_a_subgroup_has_its_own_time_limit(group):
+    assert timeout_s_of(dist.new_group([0], timeout=timedelta(seconds=3))) == 3.0
+
+
+def test_a_group_exists_until_it_is_destroyed_and_another_default_group_is_another():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    default, subgroup = existence_of(dist.group.WORLD), existence_of(dist.new_group([0]))
+    assert (default(), subgroup()) == (True, True)
+
+    dist.destroy_process_group()
+    assert (default(), subgroup()) == (False, False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert (default(), subgroup()) == (False, False)
+    dist.destroy_process_group()
+
+
+def test_the_flight_record_is_a_line_about_the_last_collectives_of_the_group(group):
+    for _ in range(6):
+        dist.all_reduce(torch.ones(3))
+    line = flight_record(group.group_name)
+
+    assert line.startswith("Last collectives: #")
+    assert line.count("all_reduce [[3]]") == 4
+    assert len(line) <= 300
+
+
+def test_there_is_no_flight_record_of_an_unknown_group(group):
+    assert flight_record("no such group") == ""
