@@ -65,7 +65,8 @@ class PhaseMachine(Generic[Phase]):
             PhaseError: the table has no way from the current phase to ``phase``.
         """
         if phase not in self._transitions[self.current]:
-            allowed = ", ".join(f"'{following.value}'" for following in self._transitions[self.current])
+            # Sorted: a set of texts has another order in every process, and all ranks shall say the same.
+            allowed = ", ".join(sorted(f"'{following.value}'" for following in self._transitions[self.current]))
             raise PhaseError(
                 f"{self._owner} is '{self.current.value}' and cannot become '{phase.value}' (only {allowed}). "
                 "The calls of a step came in an order that would read or write memory somebody else owns; "

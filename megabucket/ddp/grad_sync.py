@@ -87,7 +87,7 @@ class GradSync:
 
     @property
     def phase(self) -> str:
-        """What this rank was doing last: ``forward``, ``backward``, ``optimizer``, ..."""
+        """What this rank was doing last."""
         return self._communicator.progress.phase
 
     @property
@@ -145,6 +145,8 @@ class GradSync:
     def _open(self) -> None:
         self.settle()
         self._set_phase("backward")
+        if self._is_finished and not self._config.use_distributed_optimizer:
+            self.tally.keeps_reduced_grads = keeps_grads(self._groups)  # now, before the first gradient is added to them
         self._backward.open(self)
         self.has_failed = self._has_received = False
 
@@ -192,7 +194,6 @@ class GradSync:
         if self._refusal is not None:
             slot.param.grad = None
             return False
-        self.tally.keeps_reduced_grads = keeps_grads(self._groups, but=slot)
         self._reopen_if_finished()
         self.has_failed = False
         self._agreement.skip_reason = ""
@@ -356,10 +357,9 @@ class GradSync:
         """Launch the groups that were not launched yet and the fence. From here on ``settle`` is due."""
         if self._watch is not None:
             self.tally.change = self._watch.find_change()
-        had_local_grads = self.has_local_grads
         self._launcher.flush()
         if unused_counts:
-            self.tally.unused = unused_params(self._groups, had_local_grads=had_local_grads)
+            self.tally.unused = unused_params(self._groups, had_local_grads=self.has_local_grads)
         self._agreement.launch(force_all_reduce=self.force_all_reduce, is_committing=is_committing)
 
     def _vote(self, *, is_committing: bool) -> MegabucketError | None:

@@ -1,15 +1,47 @@
-"""Do all ranks hold the same parameters? Asked on demand: a checksum of each parameter's bits, compared across ranks."""
+"""Replicas hold the same values: made so by a broadcast, and looked after on demand by comparing checksums of all bits."""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 
-from megabucket.comm import Communicator, exchange_bytes
-from megabucket.errors import ReplicasDivergedError
+from megabucket.comm import Broadcast, Communicator, exchange_bytes
+from megabucket.errors import ConfigError, ReplicasDivergedError
+
+
+def broadcast_replicas(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
+    """Copy tensors of the group's first rank to all ranks, one after the other."""
+    if communicator.size == 1:
+        return
+    for tensor in tensors:
+        dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+        communicator.launch([Broadcast(dense)], label="initial broadcast").wait()
+        if dense is not tensor:
+            tensor.copy_(dense)
+
+
+def unbuffered_state(module: torch.nn.Module, buffered: Container[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
+    """Return frozen parameters and module buffers that have values.
+
+    Args:
+        buffered: the parameters that live in buffers, which are sent as a whole.
+
+    Raises:
+        ConfigError: one of them is sparse.
+    """
+    frozen = [(name, param) for name, param in module.named_parameters() if param not in buffered]
+    for name, tensor in [*frozen, *module.named_buffers()]:
+        if tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"init_sync=True cannot make {name!r} equal on all ranks, because it is sparse ({tensor.layout}). Make it "
+                "equal yourself and pass init_sync=False, or use a dense tensor."
+            )
+        if not tensor.is_meta:
+            # Of an expanded dimension one element is all there is; torch refuses to write through the expanded view.
+            yield tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def checksum(tensor: torch.Tensor) -> int:

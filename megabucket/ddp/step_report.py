@@ -124,10 +124,11 @@ def _cut(value: Any, num_names: int) -> Any:
         return {key: _cut(part, num_names) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return _cut_names(value, num_names)
-    # A text that ASCII-escapes badly takes six bytes per character, so it shrinks with the names.
+    # Texts shrink with the lists: JSON may need twelve bytes for a character.
     return value[: min(_TEXT_CHARS, 4 * num_names + 40)] if isinstance(value, str) else value
 
 
 def _cut_names(names: Sequence[str], num_names: int) -> list[str]:
-    shown = [name if len(name) <= _NAME_CHARS else f"{name[:_NAME_CHARS]}..." for name in names[: max(num_names, 5)]]
+    num_chars = min(_NAME_CHARS, 4 * num_names + 20)
+    shown = [name if len(name) <= num_chars else f"{name[:num_chars]}..." for name in names[: max(num_names, 5)]]
     return shown if len(names) <= len(shown) else [*shown, f"... {len(names)} in all"]

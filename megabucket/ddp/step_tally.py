@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megabucket.buffer import _ParamAndGradBucketGroup
-from megabucket.buffer.grad_slot import GradSlot
 from megabucket.ddp.step_report import Failure, LateGrads, ModelChange, NonFinite, StepReport, UnusedParams
 
 
@@ -111,15 +110,12 @@ def nonfinite_params(groups: Sequence[_ParamAndGradBucketGroup]) -> NonFinite | 
     return NonFinite(first.param, bucket, first.finding, num_others=len(found) - 1)
 
 
-def keeps_grads(groups: Sequence[_ParamAndGradBucketGroup], *, but: GradSlot) -> bool:
+def keeps_grads(groups: Sequence[_ParamAndGradBucketGroup]) -> bool:
     """Return whether gradients of the last step were neither cleared nor zeroed.
 
     Looks at values, in one pass, only where there are gradients still: ``zero_grad()`` leaves none.
-
-    Args:
-        but: the parameter whose gradient of this step has arrived already.
     """
-    views = [slot.view for group in groups for slot in group.slots if slot.has_grad and slot is not but and slot.view.numel()]
-    if not views:
-        return False
-    return bool(torch.stack([norm.float() for norm in torch._foreach_norm(views)]).any())
+    slots = (slot for group in groups for slot in group.slots)
+    views = [slot.view for slot in slots if slot.param.grad is slot.view and slot.view.numel()]
+    # The largest element, not the sum of squares, which is zero for small values.
+    return bool(views) and bool(torch.stack([norm.bool() for norm in torch._foreach_norm(views, torch.inf)]).any())

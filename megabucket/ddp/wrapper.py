@@ -6,7 +6,6 @@ What a user calls. The parts are put together in ``wiring``; no rule lives here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
-from megabucket.comm import Broadcast, Communicator, Liveness, discover_communicator
+from megabucket.comm import Communicator, Liveness, discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guarded_step import guarded_step
-from megabucket.ddp.replicas import check_replicas
+from megabucket.ddp.replicas import broadcast_replicas, check_replicas, unbuffered_state
 from megabucket.ddp.wiring import Unwired, Wiring, prepare_rebuild
 from megabucket.errors import ConfigError, MegabucketError, PhaseError
 from megabucket.layout import ModelLayout
@@ -179,7 +178,8 @@ class DistributedDataParallel(torch.nn.Module):
         """Give up this step on this rank, for instance because its batch is of no use. All ranks drop the step.
 
         Returns at once; the others raise ``PeerFailedError`` with the reason when they come to the end of the step. This rank
-        goes on with the next step.
+        goes on with the next step. Right after an exception of this rank, with no other call in between, it belongs to the step
+        that has failed; setting ``step_number`` begins another one.
         """
         self.sync.fail("abort_step()", reason)
 
@@ -193,6 +193,7 @@ class DistributedDataParallel(torch.nn.Module):
     def step_number(self, number: int | None) -> None:
         if number is not None and (isinstance(number, bool) or not 0 <= number < 2**62):
             raise ConfigError(f"step_number must be None or an integer from 0 to 2**62, got {number!r}")
+        self.sync.settle()  # what is pending belongs to the step before
         self.sync.tally.step_number = -1 if number is None else number
 
     @property
@@ -262,26 +263,11 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             ConfigError: a frozen parameter or module buffer is sparse.
         """
+        self.sync.settle()
         self.finish_param_sync()
-        if self.communicator.size > 1:
-            for tensor in [*(buffer.param_data for buffer in self.param_and_grad_buffers), *self._unbuffered_state()]:
-                dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-                self.communicator.launch([Broadcast(dense)], label="initial broadcast").wait()
-                if dense is not tensor:
-                    tensor.copy_(dense)
+        flats = [buffer.param_data for buffer in self.param_and_grad_buffers]
+        broadcast_replicas([*flats, *unbuffered_state(self.module, self.param_names)], self.communicator)
         self.num_value_changes += 1
-
-    def _unbuffered_state(self) -> Iterator[torch.Tensor]:
-        frozen = [(name, param) for name, param in self.module.named_parameters() if param not in self.param_names]
-        for name, tensor in [*frozen, *self.module.named_buffers()]:
-            if tensor.layout is not torch.strided:
-                raise ConfigError(
-                    f"init_sync=True cannot make {name!r} equal on all ranks, because it is sparse ({tensor.layout}). Make it "
-                    "equal yourself and pass init_sync=False, or use a dense tensor."
-                )
-            if not tensor.is_meta:
-                # Of an expanded dimension one element is all there is; torch refuses to write through the expanded view.
-                yield tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
     # The wrapper as a module #
 
@@ -355,6 +341,7 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             ReplicasDivergedError: some parameter differs; the text names the first.
         """
+        self.sync.settle()
         self.finish_param_sync()
         check_replicas(dict(self.module.named_parameters()), self.communicator, step=self.sync.step)
 

@@ -68,7 +68,7 @@ def build_layout(
                 config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=dtype_bytes(key.grad_dtype)
             ),
             start_alignment=START_ALIGNMENT if padded else 1,
-            end_multiple=bucket_end_multiple(config, group_size) if padded else 1,
+            end_multiple=bucket_end_multiple(config, group_size),
             isolates_shared_embeddings=padded,
             num_shards=group_size if padded else 1,
         )

@@ -12,7 +12,6 @@ from megabucket.comm.heartbeat import Heartbeat
 from megabucket.comm.port import Progress
 from megabucket.comm.signs import Finding
 
-
 STORE_HOST = """
 import time, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -285,7 +285,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
             ParamSpec(f"p{i}", (numel,), dtype_name(dtype)) for i, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
         ]
         self.numels = {spec.name: spec.shape[0] for spec in specs}
-        self.world = LoopbackWorld(size, completion="manual", timeout_s=2)
+        self.world = LoopbackWorld(size, completion="manual", timeout_s=10)
         self.ranks = [Rank(rank, self.world, specs, self.config) for rank in range(size)]
         groups = [[slot.name for slot in group.slots] for group in self.ranks[0].groups]
         self.expected = [Expected(groups, self.config, self.numels) for _ in range(size)]
@@ -360,9 +360,10 @@ class GradientSyncMachine(RuleBasedStateMachine):
         rank.sync.fail(phase, ValueError("no good"))
 
     @rule(orders=st.tuples(*[ORDER] * 3), amount=AMOUNTS)
-    def all_ranks_run_a_backward_each_in_its_own_order(self, orders, amount):
+    def all_ranks_run_a_backward_each_in_its_own_order(self, orders, amount, infinite_at=None):
         for at in range(len(self.ranks)):
-            self.run_backward(at, self.gradients(orders[at], amount + at))
+            (name, finite), *others = self.gradients(orders[at], amount + at)
+            self.run_backward(at, [(name, math.inf if at == infinite_at else finite), *others])
 
     @rule(at=INDEX, which=INDEX, amount=AMOUNTS)
     def the_caller_puts_a_gradient_of_its_own_in_place(self, at, which, amount):
@@ -477,9 +478,10 @@ class GradientSyncMachine(RuleBasedStateMachine):
         microbatches=st.integers(1, 2),
         completions=st.lists(INDEX, max_size=8),
         amount=AMOUNTS,
+        infinite_at=st.sampled_from([None, None, None, 0, 1]),
         ways=WAYS,
     )
-    def all_ranks_run_a_whole_step(self, start, orders, microbatches, completions, amount, ways):
+    def all_ranks_run_a_whole_step(self, start, orders, microbatches, completions, amount, infinite_at, ways):
         self.clear_all(start, amount)
         for _ in range(microbatches - 1):
             for at in range(len(self.ranks)):
@@ -487,7 +489,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
             self.all_ranks_run_a_backward_each_in_its_own_order(orders, amount)
             for rank in self.ranks:
                 rank.open_no_syncs.pop().__exit__(None, None, None)
-        self.all_ranks_run_a_backward_each_in_its_own_order(orders, amount)
+        self.all_ranks_run_a_backward_each_in_its_own_order(orders, amount, infinite_at)
         self.all_ranks_finish(completions, 0, amount, True, ["finish"] * 3)
         if self.awaits_vote:
             self.all_ranks_go_on_after_a_reduce_scatter(ways)

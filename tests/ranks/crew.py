@@ -105,12 +105,18 @@ class Crew:
 
 @contextmanager
 def crew(
-    function: Callable[..., Any], *args: Any, ranks: int, tcp_port: int | None = None, group_timeout_s: float = 60.0
+    function: Callable[..., Any],
+    *args: Any,
+    ranks: int,
+    tcp_port: int | None = None,
+    is_host_first: bool = False,
+    group_timeout_s: float = 60.0,
 ) -> Iterator[Crew]:
     """Start processes that run ``function(place, *args)`` as ranks of the default group; end them all afterwards.
 
     Args:
         tcp_port: of a TCP store on this host; without, the ranks meet in a file.
+        is_host_first: the TCP store is in the process of the first rank.
     """
     # Forked from a server that has loaded torch: starting is quick, and they end without Python's farewells (os._exit).
     context = multiprocessing.get_context("forkserver")
@@ -122,7 +128,9 @@ def crew(
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(theirs, rank, ranks, meeting, group_timeout_s, function, args), daemon=True
+                    target=_serve,
+                    args=(theirs, rank, ranks, meeting, is_host_first and rank == 0, group_timeout_s, function, args),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -141,6 +149,7 @@ def _serve(
     rank: int,
     size: int,
     meeting: int | str,
+    is_host: bool,
     group_timeout_s: float,
     function: Callable[..., Any],
     args: Any,
@@ -150,7 +159,7 @@ def _serve(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     if isinstance(meeting, int):
-        store: dist.Store = dist.TCPStore("127.0.0.1", meeting, is_master=False, wait_for_workers=False)
+        store: dist.Store = dist.TCPStore("127.0.0.1", meeting, is_master=is_host, wait_for_workers=False)
     else:
         store = dist.FileStore(meeting, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout_s))

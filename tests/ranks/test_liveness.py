@@ -6,12 +6,14 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,6 +126,70 @@ def test_a_killed_process_is_noticed_over_a_tcp_store_too():
     assert [error.ranks for error in errors] == [(2,), (2,)]
     assert str(errors[0]) == str(errors[1])
     assert max(message.at_s for message in messages) - killed_s <= DEAD_NOTICED_S
+
+
+def test_a_killed_process_is_noticed_although_it_takes_the_store_with_it():
+    with socket.socket() as finder:
+        finder.bind(("127.0.0.1", 0))
+        port = finder.getsockname()[1]
+    with crew(wait_without_the_first, ranks=3, tcp_port=port, is_host_first=True) as ours:
+        ours.expect_all("ready")
+        ours.expect_all("waiting", [1, 2])
+        time.sleep(0.7)
+        killed_s = ours.signal(0, signal.SIGKILL)
+        messages = ours.expect_all("raised", [1, 2])
+
+    errors = lost_errors(messages)
+    assert [error.ranks for error in errors] == [(0,), (0,)]
+    assert str(errors[0]) == str(errors[1])  # nobody could tell anybody, so only what all can see is in the text
+    assert max(message.at_s for message in messages) - killed_s <= DEAD_NOTICED_S
+
+
+def wait_without_the_first(place: Place) -> None:
+    communicator = made(PATIENT)
+    place.report("ready")
+    if place.index == 0:
+        time.sleep(60)
+    handle, _ = reduce_ones(communicator)
+    place.report("waiting")
+    handle.wait()
+
+
+def wait_on_separate_hosts(place: Place) -> None:
+    """As far as looking at processes goes: their ids mean nothing to each other."""
+    communicator = made(QUICK)
+    heartbeat = communicator._heartbeat
+    assert heartbeat is not None
+    heartbeat.process = replace(heartbeat.process, pid_space=f"host {place.index}")
+    time.sleep(0.5)  # a beat
+    place.report("ready")
+    if place.index == 2:
+        time.sleep(60)
+    handle, _ = reduce_ones(communicator)
+    place.report("waiting")
+    handle.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [
+        (signal.SIGKILL, "went away: no sign of life for 0.8 s; last seen in forward, step 12, "),
+        (signal.SIGSTOP, "froze: no sign of life for 1.5 s; last seen in forward, step 12, "),
+    ],
+)
+def test_a_process_on_another_host_is_named_by_its_missing_beats(number, state):
+    with crew(wait_on_separate_hosts, ranks=3) as ours:
+        ours.expect_all("ready")
+        ours.expect_all("waiting", [0, 1])
+        signalled_s = ours.signal(2, number)
+        messages = ours.expect_all("raised", [0, 1])
+
+    errors = lost_errors(messages)
+    print("noticed after", [f"{message.at_s - signalled_s:.3f} s" for message in messages])
+    assert [error.ranks for error in errors] == [(2,), (2,)]
+    assert str(errors[0]) == str(errors[1])
+    assert errors[0].states[0].startswith(state)
+    assert max(message.at_s for message in messages) - signalled_s <= QUICK.dead_after_s + 1
 
 
 def lose_a_rank_and_go_on(place: Place, new_store: str) -> list[float]:

@@ -49,11 +49,13 @@ class Forward(Act):
 
     def play(self, rank: Player) -> None:
         """Run it; note what came out."""
-        rank.ddp.train(self.how != "eval")
+        if self.how == "eval":
+            rank.ddp.eval()
         with torch.set_grad_enabled(self.how != "no_grad"):
             output = rank.module(self.call) if self.call.is_direct else rank.ddp(self.call)
             loss = loss_of(output, self.call)
-        rank.ddp.train()
+        if self.how == "eval":
+            rank.ddp.train()
         rank.held[self.slot] = loss
         rank.seen.losses.append(loss.item())
 
@@ -97,7 +99,7 @@ class Raise(Act):
     text: str
     interrupts: bool = False
 
-    def play(self, rank: Player) -> None:
+    def play(self, rank: Player) -> None:  # noqa: ARG002 - the signature is that of all acts
         """Raise it."""
         raise KeyboardInterrupt(self.text) if self.interrupts else ValueError(self.text)
 

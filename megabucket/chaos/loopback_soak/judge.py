@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class Judgement:
     text: str = ""
 
 
-class _Mismatch(Exception):
+class _MismatchError(Exception):
     """An outcome that does not describe what was seen; ``is_silent`` when the rank had no error."""
 
     def __init__(self, reason: str, *, is_silent: bool) -> None:
@@ -72,7 +72,7 @@ def judge(episode: Episode, seen: SeenByRank, oracle: Oracle) -> tuple[Judgement
         after = oracle.copy()
         try:
             text = _Matcher(episode, outcome, seen, after).match()
-        except _Mismatch as mismatch:
+        except _MismatchError as mismatch:
             mismatches.append(mismatch)
             continue
         if outcome.agreed is None:
@@ -107,7 +107,7 @@ class _Matcher:
                 if index < len(blocks):
                     self._check_block(rank, index, blocks[index], reduced)
         if len(self._skip_reasons) > 1:
-            raise _Mismatch(f"different reasons to skip: {sorted(self._skip_reasons)}", is_silent=False)
+            raise _MismatchError(f"different reasons to skip: {sorted(self._skip_reasons)}", is_silent=False)
         return self._text
 
     def _want(self, rank: int, index: int) -> Want:
@@ -117,34 +117,39 @@ class _Matcher:
     def _check_agreed(self) -> None:
         """Check the one error of all ranks, before anything else is compared with it."""
         agreed = self._outcome.agreed
-        raised, first_index = [], 0
-        for index in reversed(range(max(len(blocks) for blocks in self._seen))):
-            for rank, blocks in enumerate(self._seen):
-                if index < len(blocks) and self._want(rank, index).ending is Ending.AGREED:
-                    raised.append((rank, blocks[index]))
-                    first_index = index
         if agreed is None:
             return
+        raised = self._blocks_ending_alike()
         if not raised:  # every rank has an exception of its own; what they agreed on stands in last_error
             self._find_unraised(agreed)
             return
-        for rank, block in raised:
+        for rank, _, block in raised:
             if block.error is None:
-                raise _Mismatch(f"rank {rank} raised nothing, expected {agreed.error}", is_silent=True)
-        beside = [blocks[first_index].step for blocks in self._seen if first_index < len(blocks)]
-        first = max([*beside, *(block.step for _, block in raised)]) + agreed.later_by
+                raise _MismatchError(f"rank {rank} raised nothing, expected {agreed.error}", is_silent=True)
+        index = min(index for _, index, _ in raised)
+        known = [block.step for _, _, block in raised] + [blocks[index].step for blocks in self._seen if index < len(blocks)]
+        first = max(known) + agreed.later_by
         steps = frozenset({first, first + 1} if self._oracle.may_lag else {first})
         self._oracle.may_lag = False
-        for rank, block in raised:
+        for rank, _, block in raised:
             problem = _difference(agreed, block.error, steps)
             if problem:
-                raise _Mismatch(f"rank {rank}: {problem}", is_silent=False)
-        texts = {str(block.error) for _, block in raised}
+                raise _MismatchError(f"rank {rank}: {problem}", is_silent=False)
+        texts = {str(block.error) for _, _, block in raised}
         if len(texts) > 1:
-            raise _Mismatch(f"ranks raised different texts: {sorted(texts)}", is_silent=False)
+            raise _MismatchError(f"ranks raised different texts: {sorted(texts)}", is_silent=False)
         self._text = texts.pop()
         if agreed.is_last_error:
             self._oracle.last_error = self._text
+
+    def _blocks_ending_alike(self) -> list[tuple[int, int, BlockSeen]]:
+        """Return rank, index and what was seen of each block that must raise what all ranks agreed on."""
+        return [
+            (rank, index, block)
+            for rank, blocks in enumerate(self._seen)
+            for index, block in enumerate(blocks)
+            if self._want(rank, index).ending is Ending.AGREED
+        ]
 
     def _find_unraised(self, agreed: Agreed) -> None:
         """Take the error that no rank has raised from the first rank that has read it, if any."""
@@ -153,7 +158,7 @@ class _Matcher:
             for error in (error for block in blocks for error in block.last_errors):
                 problem = _difference(agreed, error, frozenset())
                 if problem:
-                    raise _Mismatch(f"last_error: {problem}", is_silent=False)
+                    raise _MismatchError(f"last_error: {problem}", is_silent=False)
                 self._text = self._oracle.last_error = str(error)
                 return
         self._oracle.last_error = None
@@ -163,46 +168,48 @@ class _Matcher:
         where = f"rank {rank}, block {index}"
         error = seen.error
         if want.ending is Ending.FINE and error is not None:
-            raise _Mismatch(f"{where}: {seen.describe()}, expected none", is_silent=False)
+            raise _MismatchError(f"{where}: {seen.describe()}, expected none", is_silent=False)
         if want.ending is not Ending.FINE and error is None:
-            raise _Mismatch(f"{where}: no error, expected {want.error or want.ending.value}", is_silent=True)
+            raise _MismatchError(f"{where}: no error, expected {want.error or want.ending.value}", is_silent=True)
         if want.ending in (Ending.OWN, Ending.REFUSED) and (type(error).__name__ != want.error or want.text not in str(error)):
-            raise _Mismatch(f"{where}: {seen.describe()}, expected {want.error}: {want.text}", is_silent=False)
+            raise _MismatchError(f"{where}: {seen.describe()}, expected {want.error}: {want.text}", is_silent=False)
         if error is not None and want.at and seen.at != want.at:
-            raise _Mismatch(f"{where}: {seen.describe()}, expected it at {want.at}", is_silent=False)
+            raise _MismatchError(f"{where}: {seen.describe()}, expected it at {want.at}", is_silent=False)
         self._check_acts(rank, where, block.acts[: seen.num_played], seen, reduced)
         if self._outcome.spoils_weights and index == 0:
             self._oracle.ranks[rank].is_spoiled = True
 
     def _check_acts(self, rank: int, where: str, acts: Sequence[Act], seen: BlockSeen, reduced: Multiples) -> None:
         """Read the acts that were played once more, and compare every number that was seen."""
-        numbers, oracle = self._oracle.ranks[rank], self._oracle
+        numbers = self._oracle.ranks[rank]
         losses, looks, updates = iter(seen.losses), iter(seen.looks), iter(seen.updates)
         weights, last_errors = iter(seen.weights), iter(seen.last_errors)
-        problem = ""
+        compare: dict[type[Act], Callable[[Any], str]] = {
+            Forward: lambda act: self._compare_loss(rank, act, next(losses)),
+            LookAtGrads: lambda _: self._compare_grads(next(looks), reduced, seen),
+            Update: lambda act: self._compare_update(rank, act, next(updates), reduced, seen),
+            LookAtWeights: lambda _: self._compare_weights(rank, next(weights)),
+            ReadLastError: lambda _: self._compare_last_error(str(next(last_errors))),
+            Save: lambda _: numbers.save(),
+            Restore: lambda _: numbers.restore(),
+            Rebuild: self._rebuild,
+        }
         for act in acts:
-            if isinstance(act, Forward):
-                problem = self._compare_loss(rank, act, next(losses))
-            elif isinstance(act, LookAtGrads):
-                problem = self._compare_grads(next(looks), reduced, seen)
-            elif isinstance(act, Update):
-                problem = self._compare_update(rank, act, next(updates), reduced, seen)
-            elif isinstance(act, LookAtWeights):
-                found = next(weights)
-                if not numbers.is_spoiled:
-                    right = oracle.flat(numbers.weights)
-                    problem = first_difference(found, right, oracle.spec.model, numbers.weights)
-                    problem = problem and f"weight {problem}"
-            elif isinstance(act, ReadLastError):
-                problem = self._compare_last_error(str(next(last_errors)))
-            elif isinstance(act, Save):
-                numbers.saved = dict(numbers.weights)
-            elif isinstance(act, Restore):
-                numbers.restore()
-            elif isinstance(act, Rebuild):
-                oracle.trained = act.trained
+            problem = compare[type(act)](act) if type(act) in compare else ""
             if problem:
-                raise _Mismatch(f"{where}: {problem}", is_silent=seen.error is None)
+                raise _MismatchError(f"{where}: {problem}", is_silent=seen.error is None)
+
+    def _rebuild(self, act: Rebuild) -> str:
+        self._oracle.trained = act.trained
+        return ""
+
+    def _compare_weights(self, rank: int, found: Any) -> str:
+        numbers = self._oracle.ranks[rank]
+        if numbers.is_spoiled:
+            return ""
+        right = self._oracle.flat(numbers.weights)
+        problem = first_difference(found, right, self._oracle.spec.model, numbers.weights)
+        return problem and f"weight {problem}"
 
     def _compare_loss(self, rank: int, act: Forward, found: float) -> str:
         if self._oracle.ranks[rank].is_spoiled or not act.call.is_exact:

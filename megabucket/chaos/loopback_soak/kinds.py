@@ -127,16 +127,15 @@ class _Parts:
 
     def __init__(self, programs: list[list[Block]], wants: list[list[list[Want]]], agreed: Sequence[Agreed | None]) -> None:
         self._programs, self._wants, self._agreed = programs, wants, agreed
-        self._depth = max(len(blocks) for blocks in programs)
         self._pad()
 
     def _pad(self) -> None:
-        self._depth = max(self._depth, max(len(blocks) for blocks in self._programs))
+        depth = max(len(blocks) for blocks in self._programs)
         for blocks in self._programs:
-            blocks += [Block()] * (self._depth - len(blocks))
+            blocks.extend([Block()] * (depth - len(blocks)))
         for by_rank in self._wants:
             for wants in by_rank:
-                wants += [FINE] * (self._depth - len(wants))
+                wants.extend([FINE] * (depth - len(wants)))
 
     def _add(self, blocks: Sequence[Block], wants: Sequence[Want]) -> None:
         for rank, block in enumerate(blocks):

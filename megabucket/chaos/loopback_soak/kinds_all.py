@@ -1,5 +1,6 @@
 """Episodes in which all ranks do alike, or some do what harms nobody."""
 
+# ruff: noqa: ARG001 - functions of one table have the same parameters
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -208,7 +209,7 @@ def unused_on_all(maker: Maker) -> Episode | None:
     """Leave one layer out on all ranks."""
     draft = maker.step()
     layer = maker.draw.randrange(len(maker.spec.model.layers))
-    params = [leave_out(maker, draft, rank, layer) for rank in maker.ranks][0]
+    params, *_ = [leave_out(maker, draft, rank, layer) for rank in maker.ranks]
     if not params:
         return None
     if not maker.spec.notices_unused:
@@ -318,18 +319,17 @@ def rebuilt(maker: Maker) -> Episode | None:
     if not any(name in trained and name.endswith(".p0") and model.numels[name] for name in trained):
         return None
     before = maker.step()
-    maker.trained, was_trained = trained, maker.trained
+    maker.trained = trained
     change, after = SetTrained(param, is_unfreezing), maker.step()
     tail = maker.tail()
-    runs_into_it = maker.chance(0.4) and is_unfreezing
-    maker.trained = trained
+    # A step with a frozen layer might have nothing to differentiate.
+    runs_into_it = is_unfreezing and maker.chance(0.4)
     first = [Block((change, *before.acts[rank]) if runs_into_it else (change,)) for rank in maker.ranks]
     programs = tuple((first[rank], Block((Rebuild(trained),)), after.block(rank), tail) for rank in maker.ranks)
     one = (param,)
     fields = {"rank": 0, "unfrozen": one if is_unfreezing else (), "frozen": () if is_unfreezing else one}
     agreed = Agreed("TrainabilityChangedError", fields) if runs_into_it else None
     outcome = Outcome(tuple((AGREED if runs_into_it else FINE, FINE, FINE, FINE) for _ in maker.ranks), agreed)
-    _ = was_trained
     return Episode("rebuild", programs, (outcome,), place=f"{'unfreeze' if is_unfreezing else 'freeze'} {param}")
 
 

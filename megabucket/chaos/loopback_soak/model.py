@@ -31,7 +31,7 @@ class SoakLayer(torch.nn.Module):
             self.register_parameter(f"p{position}", torch.nn.Parameter(torch.zeros(numel, dtype=dtype)))
         self._patterns: dict[int, torch.Tensor] = {}
 
-    def forward(self, factor: float, anchor: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, factor: float, anchor: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         """Return the weighed sum times ``factor``; ``anchor`` is there for reentrant checkpointing and counts nothing."""
         total = torch.zeros((), dtype=torch.float64)
         for param in self.parameters(recurse=False):

@@ -36,9 +36,15 @@ class RankNumbers:
             self.velocity[name] = momentum * self.velocity.get(name, 0) + grad
             self.weights[name] -= self.velocity[name]
 
-    def restore(self) -> None:
-        """Go back to what was saved."""
+    def save(self) -> str:
+        """Remember the weights; return that nothing is wrong."""
+        self.saved = dict(self.weights)
+        return ""
+
+    def restore(self) -> str:
+        """Go back to what was saved; return that nothing is wrong."""
         self.weights, self.velocity, self.is_spoiled = dict(self.saved), {}, False
+        return ""
 
 
 class Oracle:
@@ -55,12 +61,15 @@ class Oracle:
         """Text of the last error that all ranks agreed on; ``None`` where nobody has looked at it."""
         self.may_lag = False
         """Whether all ranks may still have to learn that the last step was dropped."""
-        self._square_sums = {name: float(pattern(numel).square().sum()) for name, numel in names.items()}
+        self._patterns = {name: pattern(numel) for name, numel in names.items()}
+        self._square_sums = {name: float(values.square().sum()) for name, values in self._patterns.items()}
 
     def copy(self) -> Oracle:
         """Return an oracle that can go on in another way."""
         other = copy.copy(self)
-        other.ranks = copy.deepcopy(self.ranks)
+        other.ranks = [
+            RankNumbers(dict(rank.weights), dict(rank.velocity), dict(rank.saved), rank.is_spoiled) for rank in self.ranks
+        ]
         return other
 
     def loss(self, rank: int, call: Call) -> float:
@@ -86,7 +95,7 @@ class Oracle:
 
     def flat(self, multiples: Mapping[str, float]) -> torch.Tensor:
         """Return values, 1D and float64, in order of registration."""
-        return torch.cat([pattern(n) * multiples[name] for name, n in self.spec.model.numels.items() if name in multiples])
+        return torch.cat([values * multiples[name] for name, values in self._patterns.items() if name in multiples])
 
 
 def _accumulated(model: ModelSpec, acts: Iterable[Act], own: Iterable[Act]) -> Multiples:

@@ -103,7 +103,8 @@ class Player:
         for handle in self.module.hooks:
             handle.remove()
         self.module.hooks.clear()
-        self.ddp.train()
+        if not self.ddp.training:
+            self.ddp.train()  # a forward in eval mode has failed
         seen.broken = self._find_broken(seen)
 
     def _find_broken(self, seen: BlockSeen) -> CollectiveError | None:

@@ -1,5 +1,6 @@
 """Faults of one rank in the number and the order of its calls."""
 
+# ruff: noqa: ARG001 - functions of one table have the same parameters
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -162,6 +162,8 @@ class SoakedWorld:
         """Return what is left when it should not be, in words: a collective in flight, a rank that launched more."""
         self._run(lambda rank: self._players[rank].ddp.zero_grad())
         self._run(lambda rank: self._players[rank].ddp.finish_param_sync())
+        for player in self._players:
+            player.ddp.detach()
         lengths = {len(self._world.schedule(rank)) for rank in range(self.spec.num_ranks)}
         steps = {player.ddp.sync.step for player in self._players}
         if self._world.pending or len(lengths) > 1 or len(steps) > 1:
@@ -220,7 +222,6 @@ def run_loopback_soak(
         for failure in counts.failures[num_failures:]:
             report(failure.describe())
         if counts.num_worlds % 100 == 0:
-            report(
-                f"seed {seed}: {counts.num_steps:,} steps in {counts.num_worlds} worlds, {counts.num_steps / counts.seconds:.0f}/s"
-            )
+            rate = counts.num_steps / counts.seconds
+            report(f"seed {seed}: {counts.num_steps:,} steps in {counts.num_worlds} worlds, {rate:.0f} steps/s")
     return counts

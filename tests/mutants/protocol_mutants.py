@@ -1,0 +1,248 @@
+"""Library code with one mistake each. Every mutant is a patch that a test applies and takes back."""
+
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+from scenarios import ALL_REDUCE, EXPLICIT, OVERLAPS, SHARDED, SHARDED_EXPLICIT, Scenario
+
+from megabucket.buffer import GradPhase
+from megabucket.buffer.finite import FiniteTest
+from megabucket.buffer.grad_slot import GradSlot
+from megabucket.buffer.scaling import GradScale
+from megabucket.ddp import backward_watch, grad_sync, verdict
+from megabucket.ddp.backward_watch import BackwardWatch
+from megabucket.ddp.fence import PendingFence
+from megabucket.ddp.grad_sync import GradSync
+from megabucket.ddp.launcher import InOrderLauncher
+from megabucket.ddp.model_watch import ModelWatch
+from megabucket.ddp.step_agreement import StepAgreement
+from megabucket.ddp.step_tally import StepTally
+
+
+def readiness_order_launch(patch):
+    def mark_complete(self, index):
+        self._is_complete[index] = True
+        self._launch(self._groups[index])
+
+    def flush(self):
+        for index, group in enumerate(self._groups):
+            if not self._is_complete[index]:
+                self._launch(group)
+        self._next = len(self._groups)
+
+    patch.setattr(InOrderLauncher, "mark_complete", mark_complete)
+    patch.setattr(InOrderLauncher, "flush", flush)
+
+
+def write_in_flight(patch):
+    def note_late(self, group, position):
+        slot = group.slots[position]
+        slot.view.add_(slot.param.grad)
+
+    patch.setattr(GradSync, "_note_late", note_late)
+
+
+def swallowed_exception(patch):
+    patch.setattr(GradSync, "fail", lambda *_: None)
+
+
+def _report_with(**values):
+    """A patch of ``StepTally.report`` that says something else."""
+    original = StepTally.report
+
+    def apply(patch):
+        patch.setattr(StepTally, "report", lambda self, **known: replace(original(self, **known), **values))
+
+    return apply
+
+
+def error_on_one_rank_only(patch):
+    original = StepAgreement.conclude
+
+    def conclude(self):
+        error = original(self)
+        return error if error is None or error.rank == self._rank else None
+
+    patch.setattr(StepAgreement, "conclude", conclude)
+
+
+def no_zeroing(patch):
+    original = GradSlot.hand_over
+
+    def hand_over(self):
+        self.is_clean = True
+        return original(self)
+
+    patch.setattr(GradSlot, "hand_over", hand_over)
+
+
+def no_division(patch):
+    patch.setattr(GradScale, "after", lambda *_: None)
+
+
+def no_unused_report(patch):
+    patch.setattr(grad_sync, "unused_params", lambda *_, **__: None)
+
+
+def no_finite_test(patch):
+    patch.setattr(FiniteTest, "run", lambda _: None)
+
+
+def finite_test_that_overflows(patch):
+    def run(self):
+        self.found = ()
+        if not all(bool(torch.isfinite(flat.float().square().sum())) for flat in self._flats):
+            self.found = (replace_found(self._slots[0].name),)
+
+    patch.setattr(FiniteTest, "run", run)
+
+
+def replace_found(name):
+    from megabucket.buffer.finite import NonFiniteParam
+
+    return NonFiniteParam(name, "inf in its norm")
+
+
+def fence_not_awaited(patch):
+    patch.setattr(PendingFence, "is_whole", lambda _: True)
+
+
+def reports_guessed(patch):
+    def reports(self, report=None):
+        own = report or self._report
+        return [replace(own, rank=rank) for rank in range(self._fence.communicator.size)]
+
+    patch.setattr(PendingFence, "reports", reports)
+
+
+def model_check_off(patch):
+    patch.setattr(ModelWatch, "find_change", lambda _: None)
+
+
+def state_not_reset(patch):
+    patch.setattr(StepTally, "start_over", lambda _: None)
+
+
+def gradients_not_forgotten(patch):
+    def forget(self):
+        self._launcher.start_step()
+        self._is_finished = self.has_local_grads = self.awaits_finish = self._awaits_vote = False
+        for group in self._groups:
+            if group.grad_phase is not GradPhase.ACCUMULATING:
+                group.reopen()
+
+    patch.setattr(GradSync, "_forget", forget)
+
+
+def end_of_backward_unnoticed(patch):
+    def open_without_callback(self, _):
+        self.is_open = True
+
+    patch.setattr(BackwardWatch, "open", open_without_callback)
+
+
+def sentinel_never_fires(patch):
+    patch.setattr(backward_watch._EndOfBackward, "__del__", lambda _: None)
+
+
+def gather_before_the_vote(patch):
+    original = GradSync.commit
+
+    def commit(self):
+        if self._is_finished:
+            self._awaits_vote = False
+            self._set_phase("optimizer")
+        else:
+            original(self)
+
+    patch.setattr(GradSync, "commit", commit)
+
+
+def launcher_skips_a_group(patch):
+    def flush(self):
+        self._next += 1
+        while self._next < len(self._groups):
+            self._launch_next()
+
+    patch.setattr(InOrderLauncher, "flush", flush)
+
+
+def text_with_the_wrong_rank(patch):
+    original = verdict._failures
+
+    def failures(facts, reports):
+        for error in original(facts, reports):
+            rank = (error.rank + 1) % len(reports)
+            yield type(error)(step=error.step, rank=rank, phase=error.phase, cause=error.cause)
+
+    order = tuple(failures if find is original else find for find in verdict._IN_ORDER)
+    patch.setattr(verdict, "_IN_ORDER", order)
+
+
+def no_sync_is_a_switch(patch):
+    from contextlib import contextmanager
+
+    @contextmanager
+    def no_sync(self):
+        self._no_sync_depth = 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth = 0
+
+    patch.setattr(GradSync, "no_sync", no_sync)
+
+
+def caught_error_can_be_stepped_on(patch):
+    patch.setattr(GradSync, "check_not_failed", lambda self: self.settle() and None)
+
+
+def failed_rank_does_not_finish_its_schedule(patch):
+    original = InOrderLauncher.flush
+
+    def flush(self):
+        if sys._getframe(1).f_code.co_name != "fail":
+            original(self)
+
+    patch.setattr(InOrderLauncher, "flush", flush)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    apply: object
+    scenario: Scenario
+
+
+MUTANTS = [
+    Mutant("readiness-order launch", readiness_order_launch, Scenario("healthy", {**ALL_REDUCE, **OVERLAPS})),
+    Mutant("write in flight", write_in_flight, Scenario("start early", EXPLICIT)),
+    Mutant("exception swallowed", swallowed_exception, Scenario("exception", ALL_REDUCE, "forward")),
+    Mutant("no microbatch count", _report_with(num_microbatches=0), Scenario("microbatch more", SHARDED)),
+    Mutant("error on one rank only", error_on_one_rank_only, Scenario("exception", SHARDED)),
+    Mutant("no zeroing", no_zeroing, Scenario("unused on all ranks", {**ALL_REDUCE, "unused_parameters": "zero"})),
+    Mutant("no division", no_division, Scenario("healthy", {**ALL_REDUCE, "average_in_collective": False})),
+    Mutant("no unused report", no_unused_report, Scenario("unused", SHARDED)),
+    Mutant("no finite test", no_finite_test, Scenario("nan or inf", ALL_REDUCE)),
+    Mutant("finite test that overflows", finite_test_that_overflows, Scenario("huge but finite", SHARDED)),
+    Mutant("fence not awaited", fence_not_awaited, Scenario("unused", SHARDED)),
+    Mutant("reports guessed", reports_guessed, Scenario("unused", ALL_REDUCE)),
+    Mutant("model check off", model_check_off, Scenario("model change", SHARDED, "moved")),
+    Mutant("dropped step not counted", _report_with(num_dropped_steps=0), Scenario("zero instead of step", SHARDED)),
+    Mutant("update count not compared", _report_with(num_updates=0), Scenario("update left out", ALL_REDUCE)),
+    Mutant("skipped forward not counted", _report_with(num_skipped_forwards=0), Scenario("forward more", ALL_REDUCE)),
+    Mutant("step number not compared", _report_with(step_number=-1), Scenario("other step number", SHARDED)),
+    Mutant("commit not compared", _report_with(is_committing=False), Scenario("finish first", SHARDED)),
+    Mutant("kept gradients not compared", _report_with(keeps_reduced_grads=False), Scenario("zero left out", ALL_REDUCE)),
+    Mutant("state not reset", state_not_reset, Scenario("unused", SHARDED)),
+    Mutant("gradients not forgotten", gradients_not_forgotten, Scenario("unused", ALL_REDUCE)),
+    Mutant("end of backward unnoticed", end_of_backward_unnoticed, Scenario("healthy", ALL_REDUCE)),
+    Mutant("sentinel never fires", sentinel_never_fires, Scenario("exception", ALL_REDUCE, "backward")),
+    Mutant("gather before the vote", gather_before_the_vote, Scenario("abort before the step", SHARDED_EXPLICIT)),
+    Mutant("launcher skips a group", launcher_skips_a_group, Scenario("healthy", ALL_REDUCE)),
+    Mutant("text with the wrong rank", text_with_the_wrong_rank, Scenario("abort", SHARDED)),
+    Mutant("no_sync is a switch", no_sync_is_a_switch, Scenario("healthy", {**ALL_REDUCE, **OVERLAPS})),
+    Mutant("caught error can be stepped on", caught_error_can_be_stepped_on, Scenario("abort", ALL_REDUCE)),
+    Mutant("schedule not finished", failed_rank_does_not_finish_its_schedule, Scenario("abort", ALL_REDUCE)),
+]
