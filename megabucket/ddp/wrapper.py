@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -266,7 +267,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.sync.settle()
         self.finish_param_sync()
         flats = [buffer.param_data for buffer in self.param_and_grad_buffers]
-        broadcast_replicas([*flats, *unbuffered_state(self.module, self.param_names)], self.communicator)
+        broadcast_replicas(chain(flats, unbuffered_state(self.module, self.param_names)), self.communicator)
         self.num_value_changes += 1
 
     # The wrapper as a module #

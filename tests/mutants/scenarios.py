@@ -43,9 +43,7 @@ class Scenario:
     def run(self):
         """Return the first judgement that is not good, and the kind of episode it is about; None if all are good."""
         for spec, episodes in self.worlds():
-            world = SoakedWorld(spec)
-            for episode in episodes:
-                (judgement,) = world.run([episode])
-                if not judgement.verdict.is_good:
-                    return episode.kind, judgement
+            judgements = SoakedWorld(spec).run(episodes)
+            if not judgements[-1].verdict.is_good:
+                return episodes[len(judgements) - 1].kind, judgements[-1]
         return None

@@ -66,13 +66,16 @@ class Backward(Act):
 
     slot: int
     depth: int = 0
-    """Nested ``no_sync()`` contexts around it."""
+    """``no_sync()`` contexts around it. In the second one, one more is entered and left before."""
     retains: bool = False
 
     def play(self, rank: Player) -> None:
         """Run it."""
         if self.depth:
             with rank.ddp.no_sync():
+                if self.depth == 2:
+                    with rank.ddp.no_sync():
+                        pass
                 replace(self, depth=self.depth - 1).play(rank)
         elif self.retains:
             rank.held[self.slot].backward(retain_graph=True)

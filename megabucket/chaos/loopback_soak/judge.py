@@ -21,7 +21,7 @@ from megabucket.chaos.loopback_soak.acts import (
 from megabucket.chaos.loopback_soak.oracle import Multiples, Oracle, first_difference
 from megabucket.chaos.loopback_soak.program import Agreed, Block, Ending, Episode, Outcome, Want
 from megabucket.chaos.loopback_soak.seen import BlockSeen
-from megabucket.errors import InFlightWriteError
+from megabucket.errors import CollectiveError, InFlightWriteError, MismatchedCollectiveError
 
 SeenByRank = Sequence[Sequence[BlockSeen]]
 
@@ -62,10 +62,9 @@ class _MismatchError(Exception):
 
 def judge(episode: Episode, seen: SeenByRank, oracle: Oracle) -> tuple[Judgement, Oracle]:
     """Return the judgement, and the oracle after the episode (the given one if it went wrong)."""
-    broken = next((block.broken for blocks in seen for block in blocks if block.broken is not None), None)
+    broken = _find_broken(seen)
     if broken is not None:
-        is_write = isinstance(broken, InFlightWriteError)
-        verdict = Verdict.SILENT if is_write else Verdict.HUNG
+        verdict = Verdict.SILENT if isinstance(broken, InFlightWriteError) else Verdict.HUNG
         return Judgement(verdict, "a collective cannot give the right result", type(broken).__name__, str(broken)), oracle
     mismatches = []
     for outcome in episode.outcomes:
@@ -83,6 +82,13 @@ def judge(episode: Episode, seen: SeenByRank, oracle: Oracle) -> tuple[Judgement
     error = next((block.error for blocks in seen for block in blocks if block.error is not None), None)
     verdict = Verdict.SILENT if error is None or first.is_silent else Verdict.WRONG
     return Judgement(verdict, reason, type(error).__name__ if error else "", str(error or "")), oracle
+
+
+def _find_broken(seen: SeenByRank) -> CollectiveError | None:
+    """Return a collective that cannot give the right result; those that explain the others first."""
+    found = [block.broken for blocks in seen for block in blocks if block.broken is not None]
+    causes = [error for error in found if isinstance(error, InFlightWriteError | MismatchedCollectiveError)]
+    return (causes or found or [None])[0]
 
 
 def _has_error(outcome: Outcome) -> bool:
