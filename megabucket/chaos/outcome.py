@@ -13,7 +13,7 @@ from megabucket.chaos.cell_run import CellRun
 from megabucket.chaos.judge import judge
 from megabucket.chaos.judge_torch import judge_torch
 from megabucket.chaos.kinds import kind_named
-from megabucket.chaos.verdict import Verdict, VerdictName, fault_time_s
+from megabucket.chaos.verdict import Verdict, VerdictName, fault_time_s, unless_vacuous
 from megabucket.errors import ConfigError
 
 _REASON_CHARS = 4_000
@@ -74,7 +74,7 @@ def outcome_of(run: CellRun) -> CellOutcome:
     """Judge a run."""
     cell = run.cell
     expected = kind_named(cell.kind).fault(cell).expect()
-    verdict = (judge if cell.system is SystemName.MEGABUCKET else judge_torch)(run, expected)
+    verdict = unless_vacuous(run, (judge if cell.system is SystemName.MEGABUCKET else judge_torch)(run, expected))
     reports = list(_reports(run))
     num_steps = sum(1 for _ in run.of("step"))
     num_loud = sum(1 for report in reports if report["kind"] == "step")

@@ -13,7 +13,7 @@ from megabucket.chaos.farm import run_soaks
 from megabucket.chaos.judge import Window, judge_steps
 from megabucket.chaos.kinds import kind_named
 from megabucket.chaos.soak_plan import SoakPlan
-from megabucket.chaos.verdict import FAILING, VerdictName
+from megabucket.chaos.verdict import FAILING, VerdictName, unless_vacuous
 
 _SECONDS_PER_STEP: Final = 0.5
 _SECONDS_TO_START: Final = 60.0
@@ -107,7 +107,8 @@ class SoakJudge:
         step, result = self._next_step, self.result
         run = CellRun(cell=cell, events=events, exits={}, killed=(), timed_out=False, logs={}, wall_s=0.0)
         fault = kind_named(cell.kind).fault(cell)
-        verdict = judge_steps(run, fault.expect(), Window(fault=step, stop=step + 1, num_agreements=self._num_agreements))
+        window = Window(fault=step, stop=step + 1, num_agreements=self._num_agreements)
+        verdict = unless_vacuous(run, judge_steps(run, fault.expect(), window))
         self._num_agreements += fault.num_agreements()
         result.num_judged += 1
         result.counts[f"{cell.kind}/{cell.place}"][verdict.name] += 1

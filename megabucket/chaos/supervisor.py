@@ -237,6 +237,9 @@ def _store_host() -> Iterator[tuple[int, int]]:
 
 def _host_store(writer: int) -> NoReturn:
     parent = os.getppid()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(writer, str(store.port).encode())
     while os.getppid() == parent:
@@ -253,6 +256,8 @@ def _end_of(log: int) -> str:
 
 def serve() -> None:
     """Run tasks from stdin until it ends."""
+    # c10d asks the resolver for the name of every address it connects to. Where nobody answers, that is 5 s each time.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     gc.collect()
     gc.freeze()  # forked ranks share the imported modules instead of copying them
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -12,6 +12,8 @@ from megabucket.chaos.expectation import Expectation
 from megabucket.chaos.recipe import HEALTHY_STEPS
 
 _LOG_CHARS = 1_500
+_AT_WRAP = frozenset({"other-model", "other-config", "unwrappable"})
+"""Kinds that are at fault from the beginning and announce nothing."""
 
 
 class VerdictName(str, enum.Enum):
@@ -160,6 +162,14 @@ def diverged_steps(run: CellRun, live: list[int]) -> Iterator[int]:
                 digests.add(weights["digest"])
         if len(digests) > 1:
             yield step
+
+
+def unless_vacuous(run: CellRun, verdict: Verdict) -> Verdict:
+    """Return the verdict, or BROKEN where all is right because the fault never happened."""
+    happened = run.cell.kind == "none" or any(run.of("signal")) or any(e.get("phase") != "wrap" for e in run.of("fault"))
+    if verdict.name in (VerdictName.RIGHT, VerdictName.LATE) and not happened and run.cell.kind not in _AT_WRAP:
+        return Verdict(VerdictName.BROKEN, "the fault did not happen")
+    return verdict
 
 
 def late_signal(run: CellRun, expected: Expectation) -> str:

@@ -1,7 +1,7 @@
 """The thread of one communicator that talks to the store of its group, so that the caller's thread never waits for it.
 
-It writes this rank's signs of life. On request of a rank that is blocked, it reads those of the others and what any of them
-has found. Nobody else in the package uses the store.
+It writes this rank's signs of life, and reads those of the others until all have come. Later it reads them on request of a
+rank that is blocked, and what any of them has found. Nobody else in the package uses the store.
 
 ::
 
@@ -69,6 +69,7 @@ class Heartbeat:
         self.num_answers = 0
         self.failure = ""
         """Why the thread ended, when the store was the reason."""
+        self.is_stopped = False
         self._num_requests = 0
         self._progress = progress
         self._is_wanted = is_wanted
@@ -119,6 +120,7 @@ class Heartbeat:
         """
         if os.getpid() != self.process.pid:
             return  # a forked child has no such thread, and its parent's is not to be ended
+        self.is_stopped = True
         self._mailbox.put(_Request(is_last=True))
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
@@ -147,6 +149,7 @@ class Heartbeat:
         instance = connection.store.add(f"megabucket/instances/{self.rank}", 1)
         store = PrefixStore(f"megabucket/{instance}", connection.store)
         self._beat(store)
+        self._meet(store)
         self._is_ready.put(None)
         next_beat_s = time.monotonic() + (self.every_s or 0.0)
         while True:
@@ -156,6 +159,7 @@ class Heartbeat:
             connection.check()
             if request is None:
                 self._beat(store)
+                self._meet(store)
                 next_beat_s = time.monotonic() + (self.every_s or 0.0)
             elif request.is_last:
                 self._beat(store, has_left=True)
@@ -188,6 +192,14 @@ class Heartbeat:
             has_left=has_left,
         )
         store.set(_rank_key(self.rank), beat.encode())
+
+    def _meet(self, store: Store) -> None:
+        """Read who the others are, until all have come: when it matters, the store may be out of reach.
+
+        A process that is stopped while it holds the lock of a file store, for instance, stops the store.
+        """
+        if len(self._known) < self.size:
+            self.view = View(time.monotonic(), self._read_beats(store), self.view.finding)
 
     def _answer(self, store: Store, request: _Request) -> None:
         finding, view = self.view.finding, self.view

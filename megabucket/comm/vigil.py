@@ -130,7 +130,8 @@ class PeerWatch:
         heartbeat.request()
         now_s = time.monotonic()
         vigil.evidence.note(heartbeat.view, now_s)
-        vigil.store.hear(heartbeat.num_answers if heartbeat.is_busy else now_s, now_s)
+        is_owing = heartbeat.is_busy and not heartbeat.is_stopped
+        vigil.store.hear(heartbeat.num_answers if is_owing else now_s, now_s)
         finding = self.finding or heartbeat.view.finding or self._find_lost(vigil)
         if finding is not None:
             raise self._conclude(finding)

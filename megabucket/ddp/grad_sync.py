@@ -44,7 +44,7 @@ class GradSync:
         self._agreement = StepAgreement(groups, config)
         self._no_sync_depth = 0
         self._backward = BackwardWatch()
-        self._has_received = False  # a gradient in the backward that is running
+        self._has_received = self._keeps_grads = False  # in the backward that is running
         self._finishes_with_backward = config.finish == "auto" and not config.use_distributed_optimizer
         self._is_finished = False
         self._refusal: MegabucketError | None = None  # raised at the end of the backward that is running
@@ -146,7 +146,7 @@ class GradSync:
         self.settle()
         self._set_phase("backward")
         if self._is_finished and not self._config.use_distributed_optimizer:
-            self.tally.keeps_reduced_grads = keeps_grads(self._groups)  # now, before the first gradient is added to them
+            self._keeps_grads = keeps_grads(self._groups)  # now, before the first gradient is added to them
         self._backward.open(self)
         self.has_failed = self._has_received = False
 
@@ -195,7 +195,7 @@ class GradSync:
             slot.param.grad = None
             return False
         self._reopen_if_finished()
-        self.has_failed = False
+        self.tally.keeps_reduced_grads, self.has_failed = self._keeps_grads, False
         self._agreement.skip_reason = ""
         return True
 

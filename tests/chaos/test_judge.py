@@ -6,7 +6,7 @@ from runs import CELL, TEXT, error, healthy_events, replaced, run_of, step, weig
 from megabucket.chaos.cell import Cell, Combo, Mode
 from megabucket.chaos.expectation import RIGHT, SKIPPED, AnyOf, Expectation, Outcome, Recovery, named
 from megabucket.chaos.judge import judge
-from megabucket.chaos.verdict import VerdictName
+from megabucket.chaos.verdict import Verdict, VerdictName, unless_vacuous
 
 UNUSED = named("UnusedParameterError")
 
@@ -260,3 +260,13 @@ def test_a_warning_that_is_due_must_be_there():
 def test_the_rank_at_fault_is_the_last_with_overlap_and_the_first_without():
     assert [CELL.culprit, Cell("none", "step", Combo(Mode.ALL_REDUCE, False, 3)).culprit] == [1, 0]
     assert Cell("none", "step", CELL.combo, at_rank=0).culprit == 0
+
+
+def test_a_cell_that_is_right_because_its_fault_never_happened_is_broken():
+    cell = Cell("slow", "forward", CELL.combo)
+    right = Verdict(VerdictName.RIGHT)
+    happened = [*healthy_events(), {"kind": "fault", "rank": 1, "at_s": 12.0}]
+
+    assert unless_vacuous(run_of(healthy_events(), cell=cell), right).name is VerdictName.BROKEN
+    assert unless_vacuous(run_of(happened, cell=cell), right) is right
+    assert unless_vacuous(run_of(healthy_events()), right) is right  # the control has no fault

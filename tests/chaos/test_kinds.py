@@ -1,6 +1,7 @@
 """The matrix: enough cells, systematic combinations, and expectations that the library could meet."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -109,3 +110,13 @@ def test_a_cell_survives_the_way_to_a_supervisor():
 )
 def test_cells_are_chosen_by_a_glob_and_by_ranks(kinds, ranks, expected):
     assert len(select(FULL, kinds=kinds, ranks=frozenset(ranks))) == expected
+
+
+def test_the_documentation_lists_every_kind_with_its_places_cells_and_promise():
+    rows = [
+        f"| `{kind.name}` | {', '.join(f'`{place}`' for place in kind.places)} | {len(kind.cells())} | {kind.says} |"
+        for kind in KINDS
+    ]
+    page = (Path(__file__).parents[2] / "docs" / "chaos.md").read_text()
+
+    assert [row for row in rows if row not in page] == []

@@ -62,6 +62,19 @@ def test_beats_go_on_and_carry_the_progress(world):
     assert after.at_s > before.at_s
 
 
+def test_who_the_others_are_is_known_before_anybody_asks(world):
+    first, _, _ = world(0, every_s=0.02), world(1), world(2)
+
+    deadline_s = time.monotonic() + 5
+    while len(first.view.beats) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    seen = first.view
+    time.sleep(0.1)
+
+    assert list(seen.beats) == [1, 2]
+    assert first.view is seen  # and then nothing is read any more
+
+
 def test_without_a_period_there_is_one_beat(world):
     first, _ = world(0), world(1)
 
@@ -70,16 +83,18 @@ def test_without_a_period_there_is_one_beat(world):
     assert first.ask(5.0).beats[1].count == 1
 
 
-def test_a_request_renews_the_view_in_the_background(world):
-    first, _ = world(0), world(1)
-    assert first.view.beats == {}
+def test_requests_renew_the_view_in_the_background(world):
+    first, second = world(0), world(1, every_s=0.02)
+    before = first.ask(5.0).beats[1].count
 
-    first.request()
     deadline_s = time.monotonic() + 5
-    while first.is_busy and time.monotonic() < deadline_s:
+    while first.view.beats[1].count == before and time.monotonic() < deadline_s:
+        first.request()  # at most one at a time
+        assert first._num_requests - first.num_answers <= 1
         time.sleep(0.001)
 
-    assert list(first.view.beats) == [1]
+    assert first.view.beats[1].count > before
+    assert first.view.beats[1].process == second.process
 
 
 def test_the_first_finding_counts_for_all(world):

@@ -641,3 +641,17 @@ def test_the_number_of_a_step_does_not_depend_on_where_its_fence_is():
         return seen
 
     assert ranks.run(run) == [[None, 1, 1, 3]] * SIZE
+
+
+def test_an_input_gradient_between_step_and_zero_grad_is_no_fault():
+    ranks = Ranks(2, Model(), bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        step(rank, ddp, optimizer)
+        if rank == FAULTY:
+            torch.autograd.grad(ddp(1.0), ddp.module.a)
+        optimizer.zero_grad()
+        return attempt(rank, ddp, optimizer, None)
+
+    assert ranks.run(run) == [None, None]

@@ -1,15 +1,18 @@
 """Library code with one mistake each. Every mutant is a patch that a test applies and takes back."""
 
 import sys
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from scenarios import ALL_REDUCE, EXPLICIT, OVERLAPS, SHARDED, SHARDED_EXPLICIT, Scenario
 
 from megabucket.buffer import GradPhase
-from megabucket.buffer.finite import FiniteTest
+from megabucket.buffer.finite import FiniteTest, NonFiniteParam
 from megabucket.buffer.grad_slot import GradSlot
 from megabucket.buffer.scaling import GradScale
+from megabucket.chaos.loopback_soak.judge import Verdict
 from megabucket.ddp import backward_watch, grad_sync, verdict
 from megabucket.ddp.backward_watch import BackwardWatch
 from megabucket.ddp.fence import PendingFence
@@ -47,8 +50,8 @@ def swallowed_exception(patch):
     patch.setattr(GradSync, "fail", lambda *_: None)
 
 
-def _report_with(**values):
-    """A patch of ``StepTally.report`` that says something else."""
+def report_with(**values):
+    """A rank that reports the same numbers whatever has happened."""
     original = StepTally.report
 
     def apply(patch):
@@ -93,15 +96,9 @@ def finite_test_that_overflows(patch):
     def run(self):
         self.found = ()
         if not all(bool(torch.isfinite(flat.float().square().sum())) for flat in self._flats):
-            self.found = (replace_found(self._slots[0].name),)
+            self.found = (NonFiniteParam(self._slots[0].name, "inf in its norm"),)
 
     patch.setattr(FiniteTest, "run", run)
-
-
-def replace_found(name):
-    from megabucket.buffer.finite import NonFiniteParam
-
-    return NonFiniteParam(name, "inf in its norm")
 
 
 def fence_not_awaited(patch):
@@ -181,8 +178,6 @@ def text_with_the_wrong_rank(patch):
 
 
 def no_sync_is_a_switch(patch):
-    from contextlib import contextmanager
-
     @contextmanager
     def no_sync(self):
         self._no_sync_depth = 1
@@ -210,39 +205,250 @@ def failed_rank_does_not_finish_its_schedule(patch):
 
 @dataclass(frozen=True)
 class Mutant:
-    name: str
-    apply: object
-    scenario: Scenario
+    """A mistake, the steps that show it, and how it must be found."""
 
+    name: str
+    apply: Callable
+    scenario: Scenario
+    verdict: Verdict
+    error: str  # class of the error that was seen, empty if there was none
+    text: str  # a regular expression that is somewhere in the reason or the text of the error
+
+
+SILENT, WRONG, HUNG = Verdict.SILENT, Verdict.WRONG, Verdict.HUNG
+MISMATCH = "MismatchedCollectiveError"
 
 MUTANTS = [
-    Mutant("readiness-order launch", readiness_order_launch, Scenario("healthy", {**ALL_REDUCE, **OVERLAPS})),
-    Mutant("write in flight", write_in_flight, Scenario("start early", EXPLICIT)),
-    Mutant("exception swallowed", swallowed_exception, Scenario("exception", ALL_REDUCE, "forward")),
-    Mutant("no microbatch count", _report_with(num_microbatches=0), Scenario("microbatch more", ALL_REDUCE)),
-    Mutant("error on one rank only", error_on_one_rank_only, Scenario("exception", SHARDED)),
-    Mutant("no zeroing", no_zeroing, Scenario("unused on all ranks", {**ALL_REDUCE, "unused_parameters": "zero"})),
-    Mutant("no division", no_division, Scenario("healthy", {**ALL_REDUCE, "average_in_collective": False})),
-    Mutant("no unused report", no_unused_report, Scenario("unused", SHARDED)),
-    Mutant("no finite test", no_finite_test, Scenario("nan or inf", ALL_REDUCE)),
-    Mutant("finite test that overflows", finite_test_that_overflows, Scenario("huge but finite", SHARDED)),
-    Mutant("fence not awaited", fence_not_awaited, Scenario("unused", SHARDED)),
-    Mutant("reports guessed", reports_guessed, Scenario("unused", ALL_REDUCE)),
-    Mutant("model check off", model_check_off, Scenario("model change", SHARDED, "moved")),
-    Mutant("dropped step not counted", _report_with(num_dropped_steps=0), Scenario("zero instead of step", EXPLICIT)),
-    Mutant("update count not compared", _report_with(num_updates=0), Scenario("update left out", ALL_REDUCE)),
-    Mutant("skipped forward not counted", _report_with(num_skipped_forwards=0), Scenario("forward more", ALL_REDUCE)),
-    Mutant("step number not compared", _report_with(step_number=-1), Scenario("other step number", SHARDED)),
-    Mutant("commit not compared", _report_with(is_committing=False), Scenario("finish first", SHARDED)),
-    Mutant("kept gradients not compared", _report_with(keeps_reduced_grads=False), Scenario("zero left out", ALL_REDUCE)),
-    Mutant("state not reset", state_not_reset, Scenario("abort", SHARDED)),
-    Mutant("gradients not forgotten", gradients_not_forgotten, Scenario("unused", ALL_REDUCE)),
-    Mutant("end of backward unnoticed", end_of_backward_unnoticed, Scenario("healthy", ALL_REDUCE)),
-    Mutant("sentinel never fires", sentinel_never_fires, Scenario("exception", ALL_REDUCE, "backward")),
-    Mutant("gather before the vote", gather_before_the_vote, Scenario("abort before the step", SHARDED_EXPLICIT)),
-    Mutant("launcher skips a group", launcher_skips_a_group, Scenario("healthy", ALL_REDUCE)),
-    Mutant("text with the wrong rank", text_with_the_wrong_rank, Scenario("abort", SHARDED)),
-    Mutant("no_sync is a switch", no_sync_is_a_switch, Scenario("healthy", {**ALL_REDUCE, **OVERLAPS})),
-    Mutant("caught error can be stepped on", caught_error_can_be_stepped_on, Scenario("abort", ALL_REDUCE)),
-    Mutant("schedule not finished", failed_rank_does_not_finish_its_schedule, Scenario("abort", ALL_REDUCE)),
+    Mutant(
+        "readiness-order launch",
+        readiness_order_launch,
+        Scenario("healthy", {**ALL_REDUCE, **OVERLAPS}),
+        HUNG,
+        MISMATCH,
+        r"collective \d+ differs between ranks: rank \d launched bucket \d \[.*\], rank \d launched bucket \d \[",
+    ),
+    Mutant(
+        "write in flight",
+        write_in_flight,
+        Scenario("start early", EXPLICIT),
+        SILENT,
+        "InFlightWriteError",
+        r"the input of collective \d+ \(bucket 0 \[.*\]\) changed while it was in flight",
+    ),
+    Mutant(
+        "exception swallowed",
+        swallowed_exception,
+        Scenario("exception", ALL_REDUCE, "forward"),
+        WRONG,
+        "StepMismatchError",
+        "StepMismatchError instead of PeerFailedError: step 2: training forwards that no backward has reached differ",
+    ),
+    Mutant(
+        "no microbatch count",
+        report_with(num_microbatches=0),
+        Scenario("microbatch more", ALL_REDUCE),
+        SILENT,
+        "",
+        "raised nothing, expected MicrobatchMismatchError",
+    ),
+    Mutant(
+        "error on one rank only",
+        error_on_one_rank_only,
+        Scenario("exception", SHARDED),
+        HUNG,
+        "CollectiveDeadlockError",
+        r"\[rank \d\] waits for collective \d+ \(bucket 0 \[reduce_scatter sum of .*\]\), which rank\(s\) \d have not launched",
+    ),
+    Mutant(
+        "no zeroing",
+        no_zeroing,
+        Scenario("unused on all ranks", {**ALL_REDUCE, "unused_parameters": "zero"}),
+        SILENT,
+        "",
+        r"gradient layers\.\d\.p0\[0\] is -?\d+ and should be 0",
+    ),
+    Mutant(
+        "no division",
+        no_division,
+        Scenario("healthy", {**ALL_REDUCE, "average_in_collective": False}),
+        SILENT,
+        "",
+        r"gradient layers\.0\.p0\[0\] is 12 and should be 3 ",
+    ),
+    Mutant(
+        "no unused report",
+        no_unused_report,
+        Scenario("unused", SHARDED),
+        SILENT,
+        "",
+        "raised nothing, expected UnusedParameterError",
+    ),
+    Mutant(
+        "no finite test",
+        no_finite_test,
+        Scenario("nan or inf", ALL_REDUCE),
+        SILENT,
+        "",
+        "raised nothing, expected NonFiniteGradientError",
+    ),
+    Mutant(
+        "finite test that overflows",
+        finite_test_that_overflows,
+        Scenario("huge but finite", SHARDED),
+        WRONG,
+        "NonFiniteGradientError",
+        "has inf in its norm. Reduced, it would reach every rank",
+    ),
+    Mutant(
+        "fence not awaited",
+        fence_not_awaited,
+        Scenario("unused", SHARDED),
+        SILENT,
+        "",
+        "raised nothing, expected UnusedParameterError",
+    ),
+    Mutant(
+        "reports guessed, not exchanged",
+        reports_guessed,
+        Scenario("unused", ALL_REDUCE),
+        WRONG,
+        "InvariantError",
+        "the fence of step 2 does not hold, but no rank says why",
+    ),
+    Mutant(
+        "model check off",
+        model_check_off,
+        Scenario("model change", SHARDED, "moved"),
+        SILENT,
+        "",
+        "raised nothing, expected StorageMovedError",
+    ),
+    Mutant(
+        "dropped step not counted",
+        report_with(num_dropped_steps=0),
+        Scenario("zero instead of step", EXPLICIT),
+        SILENT,
+        "",
+        "raised nothing, expected StepMismatchError",
+    ),
+    Mutant(
+        "update count not compared",
+        report_with(num_updates=0),
+        Scenario("update left out", ALL_REDUCE),
+        SILENT,
+        "",
+        "raised nothing, expected ReplicasDivergedError",
+    ),
+    Mutant(
+        "skipped forward not counted",
+        report_with(num_skipped_forwards=0),
+        Scenario("forward more", ALL_REDUCE),
+        SILENT,
+        "",
+        "raised nothing, expected StepMismatchError",
+    ),
+    Mutant(
+        "step number not compared",
+        report_with(step_number=-1),
+        Scenario("other step number", SHARDED),
+        SILENT,
+        "",
+        "raised nothing, expected StepMismatchError",
+    ),
+    Mutant(
+        "way of finishing not compared",
+        report_with(is_committing=False),
+        Scenario("finish first", SHARDED),
+        HUNG,
+        MISMATCH,
+        r"launched grad norm \[all_reduce sum of 1 x float64\], rank \d launched fence \[",
+    ),
+    Mutant(
+        "kept gradients not compared",
+        report_with(keeps_reduced_grads=False),
+        Scenario("zero left out", ALL_REDUCE),
+        SILENT,
+        "",
+        "raised nothing, expected StepMismatchError",
+    ),
+    Mutant(
+        "state of a dropped step not reset",
+        state_not_reset,
+        Scenario("abort", SHARDED),
+        WRONG,
+        "PeerFailedError",
+        r"PeerFailedError at Update: step 3: rank 3 failed in abort_step\(\)",
+    ),
+    Mutant(
+        "gradients not forgotten",
+        gradients_not_forgotten,
+        Scenario("healthy", ALL_REDUCE),
+        SILENT,
+        "",
+        r"gradient layers\.0\.p0\[0\] is 0 and should be -3 ",
+    ),
+    Mutant(
+        "end of backward unnoticed",
+        end_of_backward_unnoticed,
+        Scenario("healthy", ALL_REDUCE),
+        WRONG,
+        "ConcurrentBackwardError",
+        "ConcurrentBackwardError at Backward",
+    ),
+    Mutant(
+        "sentinel never fires",
+        sentinel_never_fires,
+        Scenario("exception", ALL_REDUCE, "backward"),
+        WRONG,
+        "StepMismatchError",
+        "StepMismatchError instead of PeerFailedError: step 2: the caller's step numbers differ between ranks",
+    ),
+    Mutant(
+        "gather before the vote",
+        gather_before_the_vote,
+        Scenario("abort before the step", SHARDED_EXPLICIT),
+        HUNG,
+        MISMATCH,
+        r"launched grad norm \[all_reduce sum of 1 x float64\], rank \d launched fence \[",
+    ),
+    Mutant(
+        "launcher skips a group",
+        launcher_skips_a_group,
+        Scenario("healthy", ALL_REDUCE),
+        WRONG,
+        "PhaseError",
+        "the gradients of bucket group 0 is 'accumulating' and cannot become 'already reduced'",
+    ),
+    Mutant(
+        "text with the wrong rank",
+        text_with_the_wrong_rank,
+        Scenario("abort", SHARDED),
+        WRONG,
+        "PeerFailedError",
+        "PeerFailedError.rank is 0 instead of 3",
+    ),
+    Mutant(
+        "no_sync is a switch",
+        no_sync_is_a_switch,
+        Scenario("healthy", {**ALL_REDUCE, **OVERLAPS}),
+        WRONG,
+        "MicrobatchMismatchError",
+        "MicrobatchMismatchError at Backward: step 0: microbatch counts differ between ranks: 2 on",
+    ),
+    Mutant(
+        "caught error can be stepped on",
+        caught_error_can_be_stepped_on,
+        Scenario("abort", ALL_REDUCE),
+        SILENT,
+        "PeerFailedError",
+        "no error, expected PhaseError",
+    ),
+    Mutant(
+        "schedule of a failed rank not finished",
+        failed_rank_does_not_finish_its_schedule,
+        Scenario("abort", ALL_REDUCE),
+        HUNG,
+        MISMATCH,
+        r"launched bucket 0 \[all_reduce sum of .*\], rank \d launched fence \[",
+    ),
 ]

@@ -66,7 +66,7 @@ class Backward(Act):
 
     slot: int
     depth: int = 0
-    """``no_sync()`` contexts around it. In the second one, one more is entered and left before."""
+    """0: outside ``no_sync()``; 1: inside; 2: inside, after a second context in the first was entered and left."""
     retains: bool = False
 
     def play(self, rank: Player) -> None:
@@ -76,7 +76,7 @@ class Backward(Act):
                 if self.depth == 2:
                     with rank.ddp.no_sync():
                         pass
-                replace(self, depth=self.depth - 1).play(rank)
+                replace(self, depth=0).play(rank)
         elif self.retains:
             rank.held[self.slot].backward(retain_graph=True)
         else:

@@ -18,10 +18,11 @@ from megabucket.chaos.loopback_soak.acts import (
     Save,
     Update,
 )
+from megabucket.chaos.loopback_soak.model_changes import Replace
 from megabucket.chaos.loopback_soak.oracle import Multiples, Oracle, first_difference
 from megabucket.chaos.loopback_soak.program import Agreed, Block, Ending, Episode, Outcome, Want
 from megabucket.chaos.loopback_soak.seen import BlockSeen
-from megabucket.errors import CollectiveError, InFlightWriteError, MismatchedCollectiveError
+from megabucket.errors import CollectiveError, InFlightWriteError, MegabucketError, MismatchedCollectiveError
 
 SeenByRank = Sequence[Sequence[BlockSeen]]
 
@@ -79,7 +80,8 @@ def judge(episode: Episode, seen: SeenByRank, oracle: Oracle) -> tuple[Judgement
         return Judgement(Verdict.NAMED, error=outcome.agreed.error, text=text), after
     first = mismatches[0]
     reason = "; or ".join(str(mismatch) for mismatch in mismatches)
-    error = next((block.error for blocks in seen for block in blocks if block.error is not None), None)
+    errors = [block.error for blocks in seen for block in blocks if block.error is not None]
+    error = next((one for one in errors if isinstance(one, MegabucketError)), errors[0] if errors else None)
     verdict = Verdict.SILENT if error is None or first.is_silent else Verdict.WRONG
     return Judgement(verdict, reason, type(error).__name__ if error else "", str(error or "")), oracle
 
@@ -199,6 +201,7 @@ class _Matcher:
             Save: lambda _: numbers.save(),
             Restore: lambda _: numbers.restore(),
             Rebuild: self._rebuild,
+            Replace: lambda act: numbers.forget_velocity(act.param),
         }
         for act in acts:
             problem = compare[type(act)](act) if type(act) in compare else ""

@@ -25,7 +25,7 @@ from megabucket.chaos.loopback_soak.acts import (
     Zero,
 )
 from megabucket.chaos.loopback_soak.drafts import Draft, Maker
-from megabucket.chaos.loopback_soak.model_changes import Move, SetTrained
+from megabucket.chaos.loopback_soak.model_changes import Move, Replace, SetTrained
 from megabucket.chaos.loopback_soak.program import Agreed, Block, Clearing, Ending, Episode, Outcome, Trouble, Want
 from megabucket.chaos.loopback_soak.slips import AGREED, FINE, failed, late, raise_in
 from megabucket.chaos.loopback_soak.slips_grads import leave_out, spoil_gradient
@@ -88,8 +88,9 @@ def _forward_unseen(maker: Maker, draft: Draft, rank: int) -> None:
     _insert(draft, rank, at, Forward(92, draft.calls[rank][0], how=maker.draw.choice(("eval", "no_grad"))))
 
 
-def _differentiate_first(maker: Maker, draft: Draft, rank: int) -> None:
-    at = draft.index(rank, Forward)
+def _differentiate_outside(maker: Maker, draft: Draft, rank: int) -> None:
+    # Also before gradients of the last step are cleared, and after the optimizer's step.
+    at = maker.draw.choice((0, draft.index(rank, Forward), draft.index(rank, Update) + 1))
     _insert(draft, rank, at, Forward(93, draft.calls[rank][0]), Differentiate(93))
 
 
@@ -140,7 +141,7 @@ _HARMLESS: Final[Mapping[str, Callable[[Maker, Draft, int], None]]] = MappingPro
         "start after backward": _start_late,
         "forward that is not for training": _forward_unseen,
         "training in eval mode": _train_in_eval_mode,
-        "autograd.grad first": _differentiate_first,
+        "autograd.grad outside": _differentiate_outside,
         "autograd.grad between": _differentiate,
         "state_dict or last_error": _read,
         "check_replicas": _check,
@@ -333,6 +334,21 @@ def rebuilt(maker: Maker) -> Episode | None:
     return Episode("rebuild", programs, (outcome,), place=f"{'unfreeze' if is_unfreezing else 'freeze'} {param}")
 
 
+def replaced(maker: Maker) -> Episode | None:
+    """Replace a parameter on all ranks, rebuild, and train on."""
+    model = maker.spec.model
+    shared = {f"layers.{layer.shares_with}.p0" for layer in model.layers}
+    params = sorted(name for name in maker.trained - shared if model.numels[name])
+    if not params:
+        return None
+    param = maker.draw.choice(params)
+    draft, tail = maker.step(), maker.tail()
+    change = Block((Replace(param), Rebuild(maker.trained)))
+    programs = tuple((change, draft.block(rank), tail) for rank in maker.ranks)
+    outcome = Outcome(tuple((FINE, FINE, FINE) for _ in maker.ranks))
+    return Episode("replace and rebuild", programs, (outcome,), place=param)
+
+
 ALL_RANK_KINDS: Final[Mapping[str, Callable[[Maker], Episode | None]]] = MappingProxyType(
     {
         "healthy": healthy,
@@ -350,5 +366,6 @@ ALL_RANK_KINDS: Final[Mapping[str, Callable[[Maker], Episode | None]]] = Mapping
         "unreduced on all ranks": unreduced_on_all,
         "flipped bit": flipped_bit,
         "rebuild": rebuilt,
+        "replace and rebuild": replaced,
     }
 )

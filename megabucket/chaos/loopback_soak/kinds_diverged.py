@@ -194,7 +194,10 @@ def zero_left_out(maker: Maker) -> Episode | None:
     part = [(first.block(rank), FINE), (second.block(rank), AGREED)]
     uncleared = step_mismatch("steps begun without clearing the last gradients (zero_grad()) differ between ranks")
     both = [uncleared, late(rank, maker.spec)]
-    return _episode(maker, "zero left out", rank, own_part=part, others=(first, second), agreed=both)
+    episode = _episode(maker, "zero left out", rank, own_part=part, others=(first, second), agreed=both)
+    # Gradients that are all zero need not be cleared.
+    harmless = Outcome(tuple((FINE,) * len(blocks) for blocks in episode.programs))
+    return replace(episode, outcomes=(*episode.outcomes, harmless))
 
 
 DIVERGED_KINDS: Final[Mapping[str, Callable[[Maker], Episode | None]]] = MappingProxyType(

@@ -109,6 +109,22 @@ class SetTrained(Act):
 
 
 @dataclass(frozen=True)
+class Replace(Act):
+    """Put another parameter with the same values in the place of one; ``Rebuild`` follows on every rank."""
+
+    param: str
+    is_work = False
+
+    def play(self, rank: Player) -> None:
+        """Replace it, and tell the optimizer, which knows nothing about the new one's momentum."""
+        rank.ddp.finish_param_sync()
+        owner, _, name = self.param.rpartition(".")
+        param = torch.nn.Parameter(rank.module.get_parameter(self.param).detach().clone())
+        setattr(rank.module.get_submodule(owner), name, param)
+        rank.optimizer.add_param_group({"params": [param]})
+
+
+@dataclass(frozen=True)
 class Move(Act):
     """Give a parameter memory of its own, with the same values; ``Rebuild`` follows on every rank."""
 

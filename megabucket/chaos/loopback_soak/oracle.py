@@ -36,6 +36,11 @@ class RankNumbers:
             self.velocity[name] = momentum * self.velocity.get(name, 0) + grad
             self.weights[name] -= self.velocity[name]
 
+    def forget_velocity(self, param: str) -> str:
+        """Begin anew with the momentum of a parameter; return that nothing is wrong."""
+        self.velocity.pop(param, None)
+        return ""
+
     def save(self) -> str:
         """Remember the weights; return that nothing is wrong."""
         self.saved = dict(self.weights)

@@ -6,7 +6,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 from megabucket.chaos.loopback_soak.drafts import Maker
@@ -171,11 +172,28 @@ class SoakedWorld:
         return ""
 
 
-def run_world(seed: int, counts: SoakCounts, *, kinds: Sequence[str], fixed: Mapping[str, Any]) -> None:
-    """Run the world of a seed to its end, or to its first failure."""
+def all_kinds() -> list[str]:
+    """Return the names of all kinds of episode."""
+    return [*SLIPS, *KINDS]
+
+
+def draw_world_episodes(seed: int, *, kinds: Sequence[str], fixed: Mapping[str, Any]) -> tuple[WorldSpec, list[Episode]]:
+    """Return the world of a seed and its episodes."""
     spec = draw_world(seed, **fixed)
-    episodes = draw_episodes(spec, EPISODES_PER_WORLD, kinds)
-    world = SoakedWorld(spec)
+    return spec, draw_episodes(spec, EPISODES_PER_WORLD, kinds)
+
+
+def run_world(
+    seed: int,
+    counts: SoakCounts,
+    *,
+    kinds: Sequence[str],
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+    habits: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Run the world of a seed to its end, or to its first failure."""
+    spec, episodes = draw_world_episodes(seed, kinds=kinds, fixed=fixed)
+    world = SoakedWorld(replace(spec, **habits))
     counts.num_worlds += 1
     choice = random.Random(f"chunks {seed}")  # noqa: S311 - no secret
     step, index = 0, 0
@@ -198,7 +216,7 @@ def run_loopback_soak(
     seed: int,
     *,
     kinds: Sequence[str] | None = None,
-    fixed: Mapping[str, Any] | None = None,
+    habits: Mapping[str, Any] = MappingProxyType({}),
     max_failures: int = 10,
     report: Callable[[str], None] = lambda _: None,
 ) -> SoakCounts:
@@ -208,16 +226,16 @@ def run_loopback_soak(
         num_steps: of the world, not of each rank.
         seed: worlds ``seed * 1_000_000``, ``+ 1``, ... are run; each can be replayed alone.
         kinds: which faults may happen; all of them if not given.
-        fixed: config fields that are not drawn.
+        habits: fields of ``WorldSpec`` that are not drawn.
         max_failures: stop after so many worlds that went wrong.
         report: receives a line per failure, and one now and then.
     """
-    chosen = list(kinds) if kinds is not None else [*SLIPS, *KINDS]
+    chosen = list(kinds) if kinds is not None else all_kinds()
     counts = SoakCounts(seed)
     start_s = time.perf_counter()
     while counts.num_steps < num_steps and len(counts.failures) < max_failures:
         num_failures = len(counts.failures)
-        run_world(seed * 1_000_000 + counts.num_worlds, counts, kinds=chosen, fixed=fixed or {})
+        run_world(seed * 1_000_000 + counts.num_worlds, counts, kinds=chosen, habits=habits)
         counts.seconds = time.perf_counter() - start_s
         for failure in counts.failures[num_failures:]:
             report(failure.describe())
