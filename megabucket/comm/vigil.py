@@ -127,11 +127,12 @@ class PeerWatch:
         heartbeat = self._heartbeat
         if os.getpid() != heartbeat.process.pid:
             raise ForkedProcessError(rank=heartbeat.rank, operation=f"{vigil.label} was waited for")
+        if heartbeat.is_stopped:
+            return  # the communicator was closed: who still waits does so without a view of the others
         heartbeat.request()
         now_s = time.monotonic()
         vigil.evidence.note(heartbeat.view, now_s)
-        is_owing = heartbeat.is_busy and not heartbeat.is_stopped
-        vigil.store.hear(heartbeat.num_answers if is_owing else now_s, now_s)
+        vigil.store.hear(heartbeat.num_answers if heartbeat.is_busy else now_s, now_s)
         finding = self.finding or heartbeat.view.finding or self._find_lost(vigil)
         if finding is not None:
             raise self._conclude(finding)

@@ -6,7 +6,7 @@ from loop_ranks import Ranks, Weights, grads
 from torch.utils.checkpoint import checkpoint
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig
-from megabucket.errors import LateGradientError, PhaseError, UnreducedGradientsError, UnusedParameterError
+from megabucket.errors import LateGradientError, PhaseError, StepMismatchError, UnreducedGradientsError, UnusedParameterError
 
 # One bucket per vector: launch order is d, c, b, a, because backward is expected to reach the last registered first.
 PER_VECTOR = {"bucket_size": 1}
@@ -818,6 +818,48 @@ class TestClearing:
             return grads(ddp.module)
 
         assert ranks.run(step) == [{"a": 2.0, "b": 1.0}] * 2
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_what_went_wrong_with_forgotten_gradients_is_forgotten_too(self, reduction):
+        ranks = Ranks(2, Weights("ab"), grad_reduction=reduction, **PER_VECTOR)
+
+        def steps(rank, ddp):
+            ddp(a=50, b=50).backward()
+            if rank == 1:
+                with ddp.no_sync():
+                    ddp(a=50, b=50).backward()  # on gradients that were not cleared; late, where a sum is reduced
+            ddp.zero_grad()
+            ddp(a=2, b=4).backward()
+            return grads(ddp.module)
+
+        scale = 2 if reduction == "sum" else 1
+        assert ranks.run(steps) == [{"a": 2.0 * scale, "b": 4.0 * scale}] * 2
+
+    @pytest.mark.parametrize("kept", ["ab", "a", "b"])
+    def test_a_rank_that_does_not_clear_is_told_apart_from_one_that_does(self, kept):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def steps(rank, ddp):
+            ddp(a=1, b=1).backward()
+            for name in "ab":
+                if rank == 0 or name not in kept:
+                    getattr(ddp.module, name).grad = None
+            with pytest.raises(StepMismatchError) as caught:
+                ddp(a=1, b=1).backward()
+            return caught.value.by_rank, "begun without clearing" in str(caught.value)
+
+        assert ranks.run(steps) == [((0, 1), True)] * 2
+
+    def test_gradients_zeroed_in_place_on_one_rank_are_as_good_as_cleared_ones(self):
+        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
+
+        def steps(rank, ddp):
+            ddp(a=1, b=1).backward()
+            torch.optim.SGD(ddp.parameters()).zero_grad(set_to_none=rank == 0)
+            ddp(a=4 * rank, b=6).backward()
+            return grads(ddp.module)
+
+        assert ranks.run(steps) == [{"a": 2.0, "b": 6.0}] * 2
 
     def test_clearing_what_is_in_flight_completes_the_schedule_first(self):
         ranks = Ranks(2, Weights("ab"), finish="explicit", completion="manual", **PER_VECTOR)

@@ -68,10 +68,15 @@ class Backward(Act):
     depth: int = 0
     """0: outside ``no_sync()``; 1: inside; 2: inside, after a second context in the first was entered and left."""
     retains: bool = False
+    joins: int = -1
+    """Another output that is added to the first; -1: none."""
 
     def play(self, rank: Player) -> None:
         """Run it."""
-        if self.depth:
+        if self.joins >= 0:
+            rank.held[self.slot] = rank.held[self.slot] + rank.held.pop(self.joins)
+            replace(self, joins=-1).play(rank)
+        elif self.depth:
             with rank.ddp.no_sync():
                 if self.depth == 2:
                     with rank.ddp.no_sync():

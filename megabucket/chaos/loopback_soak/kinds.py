@@ -14,6 +14,7 @@ from megabucket.chaos.loopback_soak.acts import Finish, Update, Zero
 from megabucket.chaos.loopback_soak.drafts import Draft, Maker
 from megabucket.chaos.loopback_soak.kinds_all import ALL_RANK_KINDS
 from megabucket.chaos.loopback_soak.kinds_diverged import DIVERGED_KINDS
+from megabucket.chaos.loopback_soak.kinds_rebuild import REBUILD_KINDS
 from megabucket.chaos.loopback_soak.program import Agreed, Block, Clearing, Ending, Episode, Outcome, Want
 from megabucket.chaos.loopback_soak.slips import FINE, Slip, SlipMaker, abort, exception, exception_in_loss, next_batch
 from megabucket.chaos.loopback_soak.slips_grads import nonfinite, reentrant, start_early, unused
@@ -179,5 +180,5 @@ class _Parts:
         )
 
 
-KINDS: Final[Mapping[str, EpisodeMaker]] = MappingProxyType(dict(ALL_RANK_KINDS) | dict(DIVERGED_KINDS))
+KINDS: Final[Mapping[str, EpisodeMaker]] = MappingProxyType(dict(ALL_RANK_KINDS) | dict(REBUILD_KINDS) | dict(DIVERGED_KINDS))
 """Kinds that are not made of slips."""

@@ -9,26 +9,26 @@ from types import MappingProxyType
 from typing import Final
 
 from megabucket.chaos.loopback_soak.acts import (
+    Abort,
     Act,
     Backward,
     CheckReplicas,
     Differentiate,
     Finish,
-    FlipBit,
     Forward,
     ReadLastError,
     Rebuild,
-    Restore,
     Save,
     Start,
     Update,
     Zero,
 )
 from megabucket.chaos.loopback_soak.drafts import Draft, Maker
-from megabucket.chaos.loopback_soak.model_changes import Move, Replace, SetTrained
-from megabucket.chaos.loopback_soak.program import Agreed, Block, Clearing, Ending, Episode, Outcome, Trouble, Want
+from megabucket.chaos.loopback_soak.model_changes import Move
+from megabucket.chaos.loopback_soak.program import Agreed, Block, Call, Clearing, Ending, Episode, Outcome, Rerun, Trouble, Want
 from megabucket.chaos.loopback_soak.slips import AGREED, FINE, failed, late, raise_in
-from megabucket.chaos.loopback_soak.slips_grads import leave_out, spoil_gradient
+from megabucket.chaos.loopback_soak.slips_grads import leave_out, nonfinite, reentrant, spoil_gradient
+from megabucket.chaos.loopback_soak.slips_model import model_change
 
 
 def simple(maker: Maker, kind: str, draft: Draft, *agreed: Agreed, may_be_right: bool = True, place: str = "") -> Episode:
@@ -46,6 +46,70 @@ def _tails(maker: Maker) -> list[Block]:
 def healthy(maker: Maker) -> Episode:
     """Run a step."""
     return simple(maker, "healthy", maker.step())
+
+
+def joined(maker: Maker) -> Episode:
+    """Differentiate the sum of the last two outputs, in one backward."""
+    draft = maker.step(num_microbatches=maker.draw.choice((2, 3)))
+    for rank in maker.ranks:
+        for microbatch in range(draft.num_microbatches):
+            draft.change_call(rank, microbatch, without_reentrant)  # it would give a layer two gradients in one backward
+        acts = draft.acts[rank]
+        first, last = acts[draft.index(rank, Backward, -2)], acts[draft.index(rank, Backward, -1)]
+        assert isinstance(first, Backward) and isinstance(last, Backward)  # noqa: S101, PT018 - narrows
+        draft.acts[rank] = [replace(act, joins=first.slot) if act is last else act for act in acts if act is not first]
+    return simple(maker, "joined backward", draft)
+
+
+def without_reentrant(call: Call) -> Call:
+    """Return a call that uses no reentrant checkpointing."""
+    uses = tuple(replace(use, rerun=Rerun.NONE) if use.rerun is Rerun.REENTRANT else use for use in call.uses)
+    return replace(call, uses=uses)
+
+
+def fault_in_dropped_step(maker: Maker) -> Episode | None:
+    """Clear gradients instead of stepping on them on all ranks, when one of them is at fault: the error comes all the same."""
+    if maker.spec.fence_act == "Backward":
+        return None
+    draft = maker.step()
+    rank = maker.pick_rank()
+    last = draft.acts[rank][draft.index(rank, Backward, -1)]
+    if isinstance(last, Backward) and last.depth:
+        return None  # nothing was going to be reduced yet, so nobody is told
+    draft.guards = [False] * maker.spec.num_ranks
+    slip = maker.draw.choice((nonfinite, model_change, reentrant))(maker, draft, rank)
+    if slip is None:
+        return None
+    for other in maker.ranks:
+        fence = draft.index(other, Finish if maker.spec.is_explicit else Update)
+        draft.acts[other][fence:] = [Zero(Clearing.WRAPPER)]
+    after = Block(tuple(act for block, _ in slip.after for act in block.acts))
+    tail = maker.tail()
+    programs = tuple((draft.block(other), after if other == rank else Block(), tail) for other in maker.ranks)
+    at_zero = Want(Ending.AGREED, at="Zero")
+    outcomes = [Outcome(tuple((at_zero, FINE, FINE) for _ in maker.ranks), agreed) for agreed in slip.agreed]
+    if slip.may_be_right:
+        outcomes.append(Outcome(tuple((FINE, FINE, FINE) for _ in maker.ranks)))
+    return Episode("fault in a dropped step", programs, tuple(outcomes), slip.place)
+
+
+def earlier_forward(maker: Maker) -> Episode:
+    """Differentiate an output of the step before, which may have been dropped."""
+    first, second = maker.step(), maker.step()
+    for rank in maker.ranks:
+        call = first.calls[rank][0]
+        first.acts[rank].insert(first.index(rank, Forward), Forward(95, call))
+        second.acts[rank].insert(second.index(rank, Backward, -1), Backward(95, depth=1))
+    tail = maker.tail()
+    if maker.chance(0.5):
+        programs = tuple((first.block(rank), second.block(rank), tail) for rank in maker.ranks)
+        return Episode("earlier forward", programs, (Outcome(tuple((FINE, FINE, FINE) for _ in maker.ranks)),))
+    at_fault, reason = maker.pick_rank(), maker.text()
+    first.acts[at_fault][first.index(at_fault, Forward, 1) :] = [Abort(reason), Abort(maker.text())]
+    programs = tuple((first.block(rank), second.block(rank), tail) for rank in maker.ranks)
+    agreed = failed(at_fault, "abort_step()", f"{reason}.")
+    wants = tuple((FINE if rank == at_fault else AGREED, FINE, FINE) for rank in maker.ranks)
+    return Episode("earlier forward", programs, (Outcome(wants, agreed),), place="of a dropped step")
 
 
 def forced(maker: Maker) -> Episode:
@@ -297,62 +361,13 @@ def unreduced_on_all(maker: Maker) -> Episode:
     return replace(simple(maker, "unreduced on all ranks", draft), outcomes=(outcome,))
 
 
-def flipped_bit(maker: Maker) -> Episode:
-    """Flip a bit of a weight on one rank; ``check_replicas()`` finds it, and the checkpoint repairs it."""
-    at_fault = maker.pick_rank()
-    param = maker.draw.choice([name for name, numel in maker.spec.model.numels.items() if numel])
-    check = [Block((FlipBit(param), CheckReplicas()) if rank == at_fault else (CheckReplicas(),)) for rank in maker.ranks]
-    tail = maker.tail()
-    programs = tuple((Block((Save(),)), check[rank], Block((Restore(),)), tail) for rank in maker.ranks)
-    agreed = Agreed("ReplicasDivergedError", {}, (f"the bits of {param!r} (CRC-32) differ",), is_last_error=False)
-    outcome = Outcome(tuple((FINE, Want(Ending.AGREED, at="CheckReplicas"), FINE, FINE) for _ in maker.ranks), agreed)
-    return Episode("flipped bit", programs, (outcome,), place=param)
-
-
-def rebuilt(maker: Maker) -> Episode | None:
-    """Freeze or unfreeze a parameter on all ranks, rebuild, and train on; sometimes only after the error about it."""
-    model = maker.spec.model
-    frozen = [name for name in model.numels if name not in maker.trained and name != "frozen"]
-    is_unfreezing = bool(frozen) and maker.chance(0.6)
-    candidates = frozen if is_unfreezing else sorted(name for name in maker.trained if model.numels[name])
-    param = maker.draw.choice(candidates)
-    trained = maker.trained | {param} if is_unfreezing else maker.trained - {param}
-    if not any(name in trained and name.endswith(".p0") and model.numels[name] for name in trained):
-        return None
-    before = maker.step()
-    maker.trained = trained
-    change, after = SetTrained(param, is_unfreezing), maker.step()
-    tail = maker.tail()
-    # A step with a frozen layer might have nothing to differentiate.
-    runs_into_it = is_unfreezing and maker.chance(0.4)
-    first = [Block((change, *before.acts[rank]) if runs_into_it else (change,)) for rank in maker.ranks]
-    programs = tuple((first[rank], Block((Rebuild(trained),)), after.block(rank), tail) for rank in maker.ranks)
-    one = (param,)
-    fields = {"rank": 0, "unfrozen": one if is_unfreezing else (), "frozen": () if is_unfreezing else one}
-    agreed = Agreed("TrainabilityChangedError", fields) if runs_into_it else None
-    outcome = Outcome(tuple((AGREED if runs_into_it else FINE, FINE, FINE, FINE) for _ in maker.ranks), agreed)
-    return Episode("rebuild", programs, (outcome,), place=f"{'unfreeze' if is_unfreezing else 'freeze'} {param}")
-
-
-def replaced(maker: Maker) -> Episode | None:
-    """Replace a parameter on all ranks, rebuild, and train on."""
-    model = maker.spec.model
-    shared = {f"layers.{layer.shares_with}.p0" for layer in model.layers}
-    params = sorted(name for name in maker.trained - shared if model.numels[name])
-    if not params:
-        return None
-    param = maker.draw.choice(params)
-    draft, tail = maker.step(), maker.tail()
-    change = Block((Replace(param), Rebuild(maker.trained)))
-    programs = tuple((change, draft.block(rank), tail) for rank in maker.ranks)
-    outcome = Outcome(tuple((FINE, FINE, FINE) for _ in maker.ranks))
-    return Episode("replace and rebuild", programs, (outcome,), place=param)
-
-
 ALL_RANK_KINDS: Final[Mapping[str, Callable[[Maker], Episode | None]]] = MappingProxyType(
     {
         "healthy": healthy,
         "forced all-reduce": forced,
+        "joined backward": joined,
+        "fault in a dropped step": fault_in_dropped_step,
+        "earlier forward": earlier_forward,
         "harmless": harmless,
         "dropped by all": dropped,
         "huge but finite": huge,
@@ -364,8 +379,5 @@ ALL_RANK_KINDS: Final[Mapping[str, Callable[[Maker], Episode | None]]] = Mapping
         "two updates on all ranks": two_updates_on_all,
         "exception on all ranks": exception_on_all,
         "unreduced on all ranks": unreduced_on_all,
-        "flipped bit": flipped_bit,
-        "rebuild": rebuilt,
-        "replace and rebuild": replaced,
     }
 )

@@ -115,7 +115,8 @@ def _accumulated(model: ModelSpec, acts: Iterable[Act], own: Iterable[Act]) -> M
             starts_over = True
         elif isinstance(act, Backward):
             sums, starts_over = ({} if starts_over else sums), False
-            for use in calls[act.slot].uses:
+            uses = [*calls[act.slot].uses, *(calls[act.joins].uses if act.joins >= 0 else ())]
+            for use in uses:
                 for name in model.params_of(use.layer):
                     sums[name] = sums.get(name, 0.0) + use.factor
     return sums
