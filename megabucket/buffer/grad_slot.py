@@ -98,7 +98,7 @@ class GradSlot:
         """
         is_set_by_caller = self.param.grad is not None and self.param.grad is not self.view
         self._store_grad()
-        has_brought = self._has_received or self._added_by_kernel or is_set_by_caller
+        has_brought = (self._has_received and self.has_grad) or self._added_by_kernel or is_set_by_caller
         if not self.has_grad and not self.is_clean:
             self.view.zero_()
         self.param.grad = None

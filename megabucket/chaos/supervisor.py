@@ -7,6 +7,7 @@ ranks start within milliseconds. Takes tasks as JSON lines on stdin and answers 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import select
@@ -19,10 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
-import torch._dynamo  # torch imports it when it first wraps a module or makes an optimizer: seconds, once per fork
-import torch.distributed.nn.functional
-import torch.distributed.optim
-import torch.profiler  # noqa: F401 - as above
 from torch._C._distributed_c10d import TCPStore
 
 from megabucket.chaos import rank
@@ -30,6 +27,15 @@ from megabucket.chaos.cell import Cell
 from megabucket.chaos.cell_run import CellRun
 from megabucket.chaos.kinds import kind_named
 from megabucket.chaos.soak_plan import SoakPlan
+
+_IMPORTED_LATE: Final = (
+    "torch._dynamo",
+    "torch.distributed.nn.functional",
+    "torch.distributed.optim",
+    "torch.nn.parallel",
+    "torch.profiler",
+)
+"""What torch imports when a module is first wrapped or an optimizer made: seconds, which every forked rank would need."""
 
 _TICK_S: Final = 0.02
 _STACKS_BEFORE_LIMIT_S: Final = 1.0
@@ -256,6 +262,8 @@ def _end_of(log: int) -> str:
 
 def serve() -> None:
     """Run tasks from stdin until it ends."""
+    for name in _IMPORTED_LATE:
+        importlib.import_module(name)
     # c10d asks the resolver for the name of every address it connects to. Where nobody answers, that is 5 s each time.
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     gc.collect()

@@ -36,7 +36,9 @@ def chaos(  # noqa: PLR0913, PLR0917 - one parameter per option
     full: Annotated[bool, typer.Option("--full/--quick", help="every cell, or one for each error class")] = False,
     system: Annotated[System, typer.Option(help="what the ranks train with")] = System.MEGABUCKET,
     kinds: Annotated[str, typer.Option(help="only kinds, kinds/places or cells that match this glob")] = "*",
-    ranks: Annotated[list[int] | None, typer.Option(help="only cells with so many ranks; may be repeated")] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=2, max=4, help="only cells with so many ranks; may be repeated")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="of batches and random steps; random if not given")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="cells that run at the same time")] = 2,
     time_limit: Annotated[float, typer.Option(min=5.0, help="seconds after which a cell counts as hung")] = 20.0,

@@ -133,7 +133,7 @@ class ProcessGroupCommunicator(Communicator):
             on_loss=abandon_group,
         )
         # Also at the end of the program, and when a communicator is dropped without close().
-        self._finalizer = weakref.finalize(self, self._heartbeat.stop)
+        weakref.finalize(self, self._heartbeat.stop)
 
     def close(self) -> None:
         """End the heartbeat of this communicator; the process group stays as it is."""

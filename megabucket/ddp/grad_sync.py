@@ -161,7 +161,9 @@ class GradSync:
 
     def abandon_backward(self) -> None:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
-        self.fail("backward", None)
+        refusal, self._refusal = self._refusal, None
+        if refusal is None:
+            self.fail("backward", None)
 
     def _note_late(self, group: _ParamAndGradBucketGroup, position: int) -> None:
         """Keep a gradient away from a buffer that was sent, and remember to say so."""
@@ -175,10 +177,9 @@ class GradSync:
         Returns whether the gradient is wanted: not if this rank has dropped a step that others take, which is an error of this
         whole backward.
 
-        After an all-reduce a cleared gradient (``None``) starts anew. One that was zeroed in place, or not cleared at all, is
-        accumulated on and reduced again: the mean of values that are equal on all ranks is that value, so the result is
-        what torch's own accumulation gives. A sum would count the old values once per rank, and after a reduce-scatter they
-        are not even gradients; both are noted as late. All groups start together, so the schedule stays the same on every rank.
+        After an all-reduce a cleared gradient (``None``) starts anew. One that was zeroed in place, or kept, is accumulated on
+        and reduced again: the mean of equal values is that value, as with torch's own accumulation. A sum would count the
+        old values once per rank, and after a reduce-scatter they are not even gradients; both are noted as late.
         """
         slot = group.slots[position]
         if self._refusal is not None:
@@ -320,7 +321,7 @@ class GradSync:
             self._awaits_vote = False
         _raise_if_any(self._vote_to_drop())
         self._forget()
-        self.tally.num_microbatches = 0
+        self.tally.forget_grads()
         self.has_failed = False
 
     def check_not_failed(self) -> None:

@@ -75,6 +75,10 @@ class StepTally:
             nonfinite=nonfinite,
         )
 
+    def forget_grads(self) -> None:
+        """Forget what was counted and found about gradients that are forgotten themselves."""
+        self.num_microbatches, self.keeps_reduced_grads, self.late = 0, False, None
+
     def start_step(self) -> None:
         """Count anew, after a fence."""
         self.num_microbatches = self.num_dropped_steps = self.num_updates = 0

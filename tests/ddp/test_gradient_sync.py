@@ -670,6 +670,31 @@ class TestErrorInBackward:
             assert ddp.module.b.main_grad[0].item() == 2.0
             ddp.zero_grad()
 
+    def test_one_that_is_late_and_then_fails_ends_the_step_once(self):
+        """The vote about the step before was lost already when the exception came; nothing more is told to the others."""
+        ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
+
+        def steps(rank, ddp):
+            ddp(a=1, b=1).backward()
+            ddp.finish_grad_sync()
+            if rank == 0:
+                self.failing_backward(ddp, a=100, b=100)
+            else:
+                with pytest.raises(StepMismatchError, match="dropped steps"):
+                    ddp.sync.commit()  # as an optimizer does
+            found = []
+            for _ in range(3):
+                ddp(a=2, b=6 * rank).backward()
+                ddp.finish_grad_sync()
+                found.append([ddp.module.a.main_grad[64 * rank].item(), ddp.module.b.main_grad[64 * rank].item()])
+                ddp.zero_grad()
+            return found, str(ddp.last_error)
+
+        first, second = ranks.run(steps)
+
+        assert first == second
+        assert first[0] == [[2.0, 3.0]] * 3
+
     def test_a_step_of_an_optimizer_is_refused_until_then(self):
         ddp = wrap(Weights("ab"), **PER_VECTOR)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)

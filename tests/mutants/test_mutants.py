@@ -1,6 +1,7 @@
 """The soak finds what it is there to find: every mistake in the protocol shows, with its verdict, its class and its text."""
 
 import re
+from pathlib import Path
 
 import pytest
 from protocol_mutants import MUTANTS
@@ -18,6 +19,14 @@ def test_a_mutant_of_the_protocol_is_killed_by_verdict_class_and_text(mutant, mo
     _, judgement = found
     assert (judgement.verdict, judgement.error) == (mutant.verdict, mutant.error), judgement
     assert re.search(mutant.text, f"{judgement.reason} {judgement.text}"), judgement
+
+
+def test_every_mutant_is_in_the_table_of_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "soak-and-mutants.md").read_text()
+
+    rows = [f"| {mutant.name} | {mutant.scenario.kind}" for mutant in MUTANTS]
+
+    assert [row for row in rows if row not in page] == []
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=lambda scenario: scenario.kind)

@@ -11,9 +11,10 @@ habits and faults, is a function of one seed, and so is the order in which its r
     slips*, kinds*                   spoil steps; say what must come of it                         pure
     model, player, turns, seen       the ranks, and what they see                                  torch
     oracle, judge                    the right numbers; RIGHT, NAMED, SILENT, WRONG or HUNG        pure
-    soak                             worlds until enough steps are done; replay; counts
+    soak, counts, replay             worlds until enough steps are done; what came of them         torch
 """
 
-from megabucket.chaos.loopback_soak.soak import SoakCounts, run_loopback_soak
+from megabucket.chaos.loopback_soak.counts import SoakCounts, describe_counts
+from megabucket.chaos.loopback_soak.soak import run_loopback_soak
 
-__all__ = ["SoakCounts", "run_loopback_soak"]
+__all__ = ["SoakCounts", "describe_counts", "run_loopback_soak"]

@@ -55,11 +55,13 @@ class Call:
     """Whether what is raised is a ``KeyboardInterrupt`` instead of a ``ValueError``."""
     is_direct: bool = False
     """Whether the inner module is called instead of the wrapper."""
+    rounds: bool = False
+    """Whether the module computes in float16, so its output is not a whole number."""
 
     @property
     def is_exact(self) -> bool:
         """Whether the output can be compared with whole numbers."""
-        return all(abs(use.factor) < 2.0**20 for use in self.uses)
+        return not self.rounds and all(abs(use.factor) < 2.0**20 for use in self.uses)
 
 
 @dataclass(frozen=True, slots=True)

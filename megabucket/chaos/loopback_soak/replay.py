@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megabucket.chaos.loopback_soak.counts import Failure, SoakCounts
 from megabucket.chaos.loopback_soak.program import Episode, WorldSpec
-from megabucket.chaos.loopback_soak.soak import Failure, SoakCounts, SoakedWorld, all_kinds, draw_world_episodes, run_world
+from megabucket.chaos.loopback_soak.soak import SoakedWorld, all_kinds, draw_world_episodes, run_world
 
 
 def replay(world_seed: int) -> Failure | None:

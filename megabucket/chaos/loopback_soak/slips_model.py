@@ -23,6 +23,8 @@ def change_model(maker: Maker, draft: Draft, rank: int, change: Change) -> Slip 
     param = "frozen" if change is Change.UNFROZEN else maker.draw.choice(params)
     if change in (Change.FROZEN, Change.REPLACED) and not _do_without(maker, draft, rank, param):
         return None
+    for microbatch in range(draft.num_microbatches if change is Change.HALF else 0):
+        draft.change_call(rank, microbatch, lambda call: replace(call, rounds=True))
     draft.acts[rank].insert(0, Break(change, param))
     one = (param,)
     agreed = {

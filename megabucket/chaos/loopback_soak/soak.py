@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from megabucket.chaos.loopback_soak.counts import Failure, SoakCounts
 from megabucket.chaos.loopback_soak.drafts import Maker
 from megabucket.chaos.loopback_soak.judge import Judgement, Verdict, judge
 from megabucket.chaos.loopback_soak.kinds import KINDS, SLIPS, slip_episode
@@ -41,57 +41,6 @@ _COUNTED: Final = frozenset(
 """Faults that are noticed because ranks count differently; two of them on two ranks may count alike."""
 _ALONE: Final = frozenset({"exception before the step", "abort before the step"})
 """Faults that come to nothing when another rank's fault ends the step before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An episode that ended neither right nor named."""
-
-    world_seed: int
-    index: int
-    """Of the episode in its world."""
-    step: int
-    """Training steps of the world before it."""
-    episode: Episode
-    judgement: Judgement
-
-    def describe(self) -> str:
-        """Return all that is needed to look into it."""
-        found = self.judgement
-        error = f" [{found.error}: {found.text}]" if found.error else ""
-        return (
-            f"{found.verdict.value} world seed {self.world_seed}, episode {self.index} (step {self.step}), "
-            f"{self.episode.kind} ({self.episode.place}): {found.reason}{error}"
-        )
-
-
-@dataclass(slots=True)
-class SoakCounts:
-    """What a soak came to."""
-
-    seed: int
-    num_steps: int = 0
-    num_rank_steps: int = 0
-    num_worlds: int = 0
-    seconds: float = 0.0
-    by_kind: dict[str, Counter[str]] = field(default_factory=dict)
-    """Verdicts by kind of episode."""
-    errors: Counter[str] = field(default_factory=Counter)
-    """Classes of the errors that all ranks agreed on."""
-    failures: list[Failure] = field(default_factory=list)
-
-    def count(self, episode: Episode, judgement: Judgement, num_ranks: int) -> None:
-        """Add one episode."""
-        self.num_steps += episode.num_steps
-        self.num_rank_steps += episode.num_steps * num_ranks
-        self.by_kind.setdefault(episode.kind, Counter())[judgement.verdict.value] += 1
-        if judgement.verdict is Verdict.NAMED and judgement.error:
-            self.errors[judgement.error] += 1
-
-    @property
-    def by_verdict(self) -> Counter[str]:
-        """Episodes by verdict."""
-        return sum(self.by_kind.values(), Counter())
 
 
 def draw_episodes(spec: WorldSpec, num_episodes: int, kinds: Sequence[str]) -> list[Episode]:
