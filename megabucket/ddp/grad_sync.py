@@ -62,7 +62,7 @@ class GradSync:
         """Whether an error was raised about the gradients of this step, so that nobody may step on them."""
 
     def continue_from(self, other: GradSync) -> None:
-        """Take over what outlives a rebuild: the count of steps, the caller's number, the last error."""
+        """Take over what outlives a rebuild."""
         self._agreement.continue_from(other._agreement)
         self.force_all_reduce = other.force_all_reduce
 
@@ -99,8 +99,6 @@ class GradSync:
     def is_finished(self) -> bool:
         """Whether every gradient is reduced."""
         return self._is_finished
-
-    # Called by the hooks of the module #
 
     def begin_forward(self) -> None:
         """Note that a training forward begins."""
