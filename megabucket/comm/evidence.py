@@ -132,7 +132,16 @@ class Evidence:
             for rank, peer in self._peers.items()
             if peer.beat.every_s is not None and peer.beats.silent_s >= silent_s
         }
-        return silent or dict.fromkeys(self._absent, "went away or never came: it has given no sign of life")
+        return silent or self.absent()
+
+    @property
+    def suspects_only_absent(self) -> bool:
+        """Whether ranks that have never given a sign of life must be the lost ones: all others are seen to run."""
+        return bool(self._absent) and all(peer.state is ProcessState.RUNNING for peer in self._peers.values())
+
+    def absent(self, *, in_detail: bool = True) -> dict[int, str]:  # noqa: ARG002 - nothing is known in more detail
+        """Return the ranks that have never given a sign of life."""
+        return dict.fromkeys(self._absent, "went away or never came: it has given no sign of life")
 
     def late(self, *, in_detail: bool = True) -> dict[int, str]:
         """Return the ranks that have not launched what is waited for, as far as they tell."""

@@ -28,6 +28,7 @@ from megabucket.errors import ForkedProcessError, PeerLostError
 _ANSWER_S: Final = 0.5  # how long an answer of the store is worth waiting for when a rank is lost already
 _STORE_IS_SILENT_S: Final = 1.0
 _INQUEST_S: Final = 1.0  # a process that closed its connections is gone within this time, or goes on without the group
+_ABSENCE_S: Final = 0.4  # a first sign of life that was on its way is there by then
 _INQUEST_BEATS: Final = 3.5  # and on another host, its beats stop
 _INQUEST_STEP_S: Final = 0.02
 
@@ -177,7 +178,8 @@ class PeerWatch:
         Which rank it was, gloo does not say. A process that dies closes its connections before it is seen to be dead.
         """
         evidence, every_s = vigil.evidence, self._heartbeat.every_s or 0.0
-        deadline_s = time.monotonic() + max(_INQUEST_S, _INQUEST_BEATS * every_s)
+        started_s = time.monotonic()
+        deadline_s = started_s + max(_INQUEST_S, _INQUEST_BEATS * every_s)
         finding = self.finding or self._refresh(vigil)
         while finding is None:
             if evidence.gone():
@@ -185,6 +187,8 @@ class PeerWatch:
             elif is_time_limit(failure):
                 limit = f"the time limit of the process group{self._time_limit} was over"
                 finding = self._settle(vigil, partial(_too_late, evidence), limit, recorder=self._flight_record())
+            elif evidence.suspects_only_absent and time.monotonic() > started_s + _ABSENCE_S:
+                finding = self._settle(vigil, evidence.absent, _first_sentence(failure))
             elif time.monotonic() > deadline_s:
                 silent_s = max(_INQUEST_S, _INQUEST_BEATS * every_s) - every_s
                 finding = self._settle(vigil, partial(evidence.vanished, silent_s), _first_sentence(failure))
