@@ -183,3 +183,21 @@ class TestLate:
         scene.beats = {rank: replace(beat, every_s=None) for rank, beat in scene.beats.items()}
 
         assert scene.look().late() == {}
+
+
+class TestAbsent:
+    @pytest.mark.parametrize(
+        ("state", "is_sure"), [(RUNNING, True), (STOPPED, False), (DEAD, False), (UNKNOWN, False)], ids=str
+    )
+    def test_who_never_came_must_be_the_lost_one_if_all_others_are_seen_to_run(self, scene, state, is_sure):
+        del scene.beats[2]
+        scene.states[1] = state
+
+        assert scene.look().suspects_only_absent is is_sure
+        assert scene.evidence.absent() == {2: "went away or never came: it has given no sign of life"}
+
+    def test_nobody_is_suspected_when_all_came(self, scene):
+        scene.states = {1: RUNNING, 2: RUNNING}
+
+        assert not scene.look().suspects_only_absent
+        assert scene.evidence.absent() == {}
