@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 # One thread per rank: on a small machine the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types unit bench setup clean
+.PHONY: demo test check lint types unit bench mutation setup clean
 
 setup: $(STAMP)
 
@@ -40,7 +40,11 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis runs build/mutation
 
 bench: $(STAMP)
 	$(BIN)/python tests/benchmarks/constant_costs.py
+
+mutation: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[mutation]'
+	$(BIN)/python tests/mutation/mutate.py

@@ -1,12 +1,23 @@
-"""Hypothesis profiles: ``ci`` where CI=true, ``dev`` elsewhere; ``--hypothesis-profile`` chooses by hand."""
+"""Hypothesis profiles: ``ci`` where CI=true, ``dev`` elsewhere; ``--hypothesis-profile`` chooses by hand.
+
+``mutation`` is for ``make mutation``, which runs the tests once per mutant: few examples, and the same ones every time.
+"""
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # No deadline: the first call of anything in torch is slow. No check for slow data: the machine is shared with other tests.
 _SHARED_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 settings.register_profile("dev", max_examples=200, **_SHARED_MACHINE)
 settings.register_profile("ci", max_examples=2_000, derandomize=True, print_blob=True, **_SHARED_MACHINE)
+settings.register_profile(
+    "mutation",
+    max_examples=25,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],  # one failure is enough, however large
+    **_SHARED_MACHINE,
+)
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")

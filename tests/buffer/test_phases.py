@@ -59,3 +59,12 @@ def test_the_text_names_the_owner_both_phases_what_is_allowed_and_the_right_orde
 def test_the_tables_cannot_be_changed_at_run_time(transitions):
     with pytest.raises(TypeError):
         transitions[next(iter(transitions))] = frozenset()
+
+
+def test_the_text_lists_every_phase_that_may_follow():
+    machine = PhaseMachine("the parameters", ParamPhase.GATHERED, PARAM_TRANSITIONS)
+
+    with pytest.raises(PhaseError) as caught:
+        machine.enter(ParamPhase.GATHERED)
+
+    assert "(only 'in flight', 'stale')" in str(caught.value)  # sorted, so that all ranks say the same

@@ -1,12 +1,12 @@
 """The generated reference page is the one that is committed."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Annotated, Literal
 
+import annotated_types as at
 import pytest
 
-from megabucket.config import DistributedDataParallelConfig, reference
+from megabucket.config import DistributedDataParallelConfig, Section, reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,3 +37,25 @@ def test_every_field_of_the_wrapper_is_documented(name):
 )
 def test_types_and_defaults_are_in_the_words_of_a_config_file(row):
     assert row in reference.render_reference()
+
+
+def test_text_that_markdown_reads_as_a_table_is_escaped():
+    class Plain(Section):
+        either: Literal["a|b"]
+        """One | the other, or ``None``."""
+        large: Annotated[int, at.Gt(2), at.Le(10**12)] = 3
+        other: complex = 1j  # type: ignore[assignment]
+
+    Plain.__doc__ = None
+    Plain.model_fields["other"].default = "j"
+
+    page = reference._section("A title", Plain)
+
+    # A bound of 10**12 is too large to be of interest; a type that has no word of ours is shown as Python shows it.
+    assert page == (
+        "## A title\n\n\n\n"
+        "| field | type | default | meaning |\n|---|---|---|---|\n"
+        "| `either` | `a\\|b` | required | One \\| the other, or `null`. |\n"
+        "| `large` | integer `> 2` | `3` |  |\n"
+        "| `other` | <class 'complex'> | `\"j\"` |  |\n"
+    )

@@ -174,3 +174,36 @@ def test_whatever_is_given_as_bucket_size_becomes_a_positive_integer_or_a_valida
         return
 
     assert config.bucket_size is None or (type(config.bucket_size) is int and config.bucket_size > 0)
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "last"),
+    [(5, "unknown key 'zz4'"), (6, "and 1 more unknown keys"), (7, "and 2 more unknown keys")],
+)
+def test_only_what_five_names_leave_out_is_counted(num_keys, last):
+    found = problems(**{f"zz{i}": i for i in range(num_keys)})
+
+    assert found[-1][1] == last
+    assert found[4] == ("zz4", "unknown key 'zz4'")  # the known keys are listed once, with the first
+
+
+def test_an_unknown_key_at_the_top_does_not_change_what_is_said_about_one_below():
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate({"zzz": 1, "ddp": {"layuot": "stable"}})
+
+    assert [(detail["loc"], detail["msg"], detail["input"]) for detail in caught.value.errors()] == [
+        (("zzz",), "unknown key 'zzz'; known keys are mode, model, ddp, optimizer, data, train", None),
+        (("ddp", "layuot"), "unknown key 'layuot'; did you mean 'layout'?", None),
+    ]
+
+
+@pytest.mark.parametrize(("mode", "is_distributed"), [("reduce_scatter", True), ("all_reduce", False)])
+def test_a_section_made_in_python_says_only_what_it_was_given(mode, is_distributed):
+    run = RunConfig(mode=mode, ddp=DistributedDataParallelConfig(bucket_size=5))
+
+    assert (run.ddp.use_distributed_optimizer, run.ddp.bucket_size) == (is_distributed, 5)
+
+
+def test_a_section_made_in_python_may_contradict_the_mode():
+    with pytest.raises(ValidationError, match="mode=all_reduce contradicts"):
+        RunConfig(mode="all_reduce", ddp=DistributedDataParallelConfig(use_distributed_optimizer=True))

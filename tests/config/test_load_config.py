@@ -270,3 +270,77 @@ def test_any_values_are_a_run_or_a_short_config_error(data, tmp_path_factory):
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama3-8b", "llama3-70b"])
 def test_the_shipped_configs_are_valid(name):
     assert load_config(f"configs/{name}.yaml").model is not None
+
+
+# Where a problem lies
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "model: {kind: params, params: [{name: a, shape: 4}]}",
+            "run.yaml:1: model.params.0.shape: should be a list (got 4)",
+        ),
+        ("optimizer:\n  betas: 0.9", "run.yaml:2: optimizer.betas: should be a list (got 0.9)"),
+        ("optimizer:\n  betas: [0.9]", "run.yaml:2: optimizer.betas.1: is required"),
+        ("mode: reduce_scatter\nddp: 3", "run.yaml:2: ddp: should be a section with keys (got 3)"),
+        ("ddp:\n  fence: 3", "run.yaml:2: ddp.fence: should be a valid boolean (got 3)"),
+        # A key that is too short: the place ends with "[key]", which is not in the data.
+        (
+            "model:\n  kind: factory\n  factory: a:b\n  arguments: {'': 1}",
+            "run.yaml:4: model.arguments..[key]: String should have at least 1 character (got '')",
+        ),
+        (
+            f"model: {{kind: {'x' * 61}}}",
+            f"run.yaml:1: model: kind should be one of 'gpt', 'llama', 'params', 'factory' (got '{'x' * 56}...)",
+        ),
+    ],
+)
+def test_a_wrong_sort_of_value_is_told_in_the_words_of_the_file(write, text, message):
+    path = write(text)
+
+    assert lines_of(refusal(path), path) == [message]
+
+
+def test_what_is_missing_is_placed_at_the_section_that_lacks_it(write):
+    path = write(
+        "mode: all_reduce\n\nmodel:\n  kind: llama\n  vocab_size: 8\n  num_layers: 1\n  hidden_size: 8\n  num_heads: 1\n"
+    )
+
+    assert lines_of(refusal(path), path) == ["run.yaml:3: model.ffn_size: is required"]
+
+
+def test_a_kind_where_none_belongs_does_not_change_the_place_of_a_problem(write):
+    path = write("kind: ddp\nddp:\n  bucket_size: 0\n")
+
+    assert lines_of(refusal(path), path)[1:] == [
+        "run.yaml:1: kind: unknown key 'kind'; known keys are mode, model, ddp, optimizer, data, train",
+        "run.yaml:3: ddp.bucket_size: should be greater than 0 (got 0)",
+    ]
+
+
+@pytest.mark.parametrize(("num_entries", "last"), [(20, "run.yaml:23: model.params.19"), (21, "and 1 more problems")])
+def test_only_what_twenty_problems_leave_out_is_counted(write, num_entries, last):
+    entries = "".join(f"    - {{name: p{i}, shape: [-1]}}\n" for i in range(num_entries))
+    path = write(f"model:\n  kind: params\n  params:\n{entries}")
+
+    error = refusal(path)
+
+    assert lines_of(error, path)[-1].startswith(last)
+    assert len(error.problems) == num_entries
+
+
+def test_a_single_problem_is_the_text_and_the_list(write):
+    error = refusal(write("ddp: {bucket_size: 0}"))
+
+    assert error.problems == (str(error),)
+
+
+def test_a_problem_is_cut_at_500_characters(write, monkeypatch):
+    monkeypatch.chdir(write('ddp: {"' + "\\x1b" * 60 + '": 1}').parent)
+
+    (problem,) = refusal("run.yaml").problems
+
+    assert problem.startswith(r"run.yaml:1: ddp.\x1b\x1b")  # 60 times 4 characters, twice, and the list of known keys
+    assert (len(problem), problem[-3:]) == (500, "...")

@@ -94,3 +94,11 @@ def test_any_argument_is_an_override_or_a_short_config_error(text):
         assert repr(result) == repr(override.value)
 
     assert len(message) < 500
+
+
+def test_a_key_has_at_most_20_parts():
+    twenty = ".".join("abcdefghijklmnopqrst")
+
+    assert len(parse_override(f"{twenty}=1").path) == 20
+    with pytest.raises(ConfigError, match="the key must be names joined by dots"):
+        parse_override(f"{twenty}.u=1")

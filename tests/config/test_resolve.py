@@ -231,3 +231,135 @@ def test_padded_buckets_can_always_be_cut_into_equal_shards(config, dp_size):
     multiple = bucket_end_multiple(config, dp_size)
 
     assert multiple % dp_size == 0 or not is_padded(config)
+
+
+ALL_VALUES = [
+    (
+        Config(layout="megatron"),
+        {"dp_size": 4, "total_numel": 1_000},
+        {
+            "grad_dtype": ("float32", "float32 parameters keep float32 gradients"),
+            "bucket_size": (40_000_000, "default: max(40_000_000, 1_000_000 * dp_size=4)"),
+            "padded": (False, "layout='megatron' without use_distributed_optimizer packs parameters back to back"),
+            "start_multiple": (1, "not padded: a parameter starts where the one before ends"),
+            "bucket_end_multiple": (1, "not padded: a bucket ends where its last parameter ends"),
+            "collective": ("all_reduce", "use_distributed_optimizer=False: every rank steps on all parameters"),
+            "reduce_op": ("sum", "average_in_collective=False: the mean is a scaled sum"),
+            "gradient_scale": (0.25, "grad_reduction='mean': 1 / dp_size=4, applied once, after the sum"),
+            "finished_by": (
+                "end of backward",
+                "finish='auto' with all-reduce: gradients are ready when the last backward returns",
+            ),
+            "overlaps_backward": (
+                False,
+                "everything fits into one bucket, complete only when backward ends; a smaller bucket_size would overlap",
+            ),
+        },
+    ),
+    (
+        Config(layout="megatron", use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=False),
+        {"dp_size": 4, "param_dtype": "bfloat16"},
+        {
+            "grad_dtype": ("bfloat16", "grad_reduce_in_fp32=False keeps the dtype of the bfloat16 parameters"),
+            "bucket_size": (
+                None,
+                "layout='megatron' without overlap_grad_reduce: one bucket per buffer, whatever sizes the buckets",
+            ),
+            "padded": (True, "use_distributed_optimizer=True: every rank owns an equal shard of each bucket"),
+            "start_multiple": (64, "padded: a parameter starts at a multiple of 64"),
+            "bucket_end_multiple": (128, "padded: lcm(dp_size=4, 128), so that shards are equal"),
+            "collective": ("reduce_scatter", "use_distributed_optimizer=True: a rank needs its shard only"),
+            "reduce_op": ("sum", "average_in_collective=False: the mean is a scaled sum"),
+            "gradient_scale": (
+                0.25,
+                (
+                    "grad_reduction='mean': 1 / dp_size=4, "
+                    "partly before and partly after the sum, so that 16 bits neither overflow nor underflow"
+                ),
+            ),
+            "finished_by": (
+                "optimizer step",
+                "finish='auto' with reduce-scatter: DistributedOptimizer.step() waits for the gradients",
+            ),
+            "overlaps_backward": (False, "overlap_grad_reduce=False: buckets go out after backward"),
+        },
+    ),
+    (
+        Config(average_in_collective=True, pad_buckets_for_high_nccl_busbw=True, finish="explicit"),
+        {"dp_size": 3, "param_dtype": "float16"},
+        {
+            "grad_dtype": (
+                "float32",
+                "grad_reduce_in_fp32=True: float16 gradients are accumulated and reduced in float32",
+            ),
+            "bucket_size": (40_000_000, "default: max(40_000_000, 1_000_000 * dp_size=3)"),
+            "padded": (True, "layout='stable': the same padded layout whatever is switched on"),
+            "start_multiple": (64, "padded: a parameter starts at a multiple of 64"),
+            "bucket_end_multiple": (196_608, "padded: lcm(dp_size=3, 128, 65536), so that shards are equal"),
+            "collective": ("all_reduce", "use_distributed_optimizer=False: every rank steps on all parameters"),
+            "reduce_op": ("avg", "average_in_collective=True: the collective divides"),
+            "gradient_scale": (1.0, "average_in_collective=True: no scaling beside the collective"),
+            "finished_by": ("finish_grad_sync()", "finish='explicit': the caller ends the gradient sync"),
+            # Without a model it is not known to be one bucket.
+            "overlaps_backward": (
+                True,
+                "overlap_grad_reduce=True: a bucket is launched as soon as its gradients are complete",
+            ),
+        },
+    ),
+    (
+        Config(grad_reduction="sum", bucket_size=5),
+        {"dp_size": 1, "total_numel": 10, "param_dtype": "float64"},
+        {
+            "grad_dtype": ("float64", "float64 parameters keep float64 gradients"),
+            "bucket_size": (5, "bucket_size, as given"),
+            "padded": (True, "layout='stable': the same padded layout whatever is switched on"),
+            "start_multiple": (64, "padded: a parameter starts at a multiple of 64"),
+            "bucket_end_multiple": (128, "padded: lcm(dp_size=1, 128), so that shards are equal"),
+            "collective": ("all_reduce", "use_distributed_optimizer=False: every rank steps on all parameters"),
+            "reduce_op": ("sum", "grad_reduction='sum'"),
+            "gradient_scale": (1.0, "grad_reduction='sum': the plain sum over the ranks"),
+            "finished_by": (
+                "end of backward",
+                "finish='auto' with all-reduce: gradients are ready when the last backward returns",
+            ),
+            "overlaps_backward": (False, "dp_size=1: there is nothing to send"),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "group", "expected"), ALL_VALUES, ids=["unpadded", "sharded", "in the collective", "sum"])
+def test_all_values_of_a_config_stand_in_order_with_their_reasons(config, group, expected):
+    resolved = resolve(config, **group)
+
+    assert (resolved.dp_size, resolved.param_dtype) == (group["dp_size"], group.get("param_dtype", "float32"))
+    assert [(entry.name, (entry.value, entry.reason)) for entry in resolved.entries] == list(expected.items())
+    assert resolved.to_dict() == {name: {"value": value, "reason": reason} for name, (value, reason) in expected.items()}
+
+
+def test_a_value_that_is_not_resolved_is_a_key_error_with_its_name():
+    with pytest.raises(KeyError, match="'bucket_sise'"):
+        resolve(Config(), dp_size=2)["bucket_sise"]
+
+
+@pytest.mark.parametrize(("total_numel", "overlaps"), [(1_000, False), (1_001, True)])
+def test_a_model_of_exactly_the_bucket_size_is_one_bucket(total_numel, overlaps):
+    config = Config(bucket_size=1_000)
+
+    assert resolve(config, dp_size=2, total_numel=total_numel)["overlaps_backward"].value is overlaps
+
+
+def test_buckets_of_an_unknown_size_are_not_taken_for_one():
+    assert resolve(Config(num_buckets=4), dp_size=2)["overlaps_backward"].value is True
+
+
+@pytest.mark.parametrize("total_numel", [0, 1])
+def test_two_buckets_of_a_single_element_are_refused(total_numel):
+    with pytest.raises(ConfigError) as caught:
+        bucket_size(Config(num_buckets=2), total_numel=total_numel)
+
+    assert str(caught.value) == (
+        f"num_buckets=2 is more than the {total_numel} elements there are to put into buckets. "
+        "Ask for at most 1, or give bucket_size instead."
+    )

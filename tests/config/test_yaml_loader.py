@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.config.yaml_loader import MAX_BYTES, MAX_NODES, parse_yaml, read_yaml
+from megabucket.config.yaml_loader import MAX_BYTES, MAX_NODES, _syntax_problem, parse_yaml, read_yaml
 from megabucket.errors import ConfigError
 
 
@@ -309,3 +312,67 @@ def test_json_is_read_as_the_value_it_is(value):
 
     assert result == value
     assert repr(result) == repr(value)  # tells 1 from 1.0 and True
+
+
+# The borders of what is read
+
+
+def test_a_number_of_100_characters_is_read_and_one_more_is_not():
+    assert load("9" * 100) == int("9" * 100)
+    assert refusal("9" * 101) == "run.yaml:1: a number of 101 characters; at most 100 are read"
+
+
+def test_a_file_of_exactly_one_mebibyte_is_read(tmp_path):
+    path = tmp_path / "full.yaml"
+    path.write_bytes(b"# " + b"x" * (MAX_BYTES - 2))
+
+    assert read_yaml(path).data is None
+
+
+def test_a_path_that_no_file_can_have_is_named_with_the_reason():
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(Path("a\0b"))
+
+    assert str(caught.value) == "a\0b: cannot be read: embedded null byte. Give the path of a YAML file."
+
+
+def test_lines_are_counted_from_the_first_to_the_bad_byte(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"\na: 1\nb: \xff\nc: 2\nd: 3\n")
+
+    with pytest.raises(ConfigError, match=r"latin\.yaml:3: not UTF-8 text"):
+        read_yaml(path)
+
+
+def test_text_over_the_limit_is_refused_without_parsing_it():
+    assert refusal("[" * (MAX_BYTES + 1)) == "run.yaml: longer than 1048576 characters, the limit for a config"
+
+
+def test_the_deepest_level_is_told_with_its_line():
+    assert refusal("\n" + "[" * 21) == "run.yaml:2: nested deeper than 20 levels, the limit for a config"
+
+
+def test_what_breaks_the_scanner_is_told_in_its_words_with_the_last_line_that_was_read():
+    assert re.fullmatch(
+        r"run\.yaml:2: not valid YAML after this line: OverflowError: .*int.*", refusal('a: 1\nb: "\\UFFFFFFFF"')
+    )
+
+
+def test_lines_are_counted_from_the_first_to_the_bad_character():
+    assert refusal("\na: 1\nb: \x00x\nc: 2\n") == "run.yaml:3: not valid YAML: the character '\\x00' is not allowed"
+
+
+MARK = yaml.Mark("run.yaml", 0, 4, 0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (yaml.MarkedYAMLError("while reading", MARK, "it broke", yaml.Mark("run.yaml", 0, 6, 0, None, None)), (7, "it broke")),
+        (yaml.MarkedYAMLError("while\x1breading", MARK), (5, "while\\x1breading")),
+        (yaml.MarkedYAMLError(None, MARK), (5, "syntax error")),
+        (yaml.YAMLError("it\x1bbroke"), (None, "it\\x1bbroke")),
+    ],
+)
+def test_an_error_of_the_parser_is_told_with_as_much_as_it_says(error, problem):
+    assert _syntax_problem(error, "") == problem

@@ -168,7 +168,7 @@ class Expected:
         for names in self.groups[self.num_launched : num_groups]:
             for name in names:
                 self.sent[name], self.grads[name] = self.grads[name], None
-                if name not in self.received | self.own:
+                if self.sent[name] is None or name not in self.received | self.own:
                     self.missing.add(name)
                     if name not in self.clean:
                         self.cleared.add(name)

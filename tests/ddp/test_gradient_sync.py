@@ -361,6 +361,26 @@ class TestUnusedParameters:
 
         assert ranks.run(step) == [{"a": 2.0, "b": 2.0}] * 2
 
+    def test_one_whose_gradient_was_cleared_in_the_middle_of_the_step_is_unused(self):
+        ddp = wrap(Weights("ab"), **PER_VECTOR)
+        with ddp.no_sync():
+            ddp(a=1, b=1).backward()
+        torch.optim.SGD(ddp.parameters()).zero_grad()
+
+        with pytest.raises(UnusedParameterError) as caught:
+            ddp(a=1).backward()
+
+        assert caught.value.params == ("b",)
+
+    def test_one_whose_old_gradient_was_kept_is_unused_all_the_same(self):
+        ddp = wrap(Weights("ab"), **PER_VECTOR)
+        ddp(a=1, b=1).backward()
+
+        with pytest.raises(UnusedParameterError) as caught:
+            ddp(a=1).backward()
+
+        assert caught.value.params == ("b",)
+
     def test_with_zero_it_gets_a_gradient_of_zero_and_never_a_stale_one(self):
         ranks = Ranks(2, Weights("ab"), unused_parameters="zero", **PER_VECTOR)
 

@@ -285,3 +285,108 @@ def test_a_buffer_without_buckets_is_reported_and_not_stumbled_over():
 
 def test_a_layout_without_buffers_is_sound():
     assert check_layout(ModelLayout(())) == []
+
+
+def violations_of(name: str, buffer: BufferLayout) -> list[str]:
+    """What one check finds, where the layout breaks several."""
+    return list(BUFFER_INVARIANTS[name](buffer))
+
+
+def test_a_parameter_without_elements_overlaps_with_nothing():
+    params = {**SOUND.params, "empty": ParamSlot(50, 50, bucket=0, registration_index=3, shape=(0,))}
+
+    assert violations_of("ranges-are-disjoint", replace(SOUND, params=params)) == []  # inside c [0, 100)
+
+
+def test_each_parameter_in_a_bucket_that_is_not_there_is_reported():
+    lost = with_slot(with_slot(SOUND, "a", bucket=2), "c", bucket=-1)
+
+    assert violations_of("ranges-lie-inside-their-bucket", lost) == ["'a' is in bucket 2 of 2", "'c' is in bucket -1 of 2"]
+
+
+def test_a_registration_number_used_twice_in_a_bucket_is_no_order():
+    assert violations_of("order-is-reverse-registration", with_slot(SOUND, "a", registration_index=1)) == [
+        "'b' (number 1) stands before 'a' (number 1)"
+    ]
+
+
+def test_a_tail_of_exactly_one_multiple_is_one_too_many():
+    assert violations_of("padding-is-minimal", with_bucket(SOUND, 0, stop=228)) == [  # 100 + 128
+        "bucket 0 ends with 128 elements of padding, limit 127"
+    ]
+    assert violations_of("padding-is-minimal", with_bucket(SOUND, 0, stop=227)) == []
+
+
+def test_a_gap_of_exactly_one_alignment_is_one_too_many():
+    # b ends at 198; the limit for a is 63 unused elements.
+    assert violations_of(
+        "padding-is-minimal", with_bucket(with_slot(SOUND, "a", start=262, stop=306), 1, numel_unpadded=178)
+    ) == ["64 unused elements before 'a', limit 63"]
+    assert (
+        violations_of("padding-is-minimal", with_bucket(with_slot(SOUND, "a", start=261, stop=305), 1, numel_unpadded=177))
+        == []
+    )
+
+
+def test_one_unused_element_is_too_many_where_nothing_is_padded():
+    tail = with_bucket(SOUND_UNPADDED, 1, stop=215)
+    gap = with_bucket(with_slot(SOUND_UNPADDED, "a", start=171, stop=215), 1, stop=215, numel_unpadded=115)
+    counted = with_bucket(with_slot(SOUND_UNPADDED, "b", shared_embedding=True), 0, numel_unpadded=101)
+
+    assert violations_of("padding-is-minimal", tail) == ["bucket 1 ends with 1 elements of padding, limit 0"]
+    assert violations_of("padding-is-minimal", gap) == ["1 unused elements before 'a', limit 0"]
+    assert "bucket 0 counts 1 elements after its last parameter" in violations_of("padding-is-minimal", counted)
+
+
+def test_the_gap_before_a_shared_embedding_counts_up_to_its_alignment_only():
+    # c ends at 99, so an embedding could start at 99 without padding, and at 100 with an alignment of 2.
+    shared = with_slot(with_slot(SOUND_UNPADDED, "b", shared_embedding=True), "c", stop=99)
+
+    assert violations_of("padding-is-minimal", shared) == ["bucket 0 counts 1 elements after its last parameter"]
+    assert violations_of("padding-is-minimal", replace(shared, start_alignment=2)) == []
+
+
+def test_a_name_without_a_slot_hides_no_gap_behind_it():
+    moved = with_bucket(with_slot(SOUND, "a", start=320, stop=364), 1, params=("b", "ghost", "a"), numel_unpadded=236)
+
+    assert violations_of("padding-is-minimal", moved) == ["122 unused elements before 'a', limit 63"]
+
+
+def test_a_bucket_closes_for_a_shared_embedding_only_where_starts_are_aligned():
+    shared = with_slot(replace(SOUND_UNPADDED, bucket_size=150), "b", shared_embedding=True)
+
+    assert violations_of("buckets-close-at-the-bucket-size", shared) == [
+        "bucket 0 closes at 100 elements, before bucket_size=150"
+    ]
+    assert violations_of("buckets-close-at-the-bucket-size", replace(shared, start_alignment=2)) == []
+
+
+def test_only_an_embedding_that_comes_next_closes_a_bucket():
+    shared = with_slot(replace(SOUND, bucket_size=150), "a", shared_embedding=True)  # b comes next
+
+    assert violations_of("buckets-close-at-the-bucket-size", shared) == [
+        "bucket 0 closes at 100 elements, before bucket_size=150"
+    ]
+
+
+def test_an_empty_bucket_hides_no_early_close_behind_it():
+    empty = BucketLayout(0, 0, 0, 0, ())
+
+    assert violations_of(
+        "buckets-close-at-the-bucket-size", replace(SOUND, buckets=(empty, *SOUND.buckets), bucket_size=150)
+    ) == ["bucket 0 closes at 100 elements, before bucket_size=150"]
+
+
+def test_a_later_bucket_is_as_full_as_its_own_elements():
+    third = BucketLayout(2, 384, 512, 10, ("z",))
+    buffer = replace(
+        SOUND,
+        params={**SOUND.params, "z": ParamSlot(384, 394, bucket=2, registration_index=-1, shape=(10,))},
+        buckets=(*SOUND.buckets, third),
+        bucket_size=173,
+    )
+
+    # Bucket 1 starts at 128 and ends with 172 elements at 300.
+    assert "bucket 1 closes at 172 elements, before bucket_size=173" in violations_of(
+        "buckets-close-at-the-bucket-size", buffer
+    )

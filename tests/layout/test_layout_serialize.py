@@ -244,3 +244,41 @@ def test_a_model_counts_the_buckets_and_elements_of_its_buffers():
 
     assert [type(buffer) for buffer in layout.buffers] == [BufferLayout, BufferLayout]
     assert (layout.num_buckets, layout.numel) == (3, 1536)  # 3 * 512
+
+
+def test_a_diff_of_21_lines_has_a_count_of_one():
+    ours = layout_of([ParamSpec(f"ours{i}", (4,)) for i in range(10)], bucket_size=10**9)
+    theirs = layout_of([ParamSpec(f"theirs{i}", (4,)) for i in range(10)], bucket_size=10**9)
+
+    assert layout_diff(ours, theirs)[20:] == ("and 1 more differences",)  # 10 + 10 names and the line about buckets
+
+
+def test_buckets_that_only_one_layout_has_differ_from_the_first_of_them_on():
+    (buffer,) = layout_of(SPECS).buffers
+    shorter = ModelLayout((dataclasses.replace(buffer, buckets=buffer.buckets[:1]),))
+
+    assert layout_diff(layout_of(SPECS), shorter) == (
+        "buffer 0: numel: 256 != 128",
+        "buffer 0: buckets: 2 and 1, first difference at bucket 1",
+    )
+
+
+def test_parameters_stand_in_the_text_in_registration_order_and_not_by_name():
+    layout = layout_of([ParamSpec("z", (4,)), ParamSpec("a", (4,))])
+
+    assert [param["name"] for param in json.loads(layout.to_json())["buffers"][0]["params"]] == ["z", "a"]
+
+
+def test_parameters_with_the_same_number_stand_in_the_text_by_name():
+    (buffer,) = layout_of([ParamSpec("a", (4,)), ParamSpec("b", (4,))]).buffers
+    params = {name: slot._replace(registration_index=0) for name, slot in buffer.params.items()}  # b lies before a
+
+    text = ModelLayout((dataclasses.replace(buffer, params=params),)).to_json()
+
+    assert [param["name"] for param in json.loads(text)["buffers"][0]["params"]] == ["a", "b"]
+
+
+def test_buffers_that_differ_have_different_hashes():
+    buffers = [layout_of(SPECS, bucket_size=size).buffers[0] for size in (500, 501, 502, 503)]
+
+    assert len({hash(buffer) for buffer in buffers}) == 4

@@ -111,3 +111,9 @@ def test_a_rank_out_of_range_is_refused(two_of_1000, rank):
         shard_slices(two_of_1000, bucket=0, rank=rank)
 
     assert str(caught.value) == f"rank {rank} is out of range; the buffer dense/float32->float32 is cut for 4 shards"
+
+
+def test_a_shard_is_counted_in_whole_numbers(two_of_1000):
+    span = two_of_1000.shard_span(bucket=0, rank=1)
+
+    assert [type(border) for border in span] == [int, int]  # a float is wrong above 2**53 elements

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.layout import ParamSpec, build_layout, shard_slices
+from megabucket.layout import BucketLayout, BufferKey, BufferLayout, ModelLayout, ParamSpec, build_layout, shard_slices
 from megabucket.layout.describe import describe_rows, describe_totals
 
 
@@ -88,3 +88,39 @@ def test_counting_by_arithmetic_equals_asking_every_rank(numels, dp_size, bucket
     assert counted == [
         sum(not shard_slices(buffer, bucket=bucket.index, rank=rank) for rank in range(dp_size)) for bucket in buffer.buckets
     ]
+
+
+def test_a_row_says_which_bucket_of_which_buffer_it_is():
+    rows = describe_rows(
+        build_layout(
+            [ParamSpec("a", (4,), "bfloat16"), ParamSpec("b", (4,)), ParamSpec("c", (4,))],
+            DistributedDataParallelConfig(bucket_size=4),
+            dp_size=2,
+        )
+    )
+
+    assert [(row.buffer, row.bucket, row.first_param) for row in rows] == [
+        ("dense/bfloat16->float32", 0, "a"),
+        ("dense/float32->float32", 0, "c"),
+        ("dense/float32->float32", 1, "b"),
+    ]
+
+
+def test_an_empty_parameter_hides_no_owner_behind_it():
+    # p2 at [0, 1), p1 empty at 64, p0 at [64, 65); a bucket of 128 for 128 ranks: ranks 0 and 64 own one element each
+    (row,) = describe_rows(layout_of(1, 0, 1, dp_size=128))
+
+    assert row.num_padding_only_ranks == 126
+    assert type(row.num_padding_only_ranks) is int  # a float is wrong above 2**53 elements
+
+
+def test_a_bucket_without_parameters_has_a_row_without_names():
+    key = BufferKey("float32", "float32", "dense")
+    bare = BufferLayout(
+        key, {}, (BucketLayout(0, 0, 128, 0, ()),), num_shards=2, bucket_size=None, start_alignment=64, end_multiple=128
+    )
+
+    (row,) = describe_rows(ModelLayout((bare,)))
+
+    assert (row.first_param, row.last_param, row.num_params, row.params_numel, row.numel) == ("", "", 0, 0, 128)
+    assert row.num_padding_only_ranks == 2

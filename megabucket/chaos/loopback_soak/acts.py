@@ -255,10 +255,7 @@ class Restore(Act):
     def play(self, rank: Player) -> None:
         """Load it."""
         rank.ddp.load_state_dict(rank.checkpoint)
-        for state in rank.optimizer.state.values():
-            momentum = state.get("momentum_buffer")
-            if momentum is not None:
-                momentum.zero_()
+        rank.optimizer.state.clear()
 
 
 @dataclass(frozen=True)

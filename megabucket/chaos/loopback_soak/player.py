@@ -17,7 +17,8 @@ from megabucket.chaos.loopback_soak.turns import Turns, TurnsCommunicator
 from megabucket.comm import LoopbackWorld
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
-from megabucket.errors import CollectiveError, InFlightWriteError
+from megabucket.ddp.grad_sync import GradSync
+from megabucket.errors import CollectiveError, InFlightWriteError, PhaseError
 from megabucket.optim import DistributedOptimizer
 
 _COMPLETION_SHARE = 0.3
@@ -88,7 +89,8 @@ class Player:
         return result
 
     def _play_block(self, block: Block) -> None:
-        seen = self.seen = BlockSeen(step=self.ddp.sync.step)
+        sync = self._sync()
+        seen = self.seen = BlockSeen(step=-1 if sync is None else sync.step)
         try:
             with self.ddp.step() if block.is_guarded else nullcontext():
                 for act in block.acts:
@@ -107,7 +109,16 @@ class Player:
             self.ddp.train()  # a forward in eval mode has failed
         seen.broken = self._find_broken(seen)
 
+    def _sync(self) -> GradSync | None:
+        """Return the sync of the wrapper; ``None`` after a rebuild that has failed."""
+        try:
+            return self.ddp.sync
+        except PhaseError:
+            return None
+
     def _find_broken(self, seen: BlockSeen) -> CollectiveError | None:
         """Return a broken collective, also one that the library keeps to itself while another exception is on its way."""
-        suspects: list[BaseException | None] = [self._broken, seen.error, seen.cause, self.ddp.sync.last_error]
+        sync = self._sync()
+        last_error = None if sync is None else sync.last_error
+        suspects: list[BaseException | None] = [self._broken, seen.error, seen.cause, last_error]
         return next((error for error in suspects if isinstance(error, CollectiveError)), None)

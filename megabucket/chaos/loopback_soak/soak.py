@@ -148,7 +148,11 @@ def run_world(
     step, index = 0, 0
     while index < len(episodes):
         chunk = episodes[index : index + choice.randint(1, 8)]
-        for episode, judgement in zip(chunk, world.run(chunk), strict=False):
+        try:
+            judgements = world.run(chunk)
+        except Exception as error:  # outside of any block, where nothing should fail
+            judgements = [Judgement(Verdict.WRONG, "the program of a rank has failed", type(error).__name__, str(error))]
+        for episode, judgement in zip(chunk, judgements, strict=False):
             counts.count(episode, judgement, spec.num_ranks)
             if not judgement.verdict.is_good:
                 counts.failures.append(Failure(seed, index, step, episode, judgement))

@@ -1,0 +1,216 @@
+"""From reports to the one error: every fault alone, which of several is named, and what the error says."""
+
+from dataclasses import replace
+
+import pytest
+
+from megabucket.ddp.step_report import Failure, LateGrads, ModelChange, NonFinite, StepReport, UnusedParams
+from megabucket.ddp.verdict import StepFacts, error_of
+from megabucket.errors import (
+    DetachedGradError,
+    LateGradientError,
+    MicrobatchMismatchError,
+    NonFiniteGradientError,
+    ParametersChangedError,
+    PeerFailedError,
+    ReplicasDivergedError,
+    ScheduleMismatchError,
+    StepMismatchError,
+    StorageMovedError,
+    TrainabilityChangedError,
+    UnusedParameterError,
+)
+
+FACTS = StepFacts(step=7, num_buckets=4)
+
+FAILED = Failure("forward", "ValueError: boom")
+MOVED = ModelChange("moved", params=("a", "b"), found="bfloat16 on cpu", expected="float32 on cpu")
+LATE = LateGrads(("a", "b"), bucket=2, phase="in flight")
+UNUSED = UnusedParams(("c", "d"), bucket=3)
+NONFINITE = NonFinite("a", bucket=1, finding="nan in 1 of 2 elements, first at [1]", num_others=5)
+
+
+def reports_of(*changes):
+    """One report per rank, each with its changes."""
+    return [StepReport(rank, **change) for rank, change in enumerate(changes)]
+
+
+def said(error):
+    """All that an error says: class, text and fields."""
+    return error.to_dict() if error is not None else None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_equal_reports_without_faults_are_no_error(num_ranks):
+    report = {"step_number": 5, "num_microbatches": 2, "num_skipped_forwards": 1, "num_updates": 1, "force_all_reduce": True}
+
+    assert error_of(FACTS, reports_of(*[report] * num_ranks)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"failure": FAILED}, PeerFailedError(step=7, rank=1, phase="forward", cause="ValueError: boom")),
+        (
+            {"change": MOVED},
+            StorageMovedError(step=7, rank=1, params=("a", "b"), found="bfloat16 on cpu", expected="float32 on cpu"),
+        ),
+        (
+            {"change": ModelChange("trainability", removed=("a",), added=("b",))},
+            TrainabilityChangedError(step=7, rank=1, frozen=("a",), unfrozen=("b",)),
+        ),
+        (
+            {"change": ModelChange("parameters", params=("c",), removed=("a",), added=("b",))},
+            ParametersChangedError(step=7, rank=1, added=("b",), removed=("a",), replaced=("c",)),
+        ),
+        ({"change": ModelChange("main_grad", params=("c",))}, DetachedGradError(step=7, rank=1, params=("c",))),
+        (
+            {"late": LATE},
+            LateGradientError(step=7, rank=1, params=("a", "b"), bucket=2, num_buckets=4, phase="in flight"),
+        ),
+        (
+            {"unused": UNUSED},
+            UnusedParameterError(step=7, ranks=(1,), params=("c", "d"), bucket=3, num_buckets=4, num_ranks=3),
+        ),
+        (
+            {"nonfinite": NONFINITE},
+            NonFiniteGradientError(
+                step=7,
+                rank=1,
+                param="a",
+                bucket=1,
+                num_buckets=4,
+                finding="nan in 1 of 2 elements, first at [1]",
+                num_others=5,
+            ),
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_fault_of_one_rank_is_the_error_of_its_class_with_all_that_is_known(change, expected):
+    assert said(error_of(FACTS, reports_of({}, change, {}))) == said(expected)
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "expected"),
+    [
+        (
+            "num_updates",
+            (1, 1, 0),
+            ReplicasDivergedError(step=7, what="optimizer updates since the last agreement", by_rank=(1, 1, 0)),
+        ),
+        ("step_number", (5, 5, 6), StepMismatchError(step=7, what="the caller's step numbers", by_rank=(5, 5, 6))),
+        (
+            "num_dropped_steps",
+            (0, 1, 1),
+            StepMismatchError(step=7, what="dropped steps (zero_grad() without an optimizer step)", by_rank=(0, 1, 1)),
+        ),
+        (
+            "num_skipped_forwards",
+            (0, 2, 0),
+            StepMismatchError(step=7, what="training forwards that no backward has reached", by_rank=(0, 2, 0)),
+        ),
+        ("num_microbatches", (2, 2, 1), MicrobatchMismatchError(step=7, by_rank=(2, 2, 1))),
+        (
+            "keeps_reduced_grads",
+            (True, False, False),
+            StepMismatchError(step=7, what="steps begun without clearing the last gradients (zero_grad())", by_rank=(1, 0, 0)),
+        ),
+        (
+            "is_committing",
+            (True, False, True),
+            ScheduleMismatchError(step=7, what="finish_grad_sync() before the optimizer step (0: called)", by_rank=(1, 0, 1)),
+        ),
+        ("force_all_reduce", (False, False, True), ScheduleMismatchError(step=7, what="force_all_reduce", by_rank=(0, 0, 1))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_numbers_that_differ_are_the_error_of_their_class_with_the_values_of_all_ranks(field, values, expected):
+    assert said(error_of(FACTS, reports_of(*({field: value} for value in values)))) == said(expected)
+
+
+# Everything at once, strongest first: each is what explains those after it.
+IN_ORDER = [
+    ("num_updates", 1, ReplicasDivergedError, "optimizer updates since the last agreement (rank 1 failed in forward: Val"),
+    ("failure", FAILED, PeerFailedError, "rank 1 failed in forward: ValueError: boom"),
+    ("change", MOVED, StorageMovedError, "on rank 1 parameters have left the buffer"),
+    ("step_number", 9, StepMismatchError, "the caller's step numbers"),
+    ("num_dropped_steps", 9, StepMismatchError, "dropped steps"),
+    ("num_skipped_forwards", 9, StepMismatchError, "training forwards that no backward has reached"),
+    ("num_microbatches", 9, MicrobatchMismatchError, "microbatch counts differ"),
+    ("keeps_reduced_grads", True, StepMismatchError, "steps begun without clearing the last gradients"),
+    ("is_committing", True, ScheduleMismatchError, "finish_grad_sync() before the optimizer step"),
+    ("force_all_reduce", True, ScheduleMismatchError, "force_all_reduce"),
+    ("late", LATE, LateGradientError, "received a gradient although bucket 2"),
+    ("unused", UNUSED, UnusedParameterError, "got no gradient on rank 1"),
+    ("nonfinite", NONFINITE, NonFiniteGradientError, "the gradient of 'a' on rank 1"),
+]
+
+
+@pytest.mark.parametrize("first", range(len(IN_ORDER)), ids=[field for field, *_ in IN_ORDER])
+def test_of_several_faults_the_one_that_explains_the_others_is_named(first):
+    faults = {field: value for field, value, *_ in IN_ORDER[first:]}
+
+    error = error_of(FACTS, reports_of({}, faults, {}))
+
+    _, _, kind, text = IN_ORDER[first]
+    assert type(error) is kind
+    assert text in str(error)
+
+
+def test_a_failed_optimizer_explains_why_the_updates_differ():
+    failed = Failure("optimizer", "ValueError: boom")
+
+    error = error_of(FACTS, reports_of({"failure": FAILED, "num_updates": 1}, {"failure": failed}, {"num_updates": 1}))
+
+    # The failure of rank 0 comes after it: the weights are what is wrong.
+    assert said(error) == said(PeerFailedError(step=7, rank=1, phase="optimizer", cause="ValueError: boom"))
+
+
+def test_updates_that_differ_are_explained_by_the_first_rank_that_failed():
+    error = error_of(FACTS, reports_of({"num_updates": 1}, {"failure": FAILED}, {"failure": Failure("backward", "other")}))
+
+    assert said(error) == said(
+        ReplicasDivergedError(
+            step=7,
+            what="optimizer updates since the last agreement (rank 1 failed in forward: ValueError: boom)",
+            by_rank=(1, 0, 0),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"failure": FAILED},
+        {"failure": replace(FAILED, phase="optimizer")},
+        {"change": MOVED},
+        {"late": LATE},
+        {"nonfinite": NONFINITE},
+    ],
+    ids=["failure", "optimizer failure", "change", "late", "nonfinite"],
+)
+def test_of_several_ranks_with_a_fault_the_lowest_is_named(change):
+    assert error_of(FACTS, reports_of({}, change, change)).rank == 1
+
+
+def test_ranks_with_unused_parameters_are_all_named_with_the_parameters_of_the_first():
+    error = error_of(FACTS, reports_of({}, {"unused": UNUSED}, {"unused": UnusedParams(("x",), bucket=0)}))
+
+    assert said(error) == said(
+        UnusedParameterError(step=7, ranks=(1, 2), params=("c", "d"), bucket=3, num_buckets=4, num_ranks=3)
+    )
+
+
+def test_a_rank_that_asked_nobody_has_an_error_of_its_own():
+    error = error_of(FACTS, [StepReport(2, num_microbatches=3, unused=UNUSED)])
+
+    assert said(error) == said(
+        UnusedParameterError(step=7, ranks=(2,), params=("c", "d"), bucket=3, num_buckets=4, num_ranks=1)
+    )
+
+
+def test_the_order_of_reports_is_the_order_of_ranks_in_the_text():
+    error = error_of(FACTS, reports_of({"num_microbatches": 2}, {"num_microbatches": 1}, {"num_microbatches": 2}))
+
+    assert "2 on ranks 0, 2; 1 on rank 1" in str(error)
