@@ -483,4 +483,4 @@ class GradientSyncMachine(RuleBasedStateMachine):
 
 MAX_EXAMPLES = settings.default.max_examples  # 200 at home; a tenth of what CI allows elsewhere: each runs threads
 TestGradientSync = GradientSyncMachine.TestCase
-TestGradientSync.settings = settings(max_examples=min(400, MAX_EXAMPLES), stateful_step_count=50)
+TestGradientSync.settings = settings(max_examples=100, stateful_step_count=40)  # ranks are threads: slow
