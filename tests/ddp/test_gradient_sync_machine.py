@@ -481,6 +481,5 @@ class GradientSyncMachine(RuleBasedStateMachine):
                 self.world.complete(sequence)  # raises if a buffer was written in flight
 
 
-MAX_EXAMPLES = settings.default.max_examples  # 200 at home; a tenth of what CI allows elsewhere: each runs threads
 TestGradientSync = GradientSyncMachine.TestCase
 TestGradientSync.settings = settings(max_examples=100, stateful_step_count=40)  # ranks are threads: slow
