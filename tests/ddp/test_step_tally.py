@@ -76,6 +76,23 @@ class TestCounts:
 
         assert repr(report_of(tally)) == repr(StepReport(2, step_number=10))
 
+    def test_what_was_found_about_forgotten_gradients_is_forgotten_with_them(self):
+        tally = filled()
+
+        tally.forget_grads()
+
+        expected = StepReport(
+            2,
+            step_number=10,
+            num_skipped_forwards=1,
+            num_dropped_steps=4,
+            num_updates=5,
+            failure=FAILURE,
+            change=CHANGE,
+            unused=UNUSED,
+        )
+        assert repr(report_of(tally)) == repr(expected)
+
 
 class TestForwards:
     def test_a_forward_is_skipped_until_a_backward_reaches_it(self):
