@@ -10,7 +10,7 @@ import hashlib
 import json
 import marshal
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, Final, NoReturn
 
@@ -39,20 +39,22 @@ def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig
         ("python", platform.python_version()),
     ]
     entries += [("config", name, value) for name, value in config.model_dump().items()]
-    first_name_of: dict[int, str] = {}
+    params: list[torch.nn.Parameter] = []
     for prefix, submodule in module.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
         for key, param in submodule._parameters.items():
             if param is None:
                 continue
-            name = f"{prefix}.{key}" if prefix else key
-            first_name = first_name_of.setdefault(id(param), name)
-            if first_name is not name:
-                entries.append(("alias", name, first_name))
+            params.append(param)
+            if param.requires_grad and param.is_contiguous():  # the usual one: no calls, wrapping should not take long
+                entries.append((start + key, tuple(param.shape), dtype_name(param.dtype)))
             else:
-                entries.append((name, *_facts_of(param), "trained" if param.requires_grad else "frozen"))
+                entries.append(_entry_of(start + key, param, "trained" if param.requires_grad else "frozen"))
         for key, buffer in submodule._buffers.items():
             if buffer is not None:
-                entries.append((f"{prefix}.{key}" if prefix else key, *_facts_of(buffer), "buffer"))
+                entries.append(_entry_of(start + key, buffer, "buffer"))
+    if len(set(map(id, params))) < len(params):
+        entries += _alias_entries(module)
     return entries
 
 
@@ -80,8 +82,8 @@ def agree_on_model(
     return found, layout
 
 
-def _facts_of(tensor: torch.Tensor) -> Entry:
-    """Return shape, dtype, and what else decides how a tensor is laid out in a buffer and sent (nothing for the usual one)."""
+def _entry_of(name: str, tensor: torch.Tensor, role: str) -> Entry:
+    """Return name, shape, dtype, and what else decides how a tensor is laid out in a buffer and sent."""
     place: tuple[object, ...] = ()
     if tensor.is_meta:
         place = ("meta",)
@@ -89,7 +91,15 @@ def _facts_of(tensor: torch.Tensor) -> Entry:
         place = (str(tensor.layout),)
     elif not tensor.is_contiguous():
         place = ("strides", *tensor.stride())
-    return (tuple(tensor.shape), dtype_name(tensor.dtype), place)
+    return (name, tuple(tensor.shape), dtype_name(tensor.dtype), *place, role)
+
+
+def _alias_entries(module: torch.nn.Module) -> Iterator[Entry]:
+    first_name_of: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        first_name = first_name_of.setdefault(id(param), name)
+        if first_name is not name:
+            yield ("alias", name, "of", first_name)
 
 
 def agree(
@@ -157,15 +167,12 @@ def describe_entry(entry: Entry) -> str:
 
     >>> describe_entry(("config", "bucket_size", 40))
     'config bucket_size=40'
-    >>> describe_entry(("l2.weight", (4, 4), "float32", (), "trained"))
+    >>> describe_entry(("l2.weight", (4, 4), "float32"))
     'l2.weight (4, 4) float32'
     """
     if entry[0] == "config":
         return f"config {entry[1]}={entry[2]}"
-    shown = [str(value) for value in entry if value not in ((), "trained")]
-    if len(entry) > 1 and entry[1] == ():
-        shown.insert(1, "()")
-    return " ".join(shown)
+    return " ".join(map(str, entry))
 
 
 def exchange_device(module: torch.nn.Module) -> torch.device:
