@@ -6,6 +6,7 @@ wrapper's business (``ddp.launcher``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from megabucket.buffer.finite import FiniteTest
 from megabucket.buffer.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, PhaseMachine
 from megabucket.buffer.readiness import Readiness
 from megabucket.buffer.scaling import GradScale
+from megabucket.buffer.withheld_grad import WithheldGrad
 from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp, ReduceScatter
 from megabucket.errors import CollectiveError
 
@@ -31,6 +33,12 @@ class GradSyncPolicy:
     """Whether the reduced gradient is a mean, by the collective or by scaling."""
     tests_finite: bool = True
     """Whether gradients are looked through for nan and inf before they are sent."""
+    withholds_because: str = ""
+    """Why ``param.grad`` is not for the caller from backward to its reduction, and what to do instead; empty where it is."""
+
+
+def _is_accumulating(grads: PhaseMachine[GradPhase]) -> bool:
+    return grads.current is GradPhase.ACCUMULATING
 
 
 class _ParamAndGradBucketGroup:
@@ -63,19 +71,25 @@ class _ParamAndGradBucketGroup:
         """Parameters that had no gradient when the group was launched."""
         self.cleared: tuple[str, ...] = ()
         """Those of ``missing`` whose place held values of an earlier step, and zeros are reduced instead."""
-        self.finite_test = FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets])
+        self.interrupted: list[str] = []
+        """Parameters whose gradient of this step was cleared or replaced before the step was over."""
         self._grads = PhaseMachine(f"the gradients of bucket group {index}", GradPhase.ACCUMULATING, GRAD_TRANSITIONS)
         self._params = PhaseMachine(f"the parameters of bucket group {index}", ParamPhase.GATHERED, PARAM_TRANSITIONS)
         self._grad_handle: Handle | None = None
         self._param_handle: Handle | None = None
+        if policy.withholds_because:
+            # They know the phases only: nothing may lead back to a parameter from its .grad, where no garbage collector looks.
+            accumulates = functools.partial(_is_accumulating, self._grads)
+            for slot in self.slots:
+                what = f"the gradient of {slot.name!r}"
+                slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withholds_because, accumulates=accumulates)
         self._values = [slot.param.data for slot in self.slots]
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
-        self._value_pointers = [values.data_ptr() for values in self._values]
-        self._nan_pointers = [nans.data_ptr() for nans in self._nans]
         self._are_params_hidden = False
         self._was_all_reduced = False
         num_ranks = communicator.size if policy.average and policy.op is ReduceOp.SUM else 1
         self._scales = [GradScale.mean_of(num_ranks, bucket.grad_data.dtype) for bucket in self.buckets]
+        self.finite_test, self.sum_test = self._make_finite_tests()
         rank = communicator.rank
         self._reduce_calls = communicator.prepare([AllReduce(bucket.grad_data, policy.op) for bucket in self.buckets])
         if policy.reduce_scatters:
@@ -89,6 +103,24 @@ class _ParamAndGradBucketGroup:
             self._gather_calls = communicator.prepare(
                 [AllGather(bucket.param_data, bucket.shard(bucket.param_data, rank)) for bucket in self.buckets]
             )
+
+    def _make_finite_tests(self) -> tuple[FiniteTest, FiniteTest]:
+        """Return the test of what is sent and that of the sum.
+
+        A float32 gradient (bfloat16 and float64 have as much room) whose sum over the ranks could be infinite is as good as
+        infinite itself. Gradients that a float16 can hold, but not their sum, are common; so the sum is tested, too.
+        """
+        num_ranks = self.communicator.size
+        is_half = [bucket.grad_data.dtype == torch.float16 and num_ranks > 1 for bucket in self.buckets]
+        headrooms = [
+            1.0 if half else max(2.0 ** (num_ranks - 1).bit_length() / scale.divisor_before, 1.0)
+            for half, scale in zip(is_half, self._scales, strict=True)
+        ]
+        halves = [bucket for bucket, half in zip(self.buckets, is_half, strict=True) if half]
+        return (
+            FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets], headrooms),
+            FiniteTest([slot for bucket in halves for slot in bucket.slots], [bucket.grad_data for bucket in halves]),
+        )
 
     @property
     def grad_phase(self) -> GradPhase:
@@ -119,7 +151,9 @@ class _ParamAndGradBucketGroup:
             position: of the parameter in ``slots``. The group is accumulating.
             counts: whether this is the backward that is going to be reduced.
         """
-        self.slots[position].store()
+        slot = self.slots[position]
+        if slot.store():
+            self.interrupted.append(slot.name)
         return counts and self.readiness.mark(position)
 
     def start_grad_sync(self, *, force_all_reduce: bool = False) -> None:
@@ -139,11 +173,32 @@ class _ParamAndGradBucketGroup:
                 missing.append(slot.name)
                 if not was_clean:
                     cleared.append(slot.name)
+                    if slot.was_cleared:
+                        self.interrupted.append(slot.name)
         self.missing, self.cleared = tuple(missing), tuple(cleared)
         if self.policy.tests_finite:
             self.finite_test.run()
         for scale, bucket in zip(self._scales, self.buckets, strict=True):
             scale.before(bucket.grad_data)
+        self._launch_grads(force_all_reduce=force_all_reduce)
+
+    def start_dropped_sync(self, *, force_all_reduce: bool = False) -> None:
+        """Take part in the reduction of a step that is dropped, with whatever the buffer holds: nothing can go wrong here.
+
+        Does nothing when the group was launched.
+        """
+        if self._grads.current is GradPhase.IN_FLIGHT and self._grad_handle is not None:
+            return
+        if self._grads.current is not GradPhase.IN_FLIGHT:
+            self._grads.enter(GradPhase.IN_FLIGHT)
+        for slot in self.slots:
+            slot.param.grad = None
+            slot.is_clean = False
+        self.missing = self.cleared = ()
+        self.finite_test.forget()
+        self._launch_grads(force_all_reduce=force_all_reduce)
+
+    def _launch_grads(self, *, force_all_reduce: bool) -> None:
         self._was_all_reduced = force_all_reduce or not self.policy.reduce_scatters
         calls = self._reduce_calls if self._was_all_reduced else self._scatter_calls
         self._grad_handle = self.communicator.launch(calls, label=self.label)
@@ -164,6 +219,9 @@ class _ParamAndGradBucketGroup:
         reduced = [bucket.grad_data for bucket in self.buckets] if self._was_all_reduced else self._grad_shards
         for scale, values in zip(self._scales, reduced, strict=True):
             scale.after(values)
+        self.sum_test.forget()
+        if self.policy.tests_finite and self._was_all_reduced:
+            self.sum_test.run()
 
     def publish(self) -> None:
         """Show the reduced gradients as ``param.grad``, where all of them are here.
@@ -174,9 +232,22 @@ class _ParamAndGradBucketGroup:
             for slot in self.slots:
                 slot.publish()
 
+    def withhold_grads(self) -> None:
+        """Let ``param.grad`` refuse to be used until the gradients are published, or forgotten, if that is the policy."""
+        if self.policy.withholds_because and self._grads.current is not GradPhase.REDUCED:
+            is_sent = self._grads.current is GradPhase.IN_FLIGHT
+            for slot in self.slots:
+                slot.withhold(is_sent=is_sent)
+
+    def withdraw_grads(self) -> None:
+        """Show no gradients, in place of ``publish``: nobody steps on them."""
+        for slot in self.slots:
+            slot.withdraw()
+
     def reopen(self) -> None:
         """Start a step on top of what plain torch code left in ``param.grad``: nothing, zeros, or reduced values."""
         self._grads.enter(GradPhase.ACCUMULATING)
+        self.interrupted.clear()
 
     def reset(self) -> None:
         """Start a step: gradients of the last one are forgotten.
@@ -186,6 +257,7 @@ class _ParamAndGradBucketGroup:
         """
         if self._grads.current is not GradPhase.ACCUMULATING:
             self._grads.enter(GradPhase.ACCUMULATING)
+        self.interrupted.clear()
         for slot in self.slots:
             slot.forget()
         self.readiness.abandon_step()
@@ -193,9 +265,9 @@ class _ParamAndGradBucketGroup:
     # Parameters #
 
     @property
-    def param_pointers(self) -> list[int]:
-        """Where each parameter must live now, by address."""
-        return self._nan_pointers if self._are_params_hidden else self._value_pointers
+    def param_values(self) -> list[torch.Tensor]:
+        """What each parameter must look at now: memory, shape and memory order."""
+        return self._nans if self._are_params_hidden else self._values
 
     def mark_params_stale(self) -> None:
         """Say that the optimizer has updated this rank's shard and the others' are out of date."""

@@ -29,11 +29,6 @@ class _ParamAndGradBucket:
         self.param_data = buffer.param_data[layout.start : layout.stop]  # 1D, parameter dtype
         self.grad_data = buffer.grad_data[layout.start : layout.stop]  # 1D, gradient dtype
 
-    def param_range(self, name: str) -> tuple[int, int]:
-        """Return where a parameter starts and stops, counted from the start of the bucket."""
-        slot = self.buffer.layout.params[name]
-        return slot.start - self.offset, slot.stop - self.offset
-
     def shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the part of ``param_data`` or ``grad_data`` that ``rank`` owns."""
         shard_numel = flat.numel() // self.buffer.layout.num_shards

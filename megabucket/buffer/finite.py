@@ -1,13 +1,13 @@
-"""Is every gradient finite? Asked of each bucket before its reduction, which would spread a nan to every rank.
+"""Is every gradient finite, and will their sum be? Asked of each bucket before its reduction, which would spread a nan to all.
 
 The smallest and the largest element tell: nan and inf pass through both, and nothing is added up, so large finite gradients
-cannot overflow into a false alarm. On the CPU the answer is known at once; on a device it stays there until the fence, so that
-the host need not wait.
+cannot overflow into a false alarm. A gradient so large that the sum over the ranks may be infinite counts as infinite itself
+where no gradient is that large (float32); in float16 many are, so there the sum is tested (``_ParamAndGradBucketGroup``).
+On the CPU the answer is known at once; on a device it stays there until the fence, so that the host need not wait.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from megabucket.buffer.grad_slot import GradSlot
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteParam:
-    """A parameter whose gradient holds nan or inf."""
+    """A parameter whose gradient holds nan or inf, or cannot be added up."""
 
     param: str
     finding: str
@@ -31,37 +31,62 @@ class FiniteTest:
     Args:
         slots: the parameters in them, to name the culprits.
         flats: 1D gradients, one per bucket.
+        headrooms: for each of them, how many times its largest element must fit into its dtype; powers of two.
     """
 
-    def __init__(self, slots: Sequence[GradSlot], flats: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, slots: Sequence[GradSlot], flats: Sequence[torch.Tensor], headrooms: Sequence[float] | None = None
+    ) -> None:
         self._slots = slots
-        self._flats = [flat for flat in flats if flat.numel()]
+        headrooms = [1.0] * len(flats) if headrooms is None else headrooms
+        # Exact in the dtype: its largest value, divided by a power of two.
+        limits = [torch.finfo(flat.dtype).max / headroom for flat, headroom in zip(flats, headrooms, strict=True)]
+        self._has_headroom = any(headroom > 1 for headroom in headrooms)
+        self._flats = [(flat, limit) for flat, limit in zip(flats, limits, strict=True) if flat.numel()]
         self.found: tuple[NonFiniteParam, ...] = ()
         """What the last ``run`` found; on a device only after ``name_culprits``."""
         self.flag: torch.Tensor | None = None  # 0D bool on the device, or None where the host knows already
 
     def run(self) -> None:
         """Test the gradients as they are now: one reading pass."""
-        self.found, self.flag = (), None
-        for flat in self._flats:
+        self.forget()
+        for flat, limit in self._flats:
             low, high = torch.aminmax(flat)
             if flat.device.type != "cpu":
-                is_bad = torch.isfinite(low).logical_and_(torch.isfinite(high)).logical_not_()
+                is_bad = is_beyond(low, high, limit)
                 self.flag = is_bad if self.flag is None else self.flag.logical_or_(is_bad)
-            elif not (math.isfinite(low) and math.isfinite(high)):
+            elif not (float(low) >= -limit and float(high) <= limit):
                 self.name_culprits()
+
+    def forget(self) -> None:
+        """Know of nothing: what is sent next is not tested."""
+        self.found, self.flag = (), None
 
     def name_culprits(self) -> None:
         """Look for the parameters. Slow, and only after a hit. After the reduction these are the culprits of all ranks."""
         self.found = tuple(
             NonFiniteParam(slot.name, finding) for slot in self._slots if (finding := describe_nonfinite(slot.view))
         )
+        if self._has_headroom and not self.found:
+            # All finite, so the largest is too large to be added up. On a device it may have shrunk meanwhile, in a mean.
+            largest = {slot.name: float(slot.view.abs().max()) for slot in self._slots if slot.view.numel()}
+            name = max(largest, key=largest.__getitem__)
+            self.found = (NonFiniteParam(name, f"values of {largest[name]:.3g}, too large to be added up over the ranks"),)
+
+
+def is_beyond(low: torch.Tensor, high: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return, without asking the host, whether the smallest or the largest element is beyond a limit, or nan.
+
+    >>> [bool(is_beyond(one, one, 2.0)) for one in torch.tensor([2.0, -2.0, 2.5, -2.5, torch.nan, -torch.inf])]
+    [False, False, True, True, True, True]
+    """
+    return (low >= -limit).logical_and_(high <= limit).logical_not_()  # nan is neither
 
 
 def describe_nonfinite(grad: torch.Tensor) -> str:
     """Return what is not finite in a gradient; empty when everything is.
 
-    >>> describe_nonfinite(torch.tensor([[0.0, 1.0], [math.nan, math.inf]]))
+    >>> describe_nonfinite(torch.tensor([[0.0, 1.0], [torch.nan, torch.inf]]))
     'nan and inf in 2 of 4 elements, first at [1, 0]'
     """
     is_bad = grad.isfinite().logical_not_()

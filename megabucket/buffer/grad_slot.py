@@ -9,7 +9,8 @@ The rule needs no flag, because ``param.grad`` is the state:
 * anything else: the caller put it there (or ``create_graph=True`` made a new sum); it already contains what was accumulated,
   so it is copied.
 
-While a collective owns the buffer ``param.grad`` is ``None``, so a late gradient lands in memory of its own and is found.
+While a collective owns the buffer ``param.grad`` is ``None``, so a late gradient lands in memory of its own and is found. After
+a backward that leaves gradients nobody may use yet it is a ``WithheldGrad``, which stands for what the buffer has.
 
 Fused weight-gradient kernels add into ``main_grad`` themselves, set ``grad_added_to_main_grad`` and hand autograd a dummy.
 Their ``param.grad`` stays ``None`` (autograd must not add dummies up) and their view is zeroed at the start of a step. A
@@ -21,13 +22,24 @@ from __future__ import annotations
 
 import torch
 
+from megabucket.buffer.withheld_grad import WithheldGrad
 from megabucket.errors import PhaseError
 
 
 class GradSlot:
     """The gradient side of one parameter in its buffer."""
 
-    __slots__ = ("_added_by_kernel", "_has_received", "_uses_fused_kernel", "is_clean", "name", "param", "view")
+    __slots__ = (
+        "_added_by_kernel",
+        "_uses_fused_kernel",
+        "has_received",
+        "is_clean",
+        "name",
+        "param",
+        "view",
+        "was_cleared",
+        "withheld",
+    )
 
     def __init__(self, name: str, param: torch.nn.Parameter, view: torch.Tensor) -> None:
         self.name = name
@@ -37,35 +49,48 @@ class GradSlot:
         """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
         self._uses_fused_kernel = False
         self._added_by_kernel = False
-        self._has_received = False  # in this step; a view that was zeroed in place is a gradient, too, but brought nothing
+        self.has_received = False
+        """Whether a backward of this step brought a gradient. A view that was zeroed in place is one that brought nothing."""
+        self.was_cleared = False
+        """Whether ``hand_over`` found nothing any more of what this step had brought."""
+        self.withheld: WithheldGrad | None = None
+        """Stands in for ``param.grad`` from backward to its reduction, where the caller must not use it."""
 
     @property
     def has_grad(self) -> bool:
         """Whether there is a gradient: of this step, or of the last one, if nobody has cleared it."""
         return self._added_by_kernel or self.param.grad is not None
 
-    def store(self) -> None:
+    def store(self) -> bool:
         """Bring the gradient that autograd has just accumulated into the buffer.
+
+        Returns whether it takes the place of what earlier backwards of this step had brought: somebody has cleared or replaced
+        that meanwhile.
 
         Raises:
             PhaseError: a fused kernel added its gradient to values of an earlier step.
         """
-        self._has_received = True
+        is_first = not self.has_received
+        self.has_received = True
         if self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self._store_fused()
-        else:
-            self._store_grad()
+            return False
+        return self._store_grad() and not is_first
 
-    def _store_grad(self) -> None:
+    def _store_grad(self) -> bool:
+        """Copy or add a gradient that is not in the view; return whether it takes the place of what was there."""
         grad = self.param.grad
         if grad is self.view or grad is None:
-            return
+            return False
+        if isinstance(grad, WithheldGrad):
+            self.param.grad = self.view  # autograd has added to it through what stood in for it
+            return False
         if grad.requires_grad:
             grad = grad.detach()  # create_graph=True: the graph must not grow into the buffer
         if self._added_by_kernel:
             self.view.add_(grad)  # this layer's kernel ran for another microbatch or another use; this one came by autograd
             self.param.grad = None
-            return
+            return False
         if self.is_clean:
             self.view.add_(grad)
         elif grad.is_sparse:
@@ -74,6 +99,7 @@ class GradSlot:
             self.view.copy_(grad)
         self.is_clean = False
         self.param.grad = self.view
+        return not torch.is_grad_enabled()  # create_graph=True: autograd has made a new sum instead of adding in place
 
     def _store_fused(self) -> None:
         param = self.param
@@ -96,15 +122,35 @@ class GradSlot:
         A ``param.grad`` that the caller set since the last backward is what counts. Without a gradient the view is zero
         afterwards, unless somebody wrote into a clean view on purpose.
         """
-        is_set_by_caller = self.param.grad is not None and self.param.grad is not self.view
-        self._store_grad()
-        has_brought = (self._has_received and self.has_grad) or self._added_by_kernel or is_set_by_caller
-        if not self.has_grad and not self.is_clean:
+        grad = self.param.grad
+        is_withheld = isinstance(grad, WithheldGrad)
+        is_set_by_caller = not (grad is None or grad is self.view or is_withheld)
+        if is_set_by_caller:
+            self._store_grad()
+        has_grad = self.has_grad
+        has_brought = (self.has_received and has_grad) or self._added_by_kernel or is_set_by_caller
+        self.was_cleared = self.has_received and not has_grad
+        if not has_grad and not self.is_clean:
             self.view.zero_()
-        self.param.grad = None
-        self._added_by_kernel = self._has_received = False
+        if not is_withheld:
+            self.param.grad = None
+        self._added_by_kernel = self.has_received = False
         self.is_clean = False
         return has_brought
+
+    def withhold(self, *, is_sent: bool) -> None:
+        """Let nobody use the gradient until the next of ``publish``, ``forget`` and ``withdraw``.
+
+        Args:
+            is_sent: whether it was handed over. Otherwise nothing but a gradient that is there is withheld.
+        """
+        if is_sent or self.param.grad is self.view:
+            self.param.grad = self.withheld
+
+    def withdraw(self) -> None:
+        """Withhold nothing any more, and show nothing."""
+        if self.param.grad is self.withheld:
+            self.param.grad = None
 
     def publish(self) -> None:
         """Show the reduced values to plain torch code as ``param.grad``."""
@@ -114,7 +160,7 @@ class GradSlot:
         """Start a step: the next gradient overwrites. Costs no pass over memory, except for fused kernels."""
         self.param.grad = None
         self.param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        self._added_by_kernel = self._has_received = False
+        self._added_by_kernel = self.has_received = False
         if self._uses_fused_kernel:
             self.view.zero_()
             self.is_clean = True

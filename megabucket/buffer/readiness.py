@@ -21,11 +21,6 @@ class Readiness:
         self._expected: list[int] | None = None
         self._num_complete = 0
 
-    @property
-    def is_learned(self) -> bool:
-        """Whether a first step has taught what to expect."""
-        return self._expected is not None
-
     def mark(self, param: int) -> bool:
         """Count one gradient; return whether it makes the group complete."""
         count = self._counts[param] + 1

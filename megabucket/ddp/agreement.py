@@ -32,11 +32,15 @@ Entry = tuple[object, ...]
 
 
 def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig) -> list[Entry]:
-    """Return what must be equal on all ranks: versions, every config field, parameters with aliases, and module buffers."""
+    """Return what must be equal on all ranks: versions, every config field, parameters with aliases, and module buffers.
+
+    Of parameters also what decides how they are laid out, and whether they have a gradient, which counts in the first step.
+    """
     entries: list[Entry] = [
         ("megabucket", megabucket.__version__),
         ("torch", str(torch.__version__)),
-        ("python", platform.python_version()),
+        # A patch of Python changes nothing here; nodes of one cluster may well differ in it.
+        ("python", ".".join(platform.python_version_tuple()[:2])),
     ]
     entries += [("config", name, value) for name, value in config.model_dump().items()]
     params: list[torch.nn.Parameter] = []
@@ -46,10 +50,11 @@ def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig
             if param is None:
                 continue
             params.append(param)
-            if param.requires_grad and param.is_contiguous():  # the usual one: no calls, wrapping should not take long
+            is_usual = param.requires_grad and param.is_contiguous() and param.grad is None
+            if is_usual and not getattr(param, "shared_embedding", False):  # no calls: wrapping should not take long
                 entries.append((start + key, tuple(param.shape), dtype_name(param.dtype)))
             else:
-                entries.append(_entry_of(start + key, param, "trained" if param.requires_grad else "frozen"))
+                entries.append(_entry_of(start + key, param, *_roles_of(param)))
         for key, buffer in submodule._buffers.items():
             if buffer is not None:
                 entries.append(_entry_of(start + key, buffer, "buffer"))
@@ -82,7 +87,18 @@ def agree_on_model(
     return found, layout
 
 
-def _entry_of(name: str, tensor: torch.Tensor, role: str) -> Entry:
+def _roles_of(param: torch.nn.Parameter) -> Iterator[str]:
+    if not param.requires_grad:
+        yield "frozen"
+        return
+    yield "trained"
+    if getattr(param, "shared_embedding", False):
+        yield "with shared_embedding"
+    if param.grad is not None:
+        yield "with a gradient from before"
+
+
+def _entry_of(name: str, tensor: torch.Tensor, *roles: str) -> Entry:
     """Return name, shape, dtype, and what else decides how a tensor is laid out in a buffer and sent."""
     place: tuple[object, ...] = ()
     if tensor.is_meta:
@@ -91,7 +107,7 @@ def _entry_of(name: str, tensor: torch.Tensor, role: str) -> Entry:
         place = (str(tensor.layout),)
     elif not tensor.is_contiguous():
         place = ("strides", *tensor.stride())
-    return (name, tuple(tensor.shape), dtype_name(tensor.dtype), *place, role)
+    return (name, tuple(tensor.shape), dtype_name(tensor.dtype), *place, *roles)
 
 
 def _alias_entries(module: torch.nn.Module) -> Iterator[Entry]:
@@ -108,6 +124,7 @@ def agree(
     """Return when all ranks hold the same entries and none has failed.
 
     Args:
+        label: of the collectives; its part before a colon is what ranks fail in.
         failure: why this rank cannot go on; the others must not wait for it.
 
     Raises:
@@ -145,11 +162,15 @@ def _raise_difference(
     answers = [json.loads(answer) for answer in exchange_bytes(communicator, payload, device=device, label=f"{label} texts")]
     for rank, (failure_text, _) in enumerate(answers):
         if failure_text:
-            raise PeerFailedError(step=0, rank=rank, phase="wrap", cause=failure_text) from failure
-    raise mismatch([lines for _, lines in answers])
+            raise PeerFailedError(step=0, rank=rank, phase=_phase_of(label), cause=failure_text) from failure
+    raise mismatch([lines for _, lines in answers], phase=_phase_of(label))
 
 
-def mismatch(lines_by_rank: Sequence[Sequence[str]]) -> LayoutMismatchError:
+def _phase_of(label: str) -> str:
+    return label.partition(":")[0]
+
+
+def mismatch(lines_by_rank: Sequence[Sequence[str]], *, phase: str = "wrap") -> LayoutMismatchError:
     """Return the error about entries that differ, the first ones in full."""
     differences, num_entries = [], 0
     for index, lines in enumerate(zip_longest(*lines_by_rank, fillvalue="nothing")):
@@ -158,7 +179,7 @@ def mismatch(lines_by_rank: Sequence[Sequence[str]]) -> LayoutMismatchError:
         if other is not None:
             differences.append(f"entry {index}: rank 0 has {lines[0]}, rank {other} has {lines[other]}")
     return LayoutMismatchError(
-        differences=differences[:_DIFFERENCES_SHOWN], num_different=len(differences), num_entries=num_entries
+        differences=differences[:_DIFFERENCES_SHOWN], num_different=len(differences), num_entries=num_entries, phase=phase
     )
 
 

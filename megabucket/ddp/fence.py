@@ -31,7 +31,8 @@ class Fence:
     def __init__(self, communicator: Communicator | None, *, device: torch.device) -> None:
         self.communicator = communicator if communicator is not None and communicator.size > 1 else None
         self._device = device
-        # Two vectors in turn: an abandoned fence may still be in flight when the next one is launched.
+        # Two vectors in turn. An interrupt may come when a fence is launched and nobody has noted that yet. The rank gives up
+        # its step then, with another fence, which must not be written over the one in flight.
         self._calls = []
         if self.communicator is not None:
             vectors = [torch.zeros(2 * _NUM_PAIRS + _NUM_FLAGS, dtype=torch.int64, device=device) for _ in range(2)]  # 1D
@@ -103,7 +104,9 @@ class PendingFence:
             report: says more than the one the fence was launched with.
         """
         own = report or self._report
-        exchange = self._exchange or self._fence.exchange(own)
+        if self._exchange is None:
+            self._exchange = self._fence.exchange(own)  # kept: a wait that is interrupted goes on with the same one
+        exchange = self._exchange
         return [own] if exchange is None else [StepReport.from_bytes(payload) for payload in exchange.wait()]
 
 
@@ -114,7 +117,7 @@ def _signed_pairs(report: StepReport) -> list[int]:
         report.num_skipped_forwards,
         report.num_dropped_steps,
         report.num_updates,
-        int(report.keeps_reduced_grads),
+        report.checksum,
         int(report.is_committing),
         int(report.force_all_reduce),
     )

@@ -7,6 +7,7 @@ wrapper and, if so, whether their gradients are complete: never after a reduce-s
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer.views import dtype_name
 from megabucket.ddp.grad_sync import GradSync
+from megabucket.ddp.hyperparameters import Hyperparameters, read_hyperparameters
 from megabucket.errors import MixedDtypeOptimizerError, PlainOptimizerError, UnreducedGradientsError
 
 _ADAMS: Final = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)  # AdamW is an Adam
@@ -52,6 +54,8 @@ class PlainOptimizerGuard:
         self._sync = sync
         self._reduce_scatters = reduce_scatters
         self._rank = rank
+        self._members: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], Hyperparameters]]
+        self._members = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(_StepHook(self.check)),
             register_optimizer_step_post_hook(_StepHook(self.note_update)),
@@ -67,7 +71,19 @@ class PlainOptimizerGuard:
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that has updated parameters of the wrapper: all ranks must have made as many."""
         if self._held_by(optimizer):
-            self._sync.tally.num_updates += 1
+            self._sync.note_update((*read_hyperparameters(optimizer.param_groups), *self._members_of(optimizer)))
+
+    def _members_of(self, optimizer: torch.optim.Optimizer) -> Hyperparameters:
+        """Return what tells the parameters of each group, looked at once per optimizer and again when a group has grown."""
+        sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+        known = self._members.get(optimizer)
+        if known is None or known[0] != sizes:
+            names = [sorted(self._names.get(id(param), "") for param in group["params"]) for group in optimizer.param_groups]
+            sums = [zlib.crc32("\n".join(of_group).encode(errors="surrogatepass")) for of_group in names]
+            texts = [f"{size} with CRC-32 {of_names:08x} of their names" for size, of_names in zip(sizes, sums, strict=True)]
+            known = sizes, tuple((f"parameters of group {index}", text) for index, text in enumerate(texts))
+            self._members[optimizer] = known
+        return known[1]
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
         return [

@@ -33,19 +33,22 @@ class InOrderLauncher:
         """Note that a group is complete, and launch every group whose turn has come."""
         self._is_complete[index] = True
         while self._next < len(self._groups) and self._is_complete[self._next]:
-            self._launch_next()
+            self._launch_next(self._launch)
 
-    def flush(self) -> None:
-        """Launch all groups that were not launched yet, complete or not."""
+    def flush(self, launch: Callable[[_ParamAndGradBucketGroup], None] | None = None) -> None:
+        """Launch all groups that were not launched yet, complete or not.
+
+        Args:
+            launch: another way to start a group than the usual one.
+        """
         while self._next < len(self._groups):
-            self._launch_next()
+            self._launch_next(launch or self._launch)
 
     def start_step(self) -> None:
         """Begin again with the first group."""
         self._is_complete = [False] * len(self._groups)
         self._next = 0
 
-    def _launch_next(self) -> None:
-        group = self._groups[self._next]
-        self._next += 1
-        self._launch(group)
+    def _launch_next(self, launch: Callable[[_ParamAndGradBucketGroup], None]) -> None:
+        launch(self._groups[self._next])
+        self._next += 1  # only now: a launch that raises is still due

@@ -1,7 +1,7 @@
 """Is the module still the one that was wrapped? Asked once per step.
 
 Neither a moved storage nor an unfrozen parameter makes torch complain: the optimizer updates memory nobody reads, or a gradient
-is never reduced. Comparing lists of addresses and identities finds them; the slow part runs only when one of them differs.
+is never reduced. Comparing places and lists of identities finds them; the slow part runs only when one of them differs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ModelWatch:
         if not all(param.requires_grad for param in self._trained) or any(param.requires_grad for param in self._frozen):
             return self._changed_trainability()
         for group, params in zip(self._groups, self._params_by_group, strict=True):
-            if [param.data_ptr() for param in params] != group.param_pointers:
+            if not all(map(is_set_to, params, group.param_values)):
                 return self._moved()
         if [view.data_ptr() for view in self._views] != self._view_pointers or any(self._has_other_main_grad()):
             return ModelChange("main_grad", params=tuple(self._detached_grads()))
@@ -100,29 +100,43 @@ class ModelWatch:
         return ModelChange("trainability", removed=frozen, added=unfrozen)
 
     def _moved(self) -> ModelChange:
-        moved = [
-            (slot, pointer)
+        values_of = {
+            slot.name: values
             for group in self._groups
-            for slot, pointer in zip(group.slots, group.param_pointers, strict=True)
-            if slot.param.data_ptr() != pointer
-        ]
-        names = {slot.name for slot, _ in moved}
-        in_order = tuple(name for name in self._trainable if name in names)
-        param = self._trainable[in_order[0]]
-        expected_dtype = next(
-            group.buckets[0].param_data.dtype
-            for group in self._groups
-            for slot, _ in moved
-            if slot.param is param and slot in group.slots
-        )
+            for slot, values in zip(group.slots, group.param_values, strict=True)
+            if not is_set_to(slot.param, values)
+        }
+        in_order = tuple(name for name in self._trainable if name in values_of)
+        param, values = self._trainable[in_order[0]], values_of[in_order[0]]
+        has_other_form = (param.shape, param.stride()) != (values.shape, values.stride())
         return ModelChange(
             "moved",
             params=in_order,
-            found=f"{dtype_name(param.dtype)} on {param.device} in memory of its own",
-            expected=f"{dtype_name(expected_dtype)} on {self._views[0].device} at its place",
+            found=f"{_kind(param)}{_form(param) if has_other_form else ''}{_place(param, values)}",
+            expected=f"{_kind(values)}{_form(values) if has_other_form else ''} at its place",
         )
 
     def _detached_grads(self) -> Iterator[str]:
         for slot, view, pointer in zip(self._slots, self._views, self._view_pointers, strict=True):
             if getattr(slot.param, "main_grad", None) is not view or view.data_ptr() != pointer:
                 yield slot.name
+
+
+def is_set_to(param: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether a parameter looks at the memory of ``values``, in the same shape and memory order."""
+    try:
+        return param.is_set_to(values)
+    except RuntimeError:  # not even comparable: on another device, say
+        return False
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} on {tensor.device}"
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f" of shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+
+
+def _place(param: torch.Tensor, values: torch.Tensor) -> str:
+    return " at its place" if param.data_ptr() == values.data_ptr() else " in memory of its own"

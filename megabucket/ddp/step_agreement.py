@@ -63,14 +63,15 @@ class StepAgreement:
         flags = [group.finite_test.flag for group in self._groups if group.finite_test.flag is not None]
         self._pending = self._fence.launch(self._report(), nonfinite=torch.stack(flags).any() if flags else None)
 
-    def launch_failure(self, phase: str, error: BaseException | str | None, *, ends_step: bool) -> None:
+    def launch_failure(self, phase: str, error: BaseException | str | None, *, force_all_reduce: bool, ends_step: bool) -> None:
         """Send word that this rank cannot finish the step, without waiting.
 
         Args:
             error: ``None`` when autograd keeps the exception to itself.
         """
-        self.tally.failure = Failure(phase, _describe(error))
-        self.launch(force_all_reduce=self._force_all_reduce, ends_step=ends_step)
+        if self.tally.failure is None:  # one of the optimizer, which was to be told at this fence, matters more
+            self.tally.failure = Failure(phase, describe(error))
+        self.launch(force_all_reduce=force_all_reduce, ends_step=ends_step)
 
     def conclude(self) -> MegabucketError | None:
         """Wait for the fence that is pending and end the step; return the error that all ranks raise about it.
@@ -80,7 +81,7 @@ class StepAgreement:
         """
         if self._pending is None:
             raise InvariantError("there is no fence to conclude")
-        error = None if self._pending.is_whole() else self._error_of(self._pending)
+        error = self._error_of_sum() if self._pending.is_whole() else self._error_of(self._pending)
         self._pending = None
         self.step += self._ends_step
         self.skip_reason = ""
@@ -93,27 +94,59 @@ class StepAgreement:
             self.last_error = error
         return error
 
+    def _error_of_sum(self) -> MegabucketError | None:
+        """Return what is wrong with the sum of gradients that were right: it has overflowed.
+
+        Every rank holds the same sum, so nobody has to be asked.
+        """
+        for group in self._groups:
+            if group.sum_test.flag is not None and bool(group.sum_test.flag):
+                group.sum_test.name_culprits()
+        found = [(group.index, one) for group in self._groups for one in group.sum_test.found]
+        if not found:
+            return None
+        bucket, first = found[0]
+        return NonFiniteGradientError(
+            step=self.step - (not self._ends_step),
+            rank=None,
+            param=first.param,
+            bucket=bucket,
+            num_buckets=len(self._groups),
+            finding=first.finding,
+            num_others=len(found) - 1,
+        )
+
     def _error_of(self, pending: PendingFence) -> MegabucketError:
         for group in self._groups:
             if group.finite_test.flag is not None and bool(group.finite_test.flag):
                 group.finite_test.name_culprits()  # the host could not know them before
-        error = error_of(StepFacts(self.step - (not self._ends_step), len(self._groups)), pending.reports(self._report()))
+        error = error_of(
+            StepFacts(self.step - (not self._ends_step), len(self._groups)), pending.reports(self._report(is_detailed=True))
+        )
         if error is None:
             raise InvariantError(f"[rank {self._rank}] the fence of step {self.step} does not hold, but no rank says why")
         return error
 
-    def _report(self) -> StepReport:
+    def _report(self, *, is_detailed: bool = False) -> StepReport:
         return self.tally.report(
             force_all_reduce=self._force_all_reduce,
             is_committing=self._is_committing,
             nonfinite=nonfinite_params(self._groups),
+            interrupted=tuple(name for group in self._groups for name in group.interrupted),
+            is_detailed=is_detailed,
         )
 
 
-def _describe(error: BaseException | str | None) -> str:
+def describe(error: BaseException | str | None) -> str:
+    """Return an exception as other ranks read it; ``None`` is one that autograd keeps to itself."""
     if error is None:
         return (
             "an exception that autograd keeps to itself; it stands in the log of that rank, and would stand here inside "
             "`with ddp.step():`"
         )
-    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    if isinstance(error, str):
+        return error
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as cause:  # the text of an exception is code of the caller, too
+        return f"{type(error).__name__} (its text cannot be made: {type(cause).__name__})"

@@ -79,8 +79,18 @@ class StepReport:
     num_dropped_steps: int = 0
     num_updates: int = 0
     """Optimizer steps since the last agreement."""
-    keeps_reduced_grads: bool = False
-    """Whether the step began on reduced gradients of the step before, which were not cleared."""
+    missed_update: str = ""
+    """What kept this rank from one of them; no fault where no other rank has made it."""
+    checksum: int = 0
+    """Of the facts from ``num_loads`` to ``hyperparameters``, which must be equal, too, and are too long for the fence."""
+    num_loads: int = 0
+    """Loads of weights since the last agreement that no broadcast has followed."""
+    kept: tuple[str, ...] = ()
+    """Parameters for which the step began on a gradient of the step before that was not cleared."""
+    interrupted: tuple[str, ...] = ()
+    """Parameters whose gradient was cleared or replaced between two backwards of the step; what counts is whether there are."""
+    hyperparameters: tuple[str, ...] = ()
+    """By which numbers the optimizer updates: after this fence if ``is_committing``, else since the last one."""
     is_committing: bool = False
     """Whether the optimizer updates right after this fence (reduce-scatter)."""
     force_all_reduce: bool = False
@@ -95,7 +105,8 @@ class StepReport:
         num_names = 1 << 10
         while True:
             data = _cut(dataclasses.asdict(self), num_names)
-            payload = json.dumps(data, separators=(",", ":")).encode()
+            # As text what JSON does not know: a rank that could not send its report would leave the others waiting for it.
+            payload = json.dumps(data, separators=(",", ":"), default=str).encode()
             if len(payload) <= RECORD_BYTES:
                 return payload
             num_names //= 2
@@ -103,10 +114,10 @@ class StepReport:
     @staticmethod
     def from_bytes(payload: bytes) -> StepReport:
         """Return the report that ``to_bytes`` has written."""
-        data: dict[str, Any] = json.loads(payload)
+        data = _with_tuples(json.loads(payload))
         for name, kind in _PARTS.items():
             if data[name] is not None:
-                data[name] = kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in data[name].items()})
+                data[name] = kind(**_with_tuples(data[name]))
         return StepReport(**data)
 
 
@@ -117,6 +128,10 @@ _PARTS: Final[dict[str, Any]] = {
     "unused": UnusedParams,
     "nonfinite": NonFinite,
 }
+
+
+def _with_tuples(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
 
 
 def _cut(value: Any, num_names: int) -> Any:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import marshal
+import operator
 from collections.abc import Callable, Sequence
-
-import torch
+from typing import Any, Final
 
 from megabucket.buffer import _ParamAndGradBucketGroup
+from megabucket.ddp.hyperparameters import Hyperparameters, texts_of
 from megabucket.ddp.step_report import Failure, LateGrads, ModelChange, NonFinite, StepReport, UnusedParams
+from megabucket.errors import ConfigError
+
+_UPDATES_COMPARED: Final = 16
 
 
 class StepTally:
@@ -27,7 +33,16 @@ class StepTally:
         self.num_microbatches = 0
         self.num_dropped_steps = 0
         self.num_updates = 0
-        self.keeps_reduced_grads = False
+        self.missed_update = ""
+        """What kept this rank from an update; told if others have made it."""
+        self.num_loads = 0
+        """Loads of weights that no broadcast has followed."""
+        self.kept: tuple[str, ...] = ()
+        self.hyperparameters: Hyperparameters = ()
+        """By which the optimizer is going to update; looked at when it commits."""
+        self.grad_scale = 1.0
+        """What the reduced gradients were multiplied with."""
+        self._updates: list[Hyperparameters] = []
         self.failure: Failure | None = None
         self.change: ModelChange | None = None
         self.late: LateGrads | None = None
@@ -56,8 +71,38 @@ class StepTally:
         elif param not in self.late.params:
             self.late = LateGrads((*self.late.params, param), self.late.bucket, self.late.phase)
 
-    def report(self, *, force_all_reduce: bool, is_committing: bool, nonfinite: NonFinite | None) -> StepReport:
-        """Return this rank's side of the step."""
+    def note_update(self, hyperparameters: Hyperparameters) -> None:
+        """Count an optimizer step on gradients of an agreed step.
+
+        Args:
+            hyperparameters: to be compared at the next fence; none if they were at the last one.
+        """
+        self.num_updates += 1
+        if hyperparameters and len(self._updates) < _UPDATES_COMPARED:  # whoever makes more between two fences makes them alike
+            self._updates.append(self._with_scale(hyperparameters))
+
+    def _with_scale(self, hyperparameters: Hyperparameters) -> Hyperparameters:
+        return (*hyperparameters, ("scale_gradients()", self.grad_scale))
+
+    def report(
+        self,
+        *,
+        force_all_reduce: bool,
+        is_committing: bool,
+        nonfinite: NonFinite | None,
+        interrupted: tuple[str, ...] = (),
+        is_detailed: bool = False,
+    ) -> StepReport:
+        """Return this rank's side of the step.
+
+        Args:
+            interrupted: parameters whose gradient was cleared between two backwards.
+            is_detailed: whether the report is going to be exchanged, and must say what the checksum is of.
+        """
+        # Two optimizers may step in any order.
+        updates = sorted(self._updates, key=str) if len(self._updates) > 1 else list(self._updates)
+        if is_committing:
+            updates.append(self._with_scale(self.hyperparameters))
         return StepReport(
             rank=self._rank,
             step_number=self.step_number,
@@ -65,7 +110,12 @@ class StepTally:
             num_skipped_forwards=self._num_skipped_forwards if self._counts_skipped_forwards else 0,
             num_dropped_steps=self.num_dropped_steps,
             num_updates=self.num_updates,
-            keeps_reduced_grads=self.keeps_reduced_grads,
+            missed_update=self.missed_update,
+            checksum=_checksum(self.num_loads, self.kept, bool(interrupted), *updates),
+            num_loads=self.num_loads,
+            kept=self.kept,
+            interrupted=interrupted,
+            hyperparameters=texts_of(updates) if is_detailed or self.failure is not None else (),
             is_committing=is_committing,
             force_all_reduce=force_all_reduce,
             failure=self.failure,
@@ -77,12 +127,15 @@ class StepTally:
 
     def forget_grads(self) -> None:
         """Forget what was counted and found about gradients that are forgotten themselves."""
-        self.num_microbatches, self.keeps_reduced_grads, self.late = 0, False, None
+        self.num_microbatches, self.kept, self.late = 0, (), None
+        self.grad_scale = 1.0
 
     def start_step(self) -> None:
         """Count anew, after a fence."""
-        self.num_microbatches = self.num_dropped_steps = self.num_updates = 0
-        self.keeps_reduced_grads = False
+        self.num_microbatches = self.num_dropped_steps = self.num_updates = self.num_loads = 0
+        self.kept, self.grad_scale = (), 1.0
+        self.missed_update = ""
+        self._updates.clear()
         self.failure = self.change = self.late = self.unused = None
 
     def start_over(self) -> None:
@@ -114,12 +167,24 @@ def nonfinite_params(groups: Sequence[_ParamAndGradBucketGroup]) -> NonFinite | 
     return NonFinite(first.param, bucket, first.finding, num_others=len(found) - 1)
 
 
-def keeps_grads(groups: Sequence[_ParamAndGradBucketGroup]) -> bool:
-    """Return whether gradients of the last step were neither cleared nor zeroed.
+def step_number_of(number: object) -> int:
+    """Return the caller's number of a step as a plain integer, -1 for ``None``.
 
-    Looks at values, in one pass, only where there are gradients still: ``zero_grad()`` leaves none.
+    Raises:
+        ConfigError: it is no integer, or too large.
     """
-    slots = (slot for group in groups for slot in group.slots)
-    views = [slot.view for slot in slots if slot.param.grad is slot.view and slot.view.numel()]
-    # The largest element, not the sum of squares, which is zero for small values.
-    return bool(views) and bool(torch.stack([norm.bool() for norm in torch._foreach_norm(views, torch.inf)]).any())
+    if number is None:
+        return -1
+    try:
+        value = -1 if isinstance(number, bool) else operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        value = -1
+    if not 0 <= value < 2**62:
+        raise ConfigError(f"step_number must be None or an integer from 0 to 2**62, got {number!r}")
+    return value
+
+
+def _checksum(*facts: Any) -> int:
+    """Return a number below 2**62 that is equal where plain values are."""
+    # Version 2 of the format writes values only, not whether two of them are the same object.
+    return int.from_bytes(hashlib.blake2b(marshal.dumps(facts, 2), digest_size=8).digest(), "big") >> 2

@@ -13,6 +13,7 @@ from typing import Final
 from megabucket.ddp.step_report import Failure, ModelChange, StepReport
 from megabucket.errors import (
     DetachedGradError,
+    HyperparameterMismatchError,
     LateGradientError,
     MegabucketError,
     MicrobatchMismatchError,
@@ -25,6 +26,7 @@ from megabucket.errors import (
     StorageMovedError,
     TrainabilityChangedError,
     UnusedParameterError,
+    name_list,
 )
 
 
@@ -56,8 +58,16 @@ def _divergence(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[Meg
             yield _failure_error(facts, report.rank, report.failure)
     if differ := _differing(reports, lambda report: report.num_updates):
         causes = [f"rank {one.rank} failed in {one.failure.phase}: {one.failure.error}" for one in reports if one.failure]
+        causes += [f"rank {one.rank} made none because of {one.missed_update}" for one in reports if one.missed_update]
         cause = f" ({causes[0]})" if causes else ""
         yield ReplicasDivergedError(step=facts.step, what=f"optimizer updates since the last agreement{cause}", by_rank=differ)
+    if differ := _differing(reports, lambda report: report.num_loads):
+        what = "loads of weights (load_state_dict(), by submodule) since the last agreement"
+        yield ReplicasDivergedError(step=facts.step, what=what, by_rank=differ, usual_cause="load")
+    if not any(report.is_committing for report in reports):
+        for name, values in _differing_hyperparameters(reports):
+            what = f"hyperparameters of the last update ({name})"
+            yield ReplicasDivergedError(step=facts.step, what=what, by_rank=values, usual_cause="hyperparameters")
 
 
 def _failures(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
@@ -96,12 +106,30 @@ def _disagreements(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[
         yield StepMismatchError(step=step, what="training forwards that no backward has reached", by_rank=differ)
     if differ := _differing(reports, lambda report: report.num_microbatches):
         yield MicrobatchMismatchError(step=step, by_rank=differ)
-    if differ := _differing(reports, lambda report: report.keeps_reduced_grads):
-        yield StepMismatchError(step=step, what="steps begun without clearing the last gradients (zero_grad())", by_rank=differ)
+    in_order = dict.fromkeys(name for report in reports for name in report.kept)
+    if odd := [name for name in in_order if any(name not in report.kept for report in reports)]:
+        what = f"steps begun without clearing the last gradients (zero_grad()) of {name_list(odd)}"
+        yield StepMismatchError(step=step, what=what, by_rank=[int(odd[0] in report.kept) for report in reports])
     if differ := _differing(reports, lambda report: report.is_committing):
         yield ScheduleMismatchError(step=step, what="finish_grad_sync() before the optimizer step (0: called)", by_rank=differ)
     if differ := _differing(reports, lambda report: report.force_all_reduce):
         yield ScheduleMismatchError(step=step, what="force_all_reduce", by_rank=differ)
+    for name, values in _differing_hyperparameters(reports):
+        yield HyperparameterMismatchError(step=step, what=name, by_rank=values)
+
+
+def _differing_hyperparameters(reports: Sequence[StepReport]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Return the name of each number that differs, with its values by rank."""
+    by_rank = [dict(_name_and_value(text) for text in report.hyperparameters) for report in reports]
+    for name in dict.fromkeys(name for numbers in by_rank for name in numbers):
+        values = tuple(numbers.get(name, "nothing") for numbers in by_rank)
+        if len(set(values)) > 1:
+            yield name, values
+
+
+def _name_and_value(text: str) -> tuple[str, str]:
+    name, _, value = text.rpartition("=")
+    return name, value
 
 
 def _differing(reports: Sequence[StepReport], value: Callable[[StepReport], int]) -> tuple[int, ...]:
@@ -124,17 +152,34 @@ def _late_grads(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[Meg
             )
 
 
+def _interruptions(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
+    if differ := _differing(reports, lambda report: bool(report.interrupted)):
+        names = sorted({name for report in reports for name in report.interrupted})
+        what = f"steps whose gradients were cleared or replaced between two backwards ({name_list(names)})"
+        yield StepMismatchError(step=facts.step, what=what, by_rank=differ)
+
+
 def _unused_params(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
     first = next((report.unused for report in reports if report.unused is not None), None)
-    if first is not None:
-        yield UnusedParameterError(
-            step=facts.step,
-            ranks=[report.rank for report in reports if report.unused is not None],
-            params=first.params,
-            bucket=first.bucket,
-            num_buckets=facts.num_buckets,
-            num_ranks=len(reports),
-        )
+    if first is None:
+        return
+    ranks_of: dict[str, tuple[int, ...]] = {}
+    for report in reports:
+        for name in report.unused.params if report.unused is not None else ():
+            ranks_of[name] = (*ranks_of.get(name, ()), report.rank)
+    params_of: dict[tuple[int, ...], list[str]] = {}
+    for name, ranks in ranks_of.items():
+        params_of.setdefault(ranks, []).append(name)
+    ranks = ranks_of[first.params[0]]
+    yield UnusedParameterError(
+        step=facts.step,
+        ranks=ranks,
+        params=params_of.pop(ranks),
+        bucket=first.bucket,
+        num_buckets=facts.num_buckets,
+        num_ranks=len(reports),
+        elsewhere=[(names, others) for others, names in params_of.items()],
+    )
 
 
 def _nonfinite_grads(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
@@ -152,4 +197,20 @@ def _nonfinite_grads(facts: StepFacts, reports: Sequence[StepReport]) -> Iterato
             )
 
 
-_IN_ORDER: Final = (_divergence, _failures, _model_changes, _disagreements, _late_grads, _unused_params, _nonfinite_grads)
+def _unexplained(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[MegabucketError]:
+    """Facts that differ although the reports, which hold so many names and no more, say nothing about them."""
+    if differ := _differing(reports, lambda report: report.checksum):
+        yield StepMismatchError(step=facts.step, what="kept gradients or hyperparameters (checksums)", by_rank=differ)
+
+
+_IN_ORDER: Final = (
+    _divergence,
+    _failures,
+    _model_changes,
+    _disagreements,
+    _late_grads,
+    _interruptions,
+    _unused_params,
+    _nonfinite_grads,
+    _unexplained,
+)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
-from megabucket.comm import Communicator, ReduceOp
+from megabucket.comm import Communicator, Liveness, ReduceOp
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.agreement import Entry, agree, agree_on_model, exchange_device
 from megabucket.ddp.discovery import DiscoveredParams
@@ -22,7 +22,7 @@ from megabucket.ddp.forward_watch import watch_forwards
 from megabucket.ddp.grad_hook import grad_hook
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guard import PlainOptimizerGuard
-from megabucket.ddp.model_watch import ModelWatch
+from megabucket.ddp.model_watch import ModelWatch, is_set_to
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.errors import (
     LateGradientError,
@@ -33,6 +33,16 @@ from megabucket.errors import (
     name_list,
 )
 from megabucket.layout import ModelLayout, launch_order
+
+
+class FollowsRebuild(Protocol):
+    """An optimizer whose tensors lie in the buffers."""
+
+    def before_rebuild(self) -> None:
+        """Take everything that has to be kept out of the buffers."""
+
+    def after_rebuild(self) -> None:
+        """Put it back into those that took their place."""
 
 
 class Wiring:
@@ -77,14 +87,17 @@ class Wiring:
         """Whose counts the next wiring continues."""
         return self.sync
 
+    def check_is_wired(self) -> None:
+        """Do nothing: it is."""
+
     def find_obstacle(self) -> PhaseError | None:
         """Return why the module cannot be taken as it is now, or ``None``."""
         spoiled = [
             slot.name
             for group in self.groups
             if self._is_attached and group.param_phase is not ParamPhase.GATHERED
-            for slot, pointer in zip(group.slots, group.param_pointers, strict=True)
-            if slot.param.data_ptr() != pointer
+            for slot, values in zip(group.slots, group.param_values, strict=True)
+            if not is_set_to(slot.param, values)
         ]
         if not spoiled:
             return None
@@ -127,7 +140,53 @@ class Wiring:
                 buffer.detach()
 
 
-class Unwired:
+class Detached:
+    """In the place of a wiring after ``detach()``: whoever uses the wrapper is told so. The module is a plain one.
+
+    Args:
+        text: what to tell.
+    """
+
+    def __init__(
+        self,
+        text: str = (
+            "this wrapper was detached: the module is a plain one again, and nothing would be reduced. Call the module itself, "
+            "or wrap it anew with DistributedDataParallel(module, ...)."
+        ),
+    ) -> None:
+        self._text = text
+
+    def check_is_wired(self) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(self._text)
+
+    def find_obstacle(self) -> PhaseError | None:
+        """Refuse to be wrapped again by a rebuild: the ranks of this wrapper may be gone.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(self._text)
+
+    def undo(self) -> None:
+        """Do nothing: it is undone."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse to give what a wiring has.
+
+        Raises:
+            PhaseError: for every name.
+        """
+        if name.startswith("_"):
+            raise AttributeError(name)  # what Python asks for is not what a caller uses
+        raise PhaseError(self._text)
+
+
+class Unwired(Detached):
     """In the place of a wiring when a rebuild has failed: whoever uses the wrapper, or calls the module, is told so.
 
     Args:
@@ -136,12 +195,13 @@ class Unwired:
     """
 
     def __init__(self, module: torch.nn.Module, sync_to_continue: GradSync, *, reason: str) -> None:
-        self.sync_to_continue = sync_to_continue
-        self._text = text = (
+        text = (
             "the module is not wrapped, because rebuild() has failed; gradients would not be reduced. Repair what the error "
             "has named and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept. "
             f"The error was {reason}"
         )
+        super().__init__(text)
+        self.sync_to_continue = sync_to_continue
 
         def refuse(called: torch.nn.Module, _: Any) -> None:
             if called is module:  # a deepcopy of the module shares the hook
@@ -160,25 +220,15 @@ class Unwired:
         """Let the module be called again. A second call does nothing."""
         self._handle.remove()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Refuse to give what a wiring has.
-
-        Raises:
-            PhaseError: for every name.
-        """
-        if name.startswith("_"):
-            raise AttributeError(name)  # what Python asks for is not what a caller uses
-        raise PhaseError(self._text)
-
 
 def prepare_rebuild(
-    wiring: Wiring | Unwired, module: torch.nn.Module, communicator: Communicator, *, num_optimizers: int
+    wiring: Wiring | Detached, module: torch.nn.Module, communicator: Communicator, *, num_optimizers: int
 ) -> None:
     """Return when every rank has come here with as many optimizers, and no step is open. Changes nothing else.
 
     Raises:
         LayoutMismatchError: a rank takes other optimizers along, or is in another state.
-        PhaseError: the module cannot be taken as it is now.
+        PhaseError: the module cannot be taken as it is now, or the wrapper was detached.
         StepMismatchError: other ranks take a step.
         PeerFailedError: another rank cannot take its module, or has failed in the step.
     """
@@ -187,6 +237,16 @@ def prepare_rebuild(
     wiring.drop_step()
     entries: list[Entry] = [("optimizers to take along:", num_optimizers), (wiring.description,)]
     agree(communicator, entries, failure=obstacle, device=exchange_device(module), label="rebuild")
+
+
+def liveness_of(config: DistributedDataParallelConfig) -> Liveness:
+    """Return when a rank counts as slow or gone."""
+    return Liveness(
+        heartbeat_s=config.heartbeat_s,
+        dead_after_s=config.dead_after_s,
+        straggler_warning_s=config.straggler_warning_s,
+        is_default="dead_after_s" not in config.model_fields_set,
+    )
 
 
 def _attach(layout: ModelLayout, found: DiscoveredParams, communicator: Communicator) -> list[ParamAndGradBuffer]:
@@ -215,6 +275,7 @@ def _make_groups(
         op=ReduceOp.AVG if config.average_in_collective else ReduceOp.SUM,
         average=config.grad_reduction == "mean",
         tests_finite=config.nonfinite_gradients != "allow",
+        withholds_because=_why_withheld(config),
     )
     buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]
     batches = [buckets] if config.bucket_groups == "single" else [[bucket] for bucket in buckets]
@@ -222,6 +283,23 @@ def _make_groups(
         _ParamAndGradBucketGroup(batch, index=index, num_groups=len(batches), communicator=communicator, policy=policy)
         for index, batch in enumerate(batches)
     ]
+
+
+def _why_withheld(config: DistributedDataParallelConfig) -> str:
+    if config.use_distributed_optimizer:
+        return (
+            "is reduce-scattered (use_distributed_optimizer=True): from backward to the optimizer's step each rank has a "
+            "gradient of its own there, or one shard of the reduced one, in memory that a collective may own. Its norm, and "
+            "what is clipped by it, would differ between ranks. Clip with DistributedOptimizer(..., clip_grad=1.0), and read "
+            "the norm over all ranks from what its step() returns; scale with ddp.scale_gradients() after finish_grad_sync(). "
+            "With ddp.force_all_reduce = True before backward, finish_grad_sync() leaves whole gradients in param.grad."
+        )
+    if config.finish == "explicit":
+        return (
+            "is not reduced yet (finish='explicit'), and a collective may own its memory. Call ddp.finish_grad_sync() first; "
+            "then read, scale or clip it."
+        )
+    return ""
 
 
 def _register_hooks(

@@ -5,34 +5,26 @@ What a user calls. The parts are put together in ``wiring``; no rule lives here.
 
 from __future__ import annotations
 
+import math
 import weakref
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
-from megabucket.comm import Communicator, Liveness, discover_communicator
+from megabucket.comm import Communicator, discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.grad_sync import GradSync
-from megabucket.ddp.guarded_step import guarded_step
+from megabucket.ddp.guarded_step import GuardedStep
 from megabucket.ddp.replicas import broadcast_replicas, check_replicas, unbuffered_state
-from megabucket.ddp.wiring import Unwired, Wiring, prepare_rebuild
+from megabucket.ddp.step_tally import step_number_of
+from megabucket.ddp.wiring import Detached, FollowsRebuild, Unwired, Wiring, liveness_of, prepare_rebuild
 from megabucket.errors import ConfigError, MegabucketError, PhaseError
 from megabucket.layout import ModelLayout
 from megabucket.trace.recorder import Recorder
-
-
-class FollowsRebuild(Protocol):
-    """An optimizer whose tensors lie in the buffers."""
-
-    def before_rebuild(self) -> None:
-        """Take everything that has to be kept out of the buffers."""
-
-    def after_rebuild(self) -> None:
-        """Put it back into those that took their place."""
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -80,17 +72,21 @@ class DistributedDataParallel(torch.nn.Module):
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
         self._owns_communicator = communicator is None
-        self.communicator = communicator or discover_communicator(process_group, recorder, liveness=_liveness(self.ddp_config))
+        self.communicator = communicator or discover_communicator(
+            process_group, recorder, liveness=liveness_of(self.ddp_config)
+        )
         self.num_value_changes = 0
         """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
-        self._wiring: Wiring | Unwired = Wiring(module, self.ddp_config, self.communicator, on_load=self._note_value_change)
+        self._wiring: Wiring | Detached = Wiring(module, self.ddp_config, self.communicator, on_load=self._note_load)
         self.module = module
         self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
         self._make_replicas_equal()
 
-    def _note_value_change(self) -> None:
+    def _note_load(self) -> None:
         self.num_value_changes += 1
+        self.sync.settle()  # what is pending belongs to the step before
+        self.sync.tally.num_loads += 1
 
     def _make_replicas_equal(self) -> None:
         if self.ddp_config.init_sync:
@@ -128,7 +124,12 @@ class DistributedDataParallel(torch.nn.Module):
         return self._wiring.sync
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module. Calling ``ddp.module`` directly trains just as well: all hooks sit inside."""
+        """Call the wrapped module. Calling ``ddp.module`` directly trains just as well: all hooks sit inside.
+
+        Raises:
+            PhaseError: the wrapper was detached.
+        """
+        self._wiring.check_is_wired()
         return self.module(*args, **kwargs)
 
     # Gradients #
@@ -173,16 +174,19 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             MegabucketError: the error all ranks agreed on.
         """
-        return guarded_step(self.sync)
+        return GuardedStep(self.sync)
 
     def abort_step(self, reason: str) -> None:
         """Give up this step on this rank, for instance because its batch is of no use. All ranks drop the step.
 
         Returns at once; the others raise ``PeerFailedError`` with the reason when they come to the end of the step. This rank
         goes on with the next step. Right after an exception of this rank, with no other call in between, it belongs to the step
-        that has failed; setting ``step_number`` begins another one.
+        that has failed; setting ``step_number`` and entering ``step()`` begin another one.
+
+        Raises:
+            PhaseError: all ranks have agreed on the gradients of this step, and the others update with them.
         """
-        self.sync.fail("abort_step()", reason)
+        self.sync.abort(reason)
 
     @property
     def step_number(self) -> int | None:
@@ -192,10 +196,10 @@ class DistributedDataParallel(torch.nn.Module):
 
     @step_number.setter
     def step_number(self, number: int | None) -> None:
-        if number is not None and (isinstance(number, bool) or not 0 <= number < 2**62):
-            raise ConfigError(f"step_number must be None or an integer from 0 to 2**62, got {number!r}")
+        value = step_number_of(number)
         self.sync.settle()  # what is pending belongs to the step before
-        self.sync.tally.step_number = -1 if number is None else number
+        self.sync.begin_step()
+        self.sync.tally.step_number = value
 
     @property
     def last_error(self) -> MegabucketError | None:
@@ -215,13 +219,24 @@ class DistributedDataParallel(torch.nn.Module):
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients in place, for instance by one over the number of tokens of the global batch.
 
+        After the reduction every rank must use the same factor: an optimizer step with different ones is an error. Before it,
+        the factor of a rank is the weight of its gradients.
+
         Raises:
             PhaseError: a collective owns some of them.
+            ConfigError: the factor is not finite.
         """
         self.sync.check_not_in_flight("scale_gradients()")
+        if not math.isfinite(factor):
+            raise ConfigError(
+                f"scale_gradients() needs a finite factor, got {float(factor)}: every gradient would be nan or inf, and the "
+                "weights after it. One over the number of tokens is infinite for a batch without any: leave such a step out on "
+                "all ranks, with zero_grad() in place of the optimizer's step."
+            )
         for buffer in self.param_and_grad_buffers:
-            # Not the whole buffer: infinity (one over no tokens) would make NaN of the zeros between parameters, for good.
-            torch._foreach_mul_([slot.view for slot in buffer.slots.values()], factor)
+            buffer.grad_data.mul_(factor)
+        if self.sync.is_finished:
+            self.sync.tally.grad_scale *= float(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. The next ones overwrite them, so nothing is zeroed unless ``set_to_none`` is false."""
@@ -269,6 +284,7 @@ class DistributedDataParallel(torch.nn.Module):
         flats = [buffer.param_data for buffer in self.param_and_grad_buffers]
         broadcast_replicas(chain(flats, unbuffered_state(self.module, self.param_names)), self.communicator)
         self.num_value_changes += 1
+        self.sync.tally.num_loads = 0  # whoever has loaded what, all ranks have the values of the first one now
 
     # The wrapper as a module #
 
@@ -279,6 +295,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module. Values are copied into the buffers, so ``assign`` is refused.
+
+        Every rank loads, or every rank calls ``broadcast_params`` afterwards: weights that only some ranks have loaded are an
+        error at the end of the next step.
 
         Raises:
             PhaseError: ``assign=True``, which would replace the parameters that live in the buffers.
@@ -314,7 +333,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._wiring.undo()
             for param in self.module.parameters():
                 param.grad = None  # also of parameters that were in no buffer
-            self._wiring = Wiring(self.module, self.ddp_config, self.communicator, on_load=self._note_value_change)
+            self._wiring = Wiring(self.module, self.ddp_config, self.communicator, on_load=self._note_load)
             self.sync.continue_from(before)
             if self.ddp_config.init_sync:
                 self.broadcast_params()
@@ -349,10 +368,12 @@ class DistributedDataParallel(torch.nn.Module):
     def detach(self) -> torch.nn.Module:
         """Undo the wrapping: give the parameters storages of their own, remove all hooks, and return the module.
 
-        Gradients are dropped, and optimizers over the buffers' shards no longer reach the module. A second call does nothing.
+        Gradients are dropped, and optimizers over the buffers' shards no longer reach the module. The wrapper is of no use any
+        more, and says so to whoever uses it. A second call does nothing.
         """
+        wiring, self._wiring = self._wiring, Detached()
         try:
-            self._wiring.undo()
+            wiring.undo()
         finally:
             if self._owns_communicator:
                 self.communicator.close()
@@ -368,15 +389,6 @@ class DistributedDataParallel(torch.nn.Module):
             "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
             "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one."
         )
-
-
-def _liveness(config: DistributedDataParallelConfig) -> Liveness:
-    return Liveness(
-        heartbeat_s=config.heartbeat_s,
-        dead_after_s=config.dead_after_s,
-        straggler_warning_s=config.straggler_warning_s,
-        is_default="dead_after_s" not in config.model_fields_set,
-    )
 
 
 def _restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:

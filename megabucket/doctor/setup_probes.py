@@ -64,12 +64,15 @@ def _observe_versions(_: Bench) -> Fact:
 
 def _judge_versions(facts: Sequence[Fact]) -> Judgement:
     libraries = [f"megabucket {fact['megabucket']}, torch {fact['torch']}" for fact in facts]
-    if len(set(libraries)) > 1:
+    compared = [
+        f"{text}, Python {'.'.join(fact['python'].split('.')[:2])}" for text, fact in zip(libraries, facts, strict=True)
+    ]
+    if len(set(compared)) > 1:
         meaning = "wrapping would raise LayoutMismatchError: ranks may launch different collectives"
-        return Judgement(Verdict.FINDING, by_rank(libraries), meaning, odd_ones_out(libraries))
+        return Judgement(Verdict.FINDING, by_rank(compared), meaning, odd_ones_out(compared))
     pythons = [f"{libraries[0]}, Python {fact['python']}" for fact in facts]
     if len(set(pythons)) > 1:
-        return Judgement(Verdict.NOTE, by_rank(pythons), "harmless as far as known", odd_ones_out(pythons))
+        return Judgement(Verdict.NOTE, by_rank(pythons), "harmless: Python differs in its last number", odd_ones_out(pythons))
     return Judgement(Verdict.HOLDS, pythons[0], "the same on every rank")
 
 

@@ -14,10 +14,11 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
     ├── OptimizerParametersError (ValueError)  optimizer and wrapper disagree about the parameters
     ├── ProcessGroupMissingError (RuntimeError)
     ├── RanksDisagreeError (RuntimeError)      the ranks are not doing the same
-    │   ├── LayoutMismatchError                different models, configs or versions when wrapping
+    │   ├── LayoutMismatchError                different models, optimizers, configs or versions when wrapping
     │   ├── StepMismatchError                  a rank skipped or dropped a step
     │   ├── MicrobatchMismatchError            different numbers of backwards in a step
     │   ├── ScheduleMismatchError              different collectives for the same step
+    │   ├── HyperparameterMismatchError        different learning rates, say, before an update
     │   └── ReplicasDivergedError              different optimizer updates, or different weights
     ├── PhaseError (RuntimeError)              an operation in a phase where it is not allowed
     │   ├── LateGradientError                  a gradient for a bucket that was already sent
@@ -77,6 +78,7 @@ from megabucket.errors.setup import (
 from megabucket.errors.step import (
     ConcurrentBackwardError,
     DetachedGradError,
+    HyperparameterMismatchError,
     LateGradientError,
     LayoutMismatchError,
     MicrobatchMismatchError,
@@ -106,6 +108,7 @@ __all__ = [
     "DetachedGradError",
     "ForkedProcessError",
     "GroupDestroyedError",
+    "HyperparameterMismatchError",
     "InFlightWriteError",
     "InvariantError",
     "LateGradientError",

@@ -32,15 +32,15 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}" + (f" and {hidden} more" if hidden > 0 else "")
 
 
-def values_by_rank(values: Sequence[int]) -> str:
+def values_by_rank(values: Sequence[object]) -> str:
     """Return which ranks have which value, the rarest value last.
 
     >>> values_by_rank([2, 1, 2])
     '2 on ranks 0, 2; 1 on rank 1'
     """
-    ranks_of: dict[int, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks_of.setdefault(value, []).append(rank)
+        ranks_of.setdefault(str(value), []).append(rank)
     most_first = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
     return "; ".join(f"{value} on {rank_list(ranks)}" for value, ranks in most_first)
 

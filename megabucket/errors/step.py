@@ -3,10 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from megabucket.errors.base import MegabucketError, name_list, rank_list, values_by_rank
 
-_DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
+_DROPPED: Final = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
+_GROUPS_SHOWN: Final = 3
+_REBUILD_AGAIN: Final = (
+    "Repair it and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept."
+)
+# Where ranks agree before any step: what differs, and why it matters and what to do.
+_MISMATCHES: Final = {
+    "wrap": (
+        "the model is not the same on all ranks",
+        (
+            "Gradients of one parameter would be added to those of another. Build the same module in the same order on every "
+            "rank, with the same dtypes, trainability, config and versions. No rank was wrapped."
+        ),
+    ),
+    "DistributedOptimizer()": (
+        "the optimizer is not the same on all ranks",
+        (
+            "Each rank would update its shards in its own way. Build it with the same groups and hyperparameters on every "
+            "rank, and load its state on all ranks or on none. The optimizer was changed on no rank."
+        ),
+    ),
+    "rebuild": (
+        "what is to be rebuilt is not the same on all ranks",
+        (
+            "Each rank would update its shards in its own way. Every rank needs the same optimizer, with the same groups, "
+            f"hyperparameters and state. {_REBUILD_AGAIN}"
+        ),
+    ),
+}
+_SAME_HYPERPARAMETERS: Final = (
+    "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, "
+    "for an optimizer's checkpoint that was loaded on one rank only."
+)
+# Why weights differ.
+_USUAL_CAUSES: Final = {
+    "update": (
+        "Every rank must step after every sync: look for an exception that was caught around optimizer.step() on one rank."
+    ),
+    "hyperparameters": f"Each rank has updated them in its own way. {_SAME_HYPERPARAMETERS}",
+    "load": (
+        "Load on every rank, or call ddp.broadcast_params() on every rank right after a load on the first; a rank that loads "
+        "weights only to look at them does so in a copy: copy.deepcopy(ddp.module)."
+    ),
+}
+_AFTER_FAILURE: Final = {
+    "optimizer": "Its shard of the parameters may miss the update, or half of it: load the last checkpoint on every rank.",
+    "wrap": "No rank was wrapped.",
+    "DistributedOptimizer()": "The optimizer was changed on no rank.",
+    "rebuild": _REBUILD_AGAIN,
+}
 
 
 class RanksDisagreeError(MegabucketError, RuntimeError):
@@ -14,16 +64,16 @@ class RanksDisagreeError(MegabucketError, RuntimeError):
 
 
 class LayoutMismatchError(RanksDisagreeError):
-    """Ranks wrap different models, or with different configs or versions."""
+    """Ranks wrap different models or optimizers, or with different configs or versions."""
 
-    def __init__(self, *, differences: Sequence[str], num_different: int, num_entries: int) -> None:
+    def __init__(self, *, differences: Sequence[str], num_different: int, num_entries: int, phase: str = "wrap") -> None:
         self.differences, self.num_different, self.num_entries = tuple(differences), num_different, num_entries
+        self.phase = phase
         hidden = num_different - len(self.differences)
         more = f"; and {hidden} more" if hidden > 0 else ""
+        what, consequence = _MISMATCHES[phase]
         super().__init__(
-            f"the model is not the same on all ranks: {'; '.join(self.differences)}{more} ({num_different} of {num_entries} "
-            "entries differ). Gradients of one parameter would be added to those of another. Build the same module in the "
-            "same order on every rank, with the same dtypes, trainability, config and versions. No rank was wrapped."
+            f"{what}: {'; '.join(self.differences)}{more} ({num_different} of {num_entries} entries differ). {consequence}"
         )
 
 
@@ -63,16 +113,27 @@ class ScheduleMismatchError(RanksDisagreeError):
         )
 
 
+class HyperparameterMismatchError(RanksDisagreeError):
+    """Ranks were about to update with different learning rates, or other numbers of the optimizer."""
+
+    def __init__(self, *, step: int, what: str, by_rank: Sequence[float | str]) -> None:
+        self.step, self.what, self.by_rank = step, what, tuple(by_rank)
+        super().__init__(
+            f"step {step}: hyperparameters differ between ranks: {what} is {values_by_rank(self.by_rank)}. Each rank would "
+            "update its shard of the parameters in its own way, and nobody could see it in the weights, which are gathered "
+            f"afterwards. {_SAME_HYPERPARAMETERS} No rank has updated. {_DROPPED}"
+        )
+
+
 class ReplicasDivergedError(RanksDisagreeError):
     """The replicas do not hold the same weights any more."""
 
-    def __init__(self, *, step: int, what: str, by_rank: Sequence[int]) -> None:
-        self.step, self.what, self.by_rank = step, what, tuple(by_rank)
+    def __init__(self, *, step: int, what: str, by_rank: Sequence[float | str], usual_cause: str = "update") -> None:
+        self.step, self.what, self.by_rank, self.usual_cause = step, what, tuple(by_rank), usual_cause
         super().__init__(
             f"step {step}: {what} differ between ranks: {values_by_rank(self.by_rank)}. The replicas do not hold the same "
-            "weights any more, and gradients of different models would be averaged. Every rank must step after every sync: "
-            "look for an exception that was caught around optimizer.step() on one rank. Load the last checkpoint on every "
-            "rank, or call ddp.broadcast_params() and make the optimizer anew."
+            f"weights any more, and gradients of different models would be averaged. {_USUAL_CAUSES[usual_cause]} Load the "
+            "last checkpoint on every rank, or call ddp.broadcast_params() and make the optimizer anew."
         )
 
 
@@ -113,10 +174,9 @@ class UnreducedGradientsError(PhaseError):
     def __init__(self, *, rank: int) -> None:
         self.rank = rank
         super().__init__(
-            f"[rank {rank}] step() was called, but the gradients of this rank are not reduced: since the last step or "
-            "zero_grad(), no backward has run outside no_sync(), or finish_grad_sync() was not called where the config leaves "
-            "that to the caller (finish='explicit'). Run the last backward of the step outside no_sync(), or call "
-            "finish_grad_sync() yourself."
+            "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has run "
+            "outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
+            "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself."
         )
 
 
@@ -124,33 +184,53 @@ class UnusedParameterError(MegabucketError, RuntimeError):
     """Parameters that got no gradient in the whole step."""
 
     def __init__(
-        self, *, step: int, ranks: Sequence[int], params: Sequence[str], bucket: int, num_buckets: int, num_ranks: int
+        self,
+        *,
+        step: int,
+        ranks: Sequence[int],
+        params: Sequence[str],
+        bucket: int,
+        num_buckets: int,
+        num_ranks: int,
+        elsewhere: Sequence[tuple[Sequence[str], Sequence[int]]] = (),
     ) -> None:
         self.step, self.ranks, self.params, self.num_ranks = step, tuple(ranks), tuple(params), num_ranks
         self.bucket, self.num_buckets = bucket, num_buckets
+        self.elsewhere = tuple((tuple(names), tuple(others)) for names, others in elsewhere)
         where = "on any rank" if len(self.ranks) == num_ranks else f"on {rank_list(self.ranks)} of {num_ranks} ranks"
+        shown = [f"; {name_list(names)} got none on {rank_list(others)}" for names, others in self.elsewhere[:_GROUPS_SHOWN]]
+        hidden = sum(len(names) for names, _ in self.elsewhere[_GROUPS_SHOWN:])
+        more = "".join(shown) + (f"; and {hidden} more" if hidden else "")
         super().__init__(
             f"step {step}: {name_list(self.params)} got no gradient {where} (first in bucket {bucket} of {num_buckets}, "
-            "counted from 0). They require grad but were in no forward of the step that was differentiated; without them the "
-            "mean would be of other things than it says. Freeze them with requires_grad_(False) before wrapping, use them, or "
-            f"set unused_parameters='zero' to reduce zeros in their place. {_DROPPED}"
+            f"counted from 0){more}. They require grad but were in no forward of the step that was differentiated; without "
+            "them the mean would be of other things than it says. Freeze them with requires_grad_(False) before wrapping, use "
+            f"them, or set unused_parameters='zero' to reduce zeros in their place. {_DROPPED}"
         )
 
 
 class NonFiniteGradientError(MegabucketError, ArithmeticError):
-    """A gradient holds nan or inf before its reduction, which would spread it to every rank."""
+    """A gradient holds nan or inf: before its reduction, which would spread it to every rank, or because of it."""
 
     def __init__(
-        self, *, step: int, rank: int, param: str, bucket: int, num_buckets: int, finding: str, num_others: int = 0
+        self, *, step: int, rank: int | None, param: str, bucket: int, num_buckets: int, finding: str, num_others: int = 0
     ) -> None:
         self.step, self.rank, self.param, self.finding, self.num_others = step, rank, param, finding, num_others
         self.bucket, self.num_buckets = bucket, num_buckets
         others = f" (and {num_others} more parameters)" if num_others else ""
+        whose, why, remedy = (
+            f"on rank {rank}",
+            "Reduced, it would reach every rank",
+            "Look at the loss and the data of that rank",
+        )
+        if rank is None:  # nobody's alone
+            whose, why = "summed over all ranks", "Each rank's part is finite, but 16 bits do not hold their sum"
+            remedy = "Reduce in float32 (grad_reduce_in_fp32=True, the default) or make the loss smaller"
         super().__init__(
-            f"step {step}: the gradient of {param!r} on rank {rank} (bucket {bucket} of {num_buckets}, counted from 0) has "
-            f"{finding}{others}. Reduced, it would reach every rank. No optimizer step was taken on any rank. Look at the "
-            "loss and the data of that rank; set nonfinite_gradients='skip_step' to leave such steps out, or 'allow' where a "
-            f"loss scaler looks at the gradients itself. {_DROPPED}"
+            f"step {step}: the gradient of {param!r} {whose} (bucket {bucket} of {num_buckets}, counted from 0) has "
+            f"{finding}{others}. {why}. No optimizer step was taken on any rank. {remedy}; set "
+            "nonfinite_gradients='skip_step' to leave such steps out, or 'allow' where a loss scaler looks at the gradients "
+            f"itself. {_DROPPED}"
         )
 
 
@@ -222,12 +302,6 @@ class PeerFailedError(MegabucketError, RuntimeError):
 
     def __init__(self, *, step: int, rank: int, phase: str, cause: str) -> None:
         self.step, self.rank, self.phase, self.cause = step, rank, phase, cause
-        consequence = (
-            "Its shard of the parameters may miss the update, or half of it: load the last checkpoint on every rank."
-            if phase == "optimizer"
-            else "No rank was wrapped."
-            if phase == "wrap"
-            else _DROPPED
-        )
-        where = "" if phase == "wrap" else f"step {step}: "
+        consequence = _AFTER_FAILURE.get(phase, _DROPPED)
+        where = "" if phase in _MISMATCHES else f"step {step}: "
         super().__init__(f"{where}rank {rank} failed in {phase}: {cause}{'' if cause.endswith('.') else '.'} {consequence}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +12,21 @@ import torch
 
 from megabucket.buffer import GradPhase
 from megabucket.ddp import DistributedDataParallel
+from megabucket.ddp.hyperparameters import Hyperparameters, read_hyperparameters
+from megabucket.ddp.patience import insist
+from megabucket.ddp.step_agreement import describe
 from megabucket.ddp.step_report import Failure
 from megabucket.errors import (
     CheckpointUnavailableError,
     ConfigError,
+    MegabucketError,
     PhaseError,
     UnreducedGradientsError,
     name_list,
 )
-from megabucket.optim.groups import check_elementwise
 from megabucket.optim.norm import GlobalNorm, clip_by_norm
 from megabucket.optim.sharding import Sharding
-from megabucket.optim.shards import MainShard
+from megabucket.optim.shards import MainShard, shown_grads
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +56,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ddp: the wrapped module.
         clip_grad: clip gradients to this global L2 norm; 0 switches clipping off.
 
+    Every rank makes one at the same time: they compare groups, hyperparameters and state.
+
     Raises:
         OptimizerParametersError: the optimizer's parameters are not the wrapper's, or its state does not fit into shards.
         ConfigError: ``clip_grad`` is negative or not finite, or the optimizer cannot work on flat shards.
+        LayoutMismatchError: the optimizer is not the same on all ranks.
+        PeerFailedError: another rank could not make its own.
     """
 
     def __init__(self, torch_optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel, *, clip_grad: float = 0.0) -> None:
         # No super().__init__(): this object forwards to torch_optimizer, which owns groups, state and defaults.
-        if isinstance(clip_grad, bool) or not math.isfinite(clip_grad) or clip_grad < 0:
-            raise ConfigError(f"clip_grad must be a finite number >= 0 (0 switches clipping off), got {clip_grad!r}")
         self.torch_optimizer = torch_optimizer
         self.ddp = ddp
-        self.clip_grad = float(clip_grad)
         self._is_sharded = ddp.ddp_config.use_distributed_optimizer
-        check_elementwise(torch_optimizer)
         self._sharding = Sharding(torch_optimizer, ddp)
+        self._sharding.shard(clip_grad=clip_grad, label="DistributedOptimizer()")
+        self.clip_grad = float(clip_grad)
         self._global_norm = self._make_norm()
         # Weights loaded after this point reach the main parameters at the next step.
         self._num_value_changes = ddp.num_value_changes
@@ -100,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             LayoutMismatchError: groups or step counts are not the same on all ranks.
             PeerFailedError: another rank could not shard.
         """
-        self._sharding.redo()
+        self._sharding.shard(clip_grad=self.clip_grad, label="rebuild: optimizer")
         self._global_norm = self._make_norm()
         self._num_value_changes = self.ddp.num_value_changes
 
@@ -158,43 +164,97 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError("DistributedOptimizer.step() takes no closure; run forward and backward before calling it")
-        sync = self.ddp.sync
         self._sharding.check_is_current()
+        self._sharding.check_grads_are_withheld()
         self._check_backward_has_run()
-        sync.commit()
-        if sync.skip_reason:
-            return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
-        if not self._is_sharded:
-            self._take_published_grads()
-        for shard in self._shards:
-            shard.load_grad()
-        grads = [shard.grad for shard in self._shards]
-        norm = self._global_norm.of(grads)
+        self.ddp.sync.tally.hyperparameters = self._hyperparameters()
+        interrupt = self.ddp.sync.commit()
+        # From here on the others run norm and gather, whatever happens on this rank, so this rank runs them, too.
+        if self.ddp.sync.skip_reason:
+            self.ddp.sync.end_step()
+            result = StepResult(updated=False, grad_norm=math.nan, reason=self.ddp.sync.skip_reason)
+        else:
+            grads = self._prepare()
+            self._global_norm.launch()
+            norm, another = insist(self._global_norm.finish)
+            result = self._update_if_finite(grads, norm)
+            interrupt = interrupt or another
+        if interrupt is not None:
+            raise interrupt
+        return result
+
+    def _hyperparameters(self) -> Hyperparameters:
+        return (*read_hyperparameters(self.param_groups), ("clip_grad", float(self.clip_grad)))
+
+    def _prepare(self) -> list[torch.Tensor]:
+        """Return the gradients to step on, with their squares in the norm: all that can fail before the others update."""
+        try:
+            if not self._is_sharded:
+                self._take_published_grads()
+            self.ddp.finish_param_sync()  # a bucket that no forward waited for may still be on its way into the buffer
+            if self._num_value_changes != self.ddp.num_value_changes:
+                self.reload_main_params()
+            for shard in self._shards:
+                shard.load_grad()
+            grads = [shard.grad for shard in self._shards]
+            self._global_norm.add(grads)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        return grads
+
+    def _give_up(self, error: BaseException) -> None:
+        """Let the others know that this rank does not update, although it was whole at the fence.
+
+        What they wait for is its part of the norm. They find the norm to be nan, and ask why before anybody updates.
+        """
+        if self._is_sharded:
+            with suppress(MegabucketError):  # what has brought us here is on its way already
+                self._global_norm.spoil()
+                self._global_norm.launch()
+                self._global_norm.finish()
+            self.ddp.sync.fail("optimizer.step()", error)
+        else:
+            self.ddp.sync.note_missed_update(error)
+
+    def _update_if_finite(self, grads: list[torch.Tensor], norm: float) -> StepResult:
+        sync = self.ddp.sync
+        if self._is_sharded and math.isnan(norm):
+            sync.vote_on_update()
+        sync.end_step()
         if not math.isfinite(norm):
             return StepResult(updated=False, grad_norm=norm, reason=self._describe_nonfinite(norm))
-        self._update(grads, norm)
+        try:
+            self._update(grads, norm)
+            # Shards are updated after the fence has compared the hyperparameters, whole parameters before the next one does.
+            sync.note_update(() if self._is_sharded else sync.tally.hyperparameters)
+        except BaseException as error:
+            sync.tally.failure = Failure("optimizer", describe(error))  # told at the next fence
+            raise
+        finally:
+            if self._is_sharded:
+                self._gather()  # the others do, whatever happened here
         return StepResult(updated=True, grad_norm=norm, reason="")
 
     def _update(self, grads: list[torch.Tensor], norm: float) -> None:
-        """Step on the shards and gather what came out."""
-        if self.clip_grad > 0:
-            clip_by_norm(grads, norm=norm, max_norm=self.clip_grad)
-        self.ddp.finish_param_sync()  # a bucket that no forward waited for may still be on its way into the buffer
-        if self._num_value_changes != self.ddp.num_value_changes:
-            self.reload_main_params()
+        """Step on the shards."""
         try:
-            self.torch_optimizer.step()
-        except BaseException as error:
-            self.ddp.sync.tally.failure = Failure("optimizer", f"{type(error).__name__}: {error}")  # told at the next fence
-            raise
-        finally:  # the others gather, whatever happened here
+            if self.clip_grad > 0:
+                clip_by_norm(grads, norm=norm, max_norm=self.clip_grad)
+            with shown_grads(self._shards):
+                self.torch_optimizer.step()
+        finally:
             for shard in self._shards:
                 shard.store_values()
-            if self._is_sharded:
-                for group in self.ddp.bucket_groups:
-                    group.mark_params_stale()
-                self.ddp.start_param_sync()
-        self.ddp.sync.tally.num_updates += 1
+
+    def _gather(self) -> None:
+        for group in self.ddp.bucket_groups:
+            group.mark_params_stale()
+        try:
+            self.ddp.start_param_sync()
+        except BaseException:
+            self.ddp.finish_param_sync()  # what an interrupted wait has left in the buffer, a forward must not read
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients of the wrapped module; see ``DistributedDataParallel.zero_grad``."""

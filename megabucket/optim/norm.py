@@ -13,7 +13,8 @@ from typing import Final
 
 import torch
 
-from megabucket.comm import AllReduce, Communicator
+from megabucket.comm import AllReduce, Communicator, Handle
+from megabucket.errors import ConfigError
 
 _CHUNK_NUMEL: Final = 1 << 18
 """Elements summed at a time on CPU: the float64 copy torch makes of them (2 MiB) stays in the cache."""
@@ -32,6 +33,7 @@ class GlobalNorm:
         self._communicator = communicator
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
         self._calls = communicator.prepare([AllReduce(self._total)]) if is_sharded else []
+        self._handle: Handle | None = None
 
     def of(self, grads: Sequence[torch.Tensor]) -> float:
         """Return the norm over this rank's gradients and those of the other ranks.
@@ -40,9 +42,27 @@ class GlobalNorm:
             grads: this rank's gradients; alignment gaps and padding in them are zero and count nothing. May be empty: a rank
                 can own nothing but padding.
         """
+        self.add(grads)
+        self.launch()
+        return self.finish()
+
+    def add(self, grads: Sequence[torch.Tensor]) -> None:
+        """Take this rank's gradients, as ``of`` does."""
         add_squares(self._total.zero_(), grads)
+
+    def spoil(self) -> None:
+        """Let the norm be nan on every rank, because this one has no gradients to give."""
+        self._total.fill_(math.nan)
+
+    def launch(self) -> None:
+        """Send what this rank has taken."""
         if self._calls:
-            self._communicator.launch(self._calls, label="grad norm").wait()
+            self._handle = self._communicator.launch(self._calls, label="grad norm")
+
+    def finish(self) -> float:
+        """Wait for the other ranks and return the norm. May be called again."""
+        if self._handle is not None:
+            self._handle.wait()
         norm = self._total.sqrt()
         # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
         rounded = float(norm.float())
@@ -64,3 +84,13 @@ def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float)
     factor = max_norm / (norm + 1e-6)
     if factor < 1 and grads:
         torch._foreach_mul_(list(grads), factor)
+
+
+def check_clip_grad(clip_grad: float) -> None:
+    """Refuse what is no norm to clip to.
+
+    Raises:
+        ConfigError: it is negative or not finite.
+    """
+    if isinstance(clip_grad, bool) or not math.isfinite(clip_grad) or clip_grad < 0:
+        raise ConfigError(f"clip_grad must be a finite number >= 0 (0 switches clipping off), got {clip_grad!r}")

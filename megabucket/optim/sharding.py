@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megabucket.buffer import ParamAndGradBuffer
+from megabucket.buffer import ParamAndGradBuffer, WithheldGrad
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.agreement import Entry, agree
+from megabucket.ddp.hyperparameters import read_hyperparameters, texts_of
 from megabucket.errors import InvariantError, PhaseError, name_list
 from megabucket.optim.adopt import ShardState, StateCutter
-from megabucket.optim.groups import GroupMembers
+from megabucket.optim.groups import GroupMembers, check_elementwise
+from megabucket.optim.norm import check_clip_grad
 from megabucket.optim.shards import MainShard, plan_runs
 from megabucket.optim.unshard import ShardHolder, unshard
 from megabucket.optim.whole_state import KNOWN_NUMBERS, WholeState
@@ -35,12 +37,8 @@ class Sharding:
     """The shards of one optimizer, and what belongs to no shard.
 
     Args:
-        optimizer: over whole parameters; it is sharded at once.
+        optimizer: over whole parameters, until ``shard`` is called.
         ddp: the wrapper of the parameters.
-
-    Raises:
-        OptimizerParametersError: groups and wrapper do not hold the same parameters, or the state cannot be cut. Nothing was
-            changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel) -> None:
@@ -53,9 +51,9 @@ class Sharding:
         self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self._members.by_group() for p in group}
         self._numbers = KNOWN_NUMBERS
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
+        optimizer.register_step_pre_hook(_refuse_withheld_grads)
         self.shards: list[MainShard] = []
         """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
-        self._take(self._cut())
 
     def _cut(self) -> _Cut:
         """Cut parameters and state for the buffers as they are now. Changes nothing."""
@@ -108,23 +106,29 @@ class Sharding:
         self._members.restore()
         self.shards, self._buffers = [], []
 
-    def redo(self) -> None:
-        """Shard anew, with the state and the main values from before. A collective call.
+    def shard(self, *, clip_grad: float, label: str) -> None:
+        """Shard, with the state there is and the main values from before. A collective call.
 
         Raises:
+            ConfigError: the optimizer cannot work on flat shards, or ``clip_grad`` is no norm.
             OptimizerParametersError: the groups do not hold the trainable parameters, or some state cannot be cut. Nothing was
                 changed.
-            LayoutMismatchError: groups, step counts or kinds of state are not the same on all ranks.
+            LayoutMismatchError: groups, hyperparameters, step counts or kinds of state are not the same on all ranks.
             PeerFailedError: another rank could not shard.
         """
         cut, failure = None, None
+        entries: list[Entry] = []
         try:
+            check_elementwise(self._optimizer)
+            check_clip_grad(clip_grad)
+            numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
             cut = self._cut()
+            entries = [*cut.entries, (type(self._optimizer).__name__,), (f"clip_grad={float(clip_grad)}",)]
+            entries += [(text,) for text in texts_of([numbers])]
         except Exception as error:
             failure = error
         device = self._ddp.param_and_grad_buffers[0].grad_data.device
-        entries = [] if cut is None else cut.entries
-        agree(self._ddp.communicator, entries, failure=failure, device=device, label="rebuild: optimizer")
+        agree(self._ddp.communicator, entries, failure=failure, device=device, label=label)
         if cut is None:
             raise InvariantError("agree() has not raised the failure")
         self._take(cut)
@@ -158,3 +162,33 @@ class Sharding:
             )
             self._ddp.sync.fail("optimizer.step()", error)  # ranks that added none are waiting
             raise error
+
+    def check_grads_are_withheld(self) -> None:
+        """Refuse to go on as if nothing had happened when somebody has meant to change the gradients of the shards.
+
+        Raises:
+            PhaseError: the gradient of a shard was cleared or replaced since the last step.
+        """
+        touched = [shard for shard in self.shards if not shard.is_grad_withheld]
+        if not touched:
+            return
+        for shard in touched:
+            shard.withhold_grad()
+        error = PhaseError(
+            f"the gradient of a flat shard ({name_list(touched[0].run.params)}) was cleared or replaced between two steps, to "
+            "no effect: a DistributedOptimizer steps on what the gradient sync has left in the buffers. If it was zero_grad() "
+            "of the torch optimizer in it, call that of the DistributedOptimizer instead; set gradients of the model's "
+            "parameters, before the sync, rather than those of shards."
+        )
+        self._ddp.sync.fail("optimizer.step()", error)  # ranks where nobody did so are waiting
+        raise error
+
+
+def _refuse_withheld_grads(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuse a step that ``DistributedOptimizer.step()`` has not asked for.
+
+    Before it begins: an optimizer that fails on a gradient may have decayed weights or counted a step by then.
+    """
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if isinstance(param.grad, WithheldGrad):
+            param.grad.refuse(f"{type(optimizer).__name__}.step()")

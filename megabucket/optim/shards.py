@@ -8,13 +8,22 @@ step on one tensor per bucket.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
-from megabucket.buffer import ParamAndGradBuffer
+from megabucket.buffer import ParamAndGradBuffer, WithheldGrad
+from megabucket.errors import name_list
 from megabucket.layout import BufferLayout, Span, shard_slices
+
+_WITHHELD_BECAUSE: Final = (
+    "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction that is "
+    "under way, and one rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0), and read the norm over all "
+    "ranks from what step() returns; after an all-reduce torch.nn.utils.clip_grad_norm_(ddp.parameters(), ...) is right, too. "
+    "Call step() and zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,8 @@ class MainShard:
 
     A float32 (or float64) run steps in place on the parameter buffer. A 16-bit run steps on a float32 copy, the main
     parameter, which is rounded into the buffer after each step; a 16-bit gradient is widened before.
+
+    ``main.grad`` is the gradient inside of ``shown_grads`` and refuses to be used outside of it.
     """
 
     def __init__(self, run: ShardRun, buffer: ParamAndGradBuffer) -> None:
@@ -102,6 +113,13 @@ class MainShard:
         same_dtype = self._buffer_grads.dtype == self.main.dtype
         self.grad = self._buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
         self._widens_grad = not same_dtype
+        self._withheld = WithheldGrad(
+            self.grad,
+            what=f"the gradient of a flat shard ({name_list(run.params)})",
+            reason=_WITHHELD_BECAUSE,
+            accumulates=bool,  # never
+        )
+        self.withhold_grad()
 
     def pieces(self) -> Iterator[RunPiece]:
         """Return what this run holds of each of its parameters, in buffer order."""
@@ -111,10 +129,22 @@ class MainShard:
             yield RunPiece(name, Span(start - slot.start, stop - slot.start), Span(start - span.start, stop - span.start))
 
     def load_grad(self) -> None:
-        """Make ``main.grad`` the reduced gradient of this step."""
+        """Make ``grad`` the reduced gradient of this step."""
         if self._widens_grad:
             self.grad.copy_(self._buffer_grads)
+
+    def show_grad(self) -> None:
+        """Make ``grad`` what the optimizer steps on."""
         self.main.grad = self.grad
+
+    def withhold_grad(self) -> None:
+        """Let nobody use ``main.grad``."""
+        self.main.grad = self._withheld
+
+    @property
+    def is_grad_withheld(self) -> bool:
+        """Whether ``main.grad`` is as ``withhold_grad`` has left it, neither cleared nor replaced."""
+        return self.main.grad is self._withheld
 
     @torch.no_grad()
     def store_values(self) -> None:
@@ -152,3 +182,15 @@ class MainShard:
             for piece in self.pieces()
             if not bool(torch.isfinite(self.grad[piece.in_run.start : piece.in_run.stop]).all())
         ]
+
+
+@contextmanager
+def shown_grads(shards: Sequence[MainShard]) -> Iterator[None]:
+    """Let an optimizer see the gradients of its shards."""
+    try:
+        for shard in shards:
+            shard.show_grad()
+        yield
+    finally:
+        for shard in shards:
+            shard.withhold_grad()

@@ -106,10 +106,10 @@ def _exchange_descriptions(
     except OptimizerParametersError as error:
         failure = error
     device = holder.buffers[0].param_data.device
-    agree(holder.communicator, [], failure=failure, device=device, label="optimizer state")
+    agree(holder.communicator, [], failure=failure, device=device, label="rebuild: optimizer state")
     texts = [json.dumps(own).encode()]
     if holder.is_sharded:
-        texts = exchange_bytes(holder.communicator, texts[0], device=device, label="optimizer state")
+        texts = exchange_bytes(holder.communicator, texts[0], device=device, label="rebuild: optimizer state")
     return _merge([json.loads(text) for text in texts], names)
 
 

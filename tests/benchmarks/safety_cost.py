@@ -73,7 +73,9 @@ def many_tensors() -> tuple[torch.nn.Module, tuple[int, int], dict[str, Any]]:
 MODELS = {"demo": demo_model, "tensors": many_tensors}
 
 
-def stepper(module: torch.nn.Module, shape: tuple[int, int], mode: str, **switches: Any) -> Callable[[int], tuple[float, float]]:
+def stepper(
+    module: torch.nn.Module, shape: tuple[int, int], mode: str, **switches: Any
+) -> Callable[[int], tuple[float, float]]:
     config = mb.DistributedDataParallelConfig(use_distributed_optimizer=mode == "reduce-scatter", **switches)
     model = mb.DistributedDataParallel(module, config)
     optimizer = mb.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), model, clip_grad=1.0)

@@ -202,13 +202,6 @@ class TestBuckets:
         assert last.param_data.data_ptr() == params["a"].data_ptr()
         assert last.grad_data.data_ptr() == params["a"].main_grad.data_ptr()
 
-    def test_the_range_of_a_parameter_counts_from_the_start_of_its_bucket(self):
-        buffer = attach({name: torch.nn.Parameter(torch.ones(100)) for name in "abcd"}, bucket_size=200)
-
-        # d at [0, 100), c at [128, 228) close bucket 0 at 256; b at [256, 356), a at [384, 484)
-        assert buffer.layout.params["a"].start == 384
-        assert buffer.buckets[1].param_range("a") == (128, 228)
-
     def test_shards_are_equal_parts_of_the_bucket(self):
         buffer = attach({"a": torch.nn.Parameter(torch.ones(100)), "b": torch.nn.Parameter(torch.ones(100))}, dp_size=2)
         (bucket,) = buffer.buckets

@@ -1,5 +1,6 @@
 """The finite test finds every nan and every infinity, names where it is, and nothing else."""
 
+import functools
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.buffer.finite import FiniteTest, NonFiniteParam, describe_nonfinite
+from megabucket.buffer.finite import FiniteTest, NonFiniteParam, describe_nonfinite, is_beyond
 from megabucket.buffer.grad_slot import GradSlot
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -53,6 +54,35 @@ def test_the_finding_counts_and_gives_the_first_index(names):
     kinds = [kind for kind, find in (("nan", math.isnan), ("inf", math.isinf)) if any(find(value) for value in values)]
     first = f"first at [{bad[0]}]" if bad else ""
     assert text == (f"{' and '.join(kinds)} in {len(bad)} of {len(values)} elements, {first}" if bad else "")
+
+
+@given(
+    largest_parts=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    sign=st.sampled_from([1.0, -1.0]),
+)
+def test_what_passes_with_headroom_on_every_rank_has_a_finite_sum(largest_parts, dtype, sign):
+    headroom = 2.0 ** math.ceil(math.log2(len(largest_parts)))
+    ranks = [torch.tensor([sign * part * torch.finfo(dtype).max], dtype=dtype) for part in largest_parts]
+    tests = [FiniteTest(slots_of(flat, [1]), [flat], [headroom]) for flat in ranks]
+
+    for test in tests:
+        test.run()
+
+    limit = torch.finfo(dtype).max / headroom
+    assert [bool(test.found) for test in tests] == [abs(flat.item()) > limit for flat in ranks]
+    assert [bool(is_beyond(*torch.aminmax(flat), limit)) for flat in ranks] == [bool(test.found) for test in tests]
+    if not any(test.found for test in tests):
+        assert math.isfinite(functools.reduce(torch.add, ranks).item())
+
+
+def test_without_nan_or_inf_the_largest_gradient_is_the_one_that_leaves_no_headroom():
+    flat = torch.tensor([1.0, -2.0, -3e38, 2e38])
+    test = FiniteTest(slots_of(flat, [2, 1, 1, 0]), [flat], [2.0])
+
+    test.run()
+
+    assert test.found == (NonFiniteParam("p1", "values of 3e+38, too large to be added up over the ranks"),)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,7 +19,12 @@ def hooked(param, **switches):
     (layout,) = build_layout(specs, DistributedDataParallelConfig(**switches), dp_size=1).buffers
     buffer = ParamAndGradBuffer(layout, {"w": param})
     slot = buffer.slots["w"]
-    param.register_post_accumulate_grad_hook(lambda _: slot.store())
+    taken = []
+
+    def store(_):
+        taken.append(slot.store())
+
+    param.register_post_accumulate_grad_hook(store)
     return slot, buffer
 
 

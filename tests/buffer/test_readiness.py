@@ -20,13 +20,11 @@ def test_nothing_is_complete_in_the_first_step_because_nobody_knows_what_comes()
     readiness = Readiness(2)
 
     assert [readiness.mark(param) for param in (0, 1, 0, 1)] == [False] * 4
-    assert not readiness.is_learned
 
 
 def test_from_the_second_step_on_the_last_gradient_completes_the_group():
     readiness = learned([1, 1, 1])
 
-    assert readiness.is_learned
     assert [readiness.mark(param) for param in (2, 0, 1)] == [False, False, True]
 
 
@@ -69,7 +67,7 @@ def test_a_first_step_without_any_gradient_teaches_nothing():
 
     readiness.finish_step()
 
-    assert not readiness.is_learned
+    assert [readiness.mark(param) for param in (0, 1)] == [False, False]
 
 
 def test_a_step_that_was_cut_short_teaches_nothing():

@@ -50,6 +50,13 @@ TEXTS = {
         "collectives mix unrelated data. Set it alike on every rank before backward. The step was dropped on all "
         "ranks; its gradients are forgotten, and the next step may run."
     ),
+    "HyperparameterMismatchError": (
+        "step 3: hyperparameters differ between ranks: lr of group 0 is 0.1 on rank 0; 0.2 on rank 1. Each rank would update "
+        "its shard of the parameters in its own way, and nobody could see it in the weights, which are gathered afterwards. Set "
+        "them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, for "
+        "an optimizer's checkpoint that was loaded on one rank only. No rank has updated. The step was dropped on all ranks; its "
+        "gradients are forgotten, and the next step may run."
+    ),
     "ReplicasDivergedError": (
         "step 3: optimizer updates differ between ranks: 1 on rank 0; 0 on rank 1. The replicas do not hold the "
         "same weights any more, and gradients of different models would be averaged. Every rank must step after "
@@ -70,10 +77,10 @@ TEXTS = {
         "under a lock, or give each thread a wrapper of its own."
     ),
     "UnreducedGradientsError": (
-        "[rank 1] step() was called, but the gradients of this rank are not reduced: since the last step or "
-        "zero_grad(), no backward has run outside no_sync(), or finish_grad_sync() was not called where the "
-        "config leaves that to the caller (finish='explicit'). Run the last backward of the step outside "
-        "no_sync(), or call finish_grad_sync() yourself."
+        "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has "
+        "run outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
+        "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() "
+        "yourself."
     ),
     "UnusedParameterError": (
         "step 3: 'a' got no gradient on rank 1 of 3 ranks (first in bucket 0 of 2, counted from 0). They require "

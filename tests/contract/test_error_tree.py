@@ -28,6 +28,7 @@ EXAMPLES = [
     errors.StepMismatchError(step=3, what="dropped steps", by_rank=[0, 1]),
     errors.MicrobatchMismatchError(step=3, by_rank=[2, 2, 1]),
     errors.ScheduleMismatchError(step=3, what="force_all_reduce", by_rank=[0, 1]),
+    errors.HyperparameterMismatchError(step=3, what="lr of group 0", by_rank=["0.1", "0.2"]),
     errors.ReplicasDivergedError(step=3, what="optimizer updates", by_rank=[1, 0]),
     errors.PhaseError("text"),
     errors.LateGradientError(step=3, rank=1, params=["w"], bucket=1, num_buckets=2, phase="in flight"),

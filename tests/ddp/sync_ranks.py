@@ -59,6 +59,11 @@ class Rank:
                 slot.param.register_post_accumulate_grad_hook(grad_hook(self.sync, group.index, position))
         self.open_no_syncs = []
 
+    def step(self):
+        """Do what an optimizer does that is through with the gradients at once."""
+        self.sync.commit()
+        self.sync.end_step()
+
     def backward(self, gradients, *, fails_after=None):
         """Run one backward in which the gradients arrive in the order given: that of the term made last comes first.
 
@@ -95,12 +100,14 @@ class Expected:
     own: set[str] = field(default_factory=set)  # the caller has put a gradient in place
     missing: set[str] = field(default_factory=set)  # sent although this step has brought nothing
     cleared: set[str] = field(default_factory=set)
+    replaced: set[str] = field(default_factory=set)  # the caller has put a gradient in place since the last one came
+    interrupted: set[str] = field(default_factory=set)  # what this step had brought was cleared or replaced
     late: list[tuple[str, int, str]] = field(default_factory=list)  # name, bucket, phase
     failure: tuple[str, str] | None = None  # phase, beginning of the cause; its fence is on its way
     num_launched: int = 0
     num_microbatches: int = 0
     is_finished: bool = False
-    keeps_reduced_grads: bool = False
+    kept: frozenset[str] = frozenset()
     has_local_grads: bool = False
     awaits_finish: bool = False
 
@@ -132,7 +139,7 @@ class Expected:
         is_late = False
         if self.is_finished:
             is_late = not self.may_start_unasked()
-            self.keeps_reduced_grads = any(self.grads[kept] and self.numels[kept] for kept in self.names)
+            self.kept = frozenset(kept for kept in self.names if self.grads[kept] and self.numels[kept])
             if is_late:
                 self.note_late(name, "already reduced")
             self.open_step()
@@ -141,10 +148,13 @@ class Expected:
         if self.is_in_flight(name):
             self.note_late(name, "in flight")
             return
+        if name in self.received and (self.grads[name] is None or name in self.replaced):
+            self.interrupted.add(name)
         if not is_late:
             self.grads[name] = (self.grads[name] or 0) + amount
             self.clean.discard(name)
         self.received.add(name)
+        self.replaced.discard(name)
         self.counts[name] += counts
         if self.config.overlap_grad_reduce:
             self.launch_complete_ones()
@@ -162,7 +172,7 @@ class Expected:
     def clear(self):
         """Plain torch clears gradients, and says nothing about it."""
         self.grads = dict.fromkeys(self.names)
-        self.own = set()
+        self.own, self.replaced = set(), set()
 
     def launch_up_to(self, num_groups):
         for names in self.groups[self.num_launched : num_groups]:
@@ -172,9 +182,12 @@ class Expected:
                     self.missing.add(name)
                     if name not in self.clean:
                         self.cleared.add(name)
+                        if self.sent[name] is None and name in self.received:
+                            self.interrupted.add(name)
                 self.clean.discard(name)
                 self.received.discard(name)
                 self.own.discard(name)
+                self.replaced.discard(name)
         self.num_launched = max(self.num_launched, num_groups)
 
     def launch_all(self):
@@ -188,7 +201,7 @@ class Expected:
 
     def open_step(self):
         self.is_finished, self.num_launched = False, 0
-        self.sent, self.missing, self.cleared = {}, set(), set()
+        self.sent, self.missing, self.cleared, self.interrupted = {}, set(), set(), set()
 
     def give_up(self, phase, cause, *, awaits_vote):
         self.failure = (phase, cause)
@@ -210,12 +223,12 @@ class Expected:
         self.open_step()
         self.grads = dict.fromkeys(self.names)
         self.counts = dict.fromkeys(self.names, 0)
-        self.received, self.own = set(), set()
+        self.received, self.own, self.replaced = set(), set(), set()
         self.start_count()
 
     def start_count(self):
         self.late, self.failure, self.num_microbatches = [], None, 0
-        self.keeps_reduced_grads = self.has_local_grads = self.awaits_finish = False
+        self.kept, self.has_local_grads, self.awaits_finish = frozenset(), False, False
 
     # What this rank reports at the fence #
 

@@ -15,7 +15,7 @@ COUNTS = {
     "num_skipped_forwards": 3,
     "num_dropped_steps": 1,
     "num_updates": 1,
-    "keeps_reduced_grads": True,
+    "checksum": 2**62 - 1,
     "is_committing": True,
     "force_all_reduce": True,
 }

@@ -159,6 +159,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
         value = (expected.grads[name] or 0) + amount * len(self.ranks)
         expected.grads[name] = value if math.isinf(value) else Fraction(value)
         expected.own.add(name)
+        expected.replaced.add(name)
 
         param = rank.params[name]
         param.grad = pattern(param.numel()) * float(value)
@@ -321,21 +322,27 @@ class GradientSyncMachine(RuleBasedStateMachine):
         numbers = [
             (StepMismatchError, "dropped steps", ["drop" in way or "backward" in way for way in ways]),
             (MicrobatchMismatchError, "microbatch counts", [expected.num_microbatches for expected in self.expected]),
-            (StepMismatchError, "without clearing", [expected.keeps_reduced_grads for expected in self.expected]),
+            (StepMismatchError, "without clearing", [expected.kept for expected in self.expected]),
             (ScheduleMismatchError, "finish_grad_sync() before", [is_sharded and way == "step" for way in ways]),
         ]
         for kind, text, by_rank in numbers:
             if len(set(by_rank)) > 1:
-                return kind, {"by_rank": tuple(by_rank)}, text
+                return kind, {"by_rank": tuple(by_rank)} if text != "without clearing" else {}, text
         for rank, expected in enumerate(self.expected):
             if expected.late:
                 _, bucket, phase = expected.late[0]
                 params = tuple(name for name, _, _ in expected.late)
                 return LateGradientError, {"rank": rank, "params": params, "bucket": bucket, "phase": phase}, "no reduction"
+        interrupted = tuple(bool(expected.interrupted) for expected in self.expected)
+        if len(set(interrupted)) > 1:
+            return StepMismatchError, {"by_rank": interrupted}, "cleared or replaced between two backwards"
         unused = [expected.unused() if checks_unused else [] for expected in self.expected]
         if any(unused):
-            ranks = tuple(rank for rank, names in enumerate(unused) if names)
-            params = tuple(unused[ranks[0]])
+            first = next(names[0] for names in unused if names)
+            ranks = tuple(rank for rank, names in enumerate(unused) if first in names)
+            missed_by = {name: [rank for rank, names in enumerate(unused) if name in names] for name in self.names}
+            params = tuple(name for names in unused if first in names for name in names if missed_by[name] == list(ranks))
+            params = tuple(dict.fromkeys(params))
             bucket = self.expected[0].group_of(params[0])
             return UnusedParameterError, {"ranks": ranks, "params": params, "bucket": bucket}, "got no gradient"
         return self.nonfinite_finding()
@@ -378,7 +385,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
             return rank.sync.settle()  # what its next call does
         calls = {
             "finish": rank.sync.finish,
-            "step": rank.sync.commit,
+            "step": rank.step,
             "drop": rank.sync.reset,
             "backward": lambda: rank.backward([(name, 1) for name in self.names]),
             "failing backward": lambda: rank.backward([(name, 1) for name in self.names], fails_after=1),
@@ -420,7 +427,8 @@ class GradientSyncMachine(RuleBasedStateMachine):
                 for bucket in group.buckets:
                     values = torch.zeros(bucket.grad_data.numel())  # padding stays zero
                     for name in bucket.layout.params:
-                        start, stop = bucket.param_range(name)
+                        slot = bucket.buffer.layout.params[name]
+                        start, stop = slot.start - bucket.offset, slot.stop - bucket.offset
                         values[start:stop] = pattern(stop - start) * float(reduced[name])
                     if self.config.use_distributed_optimizer:
                         assert torch.equal(bucket.shard(bucket.grad_data, at), bucket.shard(values, at))

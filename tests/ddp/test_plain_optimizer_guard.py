@@ -53,9 +53,9 @@ def test_local_gradients_are_refused_with_the_way_out():
 
     assert caught.value.rank == 0
     assert str(caught.value) == (
-        "[rank 0] step() was called, but the gradients of this rank are not reduced: since the last step or zero_grad(), no "
-        "backward has run outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
-        "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself."
+        "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has run outside "
+        "no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller (finish='explicit'). Run "
+        "the last backward of the step outside no_sync(), or call finish_grad_sync() yourself."
     )
     assert ddp.module.a[0].item() == 1.0
 

@@ -237,7 +237,7 @@ class TestFailures:
 
         errors = ranks.agree(
             lambda rank, agreement: (
-                agreement.launch_failure("backward", error, ends_step=True)
+                agreement.launch_failure("backward", error, force_all_reduce=False, ends_step=True)
                 if rank == 1
                 else agreement.launch(force_all_reduce=False)
             )
@@ -251,7 +251,9 @@ class TestFailures:
         ranks = Ranks()
         ranks.agree()
 
-        errors = ranks.agree(lambda _, agreement: agreement.launch_failure("optimizer", "gone", ends_step=False))
+        errors = ranks.agree(
+            lambda _, agreement: agreement.launch_failure("optimizer", "gone", force_all_reduce=False, ends_step=False)
+        )
 
         assert said(errors) == said([PeerFailedError(step=0, rank=0, phase="optimizer", cause="gone")] * 2)
         assert [agreement.step for agreement in ranks.agreements] == [1, 1]

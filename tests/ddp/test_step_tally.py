@@ -2,22 +2,28 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from bucket_ranks import bucket_ranks
 
 from megabucket.ddp.step_report import Failure, LateGrads, ModelChange, NonFinite, StepReport, UnusedParams
-from megabucket.ddp.step_tally import StepTally, keeps_grads, nonfinite_params, unused_params
+from megabucket.ddp.step_tally import StepTally, nonfinite_params, step_number_of, unused_params
+from megabucket.errors import ConfigError
 
 FAILURE = Failure("forward", "ValueError: boom")
 CHANGE = ModelChange("main_grad", params=("a",))
 LATE = LateGrads(("a",), bucket=1, phase="in flight")
 UNUSED = UnusedParams(("b",), bucket=0)
 NONFINITE = NonFinite("a", bucket=1, finding="nan", num_others=0)
+HYPERPARAMETERS = (("lr of group 0", 0.25),)
 
 
 def report_of(tally, *, force_all_reduce=False, is_committing=False, nonfinite=None):
     return tally.report(force_all_reduce=force_all_reduce, is_committing=is_committing, nonfinite=nonfinite)
+
+
+NOTHING = report_of(StepTally(0, counts_skipped_forwards=True)).checksum
 
 
 def skipped(tally):
@@ -27,7 +33,8 @@ def skipped(tally):
 def filled():
     tally = StepTally(2, counts_skipped_forwards=True)
     tally.step_number, tally.num_microbatches, tally.num_dropped_steps, tally.num_updates = 10, 3, 4, 5
-    tally.keeps_reduced_grads = True
+    tally.num_loads, tally.kept, tally.grad_scale = 6, ("a",), 0.5
+    tally.hyperparameters = HYPERPARAMETERS
     tally.failure, tally.change, tally.late, tally.unused = FAILURE, CHANGE, LATE, UNUSED
     tally.begin_forward()
     return tally
@@ -37,8 +44,9 @@ class TestCounts:
     def test_a_rank_that_has_done_nothing_reports_nothing(self):
         report = report_of(StepTally(2, counts_skipped_forwards=True))
 
-        assert report == StepReport(2)
-        assert repr(report) == repr(StepReport(2))  # tells False from 0 and None
+        expected = StepReport(2, checksum=NOTHING)
+        assert report == expected
+        assert repr(report) == repr(expected)  # tells False from 0 and None
 
     def test_a_report_has_every_count_and_finding_in_its_place(self):
         report = report_of(filled(), force_all_reduce=True, is_committing=True, nonfinite=NONFINITE)
@@ -50,7 +58,10 @@ class TestCounts:
             num_skipped_forwards=1,
             num_dropped_steps=4,
             num_updates=5,
-            keeps_reduced_grads=True,
+            checksum=report.checksum,
+            num_loads=6,
+            kept=("a",),
+            hyperparameters=("lr of group 0=0.25", "scale_gradients()=0.5"),
             is_committing=True,
             force_all_reduce=True,
             failure=FAILURE,
@@ -65,7 +76,7 @@ class TestCounts:
 
         tally.start_step()
 
-        expected = StepReport(2, step_number=10, num_skipped_forwards=1)
+        expected = StepReport(2, step_number=10, num_skipped_forwards=1, checksum=NOTHING)
         assert report_of(tally) == expected
         assert repr(report_of(tally)) == repr(expected)
 
@@ -74,7 +85,7 @@ class TestCounts:
 
         tally.start_over()
 
-        assert repr(report_of(tally)) == repr(StepReport(2, step_number=10))
+        assert repr(report_of(tally)) == repr(StepReport(2, step_number=10, checksum=NOTHING))
 
     def test_what_was_found_about_forgotten_gradients_is_forgotten_with_them(self):
         tally = filled()
@@ -87,11 +98,132 @@ class TestCounts:
             num_skipped_forwards=1,
             num_dropped_steps=4,
             num_updates=5,
+            checksum=report_of(tally).checksum,
+            num_loads=6,
             failure=FAILURE,
             change=CHANGE,
             unused=UNUSED,
         )
+        assert tally.grad_scale == 1.0
         assert repr(report_of(tally)) == repr(expected)
+
+
+class TestChecksum:
+    """What has to be equal on all ranks, and is too long for the fence."""
+
+    def tally(self):
+        return StepTally(0, counts_skipped_forwards=True)
+
+    def test_it_fits_into_an_integer_that_has_a_negative(self):
+        tally, checksums = self.tally(), set()
+        for num_loads in range(100):
+            tally.num_loads = num_loads
+            checksums.add(report_of(tally).checksum)
+
+        assert len(checksums) == 100
+        assert 0 <= min(checksums) and max(checksums) < 2**62
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"num_loads": 1}, {"kept": ("a",)}, {"hyperparameters": HYPERPARAMETERS}, {"grad_scale": 0.5}],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_it_tells_each_fact_from_nothing(self, change):
+        tally = self.tally()
+        before = report_of(tally, is_committing=True).checksum
+
+        for name, value in change.items():
+            setattr(tally, name, value)
+
+        assert report_of(tally, is_committing=True).checksum != before
+
+    @pytest.mark.parametrize("names", [("a", "b"), ("ab",)], ids=str)
+    def test_it_tells_which_gradients_were_kept(self, names):
+        tally = self.tally()
+        tally.kept = ("a",)
+        before = report_of(tally).checksum
+
+        tally.kept = names
+
+        assert report_of(tally).checksum != before
+
+    def test_of_interrupted_gradients_it_tells_whether_there_are_any(self):
+        tally = self.tally()
+
+        checksums = [
+            tally.report(force_all_reduce=False, is_committing=False, nonfinite=None, interrupted=names).checksum
+            for names in [(), ("a",), ("b", "c")]
+        ]
+
+        assert checksums[0] == NOTHING
+        assert checksums[1] == checksums[2] != NOTHING
+
+    def test_the_numbers_of_an_update_to_come_count_only_where_it_comes(self):
+        tally = self.tally()
+        tally.hyperparameters = HYPERPARAMETERS
+
+        assert report_of(tally).checksum == NOTHING
+        assert report_of(tally, is_committing=True).checksum != NOTHING
+
+    def test_the_numbers_of_updates_since_the_last_fence_count_whatever_their_order(self):
+        first, second = (("lr of group 0", 1.0),), (("lr of group 0", 2.0),)
+        checksums = []
+        for updates in [(first, second), (second, first), (first, first)]:
+            tally = self.tally()
+            for numbers in updates:
+                tally.note_update(numbers)
+            tally.num_updates = 0
+            checksums.append(report_of(tally).checksum)
+
+        assert checksums[0] == checksums[1] != checksums[2]
+
+    def test_an_update_whose_numbers_were_compared_only_counts(self):
+        tally = self.tally()
+
+        tally.note_update(())
+
+        assert (report_of(tally).num_updates, report_of(tally).checksum) == (1, NOTHING)
+
+    def test_a_report_that_is_exchanged_says_what_it_is_of(self):
+        tally = self.tally()
+        tally.note_update(HYPERPARAMETERS)
+        tally.grad_scale = 0.5
+        tally.note_update(HYPERPARAMETERS)
+
+        detailed = tally.report(force_all_reduce=False, is_committing=False, nonfinite=None, is_detailed=True)
+
+        assert report_of(tally).hyperparameters == ()
+        assert detailed.hyperparameters == (
+            "lr of group 0 in update 0=0.25",
+            "scale_gradients() in update 0=0.5",
+            "lr of group 0 in update 1=0.25",
+            "scale_gradients() in update 1=1.0",
+        )
+        assert detailed.checksum == report_of(tally).checksum
+
+    def test_after_a_fence_updates_are_compared_anew(self):
+        tally = self.tally()
+        tally.note_update(HYPERPARAMETERS)
+
+        tally.start_step()
+
+        assert report_of(tally).checksum == NOTHING
+
+
+class TestStepNumber:
+    @pytest.mark.parametrize(
+        ("number", "expected"), [(None, -1), (0, 0), (2**62 - 1, 2**62 - 1), (np.int64(3), 3), (torch.tensor(3), 3)]
+    )
+    def test_every_integer_is_one(self, number, expected):
+        value = step_number_of(number)
+
+        assert value == expected
+        assert type(value) is int
+
+    @pytest.mark.parametrize("number", [-1, 2**62, True, 1.5, "3", math.nan, np.float64(1.0), torch.tensor(1.0)], ids=repr)
+    def test_nothing_else_is(self, number):
+        with pytest.raises(ConfigError, match="step_number must be None or an integer from 0 to"):
+            step_number_of(number)
 
 
 class TestForwards:
@@ -229,44 +361,3 @@ class TestNonFinite:
         rank.send()
 
         assert nonfinite_params(rank.groups) == expected
-
-
-class TestKeptGradients:
-    def after_a_step(self, **values):
-        """A rank whose gradients of the last step are still in place."""
-        _, (rank,) = bucket_ranks(1)
-        rank.bring(**values)
-        return rank
-
-    def test_gradients_that_are_still_in_place_are_kept(self):
-        assert keeps_grads(self.after_a_step(a=1, b=1, c=1, d=1).groups) is True
-
-    @pytest.mark.parametrize("name", "abcd")
-    def test_one_is_enough(self, name):
-        assert keeps_grads(self.after_a_step(**{name: 1}).groups) is True
-
-    def test_without_any_nothing_is_kept(self):
-        assert keeps_grads(self.after_a_step().groups) is False
-
-    def test_zeroed_gradients_are_not_kept(self):
-        assert keeps_grads(self.after_a_step(a=0, b=0, c=0, d=0).groups) is False
-
-    @pytest.mark.parametrize("value", [-1.0, 1e-44, math.inf, math.nan])
-    def test_one_value_in_one_of_them_is_enough_however_small(self, value):
-        rank = self.after_a_step(a=0, b=0, c=0, d=0)
-        rank.slots["a"].view[3] = value
-
-        assert keeps_grads(rank.groups) is True
-
-    def test_a_place_whose_gradient_was_cleared_keeps_nothing(self):
-        rank = self.after_a_step(a=1)
-        rank.params["a"].grad = None
-
-        assert torch.all(rank.slots["a"].view == 1)
-        assert keeps_grads(rank.groups) is False
-
-    def test_a_gradient_of_the_callers_own_is_not_one_of_the_last_step(self):
-        rank = self.after_a_step(a=1)
-        rank.params["a"].grad = torch.ones(4)
-
-        assert keeps_grads(rank.groups) is False

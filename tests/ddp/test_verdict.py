@@ -8,6 +8,7 @@ from megabucket.ddp.step_report import Failure, LateGrads, ModelChange, NonFinit
 from megabucket.ddp.verdict import StepFacts, error_of
 from megabucket.errors import (
     DetachedGradError,
+    HyperparameterMismatchError,
     LateGradientError,
     MicrobatchMismatchError,
     NonFiniteGradientError,
@@ -112,9 +113,52 @@ def test_a_fault_of_one_rank_is_the_error_of_its_class_with_all_that_is_known(ch
         ),
         ("num_microbatches", (2, 2, 1), MicrobatchMismatchError(step=7, by_rank=(2, 2, 1))),
         (
-            "keeps_reduced_grads",
-            (True, False, False),
-            StepMismatchError(step=7, what="steps begun without clearing the last gradients (zero_grad())", by_rank=(1, 0, 0)),
+            "kept",
+            (("a", "b"), (), ()),
+            StepMismatchError(
+                step=7, what="steps begun without clearing the last gradients (zero_grad()) of 'a', 'b'", by_rank=(1, 0, 0)
+            ),
+        ),
+        (
+            "kept",
+            (("a", "b"), ("a",), ("a",)),
+            StepMismatchError(
+                step=7, what="steps begun without clearing the last gradients (zero_grad()) of 'b'", by_rank=(1, 0, 0)
+            ),
+        ),
+        (
+            "interrupted",
+            (("b", "a"), (), ("c",)),
+            StepMismatchError(
+                step=7,
+                what="steps whose gradients were cleared or replaced between two backwards ('a', 'b', 'c')",
+                by_rank=(1, 0, 1),
+            ),
+        ),
+        (
+            "num_loads",
+            (0, 3, 3),
+            ReplicasDivergedError(
+                step=7,
+                what="loads of weights (load_state_dict(), by submodule) since the last agreement",
+                by_rank=(0, 3, 3),
+                usual_cause="load",
+            ),
+        ),
+        (
+            "hyperparameters",
+            (("momentum of group 0=0.5", "lr of group 0=0.1"), ("momentum of group 0=0.5",), ("lr of group 0=0.2",)),
+            ReplicasDivergedError(
+                step=7,
+                what="hyperparameters of the last update (momentum of group 0)",
+                by_rank=("0.5", "0.5", "nothing"),
+                usual_cause="hyperparameters",
+            ),
+        ),
+        (
+            "checksum",
+            (5, 5, 6),
+            StepMismatchError(step=7, what="kept gradients or hyperparameters (checksums)", by_rank=(5, 5, 6)),
         ),
         (
             "is_committing",
@@ -132,18 +176,21 @@ def test_numbers_that_differ_are_the_error_of_their_class_with_the_values_of_all
 # Everything at once, strongest first: each is what explains those after it.
 IN_ORDER = [
     ("num_updates", 1, ReplicasDivergedError, "optimizer updates since the last agreement (rank 1 failed in forward: Val"),
+    ("num_loads", 1, ReplicasDivergedError, "loads of weights (load_state_dict(), by submodule)"),
     ("failure", FAILED, PeerFailedError, "rank 1 failed in forward: ValueError: boom"),
     ("change", MOVED, StorageMovedError, "on rank 1 parameters have left the buffer"),
     ("step_number", 9, StepMismatchError, "the caller's step numbers"),
     ("num_dropped_steps", 9, StepMismatchError, "dropped steps"),
     ("num_skipped_forwards", 9, StepMismatchError, "training forwards that no backward has reached"),
     ("num_microbatches", 9, MicrobatchMismatchError, "microbatch counts differ"),
-    ("keeps_reduced_grads", True, StepMismatchError, "steps begun without clearing the last gradients"),
+    ("kept", ("a",), StepMismatchError, "steps begun without clearing the last gradients"),
     ("is_committing", True, ScheduleMismatchError, "finish_grad_sync() before the optimizer step"),
     ("force_all_reduce", True, ScheduleMismatchError, "force_all_reduce"),
     ("late", LATE, LateGradientError, "received a gradient although bucket 2"),
+    ("interrupted", ("a",), StepMismatchError, "steps whose gradients were cleared or replaced"),
     ("unused", UNUSED, UnusedParameterError, "got no gradient on rank 1"),
     ("nonfinite", NONFINITE, NonFiniteGradientError, "the gradient of 'a' on rank 1"),
+    ("checksum", 9, StepMismatchError, "kept gradients or hyperparameters (checksums)"),
 ]
 
 
@@ -194,12 +241,48 @@ def test_of_several_ranks_with_a_fault_the_lowest_is_named(change):
     assert error_of(FACTS, reports_of({}, change, change)).rank == 1
 
 
-def test_ranks_with_unused_parameters_are_all_named_with_the_parameters_of_the_first():
-    error = error_of(FACTS, reports_of({}, {"unused": UNUSED}, {"unused": UnusedParams(("x",), bucket=0)}))
+def test_unused_parameters_are_named_with_the_ranks_that_miss_them():
+    other = UnusedParams(("x", "c"), bucket=0)
 
+    error = error_of(FACTS, reports_of({}, {"unused": UNUSED}, {"unused": other}))
+
+    # Rank 1 misses c and d, rank 2 x and c.
+    elsewhere = [(("d",), (1,)), (("x",), (2,))]
     assert said(error) == said(
-        UnusedParameterError(step=7, ranks=(1, 2), params=("c", "d"), bucket=3, num_buckets=4, num_ranks=3)
+        UnusedParameterError(step=7, ranks=(1, 2), params=("c",), bucket=3, num_buckets=4, num_ranks=3, elsewhere=elsewhere)
     )
+    assert (
+        "'c' got no gradient on ranks 1, 2 of 3 ranks (first in bucket 3 of 4, counted from 0); 'd' got none on rank 1; "
+        "'x' got none on rank 2. They require grad" in str(error)
+    )
+
+
+def test_of_many_sets_of_ranks_that_miss_parameters_three_are_shown():
+    reports = reports_of(*({"unused": UnusedParams((f"p{rank}", f"q{rank}"), bucket=0)} for rank in range(6)))
+
+    assert "; 'p3', 'q3' got none on rank 3; and 4 more. They require" in str(error_of(FACTS, reports))
+
+
+COMMITTING = {"is_committing": True, "hyperparameters": ("lr of group 0=0.1",)}
+
+
+def test_hyperparameters_that_differ_before_an_update_are_an_error_that_has_spoilt_nothing():
+    error = error_of(FACTS, reports_of(COMMITTING, COMMITTING, COMMITTING | {"hyperparameters": ("lr of group 0=0.2",)}))
+
+    assert said(error) == said(HyperparameterMismatchError(step=7, what="lr of group 0", by_rank=("0.1", "0.1", "0.2")))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"failure": FAILED, "is_committing": False, "hyperparameters": ()}, PeerFailedError),
+        ({"num_dropped_steps": 1, "is_committing": False, "hyperparameters": ()}, StepMismatchError),
+        ({"is_committing": False, "hyperparameters": ()}, ScheduleMismatchError),
+    ],
+    ids=["failure", "dropped", "finished"],
+)
+def test_a_rank_that_does_not_come_to_update_is_named_for_that(change, kind):
+    assert type(error_of(FACTS, reports_of(COMMITTING, COMMITTING | change, COMMITTING))) is kind
 
 
 def test_a_rank_that_asked_nobody_has_an_error_of_its_own():

@@ -407,6 +407,45 @@ class TestDetach:
         with pytest.raises(PhaseError):
             optimizer.step()
 
+    @pytest.mark.parametrize("switches", [{}, SHARDED], ids=["all_reduce", "sharded"])
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda ddp: ddp(torch.ones(2, 3, dtype=torch.float64)),
+            lambda ddp: ddp.step(),
+            lambda ddp: ddp.no_sync(),
+            lambda ddp: ddp.finish_grad_sync(),
+            lambda ddp: ddp.zero_grad(),
+            lambda ddp: ddp.scale_gradients(0.5),
+            lambda ddp: ddp.state_dict(),
+            lambda ddp: ddp.rebuild(),
+            lambda ddp: ddp.check_replicas(),
+            lambda ddp: setattr(ddp, "step_number", 1),
+        ],
+        ids=str,
+    )
+    def test_the_wrapper_is_refused_because_it_would_reduce_nothing(self, use, switches):
+        model, _, ddp = self.wrapped(**switches)
+        ddp.detach()
+
+        with pytest.raises(PhaseError) as caught:
+            use(ddp)
+
+        assert str(caught.value) == (
+            "this wrapper was detached: the module is a plain one again, and nothing would be reduced. Call the module itself, "
+            "or wrap it anew with DistributedDataParallel(module, ...)."
+        )
+        assert ddp.detach() is model
+
+    def test_it_lets_go_of_the_buffers(self):
+        _, _, ddp = self.wrapped()
+        buffer = weakref.ref(ddp.param_and_grad_buffers[0])
+
+        ddp.detach()
+        gc.collect()
+
+        assert buffer() is None
+
     def test_a_deepcopy_afterwards_is_a_plain_module(self):
         _, before, ddp = self.wrapped()
 
@@ -534,7 +573,7 @@ class TestGarbage:
 
         model(a=3).backward()
 
-        assert model.a.grad is model.a.main_grad
+        assert model.a.main_grad.unique().tolist() == [3.0]
 
     def test_parameters_that_outlive_both_are_refused_a_gradient_nobody_would_reduce(self):
         def leak():

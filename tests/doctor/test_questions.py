@@ -99,12 +99,18 @@ class TestRanks:
         line = judged(setup_probes(CONFIG), "versions", facts)
 
         assert (line.verdict, line.ranks) == (Verdict.FINDING, (1,))
-        assert line.answer == "megabucket 1.0, torch 2.13 on ranks 0, 2; megabucket 1.0, torch 2.12 on rank 1"
+        assert line.answer == (
+            "megabucket 1.0, torch 2.13, Python 3.11 on ranks 0, 2; megabucket 1.0, torch 2.12, Python 3.11 on rank 1"
+        )
 
-    def test_different_pythons_are_a_note(self):
-        line = judged(setup_probes(CONFIG), "versions", [self.version(), self.version(python="3.12.1")])
+    @pytest.mark.parametrize(
+        ("python", "verdict"), [("3.12.1", Verdict.FINDING), ("3.11.10", Verdict.NOTE)], ids=["other", "patch"]
+    )
+    def test_another_python_is_a_finding_and_a_patch_of_it_a_note(self, python, verdict):
+        """As wrapping sees it."""
+        line = judged(setup_probes(CONFIG), "versions", [self.version(), self.version(python=python)])
 
-        assert (line.verdict, line.ranks) == (Verdict.NOTE, (1,))
+        assert (line.verdict, line.ranks) == (verdict, (1,))
 
     def test_hosts_are_counted_and_another_device_is_a_note(self):
         facts = [{"host": "a", "device": "H100"}, {"host": "a", "device": "H100"}, {"host": "b", "device": "A100"}]

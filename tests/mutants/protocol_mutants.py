@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from scenarios import ALL_REDUCE, EXPLICIT, OVERLAPS, SHARDED, SHARDED_EXPLICIT, Scenario
 
-from megabucket.buffer import GradPhase
+from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import FiniteTest, NonFiniteParam
 from megabucket.buffer.grad_slot import GradSlot
 from megabucket.buffer.scaling import GradScale
 from megabucket.chaos.loopback_soak.judge import Verdict
-from megabucket.ddp import backward_watch, grad_sync, verdict
+from megabucket.ddp import backward_watch, step_sync, verdict
 from megabucket.ddp.backward_watch import BackwardWatch
 from megabucket.ddp.fence import PendingFence
 from megabucket.ddp.grad_sync import GradSync
@@ -28,10 +28,10 @@ def readiness_order_launch(patch):
         self._is_complete[index] = True
         self._launch(self._groups[index])
 
-    def flush(self):
+    def flush(self, launch=None):
         for index, group in enumerate(self._groups):
             if not self._is_complete[index]:
-                self._launch(group)
+                (launch or self._launch)(group)
         self._next = len(self._groups)
 
     patch.setattr(InOrderLauncher, "mark_complete", mark_complete)
@@ -48,6 +48,10 @@ def write_in_flight(patch):
 
 def swallowed_exception(patch):
     patch.setattr(GradSync, "fail", lambda *_: None)
+
+
+def caught_exception_forgotten(patch):
+    patch.setattr(GradSync, "tell_swallowed", lambda _: None)
 
 
 def report_with(**values):
@@ -80,12 +84,16 @@ def no_zeroing(patch):
     patch.setattr(GradSlot, "hand_over", hand_over)
 
 
+def gradients_not_withheld(patch):
+    patch.setattr(_ParamAndGradBucketGroup, "withhold_grads", lambda _: None)
+
+
 def no_division(patch):
     patch.setattr(GradScale, "after", lambda *_: None)
 
 
 def no_unused_report(patch):
-    patch.setattr(grad_sync, "unused_params", lambda *_, **__: None)
+    patch.setattr(step_sync, "unused_params", lambda *_, **__: None)
 
 
 def no_finite_test(patch):
@@ -95,7 +103,7 @@ def no_finite_test(patch):
 def finite_test_that_overflows(patch):
     def run(self):
         self.found = ()
-        if not all(bool(torch.isfinite(flat.float().square().sum())) for flat in self._flats):
+        if not all(bool(torch.isfinite(flat.float().square().sum())) for flat, _ in self._flats):
             self.found = (NonFiniteParam(self._slots[0].name, "inf in its norm"),)
 
     patch.setattr(FiniteTest, "run", run)
@@ -147,20 +155,20 @@ def gather_before_the_vote(patch):
     original = GradSync.commit
 
     def commit(self):
-        if self._is_finished:
-            self._awaits_vote = False
-            self._set_phase("optimizer")
-        else:
-            original(self)
+        if not self._is_finished:
+            return original(self)
+        self._awaits_vote = False
+        self._set_phase("optimizer")
+        return None
 
     patch.setattr(GradSync, "commit", commit)
 
 
 def launcher_skips_a_group(patch):
-    def flush(self):
+    def flush(self, launch=None):
         self._next += 1
         while self._next < len(self._groups):
-            self._launch_next()
+            self._launch_next(launch or self._launch)
 
     patch.setattr(InOrderLauncher, "flush", flush)
 
@@ -196,9 +204,9 @@ def caught_error_can_be_stepped_on(patch):
 def failed_rank_does_not_finish_its_schedule(patch):
     original = InOrderLauncher.flush
 
-    def flush(self):
-        if sys._getframe(1).f_code.co_name != "fail":
-            original(self)
+    def flush(self, launch=None):
+        if sys._getframe(1).f_code.co_name != "_give_up":
+            original(self, launch)
 
     patch.setattr(InOrderLauncher, "flush", flush)
 
@@ -244,6 +252,14 @@ MUTANTS = [
         "StepMismatchError instead of PeerFailedError: step 2: training forwards that no backward has reached differ",
     ),
     Mutant(
+        "caught exception forgotten",
+        caught_exception_forgotten,
+        Scenario("exception that is caught", ALL_REDUCE),
+        SILENT,
+        "ReplicasDivergedError",
+        "raised nothing, expected PeerFailedError",
+    ),
+    Mutant(
         "no microbatch count",
         report_with(num_microbatches=0),
         Scenario("microbatch more", ALL_REDUCE),
@@ -257,7 +273,7 @@ MUTANTS = [
         Scenario("exception", SHARDED),
         HUNG,
         "CollectiveDeadlockError",
-        r"\[rank \d\] waits for collective \d+ \(bucket 0 \[reduce_scatter sum of .*\]\), which rank\(s\) \d have not launched",
+        r"\[rank \d\] waits for collective \d+ \(fence \[all_reduce max of .*\]\), which rank\(s\) \d have not launched",
     ),
     Mutant(
         "no zeroing",
@@ -266,6 +282,14 @@ MUTANTS = [
         SILENT,
         "",
         r"gradient layers\.\d\.p0\[0\] is -?\d+ and should be 0",
+    ),
+    Mutant(
+        "gradients not withheld",
+        gradients_not_withheld,
+        Scenario("harmless", SHARDED, "clip too early"),
+        WRONG,
+        "AssertionError",
+        "clipped gradients that are not whole",
     ),
     Mutant(
         "no division",
@@ -333,7 +357,7 @@ MUTANTS = [
     ),
     Mutant(
         "update count not compared",
-        report_with(num_updates=0),
+        report_with(num_updates=0, checksum=0),  # nor by which numbers each has updated
         Scenario("update left out", ALL_REDUCE),
         SILENT,
         "",
@@ -357,19 +381,43 @@ MUTANTS = [
     ),
     Mutant(
         "way of finishing not compared",
-        report_with(is_committing=False),
+        report_with(is_committing=False, checksum=0),  # nor by which numbers those who go on would update
         Scenario("finish first", SHARDED),
         HUNG,
         MISMATCH,
-        r"launched grad norm \[all_reduce sum of 1 x float64\], rank \d launched fence \[",
+        r"rank \d launched (fence|grad norm) \[.*\], rank \d launched (fence|grad norm) \[",
     ),
     Mutant(
         "kept gradients not compared",
-        report_with(keeps_reduced_grads=False),
+        report_with(checksum=0),
         Scenario("zero left out", ALL_REDUCE),
         SILENT,
         "",
         "raised nothing, expected StepMismatchError",
+    ),
+    Mutant(
+        "clearing between backwards not compared",
+        report_with(checksum=0),
+        Scenario("cleared between microbatches", SHARDED),
+        SILENT,
+        "",
+        "raised nothing, expected StepMismatchError",
+    ),
+    Mutant(
+        "loads not compared",
+        report_with(num_loads=0, checksum=0),
+        Scenario("weights loaded", ALL_REDUCE),
+        SILENT,
+        "",
+        "raised nothing, expected ReplicasDivergedError",
+    ),
+    Mutant(
+        "hyperparameters not compared",
+        report_with(checksum=0),
+        Scenario("other learning rate", SHARDED_EXPLICIT),
+        SILENT,
+        "",
+        "raised nothing, expected HyperparameterMismatchError",
     ),
     Mutant(
         "state of a dropped step not reset",

@@ -467,7 +467,7 @@ class TestOneStep:
 
         labels = [text.split(" [")[0] for text in world.schedule(0)]
         step = ["bucket 0", "bucket 1", "fence", "grad norm", "param gather 1", "param gather 0"]
-        assert labels == ["wrap", "wrap: buffers", *step, *step]
+        assert labels == ["wrap", "wrap: buffers", "DistributedOptimizer()", *step, *step]
 
     def test_with_all_reduce_there_is_nothing_but_the_buckets_and_the_fence(self):
         def train(rank, ddp):
@@ -478,7 +478,7 @@ class TestOneStep:
         world, _ = run_ranks(2, Weights("ab"), train, bucket_size=1, init_sync=False)
 
         labels = [text.split(" [")[0] for text in world.schedule(1)]
-        assert labels == ["wrap", "wrap: buffers", "bucket 0", "bucket 1", "fence"]
+        assert labels == ["wrap", "wrap: buffers", "DistributedOptimizer()", "bucket 0", "bucket 1", "fence"]
 
     @MODES
     def test_microbatches_in_no_sync_add_up(self, switches):
@@ -526,10 +526,9 @@ class TestRefusedSteps:
             optimizer.step()
 
         assert str(caught.value) == (
-            "[rank 0] step() was called, but the gradients of this rank are not reduced: since the last step or zero_grad(), "
-            "no backward has run outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the "
-            "caller (finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() "
-            "yourself."
+            "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has run "
+            "outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
+            "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself."
         )
 
     @MODES

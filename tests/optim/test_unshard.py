@@ -205,9 +205,9 @@ class TestExamples:
         world.run(lambda rank: ranks[rank].unshard())
 
         assert [text.split(" [")[0] for text in world.schedule(0)] == [
-            "optimizer state",  # can every rank tell?
-            "optimizer state length",
-            "optimizer state",
+            "rebuild: optimizer state",  # can every rank tell?
+            "rebuild: optimizer state length",
+            "rebuild: optimizer state",
         ]
 
 
@@ -253,5 +253,5 @@ class TestRefusals:
         errors = self.errors(lambda rank, _: {"odd": object()} if rank == 1 else {})
 
         assert [type(error) for error in errors] == [PeerFailedError] * 2
-        assert "rank 1 failed in wrap: OptimizerParametersError: the optimizer holds, for a flat shard" in str(errors[0])
+        assert "rank 1 failed in rebuild: OptimizerParametersError: the optimizer holds, for a flat shard" in str(errors[0])
         assert "'odd: object'" in str(errors[0])

@@ -85,9 +85,11 @@ def step_of(**launched: list[Call]) -> dict[str, list[Call]]:
 
 
 def wrap(ranks: int, *, params_bytes: int = 3072) -> dict[str, list[Call]]:
-    """Return what wrapping launches: from each rank the digest of 32 bytes and its length of 8, twice, and all parameters."""
-    agreed = [("all_gather", label, 1, 40 * ranks) for label in ("wrap", "wrap: buffers")]
-    return {"wrap": [*agreed, ("broadcast", "initial broadcast", 1, params_bytes)]}  # both buckets: 2 * 1536
+    """Return what wrapping launches: from each rank the digest of 32 bytes and its length of 8, and all parameters."""
+    first, second, third = [
+        ("all_gather", label, 1, 40 * ranks) for label in ("wrap", "wrap: buffers", "DistributedOptimizer()")
+    ]
+    return {"wrap": [first, second, ("broadcast", "initial broadcast", 1, params_bytes), third]}  # both buckets: 2 * 1536
 
 
 ALL_REDUCES = [("all_reduce", "bucket 0", 1, 1536), ("all_reduce", "bucket 1", 1, 1536)]

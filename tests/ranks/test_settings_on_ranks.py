@@ -272,7 +272,8 @@ def force_in_second_step(rank: Rank, how: str) -> list[Any]:
         ddp.force_all_reduce = how == "attribute" and step == 1
         ddp(1.0 + rank.index).backward()
         ddp.finish_grad_sync(force_all_reduce=how == "argument" and step == 1)
-        seen.append([None if param.grad is None else param.grad.tolist() for param in ddp.parameters()])
+        grads = [param.grad for param in ddp.parameters()]
+        seen.append([grad.tolist() if type(grad) is torch.Tensor else None for grad in grads])
         before = shown(ddp)
         optimizer.step()
         optimizer.zero_grad()

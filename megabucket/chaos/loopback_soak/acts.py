@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from megabucket.buffer import WithheldGrad
 from megabucket.chaos.loopback_soak.model import loss_of
 from megabucket.chaos.loopback_soak.program import Call, Clearing
 from megabucket.chaos.loopback_soak.seen import Look
+from megabucket.errors import PhaseError
 from megabucket.optim.distributed_optimizer import StepResult
 
 if TYPE_CHECKING:
@@ -89,6 +92,18 @@ class Backward(Act):
 
 
 @dataclass(frozen=True)
+class Try(Act):
+    """Another act whose exception the caller catches, and goes on."""
+
+    act: Act
+
+    def play(self, rank: Player) -> None:
+        """Make the call."""
+        with suppress(ValueError):
+            self.act.play(rank)
+
+
+@dataclass(frozen=True)
 class Differentiate(Act):
     """``torch.autograd.grad`` of the output under ``slot``: accumulates nothing."""
 
@@ -161,6 +176,37 @@ class Zero(Act):
 
 
 @dataclass(frozen=True)
+class ClearAsTorch(Act):
+    """``module.zero_grad()`` of the wrapped module."""
+
+    def play(self, rank: Player) -> None:
+        """Call it."""
+        rank.module.zero_grad()
+
+
+@dataclass(frozen=True)
+class LoadOwnWeights(Act):
+    """``ddp.load_state_dict()`` with what is there already."""
+
+    def play(self, rank: Player) -> None:
+        """Load them."""
+        rank.ddp.load_state_dict(rank.ddp.state_dict())
+
+
+@dataclass(frozen=True)
+class SetRate(Act):
+    """Change the learning rate."""
+
+    rate: float
+    is_work = False
+
+    def play(self, rank: Player) -> None:
+        """Write it into the groups."""
+        for group in rank.optimizer.param_groups:
+            group["lr"] = self.rate
+
+
+@dataclass(frozen=True)
 class Abort(Act):
     """``ddp.abort_step(reason)``."""
 
@@ -184,6 +230,21 @@ class Force(Act):
 
 
 @dataclass(frozen=True)
+class ClipTooEarly(Act):
+    """``clip_grad_norm_`` before gradients are reduced, which must be refused and change nothing."""
+
+    is_work = False
+
+    def play(self, rank: Player) -> None:
+        """Catch the refusal."""
+        try:
+            torch.nn.utils.clip_grad_norm_(rank.trained().values(), 1.0)
+        except PhaseError:
+            return
+        raise AssertionError("clipped gradients that are not whole")
+
+
+@dataclass(frozen=True)
 class LookAtGrads(Act):
     """Note every gradient and, if it is shown, ``param.grad``."""
 
@@ -195,7 +256,9 @@ class LookAtGrads(Act):
         rank.seen.looks.append(
             Look(
                 values=torch.cat([param.main_grad.reshape(-1).double() for param in params.values()]),  # type: ignore[attr-defined]
-                absent=tuple(name for name, param in params.items() if param.grad is None),
+                absent=tuple(
+                    name for name, param in params.items() if param.grad is None or isinstance(param.grad, WithheldGrad)
+                ),
             )
         )
         rank.seen.skip_reason = rank.ddp.sync.skip_reason

@@ -16,7 +16,16 @@ from megabucket.chaos.loopback_soak.kinds_all import ALL_RANK_KINDS
 from megabucket.chaos.loopback_soak.kinds_diverged import DIVERGED_KINDS
 from megabucket.chaos.loopback_soak.kinds_rebuild import REBUILD_KINDS
 from megabucket.chaos.loopback_soak.program import Agreed, Block, Clearing, Ending, Episode, Outcome, Want
-from megabucket.chaos.loopback_soak.slips import FINE, Slip, SlipMaker, abort, exception, exception_in_loss, next_batch
+from megabucket.chaos.loopback_soak.slips import (
+    FINE,
+    Slip,
+    SlipMaker,
+    abort,
+    exception,
+    exception_caught,
+    exception_in_loss,
+    next_batch,
+)
 from megabucket.chaos.loopback_soak.slips_grads import nonfinite, reentrant, start_early, unused
 from megabucket.chaos.loopback_soak.slips_model import model_change
 from megabucket.chaos.loopback_soak.slips_order import (
@@ -35,12 +44,14 @@ from megabucket.chaos.loopback_soak.slips_order import (
     zero_between,
     zero_instead,
 )
+from megabucket.chaos.loopback_soak.slips_values import cleared_between, other_rate, weights_loaded
 
 EpisodeMaker = Callable[[Maker], Episode | None]
 
 SLIPS: Final[Mapping[str, SlipMaker]] = MappingProxyType(
     {
         "exception": exception,
+        "exception that is caught": exception_caught,
         "exception in the loss": exception_in_loss,
         "next batch": next_batch,
         "abort": abort,
@@ -63,6 +74,9 @@ SLIPS: Final[Mapping[str, SlipMaker]] = MappingProxyType(
         "abort before the step": abort_before_step,
         "force_all_reduce": force_all_reduce,
         "model change": model_change,
+        "cleared between microbatches": cleared_between,
+        "weights loaded": weights_loaded,
+        "other learning rate": other_rate,
     }
 )
 _REFUSED: Final = Want(Ending.REFUSED, error="PhaseError", text="an error about them was raised before", at="Update")

@@ -13,6 +13,7 @@ from megabucket.chaos.loopback_soak.acts import (
     Act,
     Backward,
     CheckReplicas,
+    ClipTooEarly,
     Differentiate,
     Finish,
     Forward,
@@ -192,6 +193,13 @@ def _finish_all(maker: Maker, draft: Draft, rank: int) -> None:
     _insert(draft, rank, draft.index(rank, Update), Finish())
 
 
+def _clip_too_early(maker: Maker, draft: Draft, rank: int) -> None:
+    at = draft.index(rank, Backward, -1)
+    last = draft.acts[rank][at]
+    if maker.spec.fence_act != "Backward" and isinstance(last, Backward) and not last.depth:
+        _insert(draft, rank, at + 1, ClipTooEarly())
+
+
 def _start_over(maker: Maker, draft: Draft, rank: int) -> None:
     at = draft.index(rank, Forward)
     call = draft.calls[rank][0]
@@ -212,6 +220,7 @@ _HARMLESS: Final[Mapping[str, Callable[[Maker, Draft, int], None]]] = MappingPro
         "rebuild": _rebuild,
         "move and rebuild": _move,
         "finish before step": _finish_all,
+        "clip too early": _clip_too_early,
         "started over": _start_over,
     }
 )
@@ -355,8 +364,8 @@ def unreduced_on_all(maker: Maker) -> Episode:
     for rank in maker.ranks:
         acts = draft.acts[rank][: draft.index(rank, Backward, -1) + 1]
         draft.acts[rank] = [*(replace(act, depth=1) if isinstance(act, Backward) else act for act in acts), Update()]
-    want = Want(Ending.REFUSED, error="UnreducedGradientsError", text="gradients of this rank are not reduced", at="Update")
-    agreed = failed(0, "optimizer.step()", "UnreducedGradientsError: [rank 0] step() was called")
+    want = Want(Ending.REFUSED, error="UnreducedGradientsError", text="the gradients are not reduced", at="Update")
+    agreed = failed(0, "optimizer.step()", "UnreducedGradientsError: step() was called")
     outcome = Outcome(tuple((want, FINE) for _ in maker.ranks), agreed)
     return replace(simple(maker, "unreduced on all ranks", draft), outcomes=(outcome,))
 

@@ -25,6 +25,11 @@ def diverged(maker: Maker, rank: int, num_updates: int, cause: str = "") -> Agre
     return Agreed("ReplicasDivergedError", {"by_rank": tuple(counts)}, (piece, cause))
 
 
+def made_none(rank: int, why: str) -> str:
+    """Return the cause of a divergence, as a rank tells it that has not updated."""
+    return f"(rank {rank} made none because of {why})"
+
+
 def _episode(
     maker: Maker,
     kind: str,
@@ -37,7 +42,7 @@ def _episode(
     """Return save, the step of the fault, the step that names it, restore, and a look.
 
     Args:
-        own_part: two blocks of the rank at fault; the second is empty if the first ends only in the next step of the others.
+        own_part: two blocks of the rank at fault.
         others: the steps of all other ranks.
     """
     save, restore, tail = Block((Save(),)), Block((Restore(),)), maker.tail()
@@ -64,11 +69,8 @@ def optimizer_fails(maker: Maker) -> Episode:
     if maker.spec.wraps_optimizer:
         agreed = failed(rank, "optimizer", f"ValueError: {text}.")
     else:
-        agreed = diverged(maker, rank, 0, f"ValueError: {text}" if first.guards[rank] else "")
-    if first.guards[rank]:
-        part = [(first.block(rank), AGREED), (Block(), FINE)]
-    else:
-        part = [(first.block(rank), replace(own(text), at="Update")), (second.block(rank), AGREED)]
+        agreed = diverged(maker, rank, 0, made_none(rank, f"ValueError: {text}") if first.guards[rank] else "")
+    part = [(first.block(rank), replace(own(text), at="Update")), (second.block(rank), AGREED)]
     return _episode(maker, "optimizer fails", rank, own_part=part, others=(first, second), agreed=[agreed])
 
 
@@ -112,10 +114,6 @@ def two_updates(maker: Maker) -> Episode | None:
     twice = first.copy()
     twice.guards[rank] = maker.spec.is_sharded and maker.chance(0.5)
     twice.acts[rank].insert(twice.index(rank, Update), Update())
-    if twice.guards[rank]:
-        part = [(twice.block(rank), AGREED), (Block(), FINE)]
-        agreed = failed(rank, "fence", "PhaseError: step() was called twice on the same gradients")
-        return _episode(maker, "two updates", rank, own_part=part, others=(first, second), agreed=[agreed])
     if maker.spec.is_sharded:
         return _refused_update(maker, rank, first, twice)
     part = [(twice.block(rank), FINE), (second.block(rank), AGREED)]
@@ -165,21 +163,22 @@ def exception_before_update_guarded(maker: Maker) -> Episode | None:
     rank, text = maker.pick_rank(), maker.text()
     first, second = maker.step(), maker.step()
     acts = [*_before_update(first, rank), Raise(text)]
-    part = [(Block(tuple(acts), is_guarded=True), AGREED), (Block(), FINE)]
-    agreed = diverged(maker, rank, 0, f"ValueError: {text}")
+    part = [(Block(tuple(acts), is_guarded=True), own(text)), (second.block(rank), AGREED)]
+    agreed = diverged(maker, rank, 0, made_none(rank, f"ValueError: {text}"))
     kind = "exception before the update, guarded"
     return _episode(maker, kind, rank, own_part=part, others=(first, second), agreed=[agreed])
 
 
 def abort_before_update(maker: Maker) -> Episode | None:
-    """Call ``abort_step`` between reduction and update on one rank."""
+    """Call ``abort_step`` between reduction and update on one rank, where it is too late."""
     if maker.spec.is_sharded:
         return None
     rank, reason = maker.pick_rank(), maker.text()
     first, second = maker.step(), maker.step()
     acts = [*_before_update(first, rank), Abort(reason)]
-    part = [(Block(tuple(acts)), FINE), (Block(), FINE)]
-    agreed = diverged(maker, rank, 0, f"rank {rank} failed in abort_step(): {reason}")
+    refused = Want(Ending.REFUSED, error="PhaseError", text="abort_step() comes too late", at="Abort")
+    part = [(Block(tuple(acts)), refused), (second.block(rank), AGREED)]
+    agreed = diverged(maker, rank, 0, made_none(rank, f"abort_step(): {reason}"))
     return _episode(maker, "abort before the update", rank, own_part=part, others=(first, second), agreed=[agreed])
 
 
@@ -192,7 +191,7 @@ def zero_left_out(maker: Maker) -> Episode | None:
     left_out = second if maker.spec.clears_first else first
     left_out.acts[rank] = [act for act in left_out.acts[rank] if not isinstance(act, Zero)]
     part = [(first.block(rank), FINE), (second.block(rank), AGREED)]
-    uncleared = step_mismatch("steps begun without clearing the last gradients (zero_grad()) differ between ranks")
+    uncleared = step_mismatch("steps begun without clearing the last gradients (zero_grad()) of ")
     both = [uncleared, late(rank, maker.spec)]
     episode = _episode(maker, "zero left out", rank, own_part=part, others=(first, second), agreed=both)
     # Gradients that are all zero need not be cleared.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megabucket.chaos.loopback_soak.acts import Abort, Backward, Finish, Forward, Number, Raise, Update
+from megabucket.chaos.loopback_soak.acts import Abort, Backward, Finish, Forward, LookAtGrads, Number, Raise, Try, Update
 from megabucket.chaos.loopback_soak.drafts import Draft, Maker
 from megabucket.chaos.loopback_soak.program import Agreed, Block, Call, Ending, Trouble, Use, Want, WorldSpec
 
@@ -94,6 +94,16 @@ def raise_in(maker: Maker, draft: Draft, rank: int, trouble: Trouble) -> Slip:
     agreed = failed(rank, phase, f"{error}: {text}." if knows_text else KEPT_BY_AUTOGRAD)
     want = AGREED if draft.guards[rank] and not interrupts else own(text, error)
     return Slip(want, (agreed,), place=f"{trouble.value}, microbatch {microbatch}")
+
+
+def exception_caught(maker: Maker, draft: Draft, rank: int) -> Slip | None:
+    """Catch the exception of a backward inside ``with ddp.step():``, and go on with the next microbatch."""
+    slip = raise_in(maker, draft, rank, Trouble.BACKWARD)
+    if slip.want is not AGREED:
+        return None
+    acts = [act for act in draft.acts[rank] if not isinstance(act, LookAtGrads)]  # it would look at half of them
+    draft.acts[rank] = [Try(act) if isinstance(act, Backward) else act for act in acts]
+    return replace(slip, agreed=(failed(rank, "backward", "an exception (caught inside"),))
 
 
 def _places(maker: Maker, call: Call, trouble: Trouble) -> list[int]:

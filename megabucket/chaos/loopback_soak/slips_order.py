@@ -128,8 +128,8 @@ def unreduced(maker: Maker, draft: Draft, rank: int) -> Slip:
     last = draft.index(rank, Backward, -1)
     acts = [replace(act, depth=1) if isinstance(act, Backward) else act for act in draft.acts[rank][: last + 1]]
     draft.acts[rank] = [*acts, Update()]
-    cause = f"UnreducedGradientsError: [rank {rank}] step() was called"
-    want = Want(Ending.REFUSED, error="UnreducedGradientsError", text=f"[rank {rank}]", at="Update")
+    cause = "UnreducedGradientsError: step() was called"
+    want = Want(Ending.REFUSED, error="UnreducedGradientsError", text="step() was called", at="Update")
     if draft.guards[rank]:
         want = AGREED
     return Slip(want, (failed(rank, "optimizer.step()", cause),))

@@ -112,10 +112,10 @@ class SoakedWorld:
         """Return what is left when it should not be, in words: a collective in flight, a rank that launched more."""
         self._run(lambda rank: self._players[rank].ddp.zero_grad())
         self._run(lambda rank: self._players[rank].ddp.finish_param_sync())
+        steps = {player.ddp.sync.step for player in self._players}
         for player in self._players:
             player.ddp.detach()
         lengths = {len(self._world.schedule(rank)) for rank in range(self.spec.num_ranks)}
-        steps = {player.ddp.sync.step for player in self._players}
         if self._world.pending or len(lengths) > 1 or len(steps) > 1:
             return f"left over: pending {self._world.pending}, schedule lengths {lengths}, steps {steps}"
         return ""

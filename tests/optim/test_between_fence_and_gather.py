@@ -1,0 +1,218 @@
+"""A rank that fails or is interrupted behind the fence: the others run norm and gather meanwhile, so it runs them, too."""
+
+import pytest
+import torch
+
+from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket.comm import Communicator, Handle, LoopbackWorld
+from megabucket.errors import PeerFailedError, ReplicasDivergedError
+
+DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
+SIZE = 3
+FAULTY = 1
+
+
+class Weights(torch.nn.Module):
+    """The gradient of each element is ``x``."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        for name in "ab":
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(300, dtype=dtype)))
+
+    def forward(self, x):
+        return (self.a * x).sum() + (self.b * x).sum()
+
+
+class Interrupted(Communicator):
+    """Another communicator, whose next wait for a batch of a given label is ended by an exception, as by a signal handler."""
+
+    def __init__(self, inner):
+        super().__init__(rank=inner.rank, size=inner.size)
+        self._inner = inner
+        self.label, self.interrupt = "", None
+
+    def _launch(self, calls, label):
+        return InterruptedHandle(self, self._inner.launch(calls, label=label), label)
+
+
+class InterruptedHandle(Handle):
+    def __init__(self, owner, inner, label):
+        self._owner, self._inner, self._label = owner, inner, label
+
+    def wait(self):
+        if self._label == self._owner.label:
+            self._owner.label = ""
+            raise self._owner.interrupt
+        self._inner.wait()
+
+
+class Ranks:
+    def __init__(self, dtype=torch.float32, **switches):
+        self.world = LoopbackWorld(SIZE, timeout_s=30)
+        self.communicators = [Interrupted(self.world.communicator(rank)) for rank in range(SIZE)]
+        config = DistributedDataParallelConfig(bucket_size=1, **switches)
+
+        def wrap(rank):
+            ddp = DistributedDataParallel(Weights(dtype), config, communicator=self.communicators[rank])
+            return ddp, DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp, clip_grad=1e9)
+
+        self.wrapped = self.world.run(wrap)
+
+    def steps(self, *, in_block, before=lambda *_: None, num_steps=3):
+        """Run steps; ``before(index, ddp, optimizer)`` prepares the fault on one rank.
+
+        Returns what each rank saw in each step, its weights, and the last error of all.
+        """
+
+        def play(rank):
+            ddp, optimizer = self.wrapped[rank]
+            seen = []
+            for index in range(num_steps):
+                ddp(rank + 1.0).backward() if not in_block else None
+                if rank == FAULTY:
+                    before(index, ddp, optimizer)
+                try:
+                    if in_block:
+                        with ddp.step():
+                            ddp(rank + 1.0).backward()
+                            optimizer.step()
+                    else:
+                        optimizer.step()
+                    seen.append(None)
+                except BaseException as error:
+                    seen.append((type(error), str(error)))
+                optimizer.zero_grad()
+            ddp.finish_param_sync()
+            return seen, ddp.module.a[0].item(), str(ddp.last_error)
+
+        return self.world.run(play)
+
+
+def no_memory(*_):
+    raise MemoryError("no memory")
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize("where", ["reload", "gradients", "norm"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failure_before_the_norm_drops_the_step_on_all_ranks(where, in_block, overlap, monkeypatch):
+    ranks = Ranks(use_distributed_optimizer=True, overlap_param_gather=overlap)
+
+    def before(index, _, optimizer):
+        monkeypatch.undo()
+        if index != 1:
+            return
+        if where == "reload":
+            optimizer._num_value_changes -= 1  # as after a load
+            monkeypatch.setattr(optimizer, "reload_main_params", no_memory)
+        elif where == "gradients":
+            monkeypatch.setattr(optimizer._shards[0], "load_grad", no_memory)
+        else:
+            monkeypatch.setattr(optimizer._global_norm, "add", no_memory)
+
+    told = f"step 1: rank 1 failed in optimizer.step(): MemoryError: no memory. {DROPPED}"
+    for rank, (seen, weight, last_error) in enumerate(ranks.steps(in_block=in_block, before=before)):
+        own = (MemoryError, "no memory") if rank == FAULTY and not in_block else (PeerFailedError, told)
+        assert seen == [None, own, None]
+        assert last_error == told
+        assert weight == -4.0  # the mean of 1, 2, 3, in two steps
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize("interrupt", [TimeoutError("alarm"), KeyboardInterrupt()], ids=["alarm", "Ctrl-C"])
+@pytest.mark.parametrize(
+    ("label", "overlap"),
+    [
+        *[(label, overlap) for label in ("bucket 0", "fence", "grad norm") for overlap in (False, True)],
+        ("param gather 0", False),  # with overlap the next forward waits for it
+    ],
+)
+def test_a_wait_that_is_interrupted_does_not_keep_a_rank_from_its_update(label, interrupt, in_block, overlap):
+    ranks = Ranks(use_distributed_optimizer=True, overlap_param_gather=overlap)
+
+    def before(index, ddp, _):
+        if index == 1:
+            ddp.communicator.label, ddp.communicator.interrupt = label, interrupt
+
+    for rank, (seen, weight, last_error) in enumerate(ranks.steps(in_block=in_block, before=before)):
+        assert seen == [None, (type(interrupt), str(interrupt)) if rank == FAULTY else None, None]
+        assert last_error == "None"
+        assert weight == -6.0
+
+
+@pytest.mark.parametrize("interrupt", [TimeoutError("alarm"), KeyboardInterrupt()], ids=["alarm", "Ctrl-C"])
+def test_a_wait_that_is_interrupted_hides_no_error_of_the_step(interrupt):
+    """The fence that was interrupted does not hold. An alarm gives way to the error; Ctrl-C does not."""
+    ranks = Ranks(use_distributed_optimizer=True, finish="explicit")
+
+    def play(rank):
+        ddp, optimizer = ranks.wrapped[rank]
+        ddp(1.0).backward()
+        ddp.finish_grad_sync()
+        if rank == 0:
+            ddp.abort_step("no")
+            return str(ddp.last_error)
+        if rank == FAULTY:
+            ddp.communicator.label, ddp.communicator.interrupt = "fence", interrupt
+        try:
+            optimizer.step()
+        except BaseException as error:
+            return type(error), str(ddp.last_error)
+        return None
+
+    told = f"step 0: rank 0 failed in abort_step(): no. {DROPPED}"
+    own = PeerFailedError if isinstance(interrupt, Exception) else KeyboardInterrupt
+    assert ranks.world.run(play) == [told, (own, told), (PeerFailedError, told)]
+
+
+def test_an_exchange_of_reports_that_is_interrupted_goes_on():
+    ranks = Ranks(use_distributed_optimizer=True)
+
+    def play(rank):
+        ddp, optimizer = ranks.wrapped[rank]
+        if rank == 0:
+            ddp.abort_step("no")
+            return str(ddp.last_error)
+        if rank == FAULTY:
+            ddp.communicator.label, ddp.communicator.interrupt = "step report", TimeoutError("alarm")
+        ddp(1.0).backward()
+        with pytest.raises(PeerFailedError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    assert ranks.world.run(play) == [f"step 0: rank 0 failed in abort_step(): no. {DROPPED}"] * SIZE
+
+
+def test_gradients_that_are_nan_are_still_no_error_where_they_are_allowed():
+    """Every rank asks why the norm is nan, and none has failed."""
+    ranks = Ranks(use_distributed_optimizer=True, nonfinite_gradients="allow")
+
+    def play(rank):
+        ddp, optimizer = ranks.wrapped[rank]
+        results = []
+        for x in (1.0, torch.nan if rank == FAULTY else 1.0, 1.0):
+            ddp(x).backward()
+            results.append(optimizer.step().updated)
+            optimizer.zero_grad()
+        return results, ddp.module.a[0].item(), ddp.last_error, ddp.sync.step
+
+    assert ranks.world.run(play) == [([True, False, True], -2.0, None, 3)] * SIZE
+
+
+def test_with_all_reduce_an_update_that_one_rank_has_missed_is_named_with_its_cause(monkeypatch):
+    """There is nothing behind the fence that could keep the others from updating."""
+    ranks = Ranks(dtype=torch.bfloat16)
+
+    def before(index, _, optimizer):
+        monkeypatch.undo()
+        if index == 1:
+            optimizer._num_value_changes -= 1  # as after a load
+            monkeypatch.setattr(optimizer, "reload_main_params", no_memory)
+
+    for rank, (seen, _, last_error) in enumerate(ranks.steps(in_block=True, before=before, num_steps=4)):
+        assert seen[0] is None
+        assert seen[1] == ((MemoryError, "no memory") if rank == FAULTY else None)
+        assert seen[2] == (ReplicasDivergedError, last_error)
+        assert "(rank 1 made none because of MemoryError: no memory) differ between ranks: 1 on ranks 0, 2; 0 on" in last_error
+        assert seen[3] is None
