@@ -75,10 +75,11 @@ class GradSlot:
         if self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self._store_fused()
             return False
-        return self._store_grad() and not is_first
+        # With create_graph=True autograd makes a new sum instead of adding in place.
+        return self._store_grad() and not (is_first or torch.is_grad_enabled())
 
     def _store_grad(self) -> bool:
-        """Copy or add a gradient that is not in the view; return whether it takes the place of what was there."""
+        """Copy or add a gradient that is not in the view; return whether it takes the place of what was there, if anything."""
         grad = self.param.grad
         if grad is self.view or grad is None:
             return False
@@ -99,7 +100,7 @@ class GradSlot:
             self.view.copy_(grad)
         self.is_clean = False
         self.param.grad = self.view
-        return not torch.is_grad_enabled()  # create_graph=True: autograd has made a new sum instead of adding in place
+        return True
 
     def _store_fused(self) -> None:
         param = self.param

@@ -50,6 +50,7 @@ _QUICK: Final = (
     ("wrong-call", "load-assign", _REDUCED),
     ("plain-optimizer", "plain-optimizer", _SCATTERED),
     ("other-schedule", "step", _SCATTERED),
+    ("other-rate", "step", _SCATTERED),
     ("SIGKILL", "backward-2", _THREE),
     ("SIGSTOP", "backward-1", _REDUCED),
     ("interrupt", "SIGTERM-flag", _REDUCED),

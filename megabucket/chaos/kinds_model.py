@@ -239,6 +239,22 @@ class OtherSchedule(Fault):
             here.step_stack.callback(setattr, here.ddp, "force_all_reduce", False)
 
 
+class OtherRate(Fault):
+    """One rank updates with half the learning rate in one step."""
+
+    def expect(self) -> Expectation:
+        """Return the mismatch, before anybody updates."""
+        return named("HyperparameterMismatchError", fields={"what": "lr of group 0"})
+
+    def arm(self, here: Here) -> None:
+        """Change the rate for this step."""
+        if here.is_culprit:
+            here.announce()
+            (group,) = here.optimizer.param_groups
+            here.step_stack.callback(group.__setitem__, "lr", group["lr"])
+            group["lr"] /= 2
+
+
 _CHANGE_PLACES = tuple(f"{who}-{what}" for what in _CHANGES for who in ("one", "all"))
 
 MODEL_KINDS = (
@@ -278,5 +294,12 @@ MODEL_KINDS = (
         OtherSchedule,
         combos=PAIRS,
         torch_skip=_NOT_DETECTABLE,
+    ),
+    Kind(
+        "other-rate",
+        "A rank that would update its shard with another learning rate is named, and nobody updates.",
+        OtherRate,
+        combos=SHARDED,
+        torch_skip=not_in_torch("torch compares no hyperparameters"),
     ),
 )

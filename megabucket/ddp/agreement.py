@@ -50,16 +50,17 @@ def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig
             if param is None:
                 continue
             params.append(param)
-            is_usual = param.requires_grad and param.is_contiguous() and param.grad is None
-            if is_usual and not getattr(param, "shared_embedding", False):  # no calls: wrapping should not take long
+            if param.requires_grad and param.is_contiguous():  # the usual one: no calls, wrapping should not take long
                 entries.append((start + key, tuple(param.shape), dtype_name(param.dtype)))
             else:
-                entries.append(_entry_of(start + key, param, *_roles_of(param)))
+                entries.append(_entry_of(start + key, param, "trained" if param.requires_grad else "frozen"))
         for key, buffer in submodule._buffers.items():
             if buffer is not None:
                 entries.append(_entry_of(start + key, buffer, "buffer"))
     if len(set(map(id, params))) < len(params):
         entries += _alias_entries(module)
+    if [param for param in params if param.grad is not None or getattr(param, "shared_embedding", False)]:
+        entries += _mark_entries(module)  # last, so that a mark on one rank does not shift the others
     return entries
 
 
@@ -87,18 +88,15 @@ def agree_on_model(
     return found, layout
 
 
-def _roles_of(param: torch.nn.Parameter) -> Iterator[str]:
-    if not param.requires_grad:
-        yield "frozen"
-        return
-    yield "trained"
-    if getattr(param, "shared_embedding", False):
-        yield "with shared_embedding"
-    if param.grad is not None:
-        yield "with a gradient from before"
+def _mark_entries(module: torch.nn.Module) -> Iterator[Entry]:
+    for name, param in module.named_parameters():
+        if getattr(param, "shared_embedding", False):
+            yield (name, "with shared_embedding")
+        if param.grad is not None and param.requires_grad:
+            yield (name, "with a gradient from before wrapping")
 
 
-def _entry_of(name: str, tensor: torch.Tensor, *roles: str) -> Entry:
+def _entry_of(name: str, tensor: torch.Tensor, role: str) -> Entry:
     """Return name, shape, dtype, and what else decides how a tensor is laid out in a buffer and sent."""
     place: tuple[object, ...] = ()
     if tensor.is_meta:
@@ -107,7 +105,7 @@ def _entry_of(name: str, tensor: torch.Tensor, *roles: str) -> Entry:
         place = (str(tensor.layout),)
     elif not tensor.is_contiguous():
         place = ("strides", *tensor.stride())
-    return (name, tuple(tensor.shape), dtype_name(tensor.dtype), *place, *roles)
+    return (name, tuple(tensor.shape), dtype_name(tensor.dtype), *place, role)
 
 
 def _alias_entries(module: torch.nn.Module) -> Iterator[Entry]:

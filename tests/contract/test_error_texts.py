@@ -52,10 +52,10 @@ TEXTS = {
     ),
     "HyperparameterMismatchError": (
         "step 3: hyperparameters differ between ranks: lr of group 0 is 0.1 on rank 0; 0.2 on rank 1. Each rank would update "
-        "its shard of the parameters in its own way, and nobody could see it in the weights, which are gathered afterwards. Set "
-        "them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, for "
-        "an optimizer's checkpoint that was loaded on one rank only. No rank has updated. The step was dropped on all ranks; its "
-        "gradients are forgotten, and the next step may run."
+        "its shard of the parameters in its own way, and nobody could see it in the weights, which are gathered afterwards. "
+        "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local "
+        "count, for an optimizer's checkpoint that was loaded on one rank only. No rank has updated. The step was dropped on "
+        "all ranks; its gradients are forgotten, and the next step may run."
     ),
     "ReplicasDivergedError": (
         "step 3: optimizer updates differ between ranks: 1 on rank 0; 0 on rank 1. The replicas do not hold the "

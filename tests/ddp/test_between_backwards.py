@@ -1,4 +1,4 @@
-"""What is found at the beginning of a backward: gradients that were kept from the last step, or zeroed since the last backward."""
+"""What is found when a backward begins: gradients that were kept from the last step, or zeroed since the last backward."""
 
 import math
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from loop_ranks import Weights
+from loop_ranks import Ranks, Weights
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
@@ -58,6 +58,20 @@ def test_local_gradients_are_refused_with_the_way_out():
         "the last backward of the step outside no_sync(), or call finish_grad_sync() yourself."
     )
     assert ddp.module.a[0].item() == 1.0
+
+
+def test_the_text_is_the_same_on_every_rank():
+    ranks = Ranks(2, Weights("a"))
+
+    def program(_, ddp):
+        with ddp.no_sync():
+            ddp(a=1).backward()
+        with pytest.raises(UnreducedGradientsError) as caught:
+            step_all(ddp)
+        return str(caught.value)
+
+    first, second = ranks.run(program)
+    assert first == second
 
 
 def test_with_explicit_finish_a_step_before_it_is_refused():

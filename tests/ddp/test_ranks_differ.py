@@ -1,7 +1,7 @@
 """Ranks that do the same steps with different things: one error with the same text on all of them, at the fence.
 
-Nothing fails on any rank here. What differs is what they step with: gradients that one has cleared or kept, weights that one has
-loaded, numbers of the optimizer, what was there before the wrap.
+Nothing fails on any rank here. What differs is what they step with: gradients that one has cleared or kept, weights that one
+has loaded, numbers of the optimizer, what was there before the wrap.
 """
 
 import math
@@ -25,8 +25,8 @@ from megabucket.errors import (
 
 MODES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 SAME = (
-    "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, for "
-    "an optimizer's checkpoint that was loaded on one rank only."
+    "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, "
+    "for an optimizer's checkpoint that was loaded on one rank only."
 )
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
 
@@ -93,8 +93,8 @@ class TestClearedBetweenBackwards:
         assert isinstance(error, StepMismatchError)
         assert error.by_rank == (0, 1)
         assert (
-            "step 0: steps whose gradients were cleared or replaced between two backwards ('a', 'b') differ between ranks: 0 on "
-            "rank 0; 1 on rank 1." in str(error)
+            "step 0: steps whose gradients were cleared or replaced between two backwards ('a', 'b') differ "
+            "between ranks: 0 on rank 0; 1 on rank 1." in str(error)
         )
         assert [at_end for *_, at_end in results] == [{"a": -10.0, "b": -10.0}] * 2  # 1 - (1 + 10)
 
@@ -166,8 +166,8 @@ class TestKeptGradients:
         error = the_error(ranks.run(run))
         assert isinstance(error, StepMismatchError)
         assert (
-            "step 1: steps begun without clearing the last gradients (zero_grad()) of 'b', 'a' differ between ranks: 0 on rank 0; "
-            "1 on rank 1." in str(error)
+            "step 1: steps begun without clearing the last gradients (zero_grad()) of 'b', 'a' differ between "
+            "ranks: 0 on rank 0; 1 on rank 1." in str(error)
         )
 
     def test_ranks_that_keep_different_ones_are_told_which(self):
@@ -223,11 +223,11 @@ class TestLoadedWeights:
         error = the_error([error for error, _ in results])
         assert isinstance(error, ReplicasDivergedError)
         assert str(error) == (
-            "step 0: loads of weights (load_state_dict(), by submodule) since the last agreement differ between ranks: 0 on ranks "
-            "0, 1; 1 on rank 2. The replicas do not hold the same weights any more, and gradients of different models would be "
-            "averaged. Load on every rank, or call ddp.broadcast_params() on every rank right after a load on the first; a rank "
-            "that loads weights only to look at them does so in a copy: copy.deepcopy(ddp.module). Load the last checkpoint on "
-            "every rank, or call ddp.broadcast_params() and make the optimizer anew."
+            "step 0: loads of weights (load_state_dict(), by submodule) since the last agreement differ between ranks: 0 on "
+            "ranks 0, 1; 1 on rank 2. The replicas do not hold the same weights any more, and gradients of different models "
+            "would be averaged. Load on every rank, or call ddp.broadcast_params() on every rank right after a load on the "
+            "first; a rank that loads weights only to look at them does so in a copy: copy.deepcopy(ddp.module). Load the "
+            "last checkpoint on every rank, or call ddp.broadcast_params() and make the optimizer anew."
         )
         assert [at_end["a"] for _, at_end in results] == [1.0, 1.0, 7.0]
 
@@ -306,9 +306,9 @@ class TestHyperparameters:
         assert isinstance(error, HyperparameterMismatchError)
         assert (error.what, error.by_rank) == ("lr of group 0", ("1.0", "0.5"))
         assert str(error) == (
-            "step 0: hyperparameters differ between ranks: lr of group 0 is 1.0 on rank 0; 0.5 on rank 1. Each rank would update "
-            "its shard of the parameters in its own way, and nobody could see it in the weights, which are gathered afterwards. "
-            f"{SAME} No rank has updated. {DROPPED}"
+            "step 0: hyperparameters differ between ranks: lr of group 0 is 1.0 on rank 0; 0.5 on rank 1. Each rank would "
+            "update its shard of the parameters in its own way, and nobody could see it in the weights, which are gathered "
+            f"afterwards. {SAME} No rank has updated. {DROPPED}"
         )
         for (errors, before), at_end in results:
             assert (errors[1], before) == (None, [1.0, 1.0])
@@ -385,10 +385,10 @@ class TestHyperparameters:
         assert isinstance(error, ReplicasDivergedError)
         assert (error.what, error.by_rank) == ("hyperparameters of the last update (lr of group 0)", ("1.0", "0.5"))
         assert str(error) == (
-            "step 1: hyperparameters of the last update (lr of group 0) differ between ranks: 1.0 on rank 0; 0.5 on rank 1. The "
-            "replicas do not hold the same weights any more, and gradients of different models would be averaged. Each rank has "
-            f"updated them in its own way. {SAME} Load the last checkpoint on every rank, or call ddp.broadcast_params() and make "
-            "the optimizer anew."
+            "step 1: hyperparameters of the last update (lr of group 0) differ between ranks: 1.0 on rank 0; 0.5 on rank 1. "
+            "The replicas do not hold the same weights any more, and gradients of different models would be averaged. Each "
+            f"rank has updated them in its own way. {SAME} Load the last checkpoint on every rank, or call "
+            "ddp.broadcast_params() and make the optimizer anew."
         )
 
     def test_the_parameters_of_a_group_are_compared_too(self):
@@ -402,7 +402,7 @@ class TestHyperparameters:
 
         error = the_error(ranks.run(run))
         assert isinstance(error, ReplicasDivergedError)
-        # zlib.crc32(b"a"), zlib.crc32(b"b")
+        # The CRC-32 of b"a" and of b"b".
         assert error.what == "hyperparameters of the last update (parameters of group 0)"
         assert error.by_rank == ("1 with CRC-32 e8b7be43 of their names", "1 with CRC-32 71beeff9 of their names")
 
@@ -478,10 +478,10 @@ class TestMakingTheOptimizer:
         assert isinstance(error, LayoutMismatchError)
         assert error.phase == "DistributedOptimizer()"
         assert str(error) == (
-            "the optimizer is not the same on all ranks: entry 0: rank 0 has a in group 0, rank 1 has a in group 1; entry 1: rank "
-            "0 has b in group 1, rank 1 has b in group 0 (2 of 16 entries differ). Each rank would update its shards in its own "
-            "way. Build it with the same groups and hyperparameters on every rank, and load its state on all ranks or on none. "
-            "The optimizer was changed on no rank."
+            "the optimizer is not the same on all ranks: entry 0: rank 0 has a in group 0, rank 1 has a in group 1; entry 1: "
+            "rank 0 has b in group 1, rank 1 has b in group 0 (2 of 16 entries differ). Each rank would update its shards in "
+            "its own way. Build it with the same groups and hyperparameters on every rank, and load its state on all ranks or "
+            "on none. The optimizer was changed on no rank."
         )
 
     @pytest.mark.parametrize(
@@ -554,11 +554,11 @@ class TestBeforeTheWrap:
         [
             (
                 lambda module: module(a=1.0).backward(),
-                "rank 0 has a (100,) float32, rank 1 has a (100,) float32 trained with a gradient from before",
+                "rank 0 has nothing, rank 1 has a with a gradient from before wrapping",
             ),
             (
                 lambda module: setattr(module.a, "shared_embedding", True),
-                "rank 0 has a (100,) float32, rank 1 has a (100,) float32 trained with shared_embedding",
+                "rank 0 has nothing, rank 1 has a with shared_embedding",
             ),
         ],
         ids=["gradient", "shared_embedding"],

@@ -604,8 +604,8 @@ def test_gradients_that_one_rank_did_not_clear_are_named_on_all(others_zero_in_p
     for error, last, at_end in ranks.run(run):
         assert isinstance(error, StepMismatchError)
         assert (
-            "steps begun without clearing the last gradients (zero_grad()) of 'c', 'b', 'a' differ between ranks: 0 on ranks 0, 2; "
-            "1 on rank 1" in str(error)
+            "steps begun without clearing the last gradients (zero_grad()) of 'c', 'b', 'a' differ between ranks: 0 on ranks "
+            "0, 2; 1 on rank 1" in str(error)
         )
         assert (last, at_end) == (None, dict.fromkeys("abc", -4))
 

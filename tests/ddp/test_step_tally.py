@@ -121,7 +121,8 @@ class TestChecksum:
             checksums.add(report_of(tally).checksum)
 
         assert len(checksums) == 100
-        assert 0 <= min(checksums) and max(checksums) < 2**62
+        assert min(checksums) >= 0
+        assert max(checksums) < 2**62
 
     @pytest.mark.parametrize(
         "change",
