@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 # One thread per rank: on a small machine the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types unit bench mutation setup clean
+.PHONY: demo test check lint types browser unit bench mutation setup clean
 
 setup: $(STAMP)
 
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m megabucket train -c configs/bytegpt.yaml
 
-test: lint types unit
+test: lint types browser unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -35,6 +35,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# Chromium for the tests of the report's page; they are skipped where it cannot be had.
+browser:
+	tests/browser/install.sh
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megabucket.config.ddp import DistributedDataParallelConfig
     from megabucket.ddp import DistributedDataParallel
     from megabucket.layout import ModelLayout, ParamSpec, build_layout, check_layout
+    from megabucket.measure.profile import ProfileCallback, WorkloadProfiler, profile_workload
     from megabucket.optim import DistributedOptimizer, StepResult
 
 __version__ = "0.1.0"
@@ -22,9 +23,12 @@ _HOME = {
     "DistributedOptimizer": "megabucket.optim",
     "ModelLayout": "megabucket.layout",
     "ParamSpec": "megabucket.layout",
+    "ProfileCallback": "megabucket.measure.profile",
     "StepResult": "megabucket.optim",
+    "WorkloadProfiler": "megabucket.measure.profile",
     "build_layout": "megabucket.layout",
     "check_layout": "megabucket.layout",
+    "profile_workload": "megabucket.measure.profile",
 }
 
 __all__ = [
@@ -33,9 +37,12 @@ __all__ = [
     "DistributedOptimizer",
     "ModelLayout",
     "ParamSpec",
+    "ProfileCallback",
     "StepResult",
+    "WorkloadProfiler",
     "build_layout",
     "check_layout",
+    "profile_workload",
 ]
 
 

@@ -154,7 +154,10 @@ class _ParamAndGradBucketGroup:
         slot = self.slots[position]
         if slot.store():
             self.interrupted.append(slot.name)
-        return counts and self.readiness.mark(position)
+        if not (counts and self.readiness.mark(position)):
+            return False
+        self.communicator.tell_ready(self.label)
+        return True
 
     def start_grad_sync(self, *, force_all_reduce: bool = False) -> None:
         """Hand the gradients to a collective. Parameters without a gradient are reduced as zeros and listed in ``missing``.

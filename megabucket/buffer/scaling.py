@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megabucket.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class GradScale:
@@ -41,3 +43,17 @@ class GradScale:
         """Scale in place what came out of it."""
         if self.divisor_after != 1:
             values.div_(self.divisor_after)
+
+
+def check_grad_factor(factor: float | torch.Tensor) -> None:
+    """Refuse to multiply gradients by nan or inf.
+
+    Raises:
+        ConfigError: the factor is not finite.
+    """
+    if not math.isfinite(factor):
+        raise ConfigError(
+            f"scale_gradients() needs a finite factor, got {float(factor)}: every gradient would be nan or inf, and the "
+            "weights after it. One over the number of tokens is infinite for a batch without any: leave such a step out on all "
+            "ranks, with zero_grad() in place of the optimizer's step."
+        )

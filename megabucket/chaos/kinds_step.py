@@ -107,7 +107,7 @@ class Raised(Fault):
         self.uses_step_block = bool(block)
 
     def expect(self) -> Expectation:
-        """Return the same error on all ranks; the rank at fault has its own exception unless it is in a step block."""
+        """Return the same error on all ranks; the rank at fault has its own exception unless a step block knows better."""
         is_sharded = self.cell.combo.mode is Mode.REDUCE_SCATTER
         own = () if self.uses_step_block else ("ChaosError",)
         fields: dict[str, Any] = {"rank": self.cell.culprit}
@@ -116,9 +116,10 @@ class Raised(Fault):
             fields["phase"] = "optimizer"
             return named("PeerFailedError", fields=fields, own_error=own, later_by=1, recovery=Recovery.RELOAD)
         if self._place == "optimizer" or (self._place == "between" and not is_sharded):
-            # The others have their reduced gradients and step; all find out in the next step, for which a block waits.
-            late = 0 if self.uses_step_block else None
-            return named("ReplicasDivergedError", own_error=own, later_by=1, culprit_later_by=late, recovery=Recovery.RELOAD)
+            # The others have their reduced gradients and step; all find out in the next step. The step block cannot help: all
+            # have agreed on the step before the exception, so it lets it pass.
+            own = ("ChaosError",)
+            return named("ReplicasDivergedError", own_error=own, later_by=1, recovery=Recovery.RELOAD)
         if self._place == "between" and not self.uses_step_block:
             return named(("StepMismatchError", "PeerFailedError"), own_error=own)
         # Autograd does not tell which exception ended a backward; forward and the step block know it.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from megabucket.chaos.outcome import CellOutcome
 from megabucket.chaos.verdict import FAILING, VerdictName
+from megabucket.config.text import as_script_data
 
 _GOOD: Final = frozenset({VerdictName.RIGHT, VerdictName.NAMED})
 _NEUTRAL: Final = frozenset({VerdictName.SKIPPED})
@@ -26,16 +26,6 @@ def render_page(outcomes: Sequence[CellOutcome], *, facts: Mapping[str, str]) ->
         "cells": [one.to_dict() for one in outcomes],
     }
     return _PAGE.replace("@DATA@", as_script_data(data))
-
-
-def as_script_data(data: Any) -> str:
-    r"""Return data as JSON that cannot end the script element it stands in.
-
-    >>> as_script_data(["</script>"])
-    '["\\u003c/script>"]'
-    """
-    text = json.dumps(data, separators=(",", ":"), default=list)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _look(name: VerdictName) -> str:

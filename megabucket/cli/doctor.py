@@ -32,7 +32,7 @@ def doctor(
     if config is None and overrides:
         raise ConfigError(f"overrides change a config, and none was given; add -c FILE to {' '.join(overrides)}")
     run = RunConfig() if config is None else load_config(config, overrides or [])
-    with joined_ranks(read_launch(os.environ)) as ranks:
+    with joined_ranks(read_launch(os.environ), run.fabric) as ranks:
         report = run_doctor(run.ddp, device=ranks.device)
         if ranks.rank == 0:
             _print_report(report, as_json=json)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from megabucket.config.resolve import ResolvedConfig
     from megabucket.config.run import RunConfig
 
@@ -26,10 +28,29 @@ def explain(
         _print_json(answers)
         return
     for answer in answers:
-        typer.echo(f"{answer.param_dtype} parameters on {answer.dp_size} ranks")
-        for entry in answer.entries:
-            value = f"{entry.value:,}" if isinstance(entry.value, int) and not isinstance(entry.value, bool) else entry.value
-            typer.echo(f"  {entry.name:<20} {value!s:<16} {entry.reason}")
+        for line in _lines(answer):
+            typer.echo(line)
+
+
+def _lines(answer: ResolvedConfig) -> Iterator[str]:
+    """Yield a value on a line with its reason, or the reason below where the terminal is narrow."""
+    from megabucket.cli.text_table import output_width, text_table, wrapped
+
+    yield f"{answer.param_dtype} parameters on {answer.dp_size} {'rank' if answer.dp_size == 1 else 'ranks'}"
+    values = [(entry.name, _value_text(entry.value)) for entry in answer.entries]
+    width, starts = output_width(), list(text_table(values, num_left=2))
+    column = max(map(len, starts))
+    for start, entry in zip(starts, answer.entries, strict=True):
+        line = f"  {start.ljust(column)}  {entry.reason}"
+        if len(line) <= width:
+            yield line
+        else:
+            yield f"  {start}"
+            yield from wrapped(entry.reason, width=width, indent=" " * 6)
+
+
+def _value_text(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _resolve_all(run: RunConfig, dp_size: int) -> list[ResolvedConfig]:

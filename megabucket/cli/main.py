@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import typer
 
+from megabucket.cli.calibrate import calibrate
 from megabucket.cli.chaos import chaos
 from megabucket.cli.doctor import doctor
 from megabucket.cli.exit_codes import exit_code_table, reports_errors
 from megabucket.cli.explain import explain
 from megabucket.cli.plan import plan
+from megabucket.cli.profile import profile
+from megabucket.cli.report import report
+from megabucket.cli.simulate import simulate
 from megabucket.cli.train import train
+from megabucket.cli.tune import tune
 
 app = typer.Typer(
     name="megabucket",
@@ -24,5 +29,10 @@ app = typer.Typer(
 app.command()(reports_errors(train))
 app.command()(reports_errors(plan))
 app.command()(reports_errors(explain))
+app.command()(reports_errors(simulate))
+app.command()(reports_errors(report))
+app.command()(reports_errors(calibrate))
+app.command()(reports_errors(profile))
+app.command()(reports_errors(tune))
 app.command()(reports_errors(doctor))
 app.command()(reports_errors(chaos))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import ConfigError, rank_list
 
 _RANKS_SHOWN: Final = 5
@@ -27,6 +28,16 @@ class Liveness:
     dead_after_s: float = 30.0
     straggler_warning_s: float | None = 30.0
     is_default: bool = False
+
+    @staticmethod
+    def from_config(config: DistributedDataParallelConfig) -> Liveness:
+        """Return the settings of a wrapper's config."""
+        return Liveness(
+            heartbeat_s=config.heartbeat_s,
+            dead_after_s=config.dead_after_s,
+            straggler_warning_s=config.straggler_warning_s,
+            is_default="dead_after_s" not in config.model_fields_set,
+        )
 
     def fitted_to(self, group_timeout_s: float | None) -> Liveness:
         """Return settings that are in order with the time limit of the group (``None``: unknown, and not looked at).

@@ -11,6 +11,7 @@ with certainty.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
@@ -18,7 +19,7 @@ import torch
 
 from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, Communicator, Handle, ReduceOp, ReduceScatter
 from megabucket.errors import CollectiveDeadlockError, CollectiveError, InFlightWriteError, MismatchedCollectiveError
-from megabucket.trace.recorder import Recorder
+from megabucket.trace.recorder import Interval, Lane, Recorder
 
 _Result = TypeVar("_Result")
 
@@ -50,6 +51,7 @@ class _Collective:
         self.texts: dict[int, str] = {}
         self.inputs_at_launch: dict[int, list[torch.Tensor]] = {}
         self.is_complete = False
+        self.completed_s = 0.0
 
     def add(self, rank: int, calls: Sequence[Call], text: str) -> None:
         for other_rank, other_text in self.texts.items():
@@ -70,7 +72,7 @@ class _Collective:
             _execute(
                 [self.batches[rank][position] for rank in ranks], [self.inputs_at_launch[rank][position] for rank in ranks]
             )
-        self.is_complete = True
+        self.is_complete, self.completed_s = True, time.perf_counter()
         self.batches.clear()
         self.inputs_at_launch.clear()
 
@@ -202,7 +204,7 @@ class LoopbackWorld:
             raise errors[0]
         return [results[rank] for rank in range(self.size)]
 
-    def _launch(self, rank: int, calls: Sequence[Call], label: str) -> Handle:
+    def _launch(self, rank: int, calls: Sequence[Call], label: str) -> _Collective:
         with self._changed:
             sequence = self._num_launched[rank]
             if sequence == len(self._collectives):
@@ -213,7 +215,7 @@ class LoopbackWorld:
             if self._completion == "immediate" and len(collective.batches) == self.size:
                 collective.complete()
             self._changed.notify_all()
-        return _LoopbackHandle(self, rank, collective)
+        return collective
 
     def _wait(self, rank: int, collective: _Collective) -> None:
         with self._changed:
@@ -247,12 +249,22 @@ class _LoopbackCommunicator(Communicator):
         self._world = world
 
     def _launch(self, calls: Sequence[Call], label: str) -> Handle:
-        return self._world._launch(self.rank, calls, label)
+        start_s = time.perf_counter()
+        return _LoopbackHandle(self._world, self._world._launch(self.rank, calls, label), self, label, start_s=start_s)
 
 
 class _LoopbackHandle(Handle):
-    def __init__(self, world: LoopbackWorld, rank: int, collective: _Collective) -> None:
-        self._world, self._rank, self._collective = world, rank, collective
+    def __init__(
+        self, world: LoopbackWorld, collective: _Collective, owner: _LoopbackCommunicator, label: str, *, start_s: float
+    ) -> None:
+        self._world, self._collective, self._owner = world, collective, owner
+        self._label, self._start_s = label, start_s
+        self._is_recorded = False
 
     def wait(self) -> None:
-        self._world._wait(self._rank, self._collective)
+        start_s, recorder = time.perf_counter(), self._owner.recorder
+        self._world._wait(self._owner.rank, self._collective)
+        if recorder.records_time and not self._is_recorded:
+            self._is_recorded = True
+            recorder.record_interval(Interval(Lane.COMM, self._label, self._start_s, self._collective.completed_s))
+            self._owner.record_wait(self._label, start_s)

@@ -17,7 +17,17 @@ from dataclasses import dataclass
 import torch
 
 from megabucket.errors import ForkedProcessError, InvariantError
-from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Interval, Lane, NullRecorder, Recorder
+from megabucket.trace.clock import Clock, HostClock
+from megabucket.trace.online import PAUSE, OnlineRecorder
+from megabucket.trace.recorder import (
+    CollectiveKind,
+    CollectiveRecord,
+    Interval,
+    Lane,
+    NullRecorder,
+    Recorder,
+    TeeRecorder,
+)
 
 
 class ReduceOp(enum.Enum):
@@ -114,7 +124,11 @@ class Communicator(ABC):
     def __init__(self, *, rank: int, size: int, recorder: Recorder | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.recorder: Recorder = recorder if recorder is not None else NullRecorder()
+        self._given_recorder: Recorder = recorder if recorder is not None else NullRecorder()
+        self.recorder = self._given_recorder
+        """Receives launches and intervals."""
+        self.step_listener: OnlineRecorder | None = None
+        """Hears what the wrapper does; ``None``: nobody, and nothing is noted."""
         self.progress = Progress()
         self._pid = os.getpid()
 
@@ -184,6 +198,44 @@ class Communicator(ABC):
                 call.shard.copy_(call.full)
             elif isinstance(call, AllGather) and call.shard.data_ptr() != call.full.data_ptr():
                 call.full.copy_(call.shard)
+
+    # For whoever wants figures #
+
+    def hear(self, listener: OnlineRecorder | None) -> None:
+        """Let a recorder have launches, intervals and the wrapper's phases, beside the one given; ``None`` ends that."""
+        self.step_listener = listener
+        given = self._given_recorder
+        if listener is None:
+            self.recorder = given
+        else:
+            self.recorder = listener if isinstance(given, NullRecorder) else TeeRecorder(given, listener)
+
+    def enter_phase(self, step: int, phase: str) -> None:
+        """Note what the wrapper does now, for heartbeats and the listener."""
+        progress = self.progress
+        progress.step, progress.phase, progress.bucket = step, phase, -1
+        self.tell_phase(phase)
+
+    def tell_phase(self, phase: str) -> None:
+        """Tell the listener of a phase that is of no interest to other ranks."""
+        if self.step_listener is not None:
+            self.step_listener.enter_phase(self.progress.step, phase)
+
+    def tell_pause(self) -> None:
+        """Tell the listener that the wrapper's caller does something of its own now."""
+        self.tell_phase(PAUSE)
+
+    def tell_ready(self, label: str) -> None:
+        """Tell the listener that a bucket group is complete."""
+        if self.step_listener is not None:
+            self.step_listener.note_ready(label)
+
+    def clock_for(self, device: torch.device) -> Clock:  # noqa: ARG002 - implementations have clocks for devices
+        """Return the clock by which collectives on a device are timed."""
+        return HostClock()
+
+    def collect_times(self) -> None:  # noqa: B027  (most implementations owe nothing)
+        """Hand intervals to the recorder that could not be told when they were measured. Never waits."""
 
     def record_wait(self, label: str, start_s: float) -> None:
         """Record that the caller's thread was blocked from ``start_s`` until now."""

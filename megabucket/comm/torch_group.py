@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,12 @@ from megabucket.comm.port import (
     ReduceOp,
     ReduceScatter,
 )
+from megabucket.comm.timing import CollectiveTimer
 from megabucket.comm.torch_probes import (
     existence_of,
     flight_record,
     forget_coalescing,
+    has_gloo_works,
     is_gloo,
     keep_for_ever,
     store_of,
@@ -37,7 +38,8 @@ from megabucket.comm.torch_probes import (
 )
 from megabucket.comm.vigil import PeerWatch
 from megabucket.errors import CollectiveError, GroupDestroyedError, ProcessGroupMissingError
-from megabucket.trace.recorder import Interval, Lane, Recorder
+from megabucket.trace.clock import Clock
+from megabucket.trace.recorder import Lane, Recorder
 
 _REDUCE_OPS: Final = MappingProxyType(
     {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
@@ -90,7 +92,7 @@ class ProcessGroupCommunicator(Communicator):
     ) -> None:
         # The default group stays None: a reference of ours would keep its threads alive beyond destroy_process_group().
         self._group = None if group is dist.group.WORLD else group
-        self._gloo_devices: dict[torch.device, bool] = {}
+        self._answers: dict[tuple[Callable[[dist.ProcessGroup, torch.device], bool], torch.device], bool] = {}
         rank = dist.get_rank(group)
         if rank < 0:
             raise CollectiveError(
@@ -100,9 +102,10 @@ class ProcessGroupCommunicator(Communicator):
         super().__init__(rank=rank, size=dist.get_world_size(group), recorder=recorder)
         living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
         self._group_exists = existence_of(living)
+        self._timer = CollectiveTimer()
         self._heartbeat: Heartbeat | None = None
         self._watch: PeerWatch | None = None
-        if self.size > 1 and is_gloo(living, torch.device("cpu")):
+        if self.size > 1 and has_gloo_works(living, torch.device("cpu")):
             self._start_watching(living, liveness or Liveness(heartbeat_s=None, is_default=True))
 
     def _start_watching(self, group: dist.ProcessGroup, liveness: Liveness) -> None:
@@ -110,9 +113,10 @@ class ProcessGroupCommunicator(Communicator):
         liveness = liveness.fitted_to(group_timeout_s)
         if store is None:
             return
-        name, known_group = str(group.group_name), weakref.ref(group)
+        name, known_group, timer = str(group.group_name), weakref.ref(group), self._timer
 
         def abandon_group() -> None:
+            timer.give_up()
             if (lost_group := known_group()) is not None:
                 keep_for_ever(lost_group)
 
@@ -142,27 +146,38 @@ class ProcessGroupCommunicator(Communicator):
 
     def prepare(self, calls: Sequence[Call]) -> list[Call]:
         """Return calls on tensors that C++ owns, too, where gloo's threads handle them."""
-        return [_anchored(call) if self._is_gloo(call.full.device) else call for call in calls]
+        return [_anchored(call) if self._ask(has_gloo_works, call.full.device) else call for call in calls]
 
     def _launch(self, calls: Sequence[Call], label: str) -> Handle:
         if self._watch is not None and self._watch.finding is not None:
             raise self._watch.finding.error()
         if not self._group_exists():
             raise GroupDestroyedError(rank=self.rank, operation=f"{label} was launched")
-        start_s = time.perf_counter()
-        is_gloo = self._is_gloo(calls[0].full.device)
-        if is_gloo:
+        device = calls[0].full.device
+        clock = self.clock_for(device) if self.recorder.records_time else None
+        start = None if clock is None else clock.stamp()
+        if self._ask(is_gloo, device):
             calls = [_without_clone(call) for call in calls]
         works = [self._start(call) for call in calls] if len(calls) == 1 else self._start_coalesced(calls)
-        if self.recorder.records_time:
-            self._record_completion(works, label, start_s)
-        return _WorkHandle(works, calls, self, label, watch=self._watch if is_gloo else None)
+        if clock is not None:
+            self._timer.time_completion(works, self.recorder, clock, label=label, start=start)
+        return _WorkHandle(works, calls, self, label, watch=self._watch if self._ask(has_gloo_works, device) else None)
 
-    def _is_gloo(self, device: torch.device) -> bool:
-        if device not in self._gloo_devices:
+    def clock_for(self, device: torch.device) -> Clock:
+        """Return the clock by which this group's collectives on a device are timed: its own where they run in its queue."""
+        return self._timer.clock(on_device=device.type == "cuda" and not self._ask(has_gloo_works, device))
+
+    def collect_times(self) -> None:
+        """Hand intervals to the recorder that a device owed when they were measured. Never waits."""
+        self._timer.collect()
+
+    def _ask(self, question: Callable[[dist.ProcessGroup, torch.device], bool], device: torch.device) -> bool:
+        """Return what holds for the group and one kind of device; torch is asked once."""
+        known = self._answers.get((question, device))
+        if known is None:
             group = self._group or dist.group.WORLD
-            self._gloo_devices[device] = group is not None and is_gloo(group, device)
-        return self._gloo_devices[device]
+            known = self._answers[question, device] = group is not None and question(group, device)
+        return known
 
     def _start(self, call: Call) -> dist.Work:
         group = self._group
@@ -180,7 +195,7 @@ class ProcessGroupCommunicator(Communicator):
     def _start_coalesced(self, calls: Sequence[Call]) -> list[dist.Work]:
         """Send the calls as few batches: torch coalesces one kind, one reduce op and one dtype at a time."""
         # A coalesced gather breaks gloo's heap, also when it is the only one: see docs/decisions/gloo-coalesced-gather.md.
-        is_gloo_gather = isinstance(calls[0], AllGather) and self._is_gloo(calls[0].full.device)
+        is_gloo_gather = isinstance(calls[0], AllGather) and self._ask(is_gloo, calls[0].full.device)
         if isinstance(calls[0], Broadcast) or is_gloo_gather:
             return [self._start(call) for call in calls]
         batches: dict[tuple[torch.dtype, ReduceOp | None], list[Call]] = {}
@@ -202,17 +217,6 @@ class ProcessGroupCommunicator(Communicator):
                 raise
             works += manager.works
         return works
-
-    def _record_completion(self, works: Sequence[dist.Work], label: str, start_s: float) -> None:
-        """Record the time from launch to the completion of the last work, from the back-end's own thread."""
-        countdown = iter(range(len(works))[::-1])  # next() is atomic, and works may end in several threads at once
-
-        def on_done(_: Any) -> None:
-            if next(countdown) == 0:
-                self.recorder.record_interval(Interval(Lane.COMM, label, start_s, time.perf_counter()))
-
-        for work in works:
-            work.get_future().add_done_callback(on_done)
 
 
 def _without_clone(call: Call) -> Call:
@@ -254,7 +258,13 @@ class _WorkHandle(Handle):
     """
 
     def __init__(
-        self, works: Sequence[dist.Work], calls: Sequence[Call], owner: Communicator, label: str, *, watch: PeerWatch | None
+        self,
+        works: Sequence[dist.Work],
+        calls: Sequence[Call],
+        owner: ProcessGroupCommunicator,
+        label: str,
+        *,
+        watch: PeerWatch | None,
     ) -> None:
         self._works: Sequence[dist.Work] | None = works
         self._calls: Sequence[Call] = calls
@@ -266,12 +276,15 @@ class _WorkHandle(Handle):
     def wait(self) -> None:
         if self._works is None:
             return
-        start_s = time.perf_counter()
+        owner = self._owner
+        clock = owner.clock_for(self._calls[0].full.device) if owner.recorder.records_time else None
+        start = None if clock is None else clock.stamp()
         if self._watch is not None:
             self._watch.wait(self._works, label=self._label, number=self._number)
         else:
             for work in self._works:
                 work.wait()  # over NCCL: the current stream waits, not the host
         self._works, self._calls = None, ()
-        if self._owner.recorder.records_time:
-            self._owner.record_wait(self._label, start_s)
+        if clock is not None:
+            owner._timer.record(owner.recorder, clock, Lane.WAIT, label=self._label, start=start)
+            owner.collect_times()

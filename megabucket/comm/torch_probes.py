@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+FABRIC: Final = "megabucket_fabric"
+"""Name of the emulated fabric among torch's back-ends."""
+
 _RECORDER_CHARS: Final = 300
 _RECORDER_ENTRIES: Final = 4
 
@@ -28,12 +31,22 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
     return store
 
 
-def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors of a device travel over gloo."""
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the back-end that tensors of a device travel over, or nothing when there is none."""
     try:
-        return bool(group._get_backend(device).name() == "gloo")
+        return str(group._get_backend(device).name())
     except RuntimeError:  # no back-end for this kind of device
-        return False
+        return ""
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors of a device travel over gloo itself, with what it cannot do."""
+    return backend_of(group, device) == "gloo"
+
+
+def has_gloo_works(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether works behave as gloo's do: threads of C++ hold their tensors, and a wait may time out without harm."""
+    return backend_of(group, device) in ("gloo", FABRIC)
 
 
 def timeout_s_of(group: dist.ProcessGroup) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorH
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
+from megabucket.errors import name_list
 from megabucket.units import parse_count
 
 _UNKNOWN_KEY: Final = "unknown_key"
@@ -103,8 +105,15 @@ def _read_number(value: Any) -> Any:
     return value
 
 
+def read_tuple(value: Any) -> Any:
+    """Accept a YAML list where a tuple is meant; leave the rest to strict validation."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Count = Annotated[int, BeforeValidator(_read_count), at.Ge(0), at.Le(_LARGEST_NUMBER)]
 PositiveCount = Annotated[int, BeforeValidator(_read_count), at.Gt(0), at.Le(_LARGEST_NUMBER)]
 PositiveNumber = Annotated[float, BeforeValidator(_read_number), at.Gt(0), at.Le(_LARGEST_NUMBER)]
+ParamNames = Annotated[tuple[Annotated[str, at.MinLen(1)], ...], BeforeValidator(read_tuple)]
 
 
 class DistributedDataParallelConfig(Section):
@@ -147,6 +156,14 @@ class DistributedDataParallelConfig(Section):
     num_buckets: PositiveCount | None = None
     """Size buckets so that about this many are cut: ``bucket_size = total elements // num_buckets``."""
 
+    bucket_cuts: ParamNames | None = None
+    """Cut buckets at named parameters instead: each name closes a bucket, as the last one in it. In which order they are given
+    does not matter, and the end of a buffer needs no name, so ``[]`` asks for one bucket per buffer. What a planner finds."""
+
+    bucket_order: ParamNames | None = None
+    """Every trainable parameter, in the order in which gradients become ready in backward, the first one first. Buffers are
+    laid out and buckets are launched in this order. ``None``: the reverse of registration, which is right for most models."""
+
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad the end of each bucket to a multiple of 65536 elements, which lets NCCL reach its full bus bandwidth."""
 
@@ -188,17 +205,23 @@ class DistributedDataParallelConfig(Section):
     """``auto``: gradients are ready for use after the last backward (all-reduce) or inside the optimizer's step
     (reduce-scatter). ``explicit``: the caller calls ``finish_grad_sync()``, as with Megatron."""
 
+    step_traces: bool = False
+    """Note when each bucket is ready, launched, done and waited for, so that ``last_step_trace`` tells what of the
+    communication was hidden. Costs a little per bucket, nothing per parameter."""
+
     init_sync: bool = True
     """Broadcast parameters and module buffers from the first rank of the group when wrapping."""
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> DistributedDataParallelConfig:
         problems = []
-        sizes = {
+        sizes: dict[str, object] = {
             name: value
             for name in ("bucket_size", "bucket_cap_mb", "num_buckets")
             if (value := getattr(self, name)) is not None
         }
+        if self.bucket_cuts is not None:
+            sizes["bucket_cuts"] = f"[{len(self.bucket_cuts)} names]"
         if len(sizes) > 1:
             given = ", ".join(f"{name}={value}" for name, value in sizes.items())
             problems.append(f"{' and '.join(sizes)} all size the buckets; keep one of them (got {given})")
@@ -217,6 +240,11 @@ class DistributedDataParallelConfig(Section):
                 f"dead_after_s={self.dead_after_s:g} must be more than twice heartbeat_s={self.heartbeat_s:g}: a rank whose "
                 "last sign of life is one beat old is not dead"
             )
+        for field in ("bucket_cuts", "bucket_order"):
+            names = getattr(self, field) or ()
+            if len(set(names)) < len(names):
+                twice = [name for name, count in Counter(names).items() if count > 1]
+                problems.append(f"{field} has {name_list(twice)} more than once; a parameter has one place in its buffer")
         if problems:
             raise ValueError("; ".join(problems))
         return self

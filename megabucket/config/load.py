@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from megabucket.config.overrides import Override, apply_overrides, parse_override
 from megabucket.config.run import RunConfig
+from megabucket.config.simulation import IMPLIED_KINDS
 from megabucket.config.text import printable, quoted
 from megabucket.config.yaml_loader import KeyPath, Plain, YamlDocument, read_yaml
 from megabucket.errors import ConfigError
@@ -37,17 +38,18 @@ _MESSAGES: Final = {
 }
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply ``key=value`` overrides and validate the result.
 
     Args:
+        path: of the file; ``None``: there is none, and the overrides say everything.
         overrides: for example ``ddp.bucket_size=40M``; a later one wins over an earlier one, all win over the file.
 
     Raises:
         ConfigError: anything wrong with the file, an override or a value. The text lists at most 20 problems, each with
             its dotted path and the line or the argument it comes from; ``problems`` holds them one by one.
     """
-    document = read_yaml(Path(path))
+    document = YamlDocument({}, {}, "command line") if path is None else read_yaml(Path(path))
     if document.data is not None and not isinstance(document.data, dict):
         raise ConfigError(f"{document.source}:{document.lines[()]}: a config is a mapping with keys such as 'ddp:'")
     parsed = [parse_override(text) for text in overrides]
@@ -89,7 +91,7 @@ def _path_in_data(loc: tuple[int | str, ...], data: Plain) -> KeyPath:
     path: list[int | str] = []
     value, may_be_tag = data, False
     for part in loc:
-        if may_be_tag and isinstance(value, dict) and part == value.get("kind"):
+        if may_be_tag and isinstance(value, dict) and (part == value.get("kind") or _is_implied_kind(part, value)):
             may_be_tag = False
             continue
         path.append(part)
@@ -101,6 +103,10 @@ def _path_in_data(loc: tuple[int | str, ...], data: Plain) -> KeyPath:
             value = None
         may_be_tag = True
     return tuple(path)
+
+
+def _is_implied_kind(part: int | str, value: dict[str, Plain]) -> bool:
+    return part in IMPLIED_KINDS and "kind" not in value
 
 
 def _place(path: KeyPath, document: YamlDocument, arguments: Mapping[KeyPath, str]) -> str:

@@ -13,9 +13,32 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 import annotated_types as at
 from pydantic.fields import FieldInfo
 
-from megabucket.config.architecture import FactoryConfig, GptConfig, LlamaConfig, ParamEntry, ParamListConfig
+from megabucket.config.architecture import (
+    FactoryConfig,
+    GptConfig,
+    HfConfig,
+    LlamaConfig,
+    MlaConfig,
+    MoeConfig,
+    ParamEntry,
+    ParamListConfig,
+)
 from megabucket.config.ddp import DistributedDataParallelConfig, PositiveCount, Section
+from megabucket.config.fabric import FabricConfig
 from megabucket.config.run import RunConfig
+from megabucket.config.simulation import (
+    FileLinkConfig,
+    FitConfig,
+    FlatLinkConfig,
+    LinkLevelConfig,
+    LinkTableConfig,
+    RingLinkConfig,
+    SweepConfig,
+    TableLinkConfig,
+    TensorConfig,
+    TwoLevelLinkConfig,
+    WorkloadConfig,
+)
 from megabucket.config.training import DataConfig, OptimizerConfig, TrainConfig
 
 _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
@@ -24,11 +47,26 @@ _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
     ("`optimizer`", OptimizerConfig),
     ("`data`", DataConfig),
     ("`train`", TrainConfig),
+    ("`fabric`", FabricConfig),
     ("`model` with `kind: gpt`", GptConfig),
     ("`model` with `kind: llama`", LlamaConfig),
+    ("`model` with `kind: moe`", MoeConfig),
+    ("`mla` of `kind: moe`", MlaConfig),
+    ("`model` with `kind: hf_config`", HfConfig),
     ("`model` with `kind: params`", ParamListConfig),
     ("One entry of `params`", ParamEntry),
     ("`model` with `kind: factory`", FactoryConfig),
+    ("`link` with `kind: flat`", FlatLinkConfig),
+    ("`link` with `kind: ring`", RingLinkConfig),
+    ("`link` with `kind: two_level`", TwoLevelLinkConfig),
+    ("`inside` and `between` of `kind: two_level`", LinkLevelConfig),
+    ("`link` with `kind: table`", TableLinkConfig),
+    ("One entry of `tables`", LinkTableConfig),
+    ("`fit` of a table", FitConfig),
+    ("`link` with `kind: file`", FileLinkConfig),
+    ("`workload`", WorkloadConfig),
+    ("One entry of `tensors`", TensorConfig),
+    ("`sweep`", SweepConfig),
 )
 
 _HEAD: Final = """\

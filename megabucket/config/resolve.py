@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.config.overlap import overlap_obstacle
 from megabucket.errors import ConfigError, LayoutError
 from megabucket.units import MIB, dtype_bytes
 
@@ -76,10 +77,11 @@ def resolve_grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) 
 def resolve_bucket_size(
     config: DistributedDataParallelConfig, *, dp_size: int, total_numel: int, grad_itemsize_bytes: int
 ) -> int | None:
-    """Return the elements that close a bucket, or ``None`` for one bucket per buffer.
+    """Return the elements that close a bucket, or ``None`` for one bucket per buffer but for ``resolve_cuts``.
 
     Args:
-        config: which of ``bucket_size``, ``bucket_cap_mb``, ``num_buckets`` is given decides; none gives the default.
+        config: which of ``bucket_size``, ``bucket_cap_mb``, ``num_buckets``, ``bucket_cuts`` is given decides; none gives the
+            default.
         dp_size: ranks of the data-parallel group.
         total_numel: elements of all parameters, without padding.
         grad_itemsize_bytes: bytes of one gradient element.
@@ -93,6 +95,11 @@ def resolve_bucket_size(
     """
     size = _bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=grad_itemsize_bytes)
     return size.numel
+
+
+def resolve_cuts(config: DistributedDataParallelConfig) -> tuple[str, ...] | None:
+    """Return the names of the parameters that close a bucket, or ``None`` when a size closes buckets."""
+    return None if _has_one_bucket(config) else config.bucket_cuts
 
 
 def is_padded(config: DistributedDataParallelConfig) -> bool:
@@ -147,6 +154,7 @@ def resolve(
         entries=(
             Resolved("grad_dtype", grad_dtype, grad_reason),
             Resolved("bucket_size", size.numel if size.is_known else "unknown", size.reason),
+            _order_entry(config),
             *_alignment_entries(config, dp_size),
             *_reduction_entries(config, dp_size, grad_dtype),
             _finish_entry(config),
@@ -160,10 +168,11 @@ class _BucketSize:
     numel: int | None
     reason: str
     is_known: bool = True
+    is_cut_by_name: bool = False
 
     def holds(self, total_numel: int | None) -> bool:
         """Return whether one bucket is known to hold everything."""
-        if total_numel is None or not self.is_known:
+        if total_numel is None or not self.is_known or self.is_cut_by_name:
             return False
         return self.numel is None or total_numel <= self.numel
 
@@ -186,9 +195,11 @@ def _bucket_size(
     config: DistributedDataParallelConfig, *, dp_size: int, total_numel: int | None, grad_itemsize_bytes: int
 ) -> _BucketSize:
     _check_dp_size(dp_size)
-    if config.layout == "megatron" and not config.overlap_grad_reduce:
+    if _has_one_bucket(config):
         reason = "layout='megatron' without overlap_grad_reduce: one bucket per buffer, whatever sizes the buckets"
         return _BucketSize(None, reason)
+    if config.bucket_cuts is not None:
+        return _size_from_cuts(config.bucket_cuts)
     if config.bucket_size is not None:
         return _BucketSize(config.bucket_size, "bucket_size, as given")
     if config.bucket_cap_mb is not None:
@@ -200,6 +211,24 @@ def _bucket_size(
     per_rank = DEFAULT_BUCKET_NUMEL_PER_RANK * dp_size
     reason = f"default: max({DEFAULT_BUCKET_NUMEL:_}, {DEFAULT_BUCKET_NUMEL_PER_RANK:_} * dp_size={dp_size})"
     return _BucketSize(max(DEFAULT_BUCKET_NUMEL, per_rank), reason)
+
+
+def _has_one_bucket(config: DistributedDataParallelConfig) -> bool:
+    return config.layout == "megatron" and not config.overlap_grad_reduce
+
+
+def _size_from_cuts(cuts: tuple[str, ...]) -> _BucketSize:
+    if not cuts:
+        return _BucketSize(None, "bucket_cuts=[]: no parameter closes a bucket, so each buffer is one")
+    places = "1 named parameter closes a bucket" if len(cuts) == 1 else f"{len(cuts)} named parameters close a bucket each"
+    return _BucketSize(None, f"bucket_cuts: {places}", is_cut_by_name=True)
+
+
+def _order_entry(config: DistributedDataParallelConfig) -> Resolved:
+    name = "buffer_order"
+    if config.bucket_order is None:
+        return Resolved(name, "reversed", "no bucket_order: registration reversed, roughly the order of backward")
+    return Resolved(name, "recorded", f"bucket_order: {len(config.bucket_order)} parameters, the first gradient first")
 
 
 def _size_from_count(num_buckets: int, total_numel: int | None) -> _BucketSize:
@@ -279,14 +308,6 @@ def _finish_entry(config: DistributedDataParallelConfig) -> Resolved:
 
 
 def _overlap_entry(config: DistributedDataParallelConfig, dp_size: int, *, is_one_bucket: bool) -> Resolved:
-    name = "overlaps_backward"
-    if not config.overlap_grad_reduce:
-        return Resolved(name, False, "overlap_grad_reduce=False: buckets go out after backward")
-    if dp_size == 1:
-        return Resolved(name, False, "dp_size=1: there is nothing to send")
-    if config.bucket_groups == "single":
-        return Resolved(name, False, "bucket_groups='single': all buckets wait for the last gradient")
-    if is_one_bucket:
-        why = "everything fits into one bucket, complete only when backward ends; a smaller bucket_size would overlap"
-        return Resolved(name, False, why)
-    return Resolved(name, True, "overlap_grad_reduce=True: a bucket is launched as soon as its gradients are complete")
+    obstacle = overlap_obstacle(config, dp_size=dp_size, is_one_bucket=is_one_bucket)
+    why = "overlap_grad_reduce=True: a bucket is launched as soon as its gradients are complete"
+    return Resolved("overlaps_backward", obstacle is None, obstacle if obstacle is not None else why)

@@ -9,10 +9,12 @@ from pydantic import Field, model_validator
 
 from megabucket.config.architecture import ArchitectureConfig
 from megabucket.config.ddp import DistributedDataParallelConfig, Section
+from megabucket.config.fabric import FabricConfig
+from megabucket.config.simulation import LinkConfig, SweepConfig, WorkloadConfig
 from megabucket.config.training import DataConfig, OptimizerConfig, TrainConfig
 
 _MODES: Final = ("all_reduce", "reduce_scatter")
-_SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "data", "train"})
+_SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "data", "train", "link", "workload", "sweep"})
 
 
 class RunConfig(Section):
@@ -36,6 +38,18 @@ class RunConfig(Section):
 
     train: TrainConfig = Field(default_factory=TrainConfig)
     """How long, how much at once, and where the figures go."""
+
+    fabric: FabricConfig | None = None
+    """An emulated link to run over, for commands that start with torchrun. ``None``: what the machine has."""
+
+    link: LinkConfig | None = None
+    """What a collective costs, by the ``kind`` of its description, for ``megabucket simulate``."""
+
+    workload: WorkloadConfig | None = None
+    """What a step computes and when gradients become ready."""
+
+    sweep: SweepConfig = Field(default_factory=SweepConfig)
+    """Which bucket sizes are compared."""
 
     @model_validator(mode="before")
     @classmethod

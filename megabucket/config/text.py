@@ -1,6 +1,9 @@
-"""Text of others, made safe and short for one line of a terminal."""
+"""Text of others, made safe and short for one line of a terminal, or safe for a page."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 
 def printable(text: str, max_chars: int = 200) -> str:
@@ -23,3 +26,13 @@ def printable(text: str, max_chars: int = 200) -> str:
 def quoted(text: str, max_chars: int = 60) -> str:
     """Return ``text`` in quotes, printable and short."""
     return f"'{printable(text, max_chars)}'"
+
+
+def as_script_data(data: Any) -> str:
+    r"""Return data as JSON that cannot end the script element it stands in.
+
+    >>> as_script_data(["</script>"])
+    '["\\u003c/script>"]'
+    """
+    text = json.dumps(data, separators=(",", ":"), default=list)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -68,6 +68,11 @@ class OptimizerConfig(Section):
     final_lr_fraction: Fraction = 1.0
     """Where the cosine ends after the last step, as a fraction of ``lr``. ``1`` keeps the rate constant."""
 
+    @property
+    def moments_per_element(self) -> int:
+        """How many tensors of state the optimizer keeps per element."""
+        return int(self.momentum > 0) if self.name == "sgd" else 2
+
     fused: bool = False
     """Use torch's fused kernel, which reads and writes each element once."""
 

@@ -42,7 +42,10 @@ def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig
         # A patch of Python changes nothing here; nodes of one cluster may well differ in it.
         ("python", ".".join(platform.python_version_tuple()[:2])),
     ]
-    entries += [("config", name, value) for name, value in config.model_dump().items()]
+    fields = config.model_dump()
+    lists = {name: fields.pop(name) for name in ("bucket_cuts", "bucket_order")}
+    entries += [("config", name, value) for name, value in fields.items()]
+    entries += [("config", name, None if names is None else f"{len(names)} names") for name, names in lists.items()]
     params: list[torch.nn.Parameter] = []
     for prefix, submodule in module.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
@@ -59,6 +62,8 @@ def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig
                 entries.append(_entry_of(start + key, buffer, "buffer"))
     if len(set(map(id, params))) < len(params):
         entries += _alias_entries(module)
+    # Name by name, so that an error shows the ones that differ; last, because lists of two lengths shift what follows.
+    entries += [("config", f"{field}[{i}]", name) for field, names in lists.items() for i, name in enumerate(names or ())]
     if [param for param in params if param.grad is not None or getattr(param, "shared_embedding", False)]:
         entries += _mark_entries(module)  # last, so that a mark on one rank does not shift the others
     return entries

@@ -126,6 +126,7 @@ class GradSync(StepSync):
                 self.finish()
             else:
                 self._withhold_grads()
+        self._communicator.tell_pause()
 
     def _withhold_grads(self) -> None:
         for group in self._groups:

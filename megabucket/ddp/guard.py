@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer.views import dtype_name
+from megabucket.comm import Communicator
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.hyperparameters import Hyperparameters, read_hyperparameters
 from megabucket.errors import MixedDtypeOptimizerError, PlainOptimizerError, UnreducedGradientsError
@@ -48,12 +49,20 @@ class _StepHook:
 class PlainOptimizerGuard:
     """Watches optimizer steps on the parameters of one wrapper until it is removed or garbage collected."""
 
-    def __init__(self, params: Mapping[str, torch.nn.Parameter], sync: GradSync, *, reduce_scatters: bool, rank: int) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, torch.nn.Parameter],
+        sync: GradSync,
+        *,
+        reduce_scatters: bool,
+        communicator: Communicator,
+    ) -> None:
         self._params = params
         self._names = {id(param): name for name, param in params.items()}
         self._sync = sync
         self._reduce_scatters = reduce_scatters
-        self._rank = rank
+        self._communicator = communicator
+        self._rank = communicator.rank
         self._members: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], Hyperparameters]]
         self._members = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = [
@@ -72,6 +81,7 @@ class PlainOptimizerGuard:
         """Count a step that has updated parameters of the wrapper: all ranks must have made as many."""
         if self._held_by(optimizer):
             self._sync.note_update((*read_hyperparameters(optimizer.param_groups), *self._members_of(optimizer)))
+            self._communicator.tell_pause()
 
     def _members_of(self, optimizer: torch.optim.Optimizer) -> Hyperparameters:
         """Return what tells the parameters of each group, looked at once per optimizer and again when a group has grown."""
@@ -115,6 +125,7 @@ class PlainOptimizerGuard:
             raise error
         if isinstance(optimizer, _ADAMS) or any(group.get("fused") for group in optimizer.param_groups):
             self._check_dtypes(optimizer, held)
+        self._communicator.tell_phase("optimizer")
 
     def _check_dtypes(self, optimizer: torch.optim.Optimizer, held: Sequence[str]) -> None:
         """Say what torch's Adams and fused kernels would fail on with an internal text."""

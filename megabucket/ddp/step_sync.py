@@ -381,8 +381,7 @@ class StepSync:
             group.reset()
 
     def _set_phase(self, phase: str) -> None:
-        progress = self._communicator.progress
-        progress.step, progress.phase, progress.bucket = self.step, phase, -1
+        self._communicator.enter_phase(self.step, phase)
 
 
 def raise_if_any(error: MegabucketError | None) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
-from megabucket.comm import Communicator, Liveness, ReduceOp
+from megabucket.comm import Communicator, ReduceOp
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.agreement import Entry, agree, agree_on_model, exchange_device
 from megabucket.ddp.discovery import DiscoveredParams
@@ -25,6 +25,7 @@ from megabucket.ddp.guard import PlainOptimizerGuard
 from megabucket.ddp.model_watch import ModelWatch, is_set_to
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.errors import (
+    ConfigError,
     LateGradientError,
     ModelChangedError,
     NonFiniteGradientError,
@@ -33,6 +34,11 @@ from megabucket.errors import (
     name_list,
 )
 from megabucket.layout import ModelLayout, launch_order
+
+_CUTTING_FIELDS: Final = frozenset(
+    {"bucket_size", "bucket_cap_mb", "num_buckets", "bucket_cuts", "bucket_order", "bucket_groups"}
+)
+"""What of a config a rebuild may change: where buckets are cut and how they are batched."""
 
 
 class FollowsRebuild(Protocol):
@@ -73,7 +79,7 @@ class Wiring:
         self.sync = GradSync(self.groups, config, watch)
         self.gather = ParamGather(self.groups, module, overlaps=config.overlap_param_gather)
         self._guard = PlainOptimizerGuard(
-            found.trainable, self.sync, reduce_scatters=config.use_distributed_optimizer, rank=communicator.rank
+            found.trainable, self.sync, reduce_scatters=config.use_distributed_optimizer, communicator=communicator
         )
         self._handles = _register_hooks(module, self.groups, self.sync, on_load)
 
@@ -221,32 +227,44 @@ class Unwired(Detached):
         self._handle.remove()
 
 
+def find_difference(before: DistributedDataParallelConfig, after: DistributedDataParallelConfig) -> ConfigError | None:
+    """Return what keeps a rebuild from taking another config: fields that say more than where buckets are cut."""
+    old, new = (config.model_dump(exclude=set(_CUTTING_FIELDS)) for config in (before, after))
+    different = [f"{name}={old[name]} to {name}={new[name]}" for name in old if old[name] != new[name]]
+    if not different:
+        return None
+    allowed = ", ".join(sorted(_CUTTING_FIELDS))
+    return ConfigError(
+        f"rebuild() cannot change {'; '.join(different)}. It may only cut buckets anew, by {allowed}; for the rest, detach and "
+        "wrap again."
+    )
+
+
 def prepare_rebuild(
-    wiring: Wiring | Detached, module: torch.nn.Module, communicator: Communicator, *, num_optimizers: int
+    wiring: Wiring | Detached,
+    module: torch.nn.Module,
+    communicator: Communicator,
+    *,
+    num_optimizers: int,
+    obstacle: ConfigError | None = None,
 ) -> None:
     """Return when every rank has come here with as many optimizers, and no step is open. Changes nothing else.
 
+    Args:
+        obstacle: why this rank cannot rebuild.
+
     Raises:
+        ConfigError: the obstacle.
         LayoutMismatchError: a rank takes other optimizers along, or is in another state.
         PhaseError: the module cannot be taken as it is now, or the wrapper was detached.
         StepMismatchError: other ranks take a step.
         PeerFailedError: another rank cannot take its module, or has failed in the step.
     """
-    obstacle = wiring.find_obstacle()
+    failure = obstacle or wiring.find_obstacle()
     # First of all: of a step that is open, ranks may have launched more or fewer buckets.
     wiring.drop_step()
     entries: list[Entry] = [("optimizers to take along:", num_optimizers), (wiring.description,)]
-    agree(communicator, entries, failure=obstacle, device=exchange_device(module), label="rebuild")
-
-
-def liveness_of(config: DistributedDataParallelConfig) -> Liveness:
-    """Return when a rank counts as slow or gone."""
-    return Liveness(
-        heartbeat_s=config.heartbeat_s,
-        dead_after_s=config.dead_after_s,
-        straggler_warning_s=config.straggler_warning_s,
-        is_default="dead_after_s" not in config.model_fields_set,
-    )
+    agree(communicator, entries, failure=failure, device=exchange_device(module), label="rebuild")
 
 
 def _attach(layout: ModelLayout, found: DiscoveredParams, communicator: Communicator) -> list[ParamAndGradBuffer]:
@@ -319,3 +337,9 @@ def _register_hooks(
 
     handles += [submodule.register_load_state_dict_post_hook(note_load) for submodule in submodules]
     return handles
+
+
+def restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Let an outer module that contains the wrapper load what its ``state_dict`` gave: names without ``module.``."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

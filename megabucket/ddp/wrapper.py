@@ -5,7 +5,6 @@ What a user calls. The parts are put together in ``wiring``; no rule lives here.
 
 from __future__ import annotations
 
-import math
 import weakref
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -15,16 +14,18 @@ import torch
 import torch.distributed as dist
 
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
-from megabucket.comm import Communicator, discover_communicator
+from megabucket.buffer.scaling import check_grad_factor
+from megabucket.comm import Communicator, Liveness, discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guarded_step import GuardedStep
 from megabucket.ddp.replicas import broadcast_replicas, check_replicas, unbuffered_state
 from megabucket.ddp.step_tally import step_number_of
-from megabucket.ddp.wiring import Detached, FollowsRebuild, Unwired, Wiring, liveness_of, prepare_rebuild
+from megabucket.ddp.step_traces import StepTraces, warn_without_overlap
+from megabucket.ddp.wiring import Detached, FollowsRebuild, Unwired, Wiring, find_difference, prepare_rebuild, restore_prefix
 from megabucket.errors import ConfigError, MegabucketError, PhaseError
 from megabucket.layout import ModelLayout
-from megabucket.trace.recorder import Recorder
+from megabucket.trace import Recorder, StepTrace
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -72,15 +73,17 @@ class DistributedDataParallel(torch.nn.Module):
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
         self._owns_communicator = communicator is None
-        self.communicator = communicator or discover_communicator(
-            process_group, recorder, liveness=liveness_of(self.ddp_config)
-        )
+        liveness = Liveness.from_config(self.ddp_config)
+        self.communicator = communicator or discover_communicator(process_group, recorder, liveness=liveness)
         self.num_value_changes = 0
         """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
         self._wiring: Wiring | Detached = Wiring(module, self.ddp_config, self.communicator, on_load=self._note_load)
         self.module = module
-        self.register_load_state_dict_pre_hook(_restore_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
+        warn_without_overlap(self.communicator, self.ddp_config, self.layout)
+        device = self.param_and_grad_buffers[0].param_data.device
+        self._traces = StepTraces(self.communicator, self.ddp_config, device=device)
         self._make_replicas_equal()
 
     def _note_load(self) -> None:
@@ -191,8 +194,7 @@ class DistributedDataParallel(torch.nn.Module):
     @property
     def step_number(self) -> int | None:
         """The caller's own number of the step, compared across ranks at the end of each; ``None`` when it gives none."""
-        number = self.sync.tally.step_number
-        return None if number < 0 else number
+        return None if self.sync.tally.step_number < 0 else self.sync.tally.step_number
 
     @step_number.setter
     def step_number(self, number: int | None) -> None:
@@ -206,6 +208,11 @@ class DistributedDataParallel(torch.nn.Module):
         """The error all ranks agreed on for the last step that was dropped; the same text on every rank."""
         self.sync.settle()
         return self.sync.last_error
+
+    @property
+    def last_step_trace(self) -> StepTrace | None:
+        """What the last step that has ended did, and what of its communication was hidden (needs ``step_traces=True``)."""
+        return self._traces.last
 
     @property
     def force_all_reduce(self) -> bool:
@@ -227,12 +234,7 @@ class DistributedDataParallel(torch.nn.Module):
             ConfigError: the factor is not finite.
         """
         self.sync.check_not_in_flight("scale_gradients()")
-        if not math.isfinite(factor):
-            raise ConfigError(
-                f"scale_gradients() needs a finite factor, got {float(factor)}: every gradient would be nan or inf, and the "
-                "weights after it. One over the number of tokens is infinite for a batch without any: leave such a step out on "
-                "all ranks, with zero_grad() in place of the optimizer's step."
-            )
+        check_grad_factor(factor)
         for buffer in self.param_and_grad_buffers:
             buffer.grad_data.mul_(factor)
         if self.sync.is_finished:
@@ -304,7 +306,7 @@ class DistributedDataParallel(torch.nn.Module):
         """
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def rebuild(self) -> None:
+    def rebuild(self, config: DistributedDataParallelConfig | None = None) -> None:
         """Take the module as it is now: after parameters were frozen, unfrozen, added, removed, replaced or moved.
 
         Every rank calls it between two steps. Layout, buffers and hooks are made anew; ``DistributedOptimizer`` keeps main
@@ -315,7 +317,11 @@ class DistributedDataParallel(torch.nn.Module):
         When it fails, nothing is wrapped and nothing is lost: every further use is a ``PhaseError``, until what the error says
         is repaired and ``rebuild`` is called again.
 
+        Args:
+            config: from now on buckets are cut as it says. In other fields it must be what the wrapper has.
+
         Raises:
+            ConfigError: ``config`` differs in other fields, or cannot be honoured for the module.
             LayoutMismatchError: the module or the optimizer's groups are not alike on all ranks.
             OptimizerParametersError: a trainable parameter is in no group of the optimizer, or one of a group is not in the
                 module.
@@ -325,14 +331,16 @@ class DistributedDataParallel(torch.nn.Module):
             MegabucketError: what wrapping raises.
         """
         optimizers = list(self._optimizers)
-        prepare_rebuild(self._wiring, self.module, self.communicator, num_optimizers=len(optimizers))
+        config = config if config is not None else self.ddp_config
+        obstacle, num_optimizers = find_difference(self.ddp_config, config), len(optimizers)
+        prepare_rebuild(self._wiring, self.module, self.communicator, num_optimizers=num_optimizers, obstacle=obstacle)
         for optimizer in optimizers:
             optimizer.before_rebuild()
         before = self._wiring.sync_to_continue
         try:
             self._wiring.undo()
-            for param in self.module.parameters():
-                param.grad = None  # also of parameters that were in no buffer
+            self.ddp_config = config
+            torch.nn.Module.zero_grad(self.module)  # also parameters that were in no buffer
             self._wiring = Wiring(self.module, self.ddp_config, self.communicator, on_load=self._note_load)
             self.sync.continue_from(before)
             if self.ddp_config.init_sync:
@@ -375,6 +383,7 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             wiring.undo()
         finally:
+            self._traces.remove()
             if self._owns_communicator:
                 self.communicator.close()
         return self.module
@@ -389,9 +398,3 @@ class DistributedDataParallel(torch.nn.Module):
             "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
             "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one."
         )
-
-
-def _restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
-    """Let an outer module that contains the wrapper load what its ``state_dict`` gave: names without ``module.``."""
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

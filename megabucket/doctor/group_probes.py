@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from megabucket.comm.probes import GroupProbes
+from megabucket.comm.torch_probes import FABRIC
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, by_rank, right_or, wrong_ranks
 from megabucket.doctor.report import Verdict
@@ -127,7 +128,7 @@ def _judge_recorder(facts: Sequence[Fact]) -> Judgement:
 
 def _expired_wait(group: GroupProbes) -> Fact:
     # NCCL's watchdog may end the process when a wait expires, and it is right: nothing here may do that.
-    return {"tried": True, **group.expired_wait()} if group.backend == "gloo" else {"tried": False}
+    return {"tried": True, **group.expired_wait()} if group.backend in ("gloo", FABRIC) else {"tried": False}
 
 
 def _judge_expired_wait(facts: Sequence[Fact]) -> Judgement:

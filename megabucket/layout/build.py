@@ -6,7 +6,7 @@ of ``lcm(dp_size, 128)``, or ``lcm(dp_size, 128, 65536)`` for NCCL's bus bandwid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megabucket.config.ddp import DistributedDataParallelConfig
@@ -18,6 +18,7 @@ from megabucket.config.resolve import (
     resolve_grad_dtype,
 )
 from megabucket.errors import LayoutError, name_list
+from megabucket.layout.by_name import cuts_of, ready_indices
 from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout, ParamSlot
 from megabucket.layout.spec import BufferKey, ParamSpec
 from megabucket.units import dtype_bytes
@@ -60,6 +61,7 @@ def build_layout(
         by_key.setdefault(key, []).append((index, spec))
 
     padded = is_padded(config)
+    cuts, ready = cuts_of(config, specs), ready_indices(config, specs)
     buffers = []
     for key, indexed_specs in by_key.items():
         group_size = expert_dp_size if key.group == "expert" and expert_dp_size is not None else dp_size
@@ -71,6 +73,8 @@ def build_layout(
             end_multiple=bucket_end_multiple(config, group_size),
             isolates_shared_embeddings=padded,
             num_shards=group_size if padded else 1,
+            cuts=cuts,
+            ready_index=ready,
         )
         buffers.append(_build_buffer(key, indexed_specs, policy))
     return ModelLayout(tuple(buffers))
@@ -98,6 +102,8 @@ class _CutPolicy:
     end_multiple: int
     isolates_shared_embeddings: bool
     num_shards: int
+    cuts: frozenset[str] | None
+    ready_index: Mapping[str, int] | None
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -105,7 +111,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _build_buffer(key: BufferKey, indexed_specs: Sequence[tuple[int, ParamSpec]], policy: _CutPolicy) -> BufferLayout:
-    """Walk the parameters last to first, because backward produces gradients roughly in that order."""
+    """Walk the parameters in the order in which backward produces gradients: as recorded, or roughly the last one first."""
     slots: dict[str, ParamSlot] = {}
     buckets: list[BucketLayout] = []
     names: list[str] = []
@@ -118,16 +124,19 @@ def _build_buffer(key: BufferKey, indexed_specs: Sequence[tuple[int, ParamSpec]]
         names.clear()
         bucket_start = cursor = stop
 
-    for index, spec in reversed(indexed_specs):
+    cuts, ready = policy.cuts, policy.ready_index
+    in_order = reversed(indexed_specs) if ready is None else sorted(indexed_specs, key=lambda item: ready[item[1].name])
+    for index, spec in in_order:
         isolated = spec.shared_embedding and policy.isolates_shared_embeddings
         cursor = _round_up(cursor, policy.start_alignment)
         if isolated and names:
             close(cursor)  # at the aligned position: the gap counts as part of the bucket, as in Megatron
         start, cursor = cursor, cursor + spec.numel
         names.append(spec.name)
-        slots[spec.name] = ParamSlot(start, cursor, len(buckets), index, spec.shape, spec.shared_embedding)
+        ready_index = None if ready is None else ready[spec.name]
+        slots[spec.name] = ParamSlot(start, cursor, len(buckets), index, spec.shape, spec.shared_embedding, ready_index)
         is_full = policy.bucket_size is not None and cursor - bucket_start >= policy.bucket_size
-        if isolated or is_full:
+        if isolated or is_full or (cuts is not None and spec.name in cuts):
             close(cursor)
     if names:
         close(cursor)
@@ -140,4 +149,5 @@ def _build_buffer(key: BufferKey, indexed_specs: Sequence[tuple[int, ParamSpec]]
         bucket_size=policy.bucket_size,
         start_alignment=policy.start_alignment,
         end_multiple=policy.end_multiple,
+        cuts=None if cuts is None else tuple(name for bucket in buckets for name in bucket.params if name in cuts),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout
 from megabucket.units import dtype_bytes
@@ -18,9 +19,9 @@ class BucketRow:
     bucket: int
     """Position in the buffer; bucket 0 is complete first in backward."""
     first_param: str
-    """The parameter with the lowest position, registered last."""
+    """The parameter with the lowest position, whose gradient is expected first."""
     last_param: str
-    """The parameter with the highest position, registered first."""
+    """The parameter with the highest position, whose gradient is expected last."""
     num_params: int
     params_numel: int
     """Elements that belong to parameters."""
@@ -32,6 +33,8 @@ class BucketRow:
     """Ranks the bucket is cut for; 1 when it is not sharded."""
     num_padding_only_ranks: int
     """Ranks whose shard holds no element of any parameter."""
+    closed_by: str
+    """Why the bucket ends where it does: ``size``, ``cut`` (by name), ``shared embedding``, or ``end`` of the buffer."""
 
     @property
     def padding_fraction(self) -> float:
@@ -64,7 +67,7 @@ class LayoutTotals:
 
 def describe_rows(layout: ModelLayout) -> tuple[BucketRow, ...]:
     """Return one row per bucket, in buffer and bucket order. Time is linear in the number of parameters."""
-    return tuple(_row(buffer, bucket) for buffer in layout.buffers for bucket in buffer.buckets)
+    return tuple(row for buffer in layout.buffers for row in _rows(buffer))
 
 
 def describe_totals(layout: ModelLayout, rows: Iterable[BucketRow]) -> LayoutTotals:
@@ -103,7 +106,24 @@ def num_padding_only_ranks(buffer: BufferLayout, bucket: BucketLayout) -> int:
     return buffer.num_shards - num_owners
 
 
-def _row(buffer: BufferLayout, bucket: BucketLayout) -> BucketRow:
+def _rows(buffer: BufferLayout) -> Iterator[BucketRow]:
+    cuts = frozenset(buffer.cuts or ())
+    for bucket, following in zip_longest(buffer.buckets, buffer.buckets[1:]):
+        yield _row(buffer, bucket, closed_by=_closed_by(buffer, bucket, following, cuts))
+
+
+def _closed_by(buffer: BufferLayout, bucket: BucketLayout, following: BucketLayout | None, cuts: frozenset[str]) -> str:
+    if not bucket.params:
+        return "end"
+    last = buffer.params[bucket.params[-1]]
+    if bucket.params[-1] in cuts:
+        return "cut"
+    if buffer.bucket_size is not None and last.stop - bucket.start >= buffer.bucket_size:
+        return "size"
+    return "end" if following is None else "shared embedding"
+
+
+def _row(buffer: BufferLayout, bucket: BucketLayout, *, closed_by: str) -> BucketRow:
     slots = buffer.params
     return BucketRow(
         buffer=str(buffer.key),
@@ -116,4 +136,5 @@ def _row(buffer: BufferLayout, bucket: BucketLayout) -> BucketRow:
         grad_bytes=bucket.numel * dtype_bytes(buffer.key.grad_dtype),
         num_shards=buffer.num_shards,
         num_padding_only_ranks=num_padding_only_ranks(buffer, bucket),
+        closed_by=closed_by,
     )

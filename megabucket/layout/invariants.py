@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise, zip_longest
 from typing import Final
 
-from megabucket.layout.layout import BufferLayout, ModelLayout
+from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout
 from megabucket.layout.spec import GROUPS
 from megabucket.units import DTYPE_BYTES
 
@@ -36,6 +36,11 @@ def _names_repeat(layout: ModelLayout) -> Iterator[str]:
     yield from (f"{name!r} lies in {count} buffers" for name, count in holders.items() if count > 1)
     indices = Counter(slot.registration_index for buffer in layout.buffers for slot in buffer.params.values())
     yield from (f"registration number {index} is used {count} times" for index, count in indices.items() if count > 1)
+    ready = Counter(slot.ready_index for buffer in layout.buffers for slot in buffer.params.values())
+    num_unplaced = ready.pop(None, 0)
+    if ready and num_unplaced:
+        yield f"{num_unplaced} of {ready.total() + num_unplaced} parameters have no place in the recorded order"
+    yield from (f"place {index} of the recorded order is used {count} times" for index, count in ready.items() if count > 1)
 
 
 def _each_parameter_in_one_bucket(buffer: BufferLayout) -> Iterator[str]:
@@ -86,11 +91,25 @@ def _buckets_tile_the_buffer(buffer: BufferLayout) -> Iterator[str]:
 
 
 def _order_is_reverse_registration(buffer: BufferLayout) -> Iterator[str]:
-    in_buffer_order = [name for bucket in buffer.buckets for name in bucket.params if name in buffer.params]
-    for before, after in pairwise(in_buffer_order):
+    for before, after in pairwise(_names_in_order(buffer)):
         first, second = buffer.params[before], buffer.params[after]
+        if first.ready_index is not None and second.ready_index is not None:
+            continue
         if first.registration_index <= second.registration_index or first.start > second.start:
             yield f"{before!r} (number {first.registration_index}) stands before {after!r} (number {second.registration_index})"
+
+
+def _order_is_the_recorded_one(buffer: BufferLayout) -> Iterator[str]:
+    for before, after in pairwise(_names_in_order(buffer)):
+        first, second = buffer.params[before], buffer.params[after]
+        if first.ready_index is None or second.ready_index is None:
+            continue
+        if first.ready_index >= second.ready_index or first.start > second.start:
+            yield f"{before!r} (ready as number {first.ready_index}) stands before {after!r} (number {second.ready_index})"
+
+
+def _names_in_order(buffer: BufferLayout) -> list[str]:
+    return [name for bucket in buffer.buckets for name in bucket.params if name in buffer.params]
 
 
 def _starts_are_aligned(buffer: BufferLayout) -> Iterator[str]:
@@ -138,9 +157,8 @@ def _no_bucket_is_empty(buffer: BufferLayout) -> Iterator[str]:
 
 def _buckets_close_at_the_bucket_size(buffer: BufferLayout) -> Iterator[str]:
     """A bucket closes at the first parameter that reaches the size, and for no other reason but a shared embedding."""
-    if any(name not in buffer.params for bucket in buffer.buckets for name in bucket.params):
+    if buffer.cuts is not None or any(name not in buffer.params for bucket in buffer.buckets for name in bucket.params):
         return
-    isolates = buffer.start_alignment > 1
     for bucket, following in zip_longest(buffer.buckets, buffer.buckets[1:]):
         if not bucket.params:
             continue
@@ -148,10 +166,29 @@ def _buckets_close_at_the_bucket_size(buffer: BufferLayout) -> Iterator[str]:
         if buffer.bucket_size is not None and any(slot.stop - bucket.start >= buffer.bucket_size for slot in slots[:-1]):
             yield f"bucket {bucket.index} goes on after reaching bucket_size={buffer.bucket_size}"
         is_full = buffer.bucket_size is not None and slots[-1].stop - bucket.start >= buffer.bucket_size
-        follows_shared = following is not None and any(buffer.params[name].shared_embedding for name in following.params[:1])
-        closes_for_embedding = isolates and (follows_shared or slots[-1].shared_embedding)
-        if following is not None and not is_full and not closes_for_embedding:
+        if following is not None and not is_full and not _closes_for_embedding(buffer, bucket, following):
             yield f"bucket {bucket.index} closes at {bucket.numel_unpadded} elements, before bucket_size={buffer.bucket_size}"
+
+
+def _buckets_close_at_the_cuts(buffer: BufferLayout) -> Iterator[str]:
+    """A bucket closes at each named parameter, and for no other reason but a shared embedding."""
+    if buffer.cuts is None:
+        return
+    if buffer.bucket_size is not None:
+        yield f"buckets are cut by name and by bucket_size={buffer.bucket_size}"
+    cuts = set(buffer.cuts)
+    yield from (f"cut {name!r} is no parameter of the buffer" for name in buffer.cuts if name not in buffer.params)
+    for bucket, following in zip_longest(buffer.buckets, buffer.buckets[1:]):
+        yield from (f"bucket {bucket.index} goes on after the cut at {name!r}" for name in bucket.params[:-1] if name in cuts)
+        is_cut = bool(bucket.params) and bucket.params[-1] in cuts
+        if following is not None and bucket.params and not is_cut and not _closes_for_embedding(buffer, bucket, following):
+            yield f"bucket {bucket.index} closes after {bucket.params[-1]!r}, which is no cut"
+
+
+def _closes_for_embedding(buffer: BufferLayout, bucket: BucketLayout, following: BucketLayout) -> bool:
+    """Whether a bucket ends because of a shared embedding: its own, or the one that comes next."""
+    names = (*bucket.params[-1:], *following.params[:1])
+    return buffer.start_alignment > 1 and any(name in buffer.params and buffer.params[name].shared_embedding for name in names)
 
 
 def _shared_embeddings_are_alone(buffer: BufferLayout) -> Iterator[str]:
@@ -178,12 +215,14 @@ BUFFER_INVARIANTS: Final[dict[str, _Check]] = {
     "ranges-lie-inside-their-bucket": _ranges_lie_inside_their_bucket,
     "buckets-tile-the-buffer": _buckets_tile_the_buffer,
     "order-is-reverse-registration": _order_is_reverse_registration,
+    "order-is-the-recorded-one": _order_is_the_recorded_one,
     "starts-are-aligned": _starts_are_aligned,
     "bucket-ends-are-aligned": _bucket_ends_are_aligned,
     "shards-are-equal": _shards_are_equal,
     "padding-is-minimal": _padding_is_minimal,
     "no-bucket-is-empty": _no_bucket_is_empty,
     "buckets-close-at-the-bucket-size": _buckets_close_at_the_bucket_size,
+    "buckets-close-at-the-cuts": _buckets_close_at_the_cuts,
     "shared-embeddings-are-alone": _shared_embeddings_are_alone,
     "key-is-known": _key_is_known,
 }

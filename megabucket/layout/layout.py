@@ -6,7 +6,7 @@ and all ranges are half-open.
 ::
 
     buffer   |<------- bucket 0 ------->|<------ bucket 1 ------>|
-    params   [ head ]gap[ norm ]padding  [ block ]padding            last registered first
+    params   [ head ]gap[ norm ]padding  [ block ]padding            first gradient first
     shards   | rank 0 | rank 1 | rank 2 | rank 0 | rank 1 | ...      equal, blind to parameter boundaries
 """
 
@@ -43,6 +43,8 @@ class ParamSlot(NamedTuple):
     """Position of the parameter in registration order, over all buffers of the model."""
     shape: tuple[int, ...]
     shared_embedding: bool = False
+    ready_index: int | None = None
+    """Position of the parameter in the recorded order of gradients, over all buffers; ``None``: the reverse of registration."""
 
     @property
     def numel(self) -> int:
@@ -60,7 +62,7 @@ class BucketLayout:
     numel_unpadded: int
     """Elements up to the end of the last parameter: counts the alignment gaps between parameters, not the padded tail."""
     params: tuple[str, ...]
-    """Names in buffer order, which is the reverse of registration order."""
+    """Names in buffer order: as their gradients become ready, which is the reverse of registration unless recorded."""
 
     @property
     def numel(self) -> int:
@@ -79,15 +81,17 @@ class BufferLayout:
     num_shards: int
     """Ranks that each bucket is cut for; 1 when the layout is not sharded."""
     bucket_size: int | None
-    """The size at which buckets were closed, in elements; ``None``: one bucket."""
+    """The size at which buckets were closed, in elements; ``None``: one bucket, or ``cuts``."""
     start_alignment: int
     """Each parameter starts at a multiple of this many elements."""
     end_multiple: int
     """Each bucket ends at a multiple of this many elements."""
+    cuts: tuple[str, ...] | None = None
+    """Parameters that the config names to close a bucket, in buffer order; ``None``: buckets were not cut by name."""
 
     def __hash__(self) -> int:
         """Agree with ``==``, which compares ``params`` without regard to order; a mapping has no hash of its own."""
-        return hash((self.key, frozenset(self.params.items()), self.buckets, self.num_shards, self.bucket_size))
+        return hash((self.key, frozenset(self.params.items()), self.buckets, self.num_shards, self.bucket_size, self.cuts))
 
     @property
     def numel(self) -> int:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Any, Final
 
-from megabucket.errors import LayoutError
+from megabucket.errors import LayoutError, name_list
 from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout, ParamSlot
 from megabucket.layout.spec import BufferKey
 
@@ -55,6 +55,8 @@ def layout_diff(ours: ModelLayout, theirs: ModelLayout) -> tuple[str, ...]:
             left, right = getattr(a, field), getattr(b, field)
             if left != right:
                 lines.append(f"{where}: {field}: {left} != {right}")
+        if a.cuts != b.cuts:
+            lines.append(f"{where}: cuts: {_cuts_text(a.cuts, b.cuts)} != {_cuts_text(b.cuts, a.cuts)}")
         for name in [*a.params, *(name for name in b.params if name not in a.params)]:
             left_slot, right_slot = a.params.get(name), b.params.get(name)
             if left_slot is None or right_slot is None:
@@ -71,10 +73,18 @@ def layout_diff(ours: ModelLayout, theirs: ModelLayout) -> tuple[str, ...]:
     return (*lines[:_MAX_DIFFERENCES], f"and {hidden} more differences") if hidden > 0 else tuple(lines)
 
 
+def _cuts_text(cuts: tuple[str, ...] | None, others: tuple[str, ...] | None) -> str:
+    """Return how many cuts there are and which the other layout does not have: the whole list can be long."""
+    if cuts is None:
+        return "by size"
+    own = [name for name in cuts if name not in set(others or ())]
+    return f"{len(cuts)} names" + (f", of them only here {name_list(own)}" if own else "")
+
+
 def _slot_text(slot: ParamSlot) -> str:
-    return f"[{slot.start}, {slot.stop}) in bucket {slot.bucket}, shape {slot.shape}, number {slot.registration_index}" + (
-        ", shared embedding" if slot.shared_embedding else ""
-    )
+    text = f"[{slot.start}, {slot.stop}) in bucket {slot.bucket}, shape {slot.shape}, number {slot.registration_index}"
+    ready = "" if slot.ready_index is None else f", ready as number {slot.ready_index}"
+    return text + ready + (", shared embedding" if slot.shared_embedding else "")
 
 
 def _buffer_to_data(buffer: BufferLayout) -> dict[str, Any]:
@@ -86,6 +96,7 @@ def _buffer_to_data(buffer: BufferLayout) -> dict[str, Any]:
         "bucket_size": buffer.bucket_size,
         "start_alignment": buffer.start_alignment,
         "end_multiple": buffer.end_multiple,
+        **({} if buffer.cuts is None else {"cuts": list(buffer.cuts)}),
         "params": [
             {
                 "name": name,
@@ -95,6 +106,7 @@ def _buffer_to_data(buffer: BufferLayout) -> dict[str, Any]:
                 "index": slot.registration_index,
                 "shape": list(slot.shape),
                 "shared_embedding": slot.shared_embedding,
+                **({} if slot.ready_index is None else {"ready": slot.ready_index}),
             }
             for name, slot in sorted(buffer.params.items(), key=lambda item: (item[1].registration_index, item[0]))
         ],
@@ -118,6 +130,9 @@ class _Reader:
         if not isinstance(data, dict):
             raise LayoutError(f"{path} must be an object, got {type(data).__name__}")
         self._data, self._path = data, path
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._data
 
     def get(self, key: str, kind: type) -> Any:
         if key not in self._data:
@@ -152,6 +167,7 @@ def _read_buffer(reader: _Reader) -> BufferLayout:
             registration_index=entry.get("index", int),
             shape=entry.get_list("shape", int),
             shared_embedding=entry.get("shared_embedding", bool),
+            ready_index=entry.get("ready", int) if "ready" in entry else None,
         )
     buckets = []
     for i, item in enumerate(reader.get("buckets", list)):
@@ -173,4 +189,5 @@ def _read_buffer(reader: _Reader) -> BufferLayout:
         bucket_size=reader.get_optional_int("bucket_size"),
         start_alignment=reader.get("start_alignment", int),
         end_multiple=reader.get("end_multiple", int),
+        cuts=reader.get_list("cuts", str) if "cuts" in reader else None,
     )

@@ -179,6 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             norm, another = insist(self._global_norm.finish)
             result = self._update_if_finite(grads, norm)
             interrupt = interrupt or another
+        self.ddp.communicator.tell_pause()
         if interrupt is not None:
             raise interrupt
         return result

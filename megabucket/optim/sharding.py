@@ -15,10 +15,11 @@ from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.agreement import Entry, agree
 from megabucket.ddp.hyperparameters import read_hyperparameters, texts_of
 from megabucket.errors import InvariantError, PhaseError, name_list
+from megabucket.layout.runs import plan_runs
 from megabucket.optim.adopt import ShardState, StateCutter
 from megabucket.optim.groups import GroupMembers, check_elementwise
 from megabucket.optim.norm import check_clip_grad
-from megabucket.optim.shards import MainShard, plan_runs
+from megabucket.optim.shards import MainShard
 from megabucket.optim.unshard import ShardHolder, unshard
 from megabucket.optim.whole_state import KNOWN_NUMBERS, WholeState
 

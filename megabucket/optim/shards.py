@@ -1,22 +1,21 @@
 """The flat tensors an optimizer steps on: this rank's shards, cut where the optimizer's parameter groups change.
 
-A run is a range of one bucket that this rank owns, whose parameters all belong to one group and whose states fit together.
-Neighbouring parameters of a group share a run, alignment gaps between them included (zeros that stay zeros), so most models
-step on one tensor per bucket.
+Where they are cut is planned in ``layout.runs``; here a run becomes tensors. Alignment gaps inside a run are zeros that stay
+zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 
 from megabucket.buffer import ParamAndGradBuffer, WithheldGrad
 from megabucket.errors import name_list
-from megabucket.layout import BufferLayout, Span, shard_slices
+from megabucket.layout import Span
+from megabucket.layout.runs import ShardRun
 
 _WITHHELD_BECAUSE: Final = (
     "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction that is "
@@ -26,66 +25,12 @@ _WITHHELD_BECAUSE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRun:
-    """A range of one buffer, owned by this rank, of one optimizer group."""
-
-    group: int
-    span: Span  # in buffer coordinates
-    params: tuple[str, ...]
-
-
 class RunPiece(NamedTuple):
     """The part of one parameter that lies in one run: two ranges of equal length."""
 
     param: str
     in_param: Span  # counted from the start of the parameter, in its memory order
     in_run: Span
-
-
-def plan_runs(
-    layout: BufferLayout,
-    group_of: Mapping[str, int],
-    *,
-    rank: int,
-    is_sharded: bool,
-    signature_of: Mapping[str, Hashable] | None = None,
-) -> tuple[ShardRun, ...]:
-    """Return the runs of one buffer, in buffer order. Parameters outside ``group_of`` are left out.
-
-    Args:
-        group_of: index of the optimizer group by parameter name.
-        is_sharded: whether ``rank`` owns its shard of each bucket, or everything.
-        signature_of: what else neighbours must have in common to share a run: step counts, for instance.
-    """
-    runs: list[ShardRun] = []
-    for bucket in layout.buckets:
-        pieces = _owned(layout, bucket.index, rank) if is_sharded else _whole(layout, bucket.index)
-        open_run, open_signature = None, None
-        for name, span in pieces:
-            group = group_of.get(name)
-            signature = signature_of.get(name) if signature_of is not None else None
-            if open_run is not None and group == open_run.group and signature == open_signature:
-                open_run = ShardRun(open_run.group, Span(open_run.span.start, span.stop), (*open_run.params, name))
-                runs[-1] = open_run
-            elif group is not None:
-                open_run, open_signature = ShardRun(group, span, (name,)), signature
-                runs.append(open_run)
-            else:
-                open_run = None
-    return tuple(runs)
-
-
-def _owned(layout: BufferLayout, bucket: int, rank: int) -> Iterator[tuple[str, Span]]:
-    for piece in shard_slices(layout, bucket=bucket, rank=rank):
-        yield piece.param, piece.in_buffer
-
-
-def _whole(layout: BufferLayout, bucket: int) -> Iterator[tuple[str, Span]]:
-    for name in layout.buckets[bucket].params:
-        slot = layout.params[name]
-        if slot.stop > slot.start:
-            yield name, Span(slot.start, slot.stop)
 
 
 def main_dtype(param_dtype: torch.dtype) -> torch.dtype:

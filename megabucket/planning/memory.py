@@ -1,18 +1,25 @@
 """Bytes that the wrapper and its optimizer hold on one rank, computed from a layout. No torch.
 
-Counts what lives from step to step. Activations, the temporaries of autograd and of collectives, the process group and
-the allocator's overhead are not in it, nor are frozen parameters, which stay out of the buffers.
+Counts what lives from step to step, to the byte (tests/optim/test_memory_to_the_byte.py compares with real tensors), and
+activations if they are given. The temporaries of autograd and of collectives, the process group and the rounding of an
+allocator are not in it, nor are frozen parameters and module buffers, which stay where they are. See docs/memory.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
-from megabucket.layout import BufferLayout, ModelLayout, shard_slices
+from megabucket.config import DistributedDataParallelConfig
+from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, build_layout
+from megabucket.layout.runs import ShardRun, plan_runs
 from megabucket.units import dtype_bytes
 
 _MAIN_BYTES: Final = 4  # float32
+_STEP_COUNT_BYTES: Final = 4  # Adam keeps one float32 per tensor
+_FENCE_BYTES: Final = 288  # two vectors, in turn, of 18 integers of 8 bytes
+_NORM_BYTES: Final = 8  # float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,12 @@ class RankMemory:
     """float32 copies of the 16-bit gradients this rank updates with."""
     moment_bytes: int = 0
     """Optimizer state of the elements this rank updates."""
+    optimizer_padding_bytes: int = 0
+    """Alignment gaps inside the flat tensors the optimizer steps on."""
+    scratch_bytes: int = 0
+    """Small tensors for communication and bookkeeping: fence, gradient norm, a NaN per parameter, Adam's step counts."""
+    activation_bytes: int = 0
+    """What the caller says that forward keeps for backward."""
 
     @property
     def total_bytes(self) -> int:
@@ -43,55 +56,143 @@ class RankMemory:
 
 
 def rank_memory(
-    layout: ModelLayout, *, rank: int, is_sharded: bool, moments_per_element: int = 2, has_main_params: bool = True
+    layout: ModelLayout,
+    *,
+    rank: int,
+    is_sharded: bool,
+    moments_per_element: int = 2,
+    has_main_params: bool = True,
+    has_fence: bool = True,
+    group_of: Mapping[str, int] | None = None,
+    activation_bytes: int = 0,
 ) -> RankMemory:
     """Return the bytes one rank holds for the model of ``layout``.
 
     Per element of a float32 model with Adam on ``n`` ranks that is ``4 + 4 + 8 / n`` bytes sharded and 16 otherwise; per
-    element of a 16-bit model with float32 gradients ``2 + 4 + 12 / n`` and 18.
+    element of a 16-bit model with float32 gradients ``2 + 4 + 12 / n`` and 18 (Rajbhandari et al., "ZeRO", 2020, section 3.1,
+    counts the same with 16-bit gradients). Padding and scratch come on top. Time is linear in the number of parameters.
 
     Args:
         layout: of the whole model.
         rank: position in the data-parallel group. For buffers cut for fewer ranks (experts) the position is taken modulo
             their number. Ranks differ: the last ones own padding instead of parameters.
         is_sharded: whether the rank updates its shard only (the distributed optimizer), or everything.
-        moments_per_element: tensors of optimizer state: 2 for Adam and AdamW, 1 for SGD with momentum, 0 for SGD.
-        has_main_params: whether 16-bit parameters have float32 main parameters, as ``DistributedOptimizer`` keeps them in
-            both modes. A plain torch optimizer keeps its state in the dtype of the parameters instead.
+        moments_per_element: tensors of optimizer state: 2 for Adam and AdamW, 1 for SGD with momentum, 0 for SGD. With two,
+            each flat tensor has a step count, too, as torch's Adam keeps it.
+        has_main_params: whether ``DistributedOptimizer`` steps, which has float32 main parameters for 16-bit ones in both
+            modes. A plain torch optimizer steps on whole parameters instead, with state in the dtype of the gradients.
+        has_fence: whether ranks agree on each step: ``fence`` of the config, and more than one rank.
+        group_of: index of the optimizer group by parameter name, where there is more than one: a flat tensor ends where the
+            group changes.
+        activation_bytes: added as they are.
 
     Raises:
-        LayoutError: a buffer's dtype is unknown.
+        LayoutError: a buffer's dtype is unknown, or ``rank`` is out of range.
 
     >>> from megabucket.config import DistributedDataParallelConfig
     >>> from megabucket.layout import ParamSpec, build_layout
     >>> layout = build_layout([ParamSpec("head", (200,), "bfloat16")], DistributedDataParallelConfig(), dp_size=2)
     >>> rank_memory(layout, rank=1, is_sharded=True)  # 200 elements padded to 256; rank 1 owns 128 to 200
     ... # doctest: +NORMALIZE_WHITESPACE
-    RankMemory(parameter_bytes=400, gradient_bytes=800, padding_bytes=336,
-               main_parameter_bytes=288, main_gradient_bytes=0, moment_bytes=576)
+    RankMemory(parameter_bytes=400, gradient_bytes=800, padding_bytes=336, main_parameter_bytes=288, main_gradient_bytes=0,
+               moment_bytes=576, optimizer_padding_bytes=0, scratch_bytes=302, activation_bytes=0)
     """
-    total = RankMemory()
+    norm_bytes = _NORM_BYTES if has_main_params else 0
+    total = RankMemory(scratch_bytes=norm_bytes + (_FENCE_BYTES if has_fence else 0), activation_bytes=activation_bytes)
     for buffer in layout.buffers:
-        owned_numel = _owned_numel(buffer, rank % buffer.num_shards) if is_sharded else buffer.params_numel
-        total += _buffer_memory(buffer, owned_numel, moments_per_element, has_main_params=has_main_params)
+        total += _buffers_memory(buffer)
+        if has_main_params:
+            groups = group_of if group_of is not None else dict.fromkeys(buffer.params, 0)
+            runs = plan_runs(buffer, groups, rank=rank % buffer.num_shards, is_sharded=is_sharded)
+            total += _flat_optimizer_memory(buffer, runs, moments_per_element)
+        else:
+            total += _plain_optimizer_memory(buffer, moments_per_element)
     return total
 
 
-def _buffer_memory(buffer: BufferLayout, owned_numel: int, moments_per_element: int, *, has_main_params: bool) -> RankMemory:
+def memory_by_mode(
+    specs: Sequence[ParamSpec],
+    config: DistributedDataParallelConfig,
+    *,
+    dp_size: int,
+    expert_dp_size: int | None = None,
+    moments_per_element: int = 2,
+    activation_bytes: int = 0,
+) -> dict[str, RankMemory]:
+    """Return what the first rank holds with ``DistributedOptimizer``, by mode: ``all_reduce`` and ``reduce_scatter``.
+
+    No rank holds more than the first one but for gaps: padding lies at the end of buckets, so the last ranks own less.
+
+    Raises:
+        LayoutError: no parameter, or a name twice.
+        ConfigError: the config cannot be honoured for these parameters.
+    """
+    layouts: dict[bool, ModelLayout] = {}
+    for is_sharded in (False, True):
+        depends_on_mode = config.layout == "megatron"
+        if depends_on_mode or not layouts:
+            fields = {"use_distributed_optimizer": is_sharded} if depends_on_mode else {}
+            layouts[is_sharded] = build_layout(
+                specs, config.model_copy(update=fields), dp_size=dp_size, expert_dp_size=expert_dp_size
+            )
+        else:
+            layouts[is_sharded] = layouts[False]
+    return {
+        "reduce_scatter" if is_sharded else "all_reduce": rank_memory(
+            layout,
+            rank=0,
+            is_sharded=is_sharded,
+            moments_per_element=moments_per_element,
+            has_fence=config.fence and dp_size > 1,
+            activation_bytes=activation_bytes,
+        )
+        for is_sharded, layout in layouts.items()
+    }
+
+
+def _buffers_memory(buffer: BufferLayout) -> RankMemory:
     param_bytes, grad_bytes = dtype_bytes(buffer.key.param_dtype), dtype_bytes(buffer.key.grad_dtype)
-    is_narrow = param_bytes < _MAIN_BYTES and has_main_params
-    step_bytes = _MAIN_BYTES if is_narrow else param_bytes
     return RankMemory(
         parameter_bytes=buffer.params_numel * param_bytes,
         gradient_bytes=buffer.params_numel * grad_bytes,
         padding_bytes=(buffer.numel - buffer.params_numel) * (param_bytes + grad_bytes),
-        main_parameter_bytes=owned_numel * _MAIN_BYTES if is_narrow else 0,
-        main_gradient_bytes=owned_numel * _MAIN_BYTES if is_narrow and grad_bytes < _MAIN_BYTES else 0,
-        moment_bytes=owned_numel * step_bytes * moments_per_element,
+        scratch_bytes=len(buffer.params) * param_bytes,  # what a parameter looks at until it is gathered
     )
 
 
-def _owned_numel(buffer: BufferLayout, rank: int) -> int:
+def _flat_optimizer_memory(buffer: BufferLayout, runs: Sequence[ShardRun], moments_per_element: int) -> RankMemory:
+    param_bytes, grad_bytes = dtype_bytes(buffer.key.param_dtype), dtype_bytes(buffer.key.grad_dtype)
+    is_narrow = param_bytes < _MAIN_BYTES
+    moment_bytes = moments_per_element * max(param_bytes, _MAIN_BYTES)
+    main_bytes = _MAIN_BYTES if is_narrow else 0
+    main_grad_bytes = _MAIN_BYTES if is_narrow and grad_bytes < _MAIN_BYTES else 0
+    owned_numel = _owned_numel(buffer, runs)
+    gaps_numel = sum(run.span.numel for run in runs) - owned_numel
+    return RankMemory(
+        optimizer_padding_bytes=gaps_numel * (main_bytes + main_grad_bytes + moment_bytes),
+        main_parameter_bytes=owned_numel * main_bytes,
+        main_gradient_bytes=owned_numel * main_grad_bytes,
+        moment_bytes=owned_numel * moment_bytes,
+        scratch_bytes=len(runs) * _step_count_bytes(moments_per_element),
+    )
+
+
+def _plain_optimizer_memory(buffer: BufferLayout, moments_per_element: int) -> RankMemory:
+    return RankMemory(
+        # SGD's momentum begins as a copy of the gradient; Adam takes no gradients of another dtype than the parameters'.
+        moment_bytes=buffer.params_numel * dtype_bytes(buffer.key.grad_dtype) * moments_per_element,
+        scratch_bytes=len(buffer.params) * _step_count_bytes(moments_per_element),
+    )
+
+
+def _step_count_bytes(moments_per_element: int) -> int:
+    return _STEP_COUNT_BYTES if moments_per_element >= 2 else 0
+
+
+def _owned_numel(buffer: BufferLayout, runs: Sequence[ShardRun]) -> int:
+    """Return the elements of parameters inside the runs."""
     return sum(
-        piece.in_param.numel for bucket in buffer.buckets for piece in shard_slices(buffer, bucket=bucket.index, rank=rank)
+        min(buffer.params[name].stop, run.span.stop) - max(buffer.params[name].start, run.span.start)
+        for run in runs
+        for name in run.params
     )

@@ -1,4 +1,4 @@
-"""Test tools for users of this library: hypothesis strategies, assertions about layouts, and a world of N ranks in one process.
+"""Test tools for users of this library: strategies, assertions about layouts, ranks in one process, an emulated network.
 
 Names are resolved on first use, so the hypothesis entry point and tests without hypothesis pay for nothing they do not use.
 """
@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from megabucket.comm.fabric import EmulatedFabric, Lateness, fabric_lateness
     from megabucket.comm.loopback import LoopbackWorld
     from megabucket.testing.invariants import (
         assert_json_round_trip,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "EmulatedFabric",
+    "Lateness",
     "LayoutInput",
     "LoopbackWorld",
     "assert_json_round_trip",
@@ -40,6 +43,7 @@ __all__ = [
     "assert_views_are_a_bijection",
     "ddp_configs",
     "dp_sizes",
+    "fabric_lateness",
     "layout_inputs",
     "model_layouts",
     "param_shapes",
@@ -49,6 +53,7 @@ __all__ = [
 _MODULES: Final = MappingProxyType(
     {name: f"{__name__}.invariants" if name.startswith("assert_") else f"{__name__}.strategies" for name in __all__}
     | {"LoopbackWorld": "megabucket.comm.loopback"}
+    | dict.fromkeys(("EmulatedFabric", "Lateness", "fabric_lateness"), "megabucket.comm.fabric")
 )
 
 

@@ -25,7 +25,7 @@ __all__ = ["LayoutInput", "ddp_configs", "dp_sizes", "layout_inputs", "model_lay
 
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 LAYOUTS: Final = ("stable", "megatron")
-SIZINGS: Final = ("default", "bucket_size", "bucket_cap_mb", "num_buckets")
+SIZINGS: Final = ("default", "bucket_size", "bucket_cap_mb", "num_buckets", "bucket_cuts")
 
 # Around the alignments (64, 128, 65536) and at primes is where arithmetic on positions goes wrong; 32-bit numbers end at 2**31
 # and 2**32, also when both factors of a product fit into them.
@@ -112,8 +112,12 @@ def ddp_configs(
     max_num_buckets: int = 8,
     layouts: Sequence[str] = LAYOUTS,
     sizings: Sequence[str] = SIZINGS,
+    param_names: Sequence[str] = (),
 ) -> SearchStrategy[DistributedDataParallelConfig]:
     """Valid configs: every field takes every kind of value, and contradictory combinations are never built.
+
+    What a config says about single parameters (``bucket_cuts``, ``bucket_order``) is drawn for one model, whose names are
+    given; without them the configs fit every model.
 
     Shrinks towards the default config, as far as ``layouts`` and ``sizings`` allow: they are tried in the order given.
 
@@ -121,12 +125,15 @@ def ddp_configs(
         max_bucket_size: most elements of ``bucket_size``; ``bucket_cap_mb`` is bounded by as many float64 elements.
         max_num_buckets: largest ``num_buckets``; a layout needs at least as many elements.
         layouts: values of ``layout`` to draw from.
-        sizings: the ways to size buckets to draw from; ``"default"`` gives none of the three fields.
+        sizings: the ways to size buckets to draw from; ``"default"`` gives none of the four fields.
+        param_names: of the parameters of the model; distinct.
     """
     _check_at_least(1, max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets)
     _check_members(known=LAYOUTS, layouts=layouts)
     _check_members(known=SIZINGS, sizings=sizings)
-    return _configs(st.sampled_from(sizings), _switches(layouts), max_bucket_size, max_num_buckets)
+    names = tuple(param_names)
+    bounds = _SizeBounds(max_bucket_size, max_num_buckets, names)
+    return _configs(st.sampled_from(sizings), _switches(layouts), bounds, _orders(names, _BOTH if names else (False,)))
 
 
 def dp_sizes(*, min_size: int = 1, max_size: int = 1_024) -> SearchStrategy[int]:
@@ -146,6 +153,7 @@ def layout_inputs(
     dp_size: SearchStrategy[int] | None = None,
     layouts: Sequence[str] = LAYOUTS,
     sizings: Sequence[str] = SIZINGS,
+    recorded_orders: bool = True,
 ) -> SearchStrategy[LayoutInput]:
     """Arguments of ``build_layout`` that it accepts, with bucket sizes that fit the model.
 
@@ -156,12 +164,15 @@ def layout_inputs(
         dp_size: what group sizes to draw; ``dp_sizes()`` when not given. Sizes of the expert group are drawn from it, too.
         layouts: as in ``ddp_configs``.
         sizings: as in ``ddp_configs``.
+        recorded_orders: whether some of the configs give a ``bucket_order``; without, the order is always that of registration,
+            reversed.
     """
     _check_members(known=LAYOUTS, layouts=layouts)
     _check_members(known=SIZINGS, sizings=sizings)
     sizes = dp_sizes() if dp_size is None else dp_size
     models = param_specs() if specs is None else specs
-    return _layout_inputs(models, sizes, st.none() | sizes, _switches(layouts), st.sampled_from(sizings))
+    has_order = _BOTH if recorded_orders else (False,)
+    return _layout_inputs(models, sizes, st.none() | sizes, _switches(layouts), st.sampled_from(sizings), has_order)
 
 
 def model_layouts(
@@ -170,10 +181,14 @@ def model_layouts(
     dp_size: SearchStrategy[int] | None = None,
     layouts: Sequence[str] = LAYOUTS,
     sizings: Sequence[str] = SIZINGS,
+    recorded_orders: bool = True,
 ) -> SearchStrategy[ModelLayout]:
     """Layouts as this library builds them; the arguments and the shrinking are those of ``layout_inputs``."""
-    return layout_inputs(specs=specs, dp_size=dp_size, layouts=layouts, sizings=sizings).map(LayoutInput.build)
+    inputs = layout_inputs(specs=specs, dp_size=dp_size, layouts=layouts, sizings=sizings, recorded_orders=recorded_orders)
+    return inputs.map(LayoutInput.build)
 
+
+_BOTH: Final = (False, True)
 
 # All combinations that the config's validator accepts, the default first: hypothesis shrinks towards the first.
 _VALID_SYNC: Final[tuple[dict[str, Any], ...]] = tuple(
@@ -203,9 +218,15 @@ _INDEPENDENT_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
 )
 
 _SAFETY_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
-    {"nonfinite_gradients": nonfinite, "skipped_forwards": skipped, "fence": fence, "check_model_changes": changes}
-    for nonfinite, skipped, fence, changes in product(
-        ("error", "skip_step", "allow"), ("error", "allow"), (True, False), (True, False)
+    {
+        "nonfinite_gradients": nonfinite,
+        "skipped_forwards": skipped,
+        "fence": fence,
+        "check_model_changes": changes,
+        "step_traces": traces,
+    }
+    for nonfinite, skipped, fence, changes, traces in product(
+        ("error", "skip_step", "allow"), ("error", "allow"), (True, False), (True, False), (False, True)
     )
 )
 
@@ -230,16 +251,29 @@ def _named_specs(
     )
 
 
+class _SizeBounds(NamedTuple):
+    """Within what one way to size buckets is drawn."""
+
+    max_bucket_size: int
+    max_num_buckets: int
+    param_names: tuple[str, ...]
+
+
 @st.composite
 def _configs(
     draw: st.DrawFn,
     sizing: SearchStrategy[str],
     switches: SearchStrategy[dict[str, Any]],
-    max_bucket_size: int,
-    max_num_buckets: int,
+    bounds: _SizeBounds,
+    orders: SearchStrategy[dict[str, Any]],
 ) -> DistributedDataParallelConfig:
-    size = _draw_sizing(draw, draw(sizing), max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets)
-    return DistributedDataParallelConfig(**size, **draw(switches))
+    return DistributedDataParallelConfig(**_draw_sizing(draw, draw(sizing), bounds), **draw(orders), **draw(switches))
+
+
+def _orders(names: tuple[str, ...], has_order: Sequence[bool]) -> SearchStrategy[dict[str, Any]]:
+    """No recorded order, or any order of the parameters, shrinking towards that of registration."""
+    order = st.permutations(names).map(lambda drawn: {"bucket_order": tuple(drawn)})
+    return st.sampled_from(has_order).flatmap(lambda is_recorded: order if is_recorded else st.just({}))
 
 
 def _boxes(*, max_numel: int, num_dims: int) -> SearchStrategy[tuple[int, ...]]:
@@ -257,14 +291,17 @@ def _switches(layouts: Sequence[str]) -> SearchStrategy[dict[str, Any]]:
     return st.tuples(*[st.sampled_from(part) for part in parts]).map(_merge)
 
 
-def _draw_sizing(draw: st.DrawFn, way: str, *, max_bucket_size: int, max_num_buckets: int) -> dict[str, Any]:
+def _draw_sizing(draw: st.DrawFn, way: str, bounds: _SizeBounds) -> dict[str, Any]:
     """One way to size buckets, as a field and its value."""
     if way == "bucket_size":
-        return {way: draw(st.integers(1, max_bucket_size))}
+        return {way: draw(st.integers(1, bounds.max_bucket_size))}
     if way == "bucket_cap_mb":
-        return {way: draw(st.integers(1, max_bucket_size)) * 8 / MIB}
+        return {way: draw(st.integers(1, bounds.max_bucket_size)) * 8 / MIB}
     if way == "num_buckets":
-        return {way: draw(st.integers(1, max_num_buckets))}
+        return {way: draw(st.integers(1, bounds.max_num_buckets))}
+    if way == "bucket_cuts":
+        flags = draw(st.tuples(*[st.booleans()] * len(bounds.param_names)))
+        return {way: tuple(name for name, is_cut in zip(bounds.param_names, flags, strict=True) if is_cut)}
     return {}
 
 
@@ -276,15 +313,17 @@ def _layout_inputs(
     expert_dp_size: SearchStrategy[int | None],
     switches: SearchStrategy[dict[str, Any]],
     sizing: SearchStrategy[str],
+    has_order: Sequence[bool],
 ) -> LayoutInput:
-    """Composite, because sensible bucket sizes depend on the model."""
+    """Composite, because sensible bucket sizes, cuts and orders depend on the model."""
     params = draw(specs)
     total_numel = max(1, sum(spec.numel for spec in params))
     # Half of the sizes cut small pieces out of whatever the model is, half range up to one bucket for all of it.
     max_bucket_size = min(total_numel + 1, _MAX_BUCKET_SIZE) if draw(st.booleans()) else min(total_numel, 2_000)
     max_num_buckets = max(1, min(total_numel, 2 * len(params)))
-    size = _draw_sizing(draw, draw(sizing), max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets)
-    config = DistributedDataParallelConfig(**size, **draw(switches))
+    names = tuple(spec.name for spec in params)
+    size = _draw_sizing(draw, draw(sizing), _SizeBounds(max_bucket_size, max_num_buckets, names))
+    config = DistributedDataParallelConfig(**size, **draw(_orders(names, has_order)), **draw(switches))
     return LayoutInput(params, config, draw(dp_size), draw(expert_dp_size))
 
 

@@ -27,6 +27,15 @@ class CollectiveKind(enum.Enum):
     ALL_GATHER = "all_gather"
     BROADCAST = "broadcast"
 
+    @property
+    def ring_passes(self) -> int:
+        """How often the whole buffer goes round the ring: ``n - 1`` steps and ``S (n-1)/n`` bytes of each rank per pass.
+
+        Two for an all-reduce, which is a reduce-scatter and an all-gather; one for everything else (Patarasuk and Yuan,
+        "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009).
+        """
+        return 2 if self is CollectiveKind.ALL_REDUCE else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -63,8 +72,7 @@ class CollectiveRecord:
         For ``n`` ranks and ``S`` bytes: all-reduce ``2 S (n-1)/n``; reduce-scatter, all-gather and broadcast
         ``S (n-1)/n`` (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009).
         """
-        passes = 2 if self.kind is CollectiveKind.ALL_REDUCE else 1
-        return passes * self.payload_bytes * (self.num_ranks - 1) / self.num_ranks
+        return self.kind.ring_passes * self.payload_bytes * (self.num_ranks - 1) / self.num_ranks
 
 
 class Recorder(Protocol):
@@ -97,6 +105,29 @@ class NullRecorder:
 
     def record_collective(self, record: CollectiveRecord) -> None:
         """Drop it."""
+
+
+class TeeRecorder:
+    """Gives everything to two recorders; each gets intervals only if it wants them."""
+
+    def __init__(self, first: Recorder, second: Recorder) -> None:
+        self._first, self._second = first, second
+
+    @property
+    def records_time(self) -> bool:
+        """Whether one of them wants intervals."""
+        return self._first.records_time or self._second.records_time
+
+    def record_interval(self, interval: Interval) -> None:
+        """Pass the interval on."""
+        for recorder in (self._first, self._second):
+            if recorder.records_time:
+                recorder.record_interval(interval)
+
+    def record_collective(self, record: CollectiveRecord) -> None:
+        """Pass the launch on."""
+        self._first.record_collective(record)
+        self._second.record_collective(record)
 
 
 @dataclass(slots=True)

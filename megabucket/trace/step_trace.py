@@ -1,13 +1,14 @@
 """``StepTrace``: what one rank did in one step, and what of its communication was hidden. No torch.
 
-Written by ``StepRecorder`` from measurements; a simulator may write the same type, so that prediction and measurement
-can be compared number by number.
+Written by ``StepRecorder`` and ``OnlineRecorder`` from measurements; a simulator may write the same type, so that prediction
+and measurement can be compared number by number.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megabucket.trace.launches import LaunchTimes
 from megabucket.trace.recorder import CollectiveRecord, Interval, Lane
 from megabucket.trace.spans import Spans, difference, intersection, length_s, union
 
@@ -30,6 +31,8 @@ class StepTrace:
     stop_s: float
     intervals: tuple[Interval, ...]
     collectives: tuple[CollectiveRecord, ...] = ()
+    launches: tuple[LaunchTimes, ...] = ()
+    """When each collective of the step was ready, launched, done and waited for; empty where nobody noted it."""
 
     def lane(self, lane: Lane) -> Spans:
         """Return the moments at which ``lane`` is busy."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 # optimizer is made; imported here, before there is a group, it cannot hold one for ever (joined_ranks says why it must not).
 import torch.distributed.nn.functional
 
+from megabucket.config.fabric import FabricConfig
 from megabucket.errors import ConfigError
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class Ranks:
     num_ranks: int
     device: torch.device
     backend: str
-    """``gloo``, ``nccl``, or ``none`` for one process on its own."""
+    """``gloo``, ``nccl``, ``megabucket_fabric``, or ``none`` for one process on its own."""
     are_on_one_host: bool
 
     def gather(self, value: T) -> list[T]:
@@ -78,20 +79,25 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 @contextmanager
-def joined_ranks(launch: Launch) -> Iterator[Ranks]:
+def joined_ranks(launch: Launch, fabric: FabricConfig | None = None) -> Iterator[Ranks]:
     """Join the other processes for the time of the context: NCCL when every local rank has a GPU, else gloo on CPU.
 
     The process group is destroyed at the end, also after an error.
+
+    Args:
+        fabric: an emulated link to use instead, on CPU.
+
+    Raises:
+        ConfigError: the ranks are not all on one machine, and a fabric is asked for.
     """
-    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= launch.num_local_ranks
+    has_gpus = fabric is None and torch.cuda.is_available() and torch.cuda.device_count() >= launch.num_local_ranks
     device = torch.device("cuda", launch.local_rank) if has_gpus else torch.device("cpu")
     if has_gpus:
         torch.cuda.set_device(device)
     if not launch.is_launched:
         yield Ranks(rank=0, num_ranks=1, device=device, backend="none", are_on_one_host=True)
         return
-    backend = "nccl" if has_gpus else "gloo"
-    dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if has_gpus else None)
+    backend = _start_group(fabric, device)
     try:
         yield Ranks(
             rank=launch.rank,
@@ -105,6 +111,19 @@ def joined_ranks(launch: Launch) -> Iterator[Ranks]:
         # releases the tensors of the last collective while the interpreter shuts down would abort the process.
         gc.collect()
         dist.destroy_process_group()
+
+
+def _start_group(fabric: FabricConfig | None, device: torch.device) -> str:
+    """Initialize the default process group and return the name of its back-end."""
+    if fabric is None:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if device.type == "cuda" else None)
+        return backend
+    from megabucket.comm.fabric import EmulatedFabric  # POSIX only
+
+    emulated = EmulatedFabric(fabric.latency_s, fabric.bytes_per_s, moves_data=fabric.moves_data)
+    emulated.init_process_group(timeout=_TIMEOUT)
+    return emulated.register()
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -23,7 +23,7 @@ from megabucket.training.compare import Comparison, Outcome, check_comparable, c
 from megabucket.training.host import PeakMemory, loopback_bytes
 from megabucket.training.launch import Launch, Ranks, joined_ranks
 from megabucket.training.metrics import MetricsLog, jsonable
-from megabucket.training.optimizer import make_optimizer, num_moments
+from megabucket.training.optimizer import group_of, make_optimizer, num_moments
 from megabucket.training.progress import View
 from megabucket.training.steps import StepLoop, Trainee
 from megabucket.training.summary import Measured, Setup, Summary
@@ -61,7 +61,7 @@ def run_training(config: RunConfig, *, launch: Launch, view: View, compares: boo
     if compares:
         check_comparable(config)
     log_path = Path(config.train.log_path) if config.train.log_path is not None and launch.rank == 0 else None
-    with closing(MetricsLog(log_path)) as log, joined_ranks(launch) as ranks:
+    with closing(MetricsLog(log_path)) as log, joined_ranks(launch, config.fabric) as ranks:
         task = make_task(config, model, ranks)
         view.note(describe_corpus(task.corpus))
         summary, outcome = _train_ours(task, view, log)
@@ -83,7 +83,15 @@ def _train_ours(task: Task, view: View, log: MetricsLog) -> tuple[Summary, Outco
     setup = _describe_setup(task, model)
     log.write("run", _describe_run(task, setup))
     before = _evaluate(task, model, log, step=0)
-    trainee = Trainee("train", model, optimizer, model.no_sync, optimizer.step, whole_step=model.step)
+    trainee = Trainee(
+        "train",
+        model,
+        optimizer,
+        model.no_sync,
+        optimizer.step,
+        whole_step=model.step,
+        last_trace=lambda: model.last_step_trace,
+    )
     loop = StepLoop(task, trainee, recorder=recorder, view=view, log=log)
     sent_before = _loopback(ranks)
     train_s = loop.run()
@@ -109,7 +117,12 @@ def _describe_setup(task: Task, model: DistributedDataParallel) -> Setup:
     layout = model.layout
     numel = sum(buffer.params_numel for buffer in layout.buffers)
     memory = rank_memory(
-        layout, rank=task.ranks.rank, is_sharded=is_sharded, moments_per_element=num_moments(task.config.optimizer)
+        layout,
+        rank=task.ranks.rank,
+        is_sharded=is_sharded,
+        moments_per_element=num_moments(task.config.optimizer),
+        has_fence=task.config.ddp.fence and task.ranks.num_ranks > 1,
+        group_of={name: group_of(task.config.optimizer, param) for param, name in model.param_names.items()},
     )
     return Setup(
         mode="reduce_scatter" if is_sharded else "all_reduce",

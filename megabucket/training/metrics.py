@@ -46,6 +46,8 @@ class StepMetrics:
     payload_bytes: int
     wire_bytes: float
     """By the formula of ``CollectiveRecord.wire_bytes``, on this rank."""
+    launches: list[dict[str, Any]] | None = None
+    """When each collective was ready, launched, done and waited for: seconds since the first forward (``ddp.step_traces``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class StepOutcome:
     reason: str
     num_tokens: int
     """Over all ranks."""
+    launches: list[dict[str, Any]] | None = None
+    """As ``launch_figures`` gives them."""
 
 
 def step_metrics(outcome: StepOutcome, trace: StepTrace) -> StepMetrics:
@@ -79,6 +83,7 @@ def step_metrics(outcome: StepOutcome, trace: StepTrace) -> StepMetrics:
         num_collectives=trace.num_collectives,
         payload_bytes=trace.payload_bytes,
         wire_bytes=trace.wire_bytes,
+        launches=outcome.launches,
     )
 
 

@@ -36,7 +36,12 @@ def num_moments(config: OptimizerConfig) -> int:
     >>> num_moments(OptimizerConfig()), num_moments(OptimizerConfig(name="sgd"))
     (2, 0)
     """
-    return int(config.momentum > 0) if config.name == "sgd" else 2
+    return config.moments_per_element
+
+
+def group_of(config: OptimizerConfig, param: torch.nn.Parameter) -> int:
+    """Return the group that ``make_optimizer`` puts a parameter into; groups that stay empty are counted."""
+    return int(config.weight_decay > 0 and param.ndim <= 1)
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, num_steps: int) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from megabucket.optim import StepResult
 from megabucket.trace import Interval, Lane, Recorder, StepRecorder, StepTrace
+from megabucket.trace.step_log import launch_figures
 from megabucket.training.bytegpt import next_byte_loss
 from megabucket.training.metrics import MetricsLog, StepOutcome, step_metrics
 from megabucket.training.optimizer import set_learning_rate
@@ -34,6 +35,8 @@ class Trainee:
     """Clip and update."""
     whole_step: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context for a whole step, in which a fault of one rank is told to all."""
+    last_trace: Callable[[], StepTrace | None] = lambda: None
+    """The wrapper's own trace of the step that has just ended, if it makes one."""
 
 
 def train_step(trainee: Trainee, microbatches: Sequence[Batch], recorder: Recorder) -> tuple[float, StepResult]:
@@ -100,6 +103,7 @@ class StepLoop:
         set_learning_rate(self._trainee.optimizer, rate)
         with self._trainee.whole_step():
             bits, result = train_step(self._trainee, self._task.microbatches(step), self._recorder)
+        trace = self._trainee.last_trace()
         return StepOutcome(
             bits_per_byte=bits,
             learning_rate=rate,
@@ -107,6 +111,7 @@ class StepLoop:
             updated=result.updated,
             reason=result.reason,
             num_tokens=self._task.num_tokens_per_step,
+            launches=None if trace is None else launch_figures(trace),
         )
 
     def _take(self, trace: StepTrace | None) -> None:

@@ -216,7 +216,8 @@ def _memory_rows(summary: Summary) -> list[_Row]:
         ("main parameters", memory.main_parameter_bytes),
         ("main gradients", memory.main_gradient_bytes),
         ("moments", memory.moment_bytes),
-        ("padding", memory.padding_bytes),
+        ("padding", memory.padding_bytes + memory.optimizer_padding_bytes),
+        ("scratch", memory.scratch_bytes),
     )
     held = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes)
     return [

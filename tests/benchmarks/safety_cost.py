@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tests/benchmarks/safety_cost.py [demo|tensors]
 
 Interleaved step by step in one run, in changing order. Printed are medians of wall time and of the process's CPU time, and how
-much more than "all off" they are, as the median of paired differences. On a machine that others use, CPU time is the steadier one.
+much more than "all off" they are, as the median of paired differences. On a machine that others use, CPU time is steadier.
 ``demo`` is the model of configs/bytegpt.yaml with its optimizer and batch, ``tensors`` has 2,000 small parameters.
 """
 

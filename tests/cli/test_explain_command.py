@@ -22,6 +22,7 @@ def test_each_value_is_printed_with_its_reason():
         "bfloat16 parameters on 64 ranks",
         "grad_dtype float32 grad_reduce_in_fp32=True: bfloat16 gradients are accumulated and reduced in float32",
         "bucket_size 64,000,000 default: max(40_000_000, 1_000_000 * dp_size=64)",
+        "buffer_order reversed no bucket_order: registration reversed, roughly the order of backward",
         "padded True layout='stable': the same padded layout whatever is switched on",
         "start_multiple 64 padded: a parameter starts at a multiple of 64",
         "bucket_end_multiple 128 padded: lcm(dp_size=64, 128), so that shards are equal",
@@ -31,6 +32,32 @@ def test_each_value_is_printed_with_its_reason():
         "finished_by optimizer step finish='auto' with reduce-scatter: DistributedOptimizer.step() waits for the gradients",
         "overlaps_backward True overlap_grad_reduce=True: a bucket is launched as soon as its gradients are complete",
     ]
+
+
+def test_a_reason_that_does_not_fit_stands_below_its_value():
+    result = CliRunner().invoke(app, ["explain", "-c", "configs/llama3-8b.yaml", "--dp-size", "64"], env={"COLUMNS": "80"})
+
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    start = lines.index("  finished_by          optimizer step")
+    assert lines[start + 1 : start + 3] == [
+        "      finish='auto' with reduce-scatter: DistributedOptimizer.step() waits for",
+        "      the gradients",
+    ]
+
+
+def test_a_plan_of_cuts_is_explained(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {kind: params, params: [{name: a, shape: [4]}, {name: b, shape: [4]}]}\n"
+        "ddp: {bucket_cuts: [a], bucket_order: [a, b]}"
+    )
+
+    values = json.loads(invoke("-c", path, "--dp-size", 2, "--json").stdout)["answers"][0]["values"]
+
+    assert values["bucket_size"] == {"value": None, "reason": "bucket_cuts: 1 named parameter closes a bucket"}
+    assert values["buffer_order"] == {"value": "recorded", "reason": "bucket_order: 2 parameters, the first gradient first"}
+    assert values["overlaps_backward"]["value"] is True
 
 
 def test_the_json_holds_values_and_reasons():

@@ -44,18 +44,99 @@ def test_the_table_has_a_line_per_bucket_and_the_totals(config):
 
     assert result.exit_code == 0
     assert result.stderr == ""
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if line.startswith("│")]
-    assert rows == [
+    lines = result.stdout.splitlines()
+    assert lines[:9] == [
         # head at [0, 100), block at [128, 428), rounded up to 512; then embedding; the expert has its own buffer
-        ["0", "2", "512", "21.875%", "2.00 KiB", "1 ranks", "head ... block"],
-        ["1", "1", "128", "21.875%", "512 B", "1 ranks", "embedding"],
-        ["0", "1", "128", "92.188%", "512 B", "7 ranks", "expert"],
+        "buffer dense/float32->float32: 2 buckets cut for 8 ranks",
+        "bucket  params  elements  padding  gradients  only padding  from ... to",
+        "     0       2       512  21.875%   2.00 KiB        1 rank  head ... block",
+        "     1       1       128  21.875%      512 B        1 rank  embedding",
+        "",
+        "buffer expert/bfloat16->float32: 1 bucket cut for 8 ranks",
+        "bucket  params  elements  padding  gradients  only padding  from ... to",
+        "     0       1       128  92.188%      512 B       7 ranks  expert",
+        "",
     ]
-    assert "buffer dense/float32->float32: 2 buckets cut for 8 ranks" in result.stdout
-    assert "buffer expert/bfloat16->float32: 1 bucket cut for 8 ranks" in result.stdout
-    assert "4 parameters, 510 elements (510), in 3 buckets of 2 buffers" in result.stdout
-    assert "padding 258 elements (33.5938%); gradients 3.00 KiB, parameters 2.75 KiB" in result.stdout
+    assert "4 parameters, 510 elements (510)" in lines
+    assert "3 buckets in 2 buffers" in lines
+    assert "padding 258 elements (33.5938%)" in lines
+    assert "gradients 3.00 KiB, parameters 2.75 KiB" in lines
     assert "in 3 buckets some ranks own only padding and have nothing to update" in result.stdout
+
+
+NARROW = {"COLUMNS": "80"}
+
+
+@pytest.mark.parametrize("config", ["gpt2-124m", "llama3-70b", "mixtral-8x7b"])
+@pytest.mark.parametrize("columns", [60, 80, 100, 160])
+def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(config, columns):
+    arguments = ["plan", "-c", f"configs/{config}.yaml", "--dp-size", "8"]
+
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns)})
+
+    answer = json.loads(invoke(*arguments[1:], "--json").stdout)
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= max(columns, 76)  # the fingerprint is never cut
+    for bucket in (*answer["buckets"][:5], *answer["buckets"][-5:]):
+        assert any(f" {bucket['numel']:,} " in line for line in lines)
+
+
+def test_names_get_lines_of_their_own_where_they_do_not_fit_beside_the_numbers(tmp_path):
+    path = tmp_path / "run.yaml"
+    long_name = "n" * 90
+    params = [{"name": name, "shape": [1]} for name in ("first", long_name, "end")]
+    path.write_text(json.dumps({"model": {"kind": "params", "params": params}}))
+
+    short = CliRunner().invoke(app, ["plan", "-c", str(path)], env=NARROW).stdout.splitlines()
+    split = CliRunner().invoke(app, ["plan", "-c", str(path), "ddp.bucket_size=1"], env=NARROW).stdout.splitlines()
+
+    assert short[1:3] == [
+        "bucket  params  elements  padding  gradients  only padding  from ... to",
+        "     0       3       256  98.828%   1.00 KiB          none  end ... first",
+    ]
+    assert split[1:6] == [
+        "bucket  params  elements  padding  gradients  only padding",
+        "     0       1       128  99.219%      512 B          none",
+        "          end",
+        "     1       1       128  99.219%      512 B          none",
+        "          " + "n" * 33 + "..." + "n" * 34,  # 80 columns
+    ]
+
+
+def test_the_memory_of_a_rank_is_shown_for_both_modes(config):
+    result = invoke("-c", config, "mode=reduce_scatter", "optimizer.name=adam", "--dp-size", 2, "--activation-gib", 0.5)
+
+    # Owned by rank 0 of 2: 256 elements of the first bucket (100 + 128 of parameters), 64 of the second, 10 of the expert's.
+    lines = result.stdout.splitlines()
+    start = lines.index("memory of the first of 2 ranks, DistributedOptimizer with adam")
+    assert lines[start + 1 : start + 12] == [
+        "                     all_reduce  reduce_scatter *",
+        "  parameters           1.97 KiB          1.97 KiB",  # 500 * 4 + 10 * 2
+        "  gradients            1.99 KiB          1.99 KiB",  # 510 * 4
+        "  padding              1.79 KiB          1.79 KiB",  # (512 - 400 + 128 - 100) * 8 + 118 * 6
+        "  main parameters          40 B              40 B",  # 10 * 4
+        "  moments              3.98 KiB          2.36 KiB",  # 510 * 8 and (100 + 128 + 64 + 10) * 8
+        "  optimizer padding       224 B             224 B",  # the gap of 28 before block, 8 bytes each
+        "  scratch                 322 B             322 B",  # 288 + 8 + 3 * 4 + 3 * 4 + 2
+        "  activations        512.00 MiB        512.00 MiB",
+        "  total              512.01 MiB        512.01 MiB",
+        "  * the mode of this config",
+    ]
+
+
+def test_the_json_has_the_memory_of_both_modes_in_bytes(config):
+    plan = json.loads(invoke("-c", config, "--dp-size", 2, "--json").stdout)
+
+    assert plan["mode"] == "all_reduce"
+    assert set(plan["memory"]) == {"all_reduce", "reduce_scatter"}
+    assert plan["memory"]["all_reduce"]["moment_bytes"] == 510 * 8
+    assert plan["memory"]["reduce_scatter"]["moment_bytes"] == (100 + 128 + 64 + 10) * 8
+    for memory in plan["memory"].values():
+        assert memory.pop("total_bytes") == sum(memory.values())
+
+
+def test_activations_below_zero_are_wrong_usage(config):
+    assert invoke("-c", config, "--activation-gib", -1).exit_code == 2
 
 
 def test_the_json_holds_the_same_numbers(config):
@@ -78,6 +159,7 @@ def test_the_json_holds_the_same_numbers(config):
         "grad_bytes": 2_048,
         "num_shards": 8,
         "num_padding_only_ranks": 1,
+        "closed_by": "size",
         "padding_fraction": 0.21875,
     }
 
@@ -94,6 +176,17 @@ def test_overrides_change_the_plan(config):
     plan = json.loads(invoke("-c", config, "ddp.bucket_size=1", "--json").stdout)
 
     assert [bucket["first_param"] for bucket in plan["buckets"]] == ["head", "block", "embedding", "expert"]
+
+
+def test_cuts_by_name_are_said_to_be_such(config):
+    result = invoke(
+        "-c", config, "ddp.bucket_size=null", "ddp.bucket_cuts=[head]", "ddp.bucket_order=[head,expert,embedding,block]"
+    )
+
+    lines = result.stdout.splitlines()
+    assert lines[0] == "buffer dense/float32->float32: 2 buckets cut for 1 rank, at named parameters"
+    assert [line.split()[-1] for line in lines[2:4]] == ["head", "block"]
+    assert "buffer expert/bfloat16->float32: 1 bucket cut for 1 rank" in lines
 
 
 def test_expert_buckets_are_cut_for_their_own_group(config):

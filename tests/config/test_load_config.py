@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megabucket.config import RunConfig, load_config
 from megabucket.errors import ConfigError
 
+KINDS = "'gpt', 'llama', 'moe', 'hf_config', 'params', 'factory'"
 GPT = "{kind: gpt, vocab_size: 256, sequence_length: 64, num_layers: 2, hidden_size: 32, num_heads: 4}"
 
 
@@ -45,6 +46,31 @@ def test_an_empty_file_is_a_run_of_defaults(write):
     assert run.model is None
     assert run.ddp.bucket_size is None
     assert run.optimizer.name == "adamw"
+
+
+def test_without_a_file_the_overrides_say_everything():
+    run = load_config(None, ["fabric.latency_s=1e-4", "fabric.bytes_per_s=2e9"])
+
+    assert run.fabric is not None
+    assert (run.fabric.latency_s, run.fabric.bytes_per_s, run.fabric.moves_data) == (1e-4, 2e9, True)
+    assert load_config(None).fabric is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["fabric.latency_s=1e-4"], "fabric.bytes_per_s: is required"),
+        (["fabric.latency_s=-1", "fabric.bytes_per_s=1"], "fabric.latency_s: should be greater than or equal to 0"),
+        (["fabric.latency_s=0", "fabric.bytes_per_s=0"], "fabric.bytes_per_s: should be greater than 0"),
+        (["fabric.latency_s=.nan", "fabric.bytes_per_s=1"], "fabric.latency_s: "),
+    ],
+)
+def test_a_fabric_that_is_no_link_is_refused_without_a_file_to_point_at(overrides, problem):
+    error = refusal(None, *overrides)
+
+    assert len(error.problems) == 1
+    assert error.problems[0].startswith("command line")
+    assert problem in error.problems[0]
 
 
 def test_overrides_win_over_the_file(write):
@@ -128,7 +154,10 @@ def test_every_problem_has_its_path_and_its_place(write):
         ("ddp: 3", "run.yaml:1: ddp: should be a section with keys (got 3)"),
         ("model: {}", "run.yaml:1: model: kind is required; it says which sort of model this is"),
         ("model: 3", "run.yaml:1: model: should be a section with keys (got 3)"),
-        ("model: {kind: gpd}", "run.yaml:1: model: kind should be one of 'gpt', 'llama', 'params', 'factory' (got 'gpd')"),
+        (
+            "model: {kind: gpd}",
+            "run.yaml:1: model: kind should be one of 'gpt', 'llama', 'moe', 'hf_config', 'params', 'factory' (got 'gpd')",
+        ),
         (
             "model: {kind: params}",
             "run.yaml:1: model: the parameters come from params or from path, one of them, but neither is given",
@@ -293,7 +322,7 @@ def test_the_shipped_configs_are_valid(name):
         ),
         (
             f"model: {{kind: {'x' * 61}}}",
-            f"run.yaml:1: model: kind should be one of 'gpt', 'llama', 'params', 'factory' (got '{'x' * 56}...)",
+            f"run.yaml:1: model: kind should be one of {KINDS} (got '{'x' * 56}...)",
         ),
     ],
 )
@@ -315,7 +344,7 @@ def test_a_kind_where_none_belongs_does_not_change_the_place_of_a_problem(write)
     path = write("kind: ddp\nddp:\n  bucket_size: 0\n")
 
     assert lines_of(refusal(path), path)[1:] == [
-        "run.yaml:1: kind: unknown key 'kind'; known keys are mode, model, ddp, optimizer, data, train",
+        f"run.yaml:1: kind: unknown key 'kind'; known keys are {', '.join(RunConfig.model_fields)}",
         "run.yaml:3: ddp.bucket_size: should be greater than 0 (got 0)",
     ]
 

@@ -20,19 +20,48 @@ MAY_IMPORT = {
     "trace": BASE,
     "layout": BASE | {"config", "trace"},
     "planning": BASE | {"config", "trace", "layout"},
+    "report": BASE | {"config", "trace", "layout", "planning"},
     "comm": BASE | {"config", "trace", "layout"},
     "buffer": BASE | {"config", "trace", "layout", "comm"},
     "ddp": BASE | {"config", "trace", "layout", "comm", "buffer"},
     "optim": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp"},
     "testing": BASE | {"config", "trace", "layout", "comm"},
+    "measure": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "training"},
     "training": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim"},
     "doctor": BASE | {"config", "layout", "comm", "ddp", "optim"},
     "chaos": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp", "optim", "testing"},
-    "cli": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "training", "doctor", "chaos"},
-    "__init__": {"config", "layout", "ddp", "optim"},  # lazily
+    "cli": BASE
+    | {
+        "config",
+        "trace",
+        "layout",
+        "planning",
+        "comm",
+        "buffer",
+        "ddp",
+        "optim",
+        "measure",
+        "report",
+        "training",
+        "doctor",
+        "chaos",
+    },
+    "__init__": {"config", "layout", "ddp", "measure", "optim"},  # lazily
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = ["config", "errors", "layout", "planning", "trace", "units", "cli.main", "cli.plan", "cli.explain"]
+WITHOUT_TORCH = [
+    "config",
+    "errors",
+    "layout",
+    "planning",
+    "report",
+    "trace",
+    "units",
+    "cli.main",
+    "cli.plan",
+    "cli.explain",
+    "cli.simulate",
+]
 
 
 def package_of(path: Path) -> str:

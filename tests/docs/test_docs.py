@@ -27,6 +27,7 @@ def page_id(path: Path) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if PYTHON_BLOCK.search(page.read_text())], ids=page_id)
 def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     program = "\n".join(PYTHON_BLOCK.findall(page.read_text()))
 
     exec(compile(program, page_id(page), "exec"), {"__name__": "__docs__"})  # noqa: S102

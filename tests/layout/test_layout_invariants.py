@@ -50,6 +50,18 @@ SOUND_UNPADDED = BufferLayout(
     end_multiple=1,
 )
 
+# The padded one, cut by name after c, in an order that was recorded: other numbers than those of registration.
+RECORDED = replace(
+    SOUND,
+    params={
+        "a": SOUND.params["a"]._replace(registration_index=1, ready_index=8),
+        "b": SOUND.params["b"]._replace(registration_index=0, ready_index=7),
+        "c": SOUND.params["c"]._replace(ready_index=2),
+    },
+    bucket_size=None,
+    cuts=("c",),
+)
+
 
 def with_slot(buffer: BufferLayout, name: str, **changes) -> BufferLayout:
     return replace(buffer, params={**buffer.params, name: buffer.params[name]._replace(**changes)})
@@ -127,6 +139,13 @@ BROKEN = {
             "'b' (number 0) stands before 'a' (number 1)",
         ),
     ],
+    "order-is-the-recorded-one": [
+        (
+            "gradients come in another order",
+            replace(RECORDED, params={**RECORDED.params, "a": RECORDED.params["a"]._replace(ready_index=1)}),
+            "'b' (ready as number 7) stands before 'a' (number 1)",
+        ),
+    ],
     "starts-are-aligned": [
         (
             "a parameter starts anywhere",
@@ -189,6 +208,12 @@ BROKEN = {
         ),
         ("a bucket goes on", replace(SOUND, bucket_size=70), "bucket 1 goes on after reaching bucket_size=70"),
     ],
+    "buckets-close-at-the-cuts": [
+        ("a cut inside a bucket", replace(RECORDED, cuts=("c", "b")), "bucket 1 goes on after the cut at 'b'"),
+        ("a bucket closes without a cut", replace(RECORDED, cuts=()), "bucket 0 closes after 'c', which is no cut"),
+        ("a cut at nothing", replace(RECORDED, cuts=("c", "z")), "cut 'z' is no parameter of the buffer"),
+        ("a size beside the cuts", replace(RECORDED, bucket_size=9), "buckets are cut by name and by bucket_size=9"),
+    ],
     "shared-embeddings-are-alone": [
         (
             "an embedding shares its bucket",
@@ -209,7 +234,7 @@ def test_every_invariant_has_a_broken_layout_here():
     assert set(BROKEN) == set(BUFFER_INVARIANTS)
 
 
-@pytest.mark.parametrize("buffer", [SOUND, SOUND_UNPADDED], ids=["padded", "unpadded"])
+@pytest.mark.parametrize("buffer", [SOUND, SOUND_UNPADDED, RECORDED], ids=["padded", "unpadded", "recorded"])
 def test_the_layouts_that_are_broken_below_are_sound_before(buffer):
     assert check_layout(ModelLayout((buffer,))) == []
 
@@ -244,6 +269,26 @@ def test_a_registration_number_used_twice_is_reported_across_buffers():
         "each-parameter-once: registration number 1 is used 2 times",
         "each-parameter-once: registration number 2 is used 2 times",
     ]
+
+
+def test_a_place_in_the_recorded_order_used_twice_is_reported_across_buffers():
+    params = {
+        name.upper(): slot._replace(registration_index=slot.registration_index + 3) for name, slot in RECORDED.params.items()
+    }
+    buckets = tuple(replace(bucket, params=tuple(name.upper() for name in bucket.params)) for bucket in RECORDED.buckets)
+    other = replace(RECORDED, params=params, buckets=buckets, cuts=("C",))
+
+    assert check_layout(ModelLayout((RECORDED, other))) == [
+        "each-parameter-once: place 8 of the recorded order is used 2 times",
+        "each-parameter-once: place 7 of the recorded order is used 2 times",
+        "each-parameter-once: place 2 of the recorded order is used 2 times",
+    ]
+
+
+def test_an_order_that_knows_some_of_the_parameters_only_is_reported():
+    half = with_slot(RECORDED, "c", ready_index=None)
+
+    assert "each-parameter-once: 1 of 3 parameters have no place in the recorded order" in check_layout(ModelLayout((half,)))
 
 
 def test_a_bucket_closed_by_a_shared_embedding_may_count_the_gap_before_it():

@@ -23,7 +23,7 @@ class Tape(NamedTuple):
     buckets: list  # of (start, stop, length without the tail, names)
 
 
-def lay_out_one_by_one(numbered_specs: list[tuple[int, ParamSpec]], *, bucket_size, divisor, padded) -> Tape:
+def lay_out_one_by_one(numbered_specs: list[tuple[int, ParamSpec]], *, bucket_size, cuts, divisor, padded) -> Tape:
     tape: list[int] = []
     buckets = []
     names: list[str] = []
@@ -37,7 +37,7 @@ def lay_out_one_by_one(numbered_specs: list[tuple[int, ParamSpec]], *, bucket_si
         buckets.append((start, len(tape), length, tuple(names)))
         start, names = len(tape), []
 
-    for number, spec in reversed(numbered_specs):
+    for number, spec in numbered_specs:
         while padded and len(tape) % 64 != 0:
             tape.append(UNUSED)
         if padded and spec.shared_embedding and names:
@@ -45,7 +45,11 @@ def lay_out_one_by_one(numbered_specs: list[tuple[int, ParamSpec]], *, bucket_si
         names.append(spec.name)
         for position in range(spec.numel):
             tape.append(number * IDS_PER_PARAM + position)  # noqa: PERF401 - one at a time is the point
-        if (padded and spec.shared_embedding) or (bucket_size is not None and len(tape) - start >= bucket_size):
+        if (
+            (padded and spec.shared_embedding)
+            or (bucket_size is not None and len(tape) - start >= bucket_size)
+            or spec.name in cuts
+        ):
             close()
     if names:
         close()
@@ -67,9 +71,13 @@ def grad_dtype(case: LayoutInput, spec: ParamSpec) -> str:
 GRAD_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
+def is_one_bucket(case: LayoutInput) -> bool:
+    return case.config.layout == "megatron" and not case.config.overlap_grad_reduce
+
+
 def bucket_size_by_hand(case: LayoutInput, dtype: str) -> int | None:
     config = case.config
-    if config.layout == "megatron" and not config.overlap_grad_reduce:
+    if is_one_bucket(case) or config.bucket_cuts is not None:
         return None
     if config.bucket_size is not None:
         return config.bucket_size
@@ -88,7 +96,10 @@ def test_the_layout_and_its_shards_are_what_writing_elements_one_by_one_gives(ca
     padded = case.config.layout == "stable" or case.config.use_distributed_optimizer
     groups: dict[tuple[str, str, str], list[tuple[int, ParamSpec]]] = {}
     for number, spec in enumerate(case.specs):
-        groups.setdefault((spec.dtype, grad_dtype(case, spec), spec.group), []).append((number, spec))
+        groups.setdefault((spec.dtype, grad_dtype(case, spec), spec.group), []).insert(0, (number, spec))
+    if case.config.bucket_order is not None:
+        for numbered_specs in groups.values():
+            numbered_specs.sort(key=lambda numbered: case.config.bucket_order.index(numbered[1].name))
 
     layout = case.build()
 
@@ -99,6 +110,7 @@ def test_the_layout_and_its_shards_are_what_writing_elements_one_by_one_gives(ca
         tape = lay_out_one_by_one(
             numbered_specs,
             bucket_size=bucket_size_by_hand(case, key[1]),
+            cuts=() if is_one_bucket(case) else case.config.bucket_cuts or (),
             divisor=int(np.lcm(num_ranks, 128)),
             padded=padded,
         )

@@ -5,6 +5,7 @@ import torch
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.comm import Communicator, Handle, LoopbackWorld
+from megabucket.ddp.patience import insist
 from megabucket.errors import PeerFailedError, ReplicasDivergedError
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
@@ -120,7 +121,6 @@ def test_a_failure_before_the_norm_drops_the_step_on_all_ranks(where, in_block, 
 
 
 @pytest.mark.parametrize("in_block", [False, True])
-@pytest.mark.parametrize("interrupt", [TimeoutError("alarm"), KeyboardInterrupt()], ids=["alarm", "Ctrl-C"])
 @pytest.mark.parametrize(
     ("label", "overlap"),
     [
@@ -128,7 +128,8 @@ def test_a_failure_before_the_norm_drops_the_step_on_all_ranks(where, in_block, 
         ("param gather 0", False),  # with overlap the next forward waits for it
     ],
 )
-def test_a_wait_that_is_interrupted_does_not_keep_a_rank_from_its_update(label, interrupt, in_block, overlap):
+def test_a_wait_that_is_interrupted_does_not_keep_a_rank_from_its_update(label, in_block, overlap):
+    interrupt = TimeoutError("alarm")
     ranks = Ranks(use_distributed_optimizer=True, overlap_param_gather=overlap)
 
     def before(index, ddp, _):
@@ -139,6 +140,19 @@ def test_a_wait_that_is_interrupted_does_not_keep_a_rank_from_its_update(label, 
         assert seen == [None, (type(interrupt), str(interrupt)) if rank == FAULTY else None, None]
         assert last_error == "None"
         assert weight == -6.0
+
+
+@pytest.mark.parametrize(("interrupt", "num_waits"), [(TimeoutError(), 2), (KeyboardInterrupt(), 1), (SystemExit(), 1)])
+def test_what_ends_the_program_does_not_wait_again(interrupt, num_waits):
+    waits = []
+
+    def wait():
+        waits.append(None)
+        raise interrupt
+
+    with pytest.raises(type(interrupt)):
+        insist(wait)
+    assert len(waits) == num_waits
 
 
 @pytest.mark.parametrize("interrupt", [TimeoutError("alarm"), KeyboardInterrupt()], ids=["alarm", "Ctrl-C"])

@@ -9,8 +9,9 @@ from megabucket import DistributedDataParallelConfig, ParamSpec, build_layout
 from megabucket.buffer import ParamAndGradBuffer
 from megabucket.comm import LoopbackWorld
 from megabucket.errors import OptimizerParametersError, PeerFailedError
+from megabucket.layout.runs import plan_runs
 from megabucket.optim.adopt import StateCutter
-from megabucket.optim.shards import MainShard, plan_runs
+from megabucket.optim.shards import MainShard
 from megabucket.optim.unshard import ShardHolder, unshard
 from megabucket.optim.whole_state import WholeState
 from megabucket.testing import layout_inputs, param_specs

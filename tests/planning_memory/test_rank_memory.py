@@ -6,6 +6,8 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.planning.memory import RankMemory, rank_memory
 
+SCRATCH = 288 + 8 + 4  # the fence, the norm, and one step count of Adam; a NaN for each parameter comes on top
+
 
 def layout_of(specs, dp_size, **config):
     return build_layout(specs, DistributedDataParallelConfig(**config), dp_size=dp_size)
@@ -24,8 +26,8 @@ def test_a_float32_model_with_adam_costs_16_bytes_an_element_unsharded():
 
     memory = rank_memory(layout, rank=0, is_sharded=False)
 
-    assert memory == RankMemory(parameter_bytes=1024, gradient_bytes=1024, moment_bytes=2 * 1024)
-    assert memory.total_bytes == 16 * 256
+    assert memory == RankMemory(parameter_bytes=1024, gradient_bytes=1024, moment_bytes=2 * 1024, scratch_bytes=SCRATCH + 4)
+    assert memory.total_bytes == 16 * 256 + SCRATCH + 4
 
 
 def test_a_shard_of_two_halves_the_moments_and_nothing_else():
@@ -33,7 +35,7 @@ def test_a_shard_of_two_halves_the_moments_and_nothing_else():
 
     memory = rank_memory(layout, rank=0, is_sharded=True)
 
-    assert memory == RankMemory(parameter_bytes=1024, gradient_bytes=1024, moment_bytes=2 * 512)
+    assert memory == RankMemory(parameter_bytes=1024, gradient_bytes=1024, moment_bytes=2 * 512, scratch_bytes=SCRATCH + 4)
 
 
 def test_16_bit_parameters_have_float32_gradients_main_parameters_and_moments():
@@ -41,7 +43,13 @@ def test_16_bit_parameters_have_float32_gradients_main_parameters_and_moments():
 
     memory = rank_memory(layout, rank=1, is_sharded=True)
 
-    assert memory == RankMemory(parameter_bytes=512, gradient_bytes=1024, main_parameter_bytes=512, moment_bytes=2 * 512)
+    assert memory == RankMemory(
+        parameter_bytes=512,
+        gradient_bytes=1024,
+        main_parameter_bytes=512,
+        moment_bytes=2 * 512,
+        scratch_bytes=SCRATCH + 2,
+    )
 
 
 def test_16_bit_gradients_are_widened_for_the_owned_shard():
@@ -52,8 +60,8 @@ def test_16_bit_gradients_are_widened_for_the_owned_shard():
     assert (memory.gradient_bytes, memory.main_gradient_bytes) == (512, 512)
 
 
-def test_a_plain_optimizer_keeps_its_moments_in_the_dtype_of_the_parameters():
-    layout = layout_of([ParamSpec("w", (256,), "bfloat16")], dp_size=2)
+def test_a_plain_optimizer_keeps_its_moments_in_the_dtype_of_the_gradients():
+    layout = layout_of([ParamSpec("w", (256,), "bfloat16")], dp_size=2, grad_reduce_in_fp32=False)
 
     memory = rank_memory(layout, rank=0, is_sharded=False, has_main_params=False)
 
@@ -67,6 +75,28 @@ def test_alignment_gaps_and_padded_ends_are_padding():
     memory = rank_memory(layout, rank=0, is_sharded=False)
 
     assert memory.padding_bytes == 146 * 8
+
+
+def test_gaps_inside_a_flat_tensor_of_the_optimizer_are_counted_once_for_each_copy():
+    # w1 lies at 0..100, w0 at 128..138: one flat tensor of 138 elements, 28 of them a gap, in main parameters and two moments.
+    layout = layout_of([ParamSpec("w0", (10,), "bfloat16"), ParamSpec("w1", (100,), "bfloat16")], dp_size=1)
+
+    memory = rank_memory(layout, rank=0, is_sharded=True)
+
+    assert memory.optimizer_padding_bytes == 28 * (4 + 8)
+    assert memory.scratch_bytes == SCRATCH + 2 * 2
+    two_groups = rank_memory(layout, rank=0, is_sharded=True, group_of={"w0": 0, "w1": 1})
+    assert two_groups.optimizer_padding_bytes == 0  # a flat tensor each, and a step count each
+    assert two_groups.scratch_bytes == SCRATCH + 2 * 2 + 4
+
+
+def test_what_is_given_for_activations_and_a_missing_fence_are_taken_as_they_are():
+    layout = layout_of([ParamSpec("w", (256,))], dp_size=1)
+
+    memory = rank_memory(layout, rank=0, is_sharded=True, has_fence=False, activation_bytes=12_345)
+
+    assert (memory.activation_bytes, memory.scratch_bytes) == (12_345, 8 + 4 + 4)
+    assert memory.total_bytes == 16 * 256 + 12_345 + 16
 
 
 @pytest.mark.parametrize("moments", [0, 1, 2])

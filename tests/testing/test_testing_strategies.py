@@ -48,7 +48,10 @@ def any_one(strategy, condition):
         (lambda: dp_sizes(min_size=5, max_size=4), "min_size=5 must not exceed max_size=4"),
         (
             lambda: layout_inputs(sizings=["auto"]),
-            "sizings=['auto'] must be a non-empty sequence out of default, bucket_size, bucket_cap_mb, num_buckets",
+            (
+                "sizings=['auto'] must be a non-empty sequence out of default, bucket_size, bucket_cap_mb, num_buckets, "
+                "bucket_cuts"
+            ),
         ),
         (lambda: model_layouts(layouts=()), "layouts=() must be a non-empty sequence out of stable, megatron"),
     ],
@@ -123,6 +126,12 @@ def test_a_layout_of_two_buckets_shrinks_to_two_parameters_of_one_element():
         ("another expert group", layout_inputs(), lambda case: case.expert_dp_size not in (None, case.dp_size)),
         ("a model without elements", layout_inputs(), lambda case: sum(spec.numel for spec in case.specs) == 0),
         ("ten buckets", model_layouts(), lambda layout: layout.num_buckets >= 10),
+        ("a cut in the middle", model_layouts(), lambda layout: len(layout.buffers[0].cuts or ()) == 1),
+        (
+            "an order that is not registration's",
+            model_layouts(),
+            lambda layout: [slot.ready_index for slot in layout.buffers[0].params.values()][:2] == [0, 1],
+        ),
         ("a bucket of empty parameters", model_layouts(), lambda layout: layout.buffers[0].buckets[-1].numel == 0),
         (
             "a rank with padding only",
@@ -173,7 +182,15 @@ def test_group_sizes_stay_within_their_bounds(size):
 def test_every_field_of_the_config_takes_another_value_than_its_default(field):
     default = getattr(DistributedDataParallelConfig(), field)
 
-    assert getattr(any_one(ddp_configs(), lambda config: getattr(config, field) != default), field) != default
+    strategy = ddp_configs(param_names=["a", "b"])
+
+    assert getattr(any_one(strategy, lambda config: getattr(config, field) != default), field) != default
+
+
+@given(case=layout_inputs(sizings=["num_buckets"], recorded_orders=False), config=ddp_configs())
+def test_what_names_parameters_can_be_left_out(case, config):
+    assert (case.config.bucket_cuts, case.config.bucket_order) == (None, None)
+    assert (config.bucket_cuts or (), config.bucket_order) == ((), None)  # such a config fits every model
 
 
 @given(case=layout_inputs() | layout_inputs(specs=param_specs(max_params=2, max_numel=2**70)))

@@ -68,7 +68,7 @@ NORM_BYTES = 8  # float64
     [
         (["mode=all_reduce"], 1, [FENCE_BYTES]),
         (["mode=reduce_scatter"], 2, [FENCE_BYTES, NORM_BYTES]),
-        (["mode=reduce_scatter", "ddp.overlap_param_gather=true"], 2, [FENCE_BYTES, NORM_BYTES]),
+        (["mode=reduce_scatter", "ddp.overlap_param_gather=true", "ddp.step_traces=true"], 2, [FENCE_BYTES, NORM_BYTES]),
     ],
 )
 def test_two_ranks_end_where_torch_ddp_ends_and_log_every_collective(
@@ -90,6 +90,8 @@ def test_two_ranks_end_where_torch_ddp_ends_and_log_every_collective(
         assert step["updated"]
         assert step["num_collectives"] == collectives_per_bucket * num_buckets + len(others_bytes)
         assert 0 <= step["exposed_s"] <= step["step_s"]
+        assert (step["launches"] is not None) == ("ddp.step_traces=true" in overrides)
+        assert step["launches"] is None or len(step["launches"]) == step["num_collectives"]
         assert step["comm_s"] > 0
     # All-reduce and reduce-scatter + all-gather of S bytes both send S on two ranks; fence and norm are all-reduced.
     computed = log[-2]["computed_bytes"]

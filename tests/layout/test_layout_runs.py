@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec, Span, build_layout
-from megabucket.optim.shards import ShardRun, plan_runs
+from megabucket.layout.runs import ShardRun, plan_runs
 from megabucket.testing import dp_sizes, model_layouts, param_specs
 
 LAYOUTS = model_layouts(specs=param_specs(min_params=1, max_params=8, max_numel=400), dp_size=dp_sizes(max_size=5))

@@ -1,0 +1,42 @@
+"""``megabucket report``: one page that shows what a bucket plan costs, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    config: Annotated[
+        Path, typer.Option("-c", "--config", help="YAML file with a link and a workload, or a model and its speed")
+    ],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example ddp.bucket_size=40M")] = None,
+    dp_size: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks; needed for ring and two_level links")] = None,
+    expert_dp_size: Annotated[int | None, typer.Option(min=1, help="ranks that expert buckets are cut for")] = None,
+    out: Annotated[Path, typer.Option(help="the page; .json and .trace.json are written beside it")] = Path("report.html"),
+    measured: Annotated[
+        Path | None, typer.Option(help="measured steps: JSON lines of StepTraceLog or of training, or JSON with candidates")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print all figures as JSON on stdout")] = False,
+) -> None:
+    """Write a page with timeline, sweep, buckets, memory and scaling, its figures as JSON, and a Chrome trace."""
+    from megabucket.config.load import load_config
+    from megabucket.report import collect, read_measured, write_report
+
+    run = load_config(config, overrides or [])
+    steps = None if measured is None else read_measured(measured)
+    figures = collect(run, dp_size=dp_size, expert_dp_size=expert_dp_size, measured=steps, title=config.name)
+    written = write_report(figures, out)
+    typer.echo(f"wrote {', '.join(str(path) for path in written)}", err=True)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(figures.to_dict(), indent=1, allow_nan=False))
+        return
+    from megabucket.units import format_seconds
+
+    for plan in figures.plans:
+        typer.echo(f"{plan.name:<14} {format_seconds(plan.step_s):>12} a step, {plan.num_buckets:,} buckets")
+    typer.echo(f"{'lower bound':<14} {format_seconds(figures.outlook.lower_bound_s):>12}")

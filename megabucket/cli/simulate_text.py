@@ -1,0 +1,103 @@
+"""What ``megabucket simulate`` prints for people: lines of at most 80 columns, except for names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from megabucket.cli.text_table import output_width, text_table, wrapped
+from megabucket.config.text import printable
+from megabucket.planning.ladder import Rung
+from megabucket.planning.links import FlatLink
+from megabucket.planning.outlook import Outlook
+from megabucket.planning.sweep import SweepRow
+from megabucket.units import format_count
+
+_NAME_CHARS: Final = 200
+
+
+def outlook_lines(outlook: Outlook, *, show_cuts: bool) -> Iterator[str]:
+    """Yield the figures of an outlook."""
+    setting, workload = outlook.setting, outlook.setting.workload
+    tensors, ranks = _counted(len(workload.tensors), "tensor"), _counted(setting.dp_size, "rank")
+    what = f"{setting.mode.value} of {tensors}, {format_count(workload.numel)} elements"
+    # A flat link costs the same on any number, and without a model nothing else depends on it.
+    yield f"{what}, on {ranks}" if setting.specs is not None or not isinstance(setting.link, FlatLink) else what
+    passes = [("forward", workload.forward_s), ("backward", workload.backward_s), ("optimizer", workload.optimizer_s)]
+    told = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in passes if seconds > 0) or "nothing"
+    times = f" of each of {workload.num_microbatches} microbatches" if workload.num_microbatches > 1 else ""
+    yield f"compute {_ms(workload.compute_s)}: {told}{times} (ms)"
+    yield f"one collective per tensor after backward {_ms(outlook.no_overlap_s)} ms"
+    yield ""
+    rows: list[tuple[str, ...]] = [("bucket", "buckets", "step ms", "exposed ms", "gain", "")]
+    marks = {id(outlook.best): "best size"}
+    rows += [_cells(format_count(row.bucket_numel or 0), row, outlook, marks.get(id(row), "")) for row in outlook.rows]
+    if outlook.default is not None:
+        rows.append(_cells("default", outlook.default, outlook, format_count(outlook.default.bucket_numel or 0)))
+    if outlook.configured is not None:
+        rows.append(_cells("config", outlook.configured, outlook, "the config's own sizes"))
+    rows.append(_cells("optimal", outlook.optimal, outlook, _against(outlook.optimal, outlook.best)))
+    yield from text_table(rows, num_left=0)
+    yield ""
+    yield f"gain is over one collective per tensor; no plan is below {_ms(outlook.lower_bound_s)} ms"
+    yield from _scaling_lines(outlook)
+    if show_cuts:
+        yield from _cut_lines(outlook)
+
+
+def ladder_lines(rungs: Sequence[Rung], *, num_tensors: int, bytes_per_element: int, num_microbatches: int) -> Iterator[str]:
+    """Yield the table of six strategies."""
+    passes = _counted(num_microbatches, "backward")
+    yield f"{_counted(num_tensors, 'tensor')}, {bytes_per_element} bytes per element, {passes} per step"
+    yield ""
+    rows = [("strategy", "per sync", "syncs", "per step", "overlaps")]
+    rows += [
+        (
+            rung.strategy,
+            f"{rung.collectives_per_sync:,}",
+            str(rung.syncs_per_step),
+            f"{rung.collectives_per_step:,}",
+            "yes" if rung.overlaps else "no",
+        )
+        for rung in rungs
+    ]
+    yield from text_table(rows)
+
+
+def _cells(name: str, row: SweepRow, outlook: Outlook, note: str) -> tuple[str, ...]:
+    gain = outlook.no_overlap_s / row.step_s if row.step_s > 0 else 1.0
+    return (name, f"{row.buckets:,}", _ms(row.step_s), _ms(row.exposed_s), f"{gain:.2f}x", note)
+
+
+def _against(optimal: SweepRow, best: SweepRow) -> str:
+    gain = 1 - optimal.step_s / best.step_s if best.step_s > 0 else 0.0
+    return f"{gain:.2%} below the best size" if gain > 5e-5 else "as the best size" if gain > -5e-5 else "padded"
+
+
+def _scaling_lines(outlook: Outlook) -> Iterator[str]:
+    if not outlook.scaling:
+        return
+    yield ""
+    yield "scaling with the optimal cuts of each number of ranks:"
+    rows = [("ranks", "step ms", "efficiency")]
+    rows += [(f"{row.num_ranks:,}", _ms(row.step_s), f"{row.efficiency:.1%}") for row in outlook.scaling]
+    yield from text_table(rows, num_left=0)
+
+
+def _cut_lines(outlook: Outlook) -> Iterator[str]:
+    yield ""
+    if outlook.setting.specs is not None:
+        yield "ddp:"
+        yield "  bucket_cuts:"
+        yield from (f"    - {printable(name, _NAME_CHARS)}" for name in outlook.cuts)
+    else:
+        names = ", ".join(printable(name, _NAME_CHARS) for name in outlook.cuts)
+        yield from wrapped(f"cuts after: {names}", width=output_width(), indent="")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"

@@ -1,0 +1,230 @@
+"""Hooks that note when a model needs its parameters and when its gradients are ready. Decides nothing: ``profile_events`` does.
+
+A hook appends one moment to a list. On a GPU the moment is an event in the device's queue, so nothing waits, and the list is
+read when profiling is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from megabucket.measure.profile_events import Event, EventKind, HookCost
+from megabucket.trace.clock import Clock, DeviceClock, HostClock, Stamp
+
+_CALIBRATION_HOOKS: Final = 300
+_CALIBRATION_ROUNDS: Final = 9
+
+
+class ProfileHooks:
+    """The hooks on one model, from construction to ``remove``.
+
+    Args:
+        module: the model itself, not a wrapper around it.
+        params: its trainable parameters by name, in registration order.
+        counts_optimizer: whether a step of this torch optimizer belongs to the model.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        params: Mapping[str, torch.nn.Parameter],
+        *,
+        counts_optimizer: Callable[[torch.optim.Optimizer], bool],
+    ) -> None:
+        device = next(iter(params.values())).device
+        self.clock: Clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if device.type == "cuda" else HostClock()
+        self._module = module
+        self._counts_optimizer = counts_optimizer
+        self._noted: list[tuple[EventKind, int, Stamp]] = []
+        self._in_forward = False
+        self._in_optimizer = 0
+        self._owners = _owners(module, params)
+        self.module_params: list[tuple[int, ...]] = []
+        """By module index: what it needs, as indices into ``params``. Filled once it is known what is called."""
+        self._called: set[torch.nn.Module] = set()
+        self._has_run = self._is_learned = False
+        self._handles = self._register(params)
+
+    def note(self, kind: EventKind, index: int = -1) -> None:
+        """Note this moment."""
+        self._noted.append((kind, index, self.clock.stamp()))
+
+    @contextmanager
+    def span(self, kind: EventKind, end: EventKind) -> Iterator[None]:
+        """Note the beginning and the end of what runs inside; optimizers inside are a part of it."""
+        self._in_optimizer += 1
+        self.note(kind)
+        try:
+            yield
+        finally:
+            self.note(end)
+            self._in_optimizer -= 1
+
+    def events(self) -> list[Event]:
+        """Return what was noted. On a GPU this waits for it."""
+        if isinstance(self.clock, DeviceClock) and self._noted:
+            torch.cuda.synchronize()
+        return [
+            Event(kind, moment_s, index)
+            for kind, index, stamp in self._noted
+            if (moment_s := self.clock.seconds(stamp)) is not None
+        ]
+
+    def remove(self) -> None:
+        """Take all hooks off. A second call does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _register(self, params: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:
+        handles: list[RemovableHandle] = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+            self._module.register_forward_pre_hook(self._before_model, prepend=True),
+            self._module.register_forward_hook(self._after_model, always_call=True),
+        ]
+        handles += [
+            param.register_post_accumulate_grad_hook(self._ready_hook(index)) for index, param in enumerate(params.values())
+        ]
+        self._learning = [
+            submodule.register_forward_pre_hook(self._note_called, prepend=True) for submodule in self._module.modules()
+        ]
+        return handles + self._learning
+
+    def _ready_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        noted, stamp, kind = self._noted, self.clock.stamp, EventKind.READY
+
+        def on_ready(_: torch.Tensor) -> None:
+            noted.append((kind, index, stamp()))
+
+        return on_ready
+
+    def _need_hook(self, index: int) -> Callable[..., None]:
+        def on_need(*_: Any) -> None:
+            # Not what activation checkpointing runs again inside a backward; its time belongs to the gradient after it.
+            if (self._in_forward or torch.is_grad_enabled()) and torch._C._current_graph_task_id() < 0:
+                self.note(EventKind.NEED, index)
+
+        return on_need
+
+    # The model #
+
+    def _before_model(self, *_: Any) -> None:
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
+            return
+        if self._has_run:
+            self.learn()
+        self._in_forward = True
+        self.note(EventKind.FORWARD)
+
+    def _after_model(self, *_: Any) -> None:
+        if self._in_forward:
+            self._in_forward, self._has_run = False, True
+            self.note(EventKind.FORWARD_END)
+
+    # Which modules need which parameters #
+
+    def _note_called(self, called: torch.nn.Module, *_: Any) -> None:
+        self._called.add(called)
+
+    def learn(self) -> None:
+        """Watch the modules that own parameters, or, where one is never called, the nearest one around it that is.
+
+        Due once, after the first forward, or after the first step where the model itself is never called.
+        """
+        if self._is_learned or not self._called:
+            return
+        self._is_learned = True
+        for handle in self._learning:
+            handle.remove()
+        needs: dict[torch.nn.Module, list[int]] = {}
+        for index, paths in enumerate(self._owners):
+            for path in paths:
+                module = next((module for module in path if module in self._called), self._module)
+                needs.setdefault(module, []).append(index)
+        for index, (module, params) in enumerate(needs.items()):
+            self.module_params.append(tuple(dict.fromkeys(params)))
+            self._handles.append(module.register_forward_pre_hook(self._need_hook(index), prepend=True))
+
+    # The optimizer #
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._in_optimizer and self._counts_optimizer(optimizer):
+            self.learn()
+            self.note(EventKind.OPTIMIZER)
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._in_optimizer and self._counts_optimizer(optimizer):
+            self.note(EventKind.OPTIMIZER_END)
+
+
+def _owners(module: torch.nn.Module, params: Mapping[str, torch.nn.Parameter]) -> list[list[tuple[torch.nn.Module, ...]]]:
+    """Return for each parameter the chains of modules that hold it, from the owner outwards; several where it is tied."""
+    index_of = {param: index for index, param in enumerate(params.values())}
+    chains: list[list[tuple[torch.nn.Module, ...]]] = [[] for _ in params]
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name, owner in modules.items():
+        parts = name.split(".") if name else []
+        outwards = tuple(modules[".".join(parts[:length])] for length in range(len(parts), -1, -1))
+        for param in owner._parameters.values():
+            if param is not None and param in index_of:
+                chains[index_of[param]].append(outwards)
+    return chains
+
+
+def hook_cost(device: torch.device) -> HookCost:
+    """Return what a hook adds on this host, measured on modules and gradients that do nothing. Nothing is known of GPUs.
+
+    The least of several rounds, so that other programs do not count.
+    """
+    if device.type == "cuda":
+        return HookCost()
+    noted: list[tuple[EventKind, int, float]] = []
+
+    def on_ready(_: torch.Tensor) -> None:
+        noted.append((EventKind.READY, 0, time.perf_counter()))
+
+    def on_need(*_: Any) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
+            noted.append((EventKind.NEED, 0, time.perf_counter()))
+
+    bare, hooked = _Nothing(), _Nothing()
+    for leaf in hooked.leaves:
+        leaf.register_post_accumulate_grad_hook(on_ready)
+    for part in hooked.parts:
+        part.register_forward_pre_hook(on_need, prepend=True)
+    rounds = [(bare.seconds(), hooked.seconds()) for _ in range(_CALIBRATION_ROUNDS)]
+    need_s, ready_s = (
+        max(0.0, min(there[i] for _, there in rounds) - min(without[i] for without, _ in rounds)) / _CALIBRATION_HOOKS
+        for i in range(2)
+    )
+    return HookCost(need_s, ready_s)
+
+
+class _Nothing:
+    """Modules and leaves that compute next to nothing, to find out what hooks on them cost."""
+
+    def __init__(self) -> None:
+        self.parts = [torch.nn.Identity() for _ in range(_CALIBRATION_HOOKS)]
+        self.leaves = [torch.zeros(1, requires_grad=True) for _ in range(_CALIBRATION_HOOKS)]
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the seconds of a forward through the modules and of a backward to the leaves."""
+        value = torch.zeros(1)
+        start_s = time.perf_counter()
+        for part in self.parts:
+            part(value)
+        called_s = time.perf_counter() - start_s
+        for leaf in self.leaves:
+            leaf.grad = None
+        total = torch.cat(self.leaves).sum()
+        start_s = time.perf_counter()
+        total.backward()
+        return called_s, time.perf_counter() - start_s

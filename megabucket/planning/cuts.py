@@ -1,0 +1,132 @@
+"""``BucketPlan``: which tensors share a collective, and the plans everybody knows. Pure data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megabucket.errors import ConfigError, name_list
+from megabucket.layout import ModelLayout, ParamSpec, launch_order
+from megabucket.planning.workload import Workload
+from megabucket.planning.workload_match import check_workload_matches
+from megabucket.units import dtype_bytes
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Tensors by bucket, in launch order.
+
+    Args:
+        buckets: tensor indices of each bucket. Every tensor of the workload is in one bucket; the last index of a bucket is the
+            tensor that closes it.
+        grad_bytes: bytes of each bucket's gradients on the wire, padding included; ``None``: what its tensors have.
+        param_bytes: bytes of each bucket's parameters on the wire, padding included; ``None``: what its tensors have.
+        num_ranks: ranks that reduce each bucket (expert buckets may have fewer); ``None``: those of the simulation.
+    """
+
+    buckets: tuple[tuple[int, ...], ...]
+    grad_bytes: tuple[int, ...] | None = None
+    param_bytes: tuple[int, ...] | None = None
+    num_ranks: tuple[int, ...] | None = None
+
+    def cut_names(self, workload: Workload) -> tuple[str, ...]:
+        """Return the names of the tensors that close the buckets, in launch order."""
+        return tuple(workload.tensors[bucket[-1]].name for bucket in self.buckets)
+
+    def grad_sizes_bytes(self, workload: Workload) -> tuple[int, ...]:
+        """Return the bytes of gradients each bucket sends."""
+        return self.grad_bytes or self._sizes_bytes(workload, workload.bytes_per_element)
+
+    def param_sizes_bytes(self, workload: Workload) -> tuple[int, ...]:
+        """Return the bytes of parameters each bucket gathers."""
+        return self.param_bytes or self._sizes_bytes(workload, workload.param_bytes_per_element)
+
+    def num_collectives(self, workload: Workload) -> int:
+        """Return how many buckets have anything to send."""
+        return sum(size > 0 for size in self.grad_sizes_bytes(workload))
+
+    def _sizes_bytes(self, workload: Workload, bytes_per_element: int) -> tuple[int, ...]:
+        tensors = workload.tensors
+        return tuple(sum(tensors[index].numel for index in bucket) * bytes_per_element for bucket in self.buckets)
+
+
+def uniform_plan(workload: Workload, bucket_numel: int) -> BucketPlan:
+    """Return the plan of one size: walk the tensors in ready order, close a bucket at ``>= bucket_numel`` elements.
+
+    No padding, no alignment; tensors of no elements at the end become a bucket that sends nothing.
+
+    Raises:
+        ConfigError: ``bucket_numel`` is not a positive integer.
+    """
+    if isinstance(bucket_numel, bool) or not isinstance(bucket_numel, int) or bucket_numel < 1:
+        raise ConfigError(f"bucket_numel={bucket_numel!r} is not a bucket size; give a number of elements, at least 1")
+    buckets: list[tuple[int, ...]] = []
+    open_bucket: list[int] = []
+    filled_numel = 0
+    tensors = workload.tensors
+    for index in workload.order:
+        open_bucket.append(index)
+        filled_numel += tensors[index].numel
+        if filled_numel >= bucket_numel:
+            buckets.append(tuple(open_bucket))
+            open_bucket, filled_numel = [], 0
+    if open_bucket:
+        buckets.append(tuple(open_bucket))
+    return BucketPlan(tuple(buckets))
+
+
+def single_plan(workload: Workload) -> BucketPlan:
+    """Return the plan of one bucket for everything."""
+    return BucketPlan((workload.order,))
+
+
+def per_tensor_plan(workload: Workload) -> BucketPlan:
+    """Return the plan of one bucket for each tensor."""
+    return BucketPlan(tuple((index,) for index in workload.order))
+
+
+def plan_of_cuts(workload: Workload, names: Sequence[str]) -> BucketPlan:
+    """Return the plan whose buckets are closed, in ready order, by the tensors called ``names``; the inverse of ``cut_names``.
+
+    What comes after the last name is a bucket of its own.
+
+    Raises:
+        ConfigError: a name is not a tensor of the workload, or is given twice.
+    """
+    known = {tensor.name for tensor in workload.tensors}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"cuts name tensors that the workload does not have: {name_list(unknown)}")
+    closing = set(names)
+    if len(closing) < len(names):
+        raise ConfigError(f"cuts name {len(names) - len(closing)} tensors more than once; a tensor closes one bucket")
+    buckets: list[tuple[int, ...]] = []
+    open_bucket: list[int] = []
+    for index in workload.order:
+        open_bucket.append(index)
+        if workload.tensors[index].name in closing:
+            buckets.append(tuple(open_bucket))
+            open_bucket = []
+    if open_bucket:
+        buckets.append(tuple(open_bucket))
+    return BucketPlan(tuple(buckets))
+
+
+def plan_of_layout(workload: Workload, layout: ModelLayout) -> BucketPlan:
+    """Return the buckets of a layout in launch order, with the bytes they send, padding included.
+
+    Raises:
+        ConfigError: the workload is of another model: names, order or sizes differ.
+    """
+    slots = [(slot.registration_index, name, slot) for buffer in layout.buffers for name, slot in buffer.params.items()]
+    found = [(name, slot.numel) for _, name, slot in sorted(slots)]
+    if found != [(tensor.name, tensor.numel) for tensor in workload.tensors]:
+        check_workload_matches(workload, [ParamSpec(name, (numel,)) for name, numel in found])
+    index_of = {tensor.name: index for index, tensor in enumerate(workload.tensors)}
+    chosen = [(layout.buffers[id_.buffer], layout.buffers[id_.buffer].buckets[id_.bucket]) for id_ in launch_order(layout)]
+    is_sharded = any(buffer.num_shards > 1 for buffer in layout.buffers)
+    return BucketPlan(
+        buckets=tuple(tuple(index_of[name] for name in bucket.params) for _, bucket in chosen),
+        grad_bytes=tuple(bucket.numel * dtype_bytes(buffer.key.grad_dtype) for buffer, bucket in chosen),
+        param_bytes=tuple(bucket.numel * dtype_bytes(buffer.key.param_dtype) for buffer, bucket in chosen),
+        num_ranks=tuple(buffer.num_shards for buffer, _ in chosen) if is_sharded else None,
+    )

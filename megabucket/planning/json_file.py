@@ -1,0 +1,33 @@
+"""Read a JSON file of a user: with a limit, and with one readable error. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megabucket.config.text import printable
+from megabucket.config.yaml_loader import YamlDocument
+from megabucket.errors import ConfigError
+
+
+def read_json(path: Path, *, max_bytes: int, what: str) -> YamlDocument:
+    """Return the values of a JSON file, which has no lines to point to.
+
+    Args:
+        what: the file is, for errors, with its article.
+
+    Raises:
+        ConfigError: the file cannot be read, is larger than ``max_bytes``, or is not JSON.
+    """
+    source = str(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(raw) > max_bytes:
+        raise ConfigError(f"{source}: larger than {max_bytes} bytes, the limit for {what}")
+    try:
+        return YamlDocument(json.loads(raw), {}, source)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: not valid JSON: {printable(str(error))}") from None

@@ -1,0 +1,85 @@
+"""Six ways to synchronize gradients, from the simplest to torch's DDP: how many collectives each issues. No torch.
+
+The ladder of many introductions to data parallelism. Counts follow from the sizes of the tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from megabucket.errors import ConfigError
+from megabucket.units import MIB
+
+BUCKET_CAP_BYTES: Final = 25 * MIB
+"""``bucket_cap_mb=25``, the default of torch's DDP."""
+
+FIRST_BUCKET_BYTES: Final = MIB
+"""What torch's DDP closes its first bucket at, so that communication begins early (``dist._DEFAULT_FIRST_BUCKET_BYTES``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One strategy in numbers."""
+
+    strategy: str
+    collectives_per_sync: int
+    """All-reduces of gradients each time they are synchronized."""
+    syncs_per_step: int
+    """Synchronizations in one optimizer step."""
+    overlaps: bool
+    """Whether backward goes on while a collective is under way."""
+
+    @property
+    def collectives_per_step(self) -> int:
+        """All-reduces of gradients in one optimizer step."""
+        return self.collectives_per_sync * self.syncs_per_step
+
+
+def ladder(
+    numels: Sequence[int],
+    *,
+    bytes_per_element: int = 4,
+    num_microbatches: int = 2,
+    bucket_cap_bytes: int = BUCKET_CAP_BYTES,
+) -> tuple[Rung, ...]:
+    """Return the six strategies.
+
+    Args:
+        numels: elements of the trainable tensors in registration order, tied ones once.
+        bytes_per_element: of a gradient.
+        num_microbatches: backward passes in an optimizer step. Only the first and the last strategy synchronize each of them;
+            torch's DDP would not, under ``no_sync()``.
+        bucket_cap_bytes: a bucket is closed when it reaches this.
+
+    Raises:
+        ConfigError: no tensors.
+
+    >>> [rung.collectives_per_step for rung in ladder([10] * 6, bytes_per_element=1, bucket_cap_bytes=25)]
+    [12, 6, 6, 6, 2, 4]
+    """
+    if not numels:
+        raise ConfigError("a ladder needs at least one tensor, got none")
+    backwards = [numel * bytes_per_element for numel in reversed(numels)]
+    num_tensors = len(backwards)
+    buckets = _num_buckets(backwards, (bucket_cap_bytes,))
+    torch_buckets = _num_buckets(backwards, (min(FIRST_BUCKET_BYTES, bucket_cap_bytes), bucket_cap_bytes))
+    return (
+        Rung("per tensor, after each backward", num_tensors, num_microbatches, overlaps=False),
+        Rung("per tensor, after the last backward", num_tensors, 1, overlaps=False),
+        Rung("per tensor, from hooks, blocking", num_tensors, 1, overlaps=False),
+        Rung("per tensor, from hooks, asynchronous", num_tensors, 1, overlaps=True),
+        Rung("buckets, asynchronous", buckets, 1, overlaps=True),
+        Rung("torch DDP, each backward", torch_buckets, num_microbatches, overlaps=True),
+    )
+
+
+def _num_buckets(sizes_bytes: Sequence[int], caps_bytes: Sequence[int]) -> int:
+    """Return how many buckets are closed at ``>=`` their cap; the last cap goes on."""
+    count = filled = 0
+    for index, size in enumerate(sizes_bytes):
+        filled += size
+        if filled >= caps_bytes[min(count, len(caps_bytes) - 1)] or index == len(sizes_bytes) - 1:
+            count, filled = count + 1, 0
+    return count

@@ -1,0 +1,11 @@
+"""The report: figures of one config on one group, and the page, the JSON and the Chrome traces that show them. No torch.
+
+``collect`` computes, ``write_report`` writes. The page is self-contained and simulates itself what its slider asks for.
+"""
+
+from megabucket.report.collect import Report, collect
+from megabucket.report.measured import Measured, read_measured
+from megabucket.report.page import render_page
+from megabucket.report.write import write_report
+
+__all__ = ["Measured", "Report", "collect", "read_measured", "render_page", "write_report"]

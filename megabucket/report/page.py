@@ -1,0 +1,38 @@
+"""The page: one self-contained HTML file. No network, data inside, every name shown as plain text.
+
+Its parts lie in ``assets``: ``simulate.js`` is the timing model, ``chart.js`` draws, ``page.js`` joins both to the data.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Final
+
+from megabucket.config.text import as_script_data
+from megabucket.report.collect import Report
+from megabucket.report.page_data import Limits, page_data
+
+MAX_PAGE_BYTES: Final = 200_000
+_FIRST_LIMITS: Final = Limits(tensors=4_000)
+_SCRIPTS: Final = ("simulate.js", "chart.js", "page.js")
+
+
+def render_page(report: Report) -> str:
+    """Return the page, smaller than 200 kB: what grows with the model is cut until it fits, and the page says so.
+
+    Raises:
+        ConfigError: a link that the page cannot show.
+    """
+    frame = _asset("page.html").replace("@STYLE@", _asset("page.css"))
+    frame = frame.replace("@SCRIPTS@", "\n".join(_asset(name) for name in _SCRIPTS))
+    limits = _FIRST_LIMITS
+    while True:
+        # The data comes last: a name in it may well be "@STYLE@".
+        page = frame.replace("@DATA@", as_script_data(page_data(report, limits)))
+        if len(page.encode()) < MAX_PAGE_BYTES or limits.tensors == 1:
+            return page
+        limits = limits.tighter()
+
+
+def _asset(name: str) -> str:
+    return (files("megabucket.report") / "assets" / name).read_text(encoding="utf-8")

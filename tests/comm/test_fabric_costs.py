@@ -1,0 +1,91 @@
+"""What a collective costs on the emulated fabric, against the link that the planner predicts with."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabucket.comm.fabric import movement
+from megabucket.comm.fabric.costs import Cost
+from megabucket.errors import ConfigError
+from megabucket.planning.links import RingLink
+from megabucket.testing import EmulatedFabric, fabric_lateness
+from megabucket.trace import CollectiveKind
+
+LATENCIES = st.floats(0, 1)
+BANDWIDTHS = st.floats(1e3, 1e12)
+SIZES = st.integers(0, 10**10)
+
+
+@given(
+    latency_s=LATENCIES,
+    bytes_per_s=BANDWIDTHS,
+    payload_bytes=SIZES,
+    num_ranks=st.integers(1, 1000),
+    kind=st.sampled_from(CollectiveKind),
+)
+def test_the_fabric_takes_the_time_that_a_ring_link_predicts(latency_s, bytes_per_s, payload_bytes, num_ranks, kind):
+    fabric, link = EmulatedFabric(latency_s, bytes_per_s), RingLink(latency_s, bytes_per_s)
+
+    seconds = fabric.seconds((Cost(kind.ring_passes, payload_bytes),), num_ranks)
+
+    assert seconds == pytest.approx(link.collective_s(kind, payload_bytes, num_ranks), rel=1e-12)
+
+
+@given(latency_s=LATENCIES, bytes_per_s=BANDWIDTHS, sizes=st.lists(SIZES, min_size=1, max_size=5), num_ranks=st.integers(2, 9))
+def test_a_batch_pays_for_all_bytes_and_for_the_latency_of_one(latency_s, bytes_per_s, sizes, num_ranks):
+    fabric = EmulatedFabric(latency_s, bytes_per_s)
+
+    batch_s = fabric.seconds(tuple(Cost(2, size) for size in sizes), num_ranks)
+
+    assert batch_s == pytest.approx(fabric.seconds((Cost(2, sum(sizes)),), num_ranks), rel=1e-12)
+
+
+def test_four_ranks_by_hand():
+    fabric = EmulatedFabric(latency_s=1e-3, bytes_per_s=1e6)
+
+    # 6 steps of 1 ms, and 2 x 4000 x 3/4 bytes at 1 MB/s; a message: one step, all bytes.
+    assert fabric.seconds((Cost(2, 4000),), 4) == pytest.approx(6e-3 + 6e-3)
+    assert fabric.message_s(4000) == pytest.approx(1e-3 + 4e-3)
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s"),
+    [(-1e-9, 1.0), (math.nan, 1.0), ("fast", 1.0), (True, 1.0), (math.inf, 1.0), (0.0, 0.0), (0.0, math.inf)],
+)
+def test_times_that_no_link_has_are_refused(latency_s, bytes_per_s):
+    with pytest.raises(ConfigError, match=r"EmulatedFabric: \w+ must be a finite number >"):
+        EmulatedFabric(latency_s, bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "is_moved"),
+    [
+        (torch.zeros(64), True),  # 256 bytes: a norm, a flag
+        (torch.zeros(65), False),
+        (torch.zeros(10_000, dtype=torch.int64), True),
+        (torch.zeros(10_000, dtype=torch.bfloat16), False),
+    ],
+)
+def test_timing_only_moves_what_controls_the_program(tensor, is_moved):
+    assert EmulatedFabric(0.0, 1.0, moves_data=False).moves(tensor) == is_moved
+    assert EmulatedFabric(0.0, 1.0).moves(tensor)
+
+
+def test_lateness_of_another_back_end_is_not_known():
+    with pytest.raises(ConfigError, match="no emulated fabric"):
+        fabric_lateness()
+
+
+def test_memory_that_was_filled_is_known_while_it_lives(monkeypatch):
+    monkeypatch.setattr(movement, "_MAX_PIECES", 8)
+    filled, buffer = movement._FilledMemory(), torch.zeros(20)
+    pieces = [buffer[:10], buffer[10:], buffer]
+
+    assert [filled.remember(piece) for piece in pieces] == [False] * 3
+    for _ in range(30):  # dies each time, and its address may be given to the next
+        assert not filled.remember(torch.zeros(20))
+    assert [filled.remember(piece) for piece in pieces] == [True] * 3
+    assert len(filled._pieces) <= 8

@@ -1,0 +1,170 @@
+"""The times of the emulated fabric without processes: several ledgers over the same memory stand for the ranks."""
+
+import fcntl
+import json
+import os
+import tempfile
+import threading
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabucket.comm.fabric import ledger as ledger_module
+from megabucket.comm.fabric.ledger import Ledger, Links, ledger_words
+from megabucket.comm.fabric.shared import SharedWords, share_words
+from megabucket.errors import ConfigError
+
+MACHINE = 4  # ranks
+
+
+def words(num_words, lock_timeout_s=5.0):
+    descriptor, path = tempfile.mkstemp()
+    os.unlink(path)  # noqa: PTH108
+    os.ftruncate(descriptor, num_words * 8)
+    return SharedWords(descriptor, num_words, lock_timeout_s=lock_timeout_s)
+
+
+def ledgers(groups, timeout_s=5.0):
+    """Return, for each group, the ledger of each of its members."""
+    links = Links(words(MACHINE))
+    made = []
+    for members in groups:
+        shared = words(ledger_words(len(members)))
+        made.append(
+            {
+                machine_rank: Ledger(shared, links, rank=rank, members=members, timeout_s=timeout_s)
+                for rank, machine_rank in enumerate(members)
+            }
+        )
+    return made
+
+
+GROUPS = st.lists(
+    st.lists(st.integers(0, MACHINE - 1), min_size=2, max_size=MACHINE, unique=True).map(sorted), min_size=1, max_size=3
+)
+
+
+@st.composite
+def schedules(draw):
+    """Groups, the durations of their collectives, and an order in which the ranks launch their parts."""
+    groups = draw(GROUPS)
+    durations = [draw(st.lists(st.integers(0, 9), min_size=1, max_size=5)) for _ in groups]
+    # Each entry is one launch of one member; a member launches the collectives of a group in their order.
+    launches = [(group, rank) for group, members in enumerate(groups) for rank in members for _ in range(len(durations[group]))]
+    return groups, durations, draw(st.permutations(launches))
+
+
+def play(groups, durations, launches):
+    """Return the arrivals by group, collective and rank, and the last launch of each collective, one second per launch."""
+    made = ledgers(groups)
+    arrivals = [[{} for _ in row] for row in durations]
+    last_launch = [[0.0] * len(row) for row in durations]
+    num_launched = {}
+    for now_s, (group, rank) in enumerate(launches, start=1):
+        number = num_launched.get((group, rank), 0)
+        num_launched[group, rank] = number + 1
+        before = [other.done_s for other in arrivals[group][number].values()]
+        assert before == [None] * len(before)  # nobody knows the end before the last one has launched
+        arrivals[group][number][rank] = made[group][rank].launch(float(now_s), float(durations[group][number]))
+        last_launch[group][number] = float(now_s)
+    return arrivals, last_launch
+
+
+@given(schedules())
+def test_collectives_start_when_all_have_launched_and_no_link_carries_two_at_once(schedule):
+    groups, durations, launches = schedule
+    arrivals, last_launch = play(groups, durations, launches)
+
+    spans = []
+    for group, members in enumerate(groups):
+        for number, duration_s in enumerate(durations[group]):
+            (done_s,) = {arrival.done_s for arrival in arrivals[group][number].values()}  # the same on every rank
+            assert done_s >= last_launch[group][number] + duration_s
+            spans.append((done_s - duration_s, done_s, set(members), last_launch[group][number]))
+    for start_s, done_s, members, launch_s in spans:
+        others = [other for other in spans if other[2] & members and other != (start_s, done_s, members, launch_s)]
+        assert all(done_s <= other[0] or other[1] <= start_s for other in others)
+        # No link stands idle: it starts at the last launch, or when something before it ends.
+        assert start_s == launch_s or start_s in {other[1] for other in others}
+
+
+def test_a_rank_far_ahead_waits_for_room_and_gives_up_at_the_time_limit(monkeypatch):
+    monkeypatch.setattr(ledger_module, "NUM_SLOTS", 4)
+    ((first, second),) = [tuple(made.values()) for made in ledgers([[0, 1]], timeout_s=0.02)]
+    for number in range(3 * 4):  # the slots are used again and again
+        arrivals = [each.launch(float(number), 1.0) for each in (first, second)]
+        assert arrivals[0].done_s == arrivals[1].done_s
+
+    for number in range(3):  # the second has not yet said that it has read the last one
+        first.launch(100.0 + number, 1.0)
+
+    with pytest.raises(TimeoutError, match=r"Timed out waiting 0\.02 s for a rank that is 4 collectives behind"):
+        first.launch(200.0, 1.0)
+
+
+def test_a_message_occupies_the_senders_link_only():
+    links = Links(words(MACHINE))
+    shared = words(ledger_words(2))
+    pair = [Ledger(shared, links, rank=rank, members=(0, 1), timeout_s=1.0) for rank in range(2)]
+
+    assert links.send(1, from_s=10.0, duration_s=2.0) == 12.0
+    assert links.send(1, from_s=10.0, duration_s=2.0) == 14.0
+    assert links.send(0, from_s=10.0, duration_s=1.0) == 11.0
+    assert [each.launch(10.0, 3.0).done_s for each in pair] == [None, 17.0]  # after both messages of rank 1
+
+
+def test_threads_never_hold_the_lock_together():
+    shared = words(1)
+
+    def count():
+        for _ in range(300):
+            with shared.locked():
+                shared.ints[0] += 1
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert shared.ints[0] == 4 * 300
+
+
+def test_a_lock_that_another_process_holds_is_not_waited_for_for_ever():
+    descriptor, path = tempfile.mkstemp()
+    os.ftruncate(descriptor, 8)
+    shared = SharedWords(descriptor, 1, lock_timeout_s=0.01)
+    with open(path) as other:  # noqa: PTH123
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        with pytest.raises(TimeoutError, match="a rank stands still"), shared.locked():
+            pass
+    os.unlink(path)  # noqa: PTH108
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"), [("elsewhere", "the first rank runs on another machine"), (None, "No such file or directory")]
+)
+def test_ranks_that_do_not_share_memory_are_refused(machine, reason, tmp_path):
+    from megabucket.comm.fabric import shared
+
+    store = dist.HashStore()
+    store.set("file", json.dumps([str(tmp_path / "missing"), machine or shared._machine()]))
+    store.set("opened/0", "")
+
+    with pytest.raises(ConfigError, match="must run on one machine; 1 of 2 could not: rank 1 on ") as caught:
+        share_words(store, rank=1, size=2, num_words=4, lock_timeout_s=1.0)
+
+    assert reason in str(caught.value)
+
+
+def test_what_is_shared_has_no_name_any_more():
+    store = dist.HashStore()
+
+    shared = share_words(store, rank=0, size=1, num_words=4, lock_timeout_s=1.0)
+
+    path, _ = json.loads(store.get("file"))
+    assert not os.path.exists(path)  # noqa: PTH110
+    assert list(shared.floats) == [0.0] * 4

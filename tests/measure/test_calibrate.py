@@ -1,0 +1,193 @@
+"""Calibrations: the line through measured times, what is said about it, the file, and the command under torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabucket.errors import ConfigError
+from megabucket.measure.calibrate import Calibration, CalibrationPlan, calibrate
+from megabucket.measure.collectives import Cell, Timing, sizes_up_to
+from megabucket.measure.link_table import describe_fits, link_tables
+from megabucket.planning.inputs import read_link
+from megabucket.trace import CollectiveKind
+from megabucket.training.launch import Launch
+
+KEY = (CollectiveKind.ALL_REDUCE, "float32")
+FACTS = {"origin": "measured", "backend": "gloo", "device": "x86_64", "repetitions": 3}
+
+
+def calibration_of(seconds_of, *, noise=(1.0,)):
+    timings = [
+        Timing(Cell(kind, "float32", size), tuple(seconds_of(size) * factor for factor in noise))
+        for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
+        for size in sizes_up_to(2**20)
+    ]
+    return Calibration(4, tuple(timings), dict(FACTS))
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-7), st.integers(0, 10))
+def test_alpha_and_beta_are_recovered_from_noise_around_a_line(latency_s, seconds_per_byte, extreme):
+    # The median of 1 - x, 1 and 1 + x is 1.
+    noise = (1 - extreme / 20, 1.0, 1 + extreme / 20)
+    calibration = calibration_of(lambda size: latency_s + seconds_per_byte * size, noise=noise)
+
+    fit = calibration.fits[KEY]
+
+    assert fit.latency_s == pytest.approx(latency_s, rel=1e-4, abs=1e-9)
+    assert fit.seconds_per_byte == pytest.approx(seconds_per_byte, rel=1e-4, abs=1e-13)
+    assert calibration.is_affine(KEY)
+    assert calibration.remarks == ()
+
+
+def test_times_that_are_no_line_are_called_so_with_the_worst_size():
+    # From 64 KiB on, another protocol with ten times the latency.
+    calibration = calibration_of(lambda size: 1e-4 + 1e-9 * size if size < 2**16 else 1e-2)
+
+    assert not calibration.is_affine(KEY)
+    for remark, kind in zip(calibration.remarks, ("all_reduce", "all_gather"), strict=True):
+        assert remark.startswith(f"{kind} of float32 is not latency plus bytes over bandwidth: the line is ")
+        assert "use the table (kind: table), not the line" in remark
+        worst = max(map(abs, calibration.residuals(KEY)))
+        assert f"{worst:.0%} off" in remark
+
+
+def test_residuals_are_relative_to_the_measured_time_and_signed():
+    calibration = replace(
+        calibration_of(float),
+        timings=(
+            Timing(Cell(*KEY, 1000), (1.0, 2.0, 3.0)),
+            Timing(Cell(*KEY, 3000), (4.0,)),
+        ),
+    )
+
+    fit = calibration.fits[KEY]
+
+    assert calibration.link.tables[KEY] == ((1000.0, 2.0), (3000.0, 4.0))
+    assert calibration.timings[0].quartiles_s == (1.5, 2.5)
+    assert calibration.timings[1].quartiles_s == (4.0, 4.0)
+    assert fit.seconds(1000) == pytest.approx(2.0)  # two points are always on a line
+    assert calibration.residuals(KEY) == pytest.approx((0.0, 0.0))
+
+
+def test_the_file_is_the_link_that_the_planner_reads_with_everything_beside_it(tmp_path):
+    calibration = calibration_of(lambda size: 1e-4 + 1e-9 * size if size < 2**16 else 1e-2, noise=(0.5, 1.0, 2.0))
+    path = tmp_path / "new" / "link.yaml"
+
+    calibration.write(path)
+
+    assert read_link(path) == calibration.link
+    written = yaml.safe_load(path.read_text())
+    assert written["facts"] == FACTS | {"remark 1": calibration.remarks[0], "remark 2": calibration.remarks[1]}
+    table = written["tables"][0]
+    assert (table["operation"], table["dtype"]) == ("all_reduce", "float32")
+    assert table["fit"]["latency_s"] == calibration.fits[KEY].latency_s
+    assert table["spread_s"][0] == pytest.approx([0.75 * table["points"][0][1], 1.5 * table["points"][0][1]])
+    assert len(table["spread_s"]) == len(table["points"])
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match=r"file/link\.yaml: cannot be written: "):
+        calibration_of(float).write(tmp_path / "file" / "link.yaml")
+
+
+def test_the_tables_and_the_json_show_every_size():
+    calibration = calibration_of(lambda size: 1e-4 + 1e-9 * size, noise=(0.5, 1.0, 2.0))
+
+    (table,) = link_tables(calibration)
+    sentences = list(describe_fits(calibration))
+    data = json.loads(json.dumps(calibration.to_dict()))
+
+    assert table.row_count == len(sizes_up_to(2**20))
+    assert sentences == [
+        f"{kind} float32: 100.0 us + bytes / (1 GB/s), median 0.0% off" for kind in ("all_reduce", "all_gather")
+    ]
+    assert [len(each["points"]) for each in data["tables"]] == [table.row_count] * 2
+    assert data["tables"][0]["is_affine"] is True
+    assert data["tables"][0]["points"][0]["seconds"] == list(calibration.timings[0].seconds)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"kinds": ()}, "kinds are nothing"),
+        ({"kinds": (CollectiveKind.ALL_REDUCE,) * 2}, "kinds are all_reduce, all_reduce"),
+        ({"dtypes": ("float32", "float32")}, "dtypes are float32, float32"),
+        ({"dtypes": ("int8",)}, "dtype 'int8' cannot be held by a buffer"),
+        ({"repetitions": 0}, "--repetitions=0 measures nothing"),
+        ({"max_bytes": 1000}, "--max-bytes=1000 leaves one size"),
+        ({"max_bytes": 2**37}, "is more than 68719476736"),
+    ],
+)
+def test_a_plan_that_measures_nothing_is_refused(fields, text):
+    with pytest.raises(ValueError, match=text):
+        CalibrationPlan(**fields)
+
+
+def test_one_rank_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match="one rank has nobody to talk to"):
+        calibrate(CalibrationPlan(), launch=Launch(), out=tmp_path / "link.yaml")
+    assert not (tmp_path / "link.yaml").exists()
+
+
+# Two commands in one pair of processes: starting them is what takes time.
+COMMANDS = """
+import json, os, sys
+from megabucket.cli.main import app
+
+codes = []
+for arguments in json.loads(sys.argv[1]):
+    try:
+        app(["calibrate", *arguments], prog_name="megabucket")
+    except SystemExit as error:
+        codes.append(int(error.code or 0))
+if os.environ["RANK"] == "0":
+    print("codes", codes)
+"""
+
+
+@pytest.mark.dist
+def test_under_torchrun_a_wrong_file_is_found_first_and_a_right_one_holds_a_usable_link(tmp_path):
+    script, out = tmp_path / "commands.py", tmp_path / "out" / "link.yaml"
+    script.write_text(COMMANDS)
+    few = ["--max-bytes", "20K", "--repetitions", "2", "fabric.latency_s=1e-3", "fabric.bytes_per_s=1e7"]
+    commands = [
+        ["--out", str(tmp_path), *few],
+        ["--out", str(out), "--json", "--operation", "all_reduce", "--operation", "all_gather", "--dtype", "bfloat16", *few],
+    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+    done = subprocess.run(
+        [*torchrun, str(script), json.dumps(commands)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    printed, _, codes = done.stdout.rpartition("codes ")
+    assert json.loads(codes) == [2, 0]
+    assert done.stderr.count(f"error: --out {tmp_path}: cannot be written: it is a directory") == 2  # on both ranks
+    assert done.stderr.count("round 2/2") == 1  # of the second command, on the first rank
+    data = json.loads(printed)
+    assert [(table["operation"], table["dtype"]) for table in data["tables"]] == [
+        ("all_reduce", "bfloat16"),
+        ("all_gather", "bfloat16"),
+    ]
+    assert data["facts"]["backend"] == "megabucket_fabric"
+    assert data["facts"]["fabric_latency_s"] == 1e-3
+    link = read_link(out)
+    assert link.num_ranks == 2
+    # The emulated link is never faster than it says: 2 x (1 ms + 10 KB at 10 MB/s), and half of that.
+    for kind, passes in ((CollectiveKind.ALL_REDUCE, 2), (CollectiveKind.ALL_GATHER, 1)):
+        assert link.collective_s(kind, 20_000, 2, "bfloat16") >= passes * (1e-3 + 1e-3)

@@ -1,0 +1,163 @@
+"""Settings, sweeps, scaling and the ladder, as Python values."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timing_cases import AFFINE_LINKS, workloads
+
+from megabucket.config import DistributedDataParallelConfig, RunConfig
+from megabucket.errors import ConfigError
+from megabucket.layout import ParamSpec
+from megabucket.planning.ladder import ladder
+from megabucket.planning.links import FlatLink, RingLink
+from megabucket.planning.outlook import outlook_of
+from megabucket.planning.setting import Setting, setting_of, sizes_to_sweep
+from megabucket.planning.sweep import scaling, sweep
+from megabucket.planning.workload import TensorWork, Workload
+from megabucket.trace import CollectiveKind
+from megabucket.units import MIB
+
+RS = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+
+
+@settings(max_examples=60)
+@given(workloads(), AFFINE_LINKS, st.sampled_from([DistributedDataParallelConfig(), RS]))
+def test_the_figures_of_a_setting_agree_with_each_other(workload, link, ddp):
+    outlook = outlook_of(Setting(workload, link, ddp, dp_size=4))
+    out = outlook.to_dict()
+
+    assert out["lower_bound_s"] <= out["optimal"]["step_s"] * (1 + 1e-9) + 1e-12
+    assert out["optimal"]["step_s"] <= outlook.best.step_s * (1 + 1e-9) + 1e-12
+    assert outlook.best.step_s <= min(row["step_s"] for row in out["rows"]) * (1 + 1e-9) + 1e-12
+    assert out["optimal"]["buckets"] <= len(workload.tensors)
+    assert out["optimal"]["cuts"][-1] == workload.tensors[workload.order[-1]].name
+    for row in out["rows"]:
+        assert row["step_s"] == pytest.approx(out["compute_s"] + row["exposed_s"], rel=1e-9, abs=1e-9)
+
+
+def test_what_follows_the_buckets_depends_on_mode_fence_and_ranks():
+    workload, specs = Workload((TensorWork("a", 8),)), (ParamSpec("a", (8,)),)
+
+    def kinds(dp_size, **fields):
+        setting = Setting(workload, FlatLink(1.0, 0.0), DistributedDataParallelConfig(**fields), dp_size=dp_size, specs=specs)
+        return [size for _, size in setting.step_collectives]
+
+    assert kinds(2) == [144]
+    assert kinds(2, use_distributed_optimizer=True) == [144, 8]
+    assert kinds(2, fence=False) == []
+    assert kinds(1, use_distributed_optimizer=True) == []
+    assert Setting(workload, FlatLink(1.0, 0.0), RS, dp_size=2).step_collectives == ()
+
+
+def test_one_group_of_all_buckets_goes_out_after_backward():
+    workload = Workload((TensorWork("a", 1, 1.0), TensorWork("b", 1, 1.0)))
+    single = Setting(workload, FlatLink(1.0, 0.0), DistributedDataParallelConfig(bucket_groups="single"), dp_size=2)
+
+    assert not single.overlap_grad_reduce
+    assert sweep(single, [1])[0].step_s == 2.0 + 2 * 1.0
+
+
+def test_experts_are_reduced_over_their_own_ranks():
+    specs = (ParamSpec("dense", (8,)), ParamSpec("expert", (8,), group="expert"))
+    workload = Workload((TensorWork("dense", 8), TensorWork("expert", 8)))
+    setting = Setting(workload, RingLink(1.0, 1e9), DistributedDataParallelConfig(), dp_size=8, specs=specs, expert_dp_size=2)
+
+    trace = setting.traces(setting.plan_of_size(None), num_steps=1)[0]
+
+    assert [(record.label, record.num_ranks) for record in trace.collectives] == [
+        ("bucket 0", 2),
+        ("bucket 1", 8),
+        ("step collective 0", 8),
+    ]
+    assert setting.on(64).expert_dp_size == 16
+
+
+def test_efficiency_is_that_of_one_rank_alone_over_that_of_many():
+    # All-reduce of 400 bytes on a ring of 100 bytes/s: 8 (n-1)/n s after 10 s of backward.
+    workload = Workload((TensorWork("a", 100, 10.0),))
+    setting = Setting(workload, RingLink(0.0, 100.0), DistributedDataParallelConfig(), dp_size=2)
+
+    rows = scaling(setting, bucket_numel=None, ranks=(1, 2, 4))
+
+    assert [(row.num_ranks, row.step_s) for row in rows] == [(1, 10.0), (2, 14.0), (4, 16.0)]
+    assert [row.efficiency for row in rows] == pytest.approx([1.0, 10 / 14, 10 / 16])
+    assert scaling(setting, bucket_numel=7, ranks=(4,)) == rows[2:]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=20), st.integers(2, 30))
+def test_a_sweep_goes_from_the_smallest_tensor_to_one_bucket(numels, count):
+    workload = Workload(tuple(TensorWork(f"t{i}", numel) for i, numel in enumerate(numels)))
+
+    sizes = sizes_to_sweep(workload, count=count)
+
+    assert 1 <= len(sizes) <= count
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == max(sum(numels), 1)
+    assert sizes[0] == min([numel for numel in numels if numel] or [1]) or len(sizes) == 1
+    assert sizes_to_sweep(workload, (5, 3)) == (5, 3)
+
+
+@settings(max_examples=60)
+@given(workloads(), AFFINE_LINKS, st.booleans(), st.lists(st.booleans(), min_size=6, max_size=6))
+def test_no_cuts_of_a_layout_are_shorter_whatever_order_gradients_come_in(workload, link, is_recorded, is_cut):
+    names = [tensor.name for tensor in workload.tensors]
+    order = tuple(names[index] for index in workload.order) if is_recorded else None
+    # Unpadded, so that a cut costs what it costs in the search.
+    fields = {"layout": "megatron", "fence": False, "bucket_order": order}
+    specs = tuple(ParamSpec(tensor.name, (tensor.numel,)) for tensor in workload.tensors)
+    setting = Setting(workload, link, DistributedDataParallelConfig(**fields), dp_size=4, specs=specs)
+    cuts = tuple(name for name, cut in zip(names, is_cut, strict=False) if cut)
+
+    other = Setting(workload, link, DistributedDataParallelConfig(**fields, bucket_cuts=cuts), dp_size=4, specs=specs)
+
+    assert setting.lower_bound_s <= setting.step_s(setting.optimal_plan) * (1 + 1e-9) + 1e-12
+    assert setting.step_s(setting.optimal_plan) <= other.step_s(other.configured_plan) * (1 + 1e-9) + 1e-12
+
+
+def test_a_config_without_a_link_is_refused():
+    with pytest.raises(ConfigError, match="link is required"):
+        setting_of(RunConfig())
+
+
+# The ladder #
+
+
+def count_calls(sizes_bytes, first_cap, cap):
+    """Count what hooks would send: fill a bucket, send it when it is full, and send the rest."""
+    calls, filled, limit = 0, 0, first_cap
+    for size in sizes_bytes:
+        filled += size
+        if filled >= limit:
+            calls, filled, limit = calls + 1, 0, cap
+    return calls + (filled > 0)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 10 * MIB), min_size=1, max_size=40), st.integers(1, 5))
+def test_the_ladder_counts_what_hooks_would_send(numels, num_microbatches):
+    rungs = ladder(numels, bytes_per_element=4, num_microbatches=num_microbatches)
+
+    backwards = [4 * numel for numel in reversed(numels)]
+    ours, torch = count_calls(backwards, 25 * MIB, 25 * MIB), count_calls(backwards, MIB, 25 * MIB)
+    assert [rung.collectives_per_sync for rung in rungs] == [*[len(numels)] * 4, ours, torch]
+    assert [rung.syncs_per_step for rung in rungs] == [num_microbatches, 1, 1, 1, 1, num_microbatches]
+    assert [rung.overlaps for rung in rungs] == [False, False, False, True, True, True]
+
+
+def test_a_ladder_without_tensors_is_refused():
+    with pytest.raises(ConfigError, match="at least one tensor"):
+        ladder([])
+
+
+def test_simulated_collectives_are_those_of_the_ladder():
+    numels = [4, 9, 2, 9, 1]
+    workload = Workload(tuple(TensorWork(f"t{i}", numel) for i, numel in enumerate(numels)), bytes_per_element=4)
+    setting = Setting(workload, FlatLink(1.0, 0.0), DistributedDataParallelConfig(), dp_size=2)
+
+    buckets = ladder(numels, bytes_per_element=4, bucket_cap_bytes=40)[4].collectives_per_sync
+
+    trace = setting.traces(setting.plan_of_size(10), num_steps=1)[0]
+    assert sum(record.kind is CollectiveKind.ALL_REDUCE for record in trace.collectives) == buckets == 3

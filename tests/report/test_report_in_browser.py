@@ -1,0 +1,482 @@
+"""The page in a real browser: its simulator against the Python one, slider, keyboard, themes, names, requests."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import shutil
+import threading
+
+import pytest
+from report_cases import HOSTILE, book, model_run, random_settings, report, small, tensors, zero
+
+from megabucket.config import RunConfig
+from megabucket.planning.cuts import uniform_plan
+from megabucket.planning.inputs import write_workload
+from megabucket.planning.simulate import FENCE, GRAD_NORM, Mode, simulate_step_s, simulate_steps
+from megabucket.planning.workload import TensorWork, Workload
+from megabucket.report import Measured, render_page, write_report
+from megabucket.report.measured import MeasuredPlan
+from megabucket.report.page_data import Limits, merged, page_costs, page_workload
+from megabucket.trace import Lane
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NOT_INSTALLED = "run tests/browser/install.sh as root, or install"
+MANY = 100_000
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip(f"no chromium on this machine: {NOT_INSTALLED} it")
+    playwright = pytest.importorskip("playwright.sync_api", reason=f"playwright is missing: {NOT_INSTALLED} the dev extra")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+class Site:
+    """Opens pages one after the other and notes every message, error and request."""
+
+    def __init__(self, browser, folder):
+        self._context = browser.new_context(viewport={"width": 1280, "height": 900})
+        self._context.set_default_timeout(10_000)
+        self._folder = folder
+        self.page = self._context.new_page()
+        self.messages: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.messages.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.messages.append(f"error: {error}"))
+        self.page.on("dialog", lambda dialog: self.messages.append(f"dialog: {dialog.message}"))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+
+    def open(self, figures, *, width=1280, scheme="light"):
+        path = self._folder / "report.html"
+        path.write_text(figures if isinstance(figures, str) else render_page(figures), encoding="utf-8")
+        self.messages.clear()
+        self.requests.clear()
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
+        self.page.goto(path.as_uri())
+        return self.page
+
+    def settle(self):
+        """Wait until what was asked for by the last event is drawn."""
+        self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def close(self):
+        self._context.close()
+
+
+@pytest.fixture(scope="module")
+def site(browser, tmp_path_factory):
+    opened = Site(browser, tmp_path_factory.mktemp("site"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def many_report(tmp_path_factory):
+    path = tmp_path_factory.mktemp("many") / "workload.json"
+    works = (TensorWork(f"layers.{i}.<b>weight</b>", i * 7919 % 10_007, 1e-7 * (i % 13), 1e-7 * (i % 5)) for i in range(MANY))
+    write_workload(path, Workload(tuple(works), optimizer_s=1e-3))
+    link = {"kind": "ring", "latency_s": 1e-5, "bytes_per_s": 1e10}
+    return report(
+        RunConfig.model_validate({"mode": "reduce_scatter", "link": link, "workload": {"path": str(path)}}), dp_size=64
+    )
+
+
+# The simulator #
+
+SIMULATE = """cases => cases.map(([work, costs, overlap, numel]) => {
+  const ready = page.unpack(work), plan = simulator.uniformPlan(ready, numel);
+  const result = simulator.trace(ready, simulator.bucketsOf(ready, plan, costs), costs, overlap);
+  return {...result, plan, intervals: result.intervals.map(part => [part.lane, part.start, part.stop])};
+})"""
+
+
+@pytest.fixture(scope="module")
+def simulator(browser, tmp_path_factory):
+    opened = Site(browser, tmp_path_factory.mktemp("simulator"))
+    opened.open(report())
+    yield opened.page
+    opened.close()
+
+
+def _asked(setting, bucket_numel, **costs):
+    overlap = {"grads": setting.overlap_grad_reduce, "params": setting.overlap_param_gather}
+    return [page_workload(setting.workload), {**page_costs(setting), **costs}, overlap, bucket_numel]
+
+
+def _missing_parts(these, others, tiny):
+    """Return parts that the others lack; parts about as short as rounding errors may be missing."""
+    return [
+        part
+        for part in these
+        if part[2] - part[1] > 10 * tiny
+        and not any(
+            part[0] == other[0] and abs(part[1] - other[1]) < 4 * tiny and abs(part[2] - other[2]) < 4 * tiny
+            for other in others
+        )
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_page_simulates_what_python_simulates(simulator, seed):
+    cases = random_settings(seed, 150)
+
+    answers = simulator.evaluate(SIMULATE, [_asked(*case) for case in cases])
+
+    assert {type(setting.link).__name__ for setting, _ in cases} == {"FlatLink", "RingLink", "TwoLevelLink", "MeasuredLink"}
+    for (setting, bucket_numel), shown in zip(cases, answers, strict=True):
+        plan = uniform_plan(setting.workload, bucket_numel)
+        last = setting.traces(plan)[-1]
+        tiny = 1e-9 * last.duration_s
+        assert tuple(map(tuple, shown["plan"])) == plan.buckets
+        assert shown["stepS"] == pytest.approx(setting.step_s(plan), rel=1e-9, abs=1e-15)
+        assert shown["stopS"] == pytest.approx(last.duration_s, rel=1e-9, abs=1e-15)
+        assert shown["exposedS"] == pytest.approx(last.exposed_s, abs=tiny)
+        assert shown["commS"] == pytest.approx(last.comm_s, abs=tiny)
+        parts = [(part.lane.value, part.start_s - last.start_s, part.stop_s - last.start_s) for part in last.intervals]
+        assert _missing_parts(parts, shown["intervals"], tiny) == []
+        assert _missing_parts(shown["intervals"], parts, tiny) == []
+
+
+def test_collectives_of_the_step_follow_the_buckets(simulator):
+    figures = report(zero())
+    setting = figures.setting
+    plan = uniform_plan(setting.workload, 1000)
+    extra = [setting.link.collective_s(kind, size, setting.dp_size) for kind, size in (FENCE, GRAD_NORM)]
+    arguments = {"num_ranks": setting.dp_size, "mode": Mode.REDUCE_SCATTER, "overlap_param_gather": True}
+
+    (shown,) = simulator.evaluate(SIMULATE, [_asked(setting, 1000, extra_s=extra)])
+
+    step_s = simulate_step_s(setting.workload, plan, setting.link, step_collectives=(FENCE, GRAD_NORM), **arguments)
+    assert shown["stepS"] == pytest.approx(step_s, rel=1e-9)
+    last = simulate_steps(setting.workload, plan, setting.link, step_collectives=(FENCE, GRAD_NORM), **arguments)[-1]
+    assert sum(lane == "comm" for lane, *_ in shown["intervals"]) == sum(part.lane is Lane.COMM for part in last.intervals)
+
+
+@pytest.mark.parametrize("run", [book(), zero(), book(mode="reduce_scatter", ddp={"overlap_param_gather": True})])
+def test_every_figure_of_the_report_comes_out_of_the_page_again(site, run):
+    figures = report(run)
+
+    page = site.open(figures)
+    sweep = page.evaluate(
+        "sizes => sizes.map(size => page.ofSize(size).result.stepS)", [row.bucket_numel for row in figures.sweep]
+    )
+    plans = page.evaluate("() => page.data.plans.map(plan => page.ofPlan(plan).result.stepS)")
+
+    assert sweep == pytest.approx([row.step_s for row in figures.sweep], rel=1e-9)
+    assert plans == pytest.approx([plan.step_s for plan in figures.plans], rel=1e-9)
+    assert page.evaluate("() => page.names") == [tensor.name for tensor in figures.setting.workload.tensors]
+
+
+def test_the_page_simulates_the_plans_of_a_model_with_the_small_collectives(site):
+    figures = report(model_run())
+
+    page = site.open(figures)
+    plans = page.evaluate("() => page.data.plans.map(plan => page.ofPlan(plan).result.stepS)")
+    sent = page.evaluate("() => page.ofPlan(page.data.plans[0]).result.intervals.filter(part => part.kind === 'step').length")
+
+    assert plans == pytest.approx([plan.step_s for plan in figures.plans], rel=1e-9)
+    assert sent == 2 * 2  # the fence and the gradient norm, each of them waited for
+    assert "a small collective of the step" in page.locator("#timeline-legend").inner_text()
+    assert "The slider leaves padding out" in page.locator("#notes").inner_text()
+    assert site.messages == []
+
+
+# Controls #
+
+
+def bars(page):
+    return page.eval_on_selector_all(
+        "#timeline rect[data-part]", "all => all.map(r => [r.getAttribute('x'), r.getAttribute('width')])"
+    )
+
+
+def stats(page):
+    return dict(
+        page.eval_on_selector_all("#stats div", "all => all.map(d => [d.children[0].textContent, d.children[1].textContent])")
+    )
+
+
+def test_the_slider_moves_the_timeline_by_keyboard_and_by_mouse(site):
+    page = site.open(report(book()))
+    slider = page.get_by_role("slider", name="Bucket size")
+    seen = [(bars(page), stats(page)["Step"])]
+
+    slider.focus()
+    page.keyboard.press("Home")  # 0.3 M elements: 142.9 ms in Output 15.5.2
+    seen.append((bars(page), stats(page)["Step"]))
+    assert seen[-1][1] == "142.9 ms"
+    assert slider.get_attribute("aria-valuetext") == "300,000 elements, 50 buckets, step 142.9 ms"
+    page.keyboard.press("End")  # one bucket: 165.7 ms
+    seen.append((bars(page), stats(page)["Step"]))
+    assert seen[-1][1] == "165.7 ms"
+    box = slider.bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    seen.append((bars(page), stats(page)["Step"]))
+
+    assert seen[-1][1] == "121.6 ms"
+    assert len({str(drawn) for drawn, _ in seen}) == len(seen)
+    assert page.eval_on_selector_all("#sweep .now", "all => all.length") == 2
+    assert site.messages == []
+
+
+def test_a_typed_size_and_the_named_plans_are_shown(site):
+    figures = report(book())
+    page = site.open(figures)
+
+    page.get_by_role("spinbutton", name="Elements").fill("25000000")
+    page.keyboard.press("Enter")
+    assert stats(page)["Step"] == "141.4 ms"  # Output 15.5.2
+    page.get_by_role("spinbutton", name="Elements").fill("-3")
+    page.keyboard.press("Enter")
+    assert stats(page)["Step"] == "141.4 ms"
+    button = page.get_by_role("button", name="optimal cuts")
+    button.focus()
+    page.keyboard.press("Enter")
+
+    assert button.get_attribute("aria-pressed") == "true"
+    assert stats(page)["Buckets"] == str(figures.plan("optimal").num_buckets)
+    assert page.evaluate("() => page.shown().result.stepS") == pytest.approx(figures.plan("optimal").step_s, rel=1e-9)
+    assert site.messages == []
+
+
+def test_arrow_keys_move_through_the_parts_of_the_step(site):
+    page = site.open(report(zero()))
+    page.get_by_role("group", name="Timeline of one step").focus()
+
+    told = []
+    for key in ("Home", "ArrowRight", "End", "ArrowLeft"):
+        page.keyboard.press(key)
+        told.append(page.locator("#part").text_content())
+
+    assert told[0].startswith(("all-gather of bucket", "waiting for all-gather of bucket"))
+    assert told[2].startswith("optimizer: ")
+    assert len(set(told)) == 4
+    assert page.locator("#timeline .chosen").count() == 1
+    assert site.messages == []
+
+
+FOCUSED = """() => {
+  const node = document.activeElement;
+  return node.id || node.tagName + " " + (node.getAttribute("aria-label") || node.textContent);
+}"""
+NAMES = """all => all.map(node => {
+  const label = node.labels && node.labels.length ? node.labels[0].textContent : "";
+  return node.getAttribute("aria-label") || label || node.textContent;
+})"""
+
+
+def test_everything_can_be_reached_by_tab(site):
+    page = site.open(report(zero()))
+    page.keyboard.press("Tab")
+
+    reached = set()
+    for _ in range(40):
+        reached.add(page.evaluate(FOCUSED))
+        page.keyboard.press("Tab")
+
+    wanted = {"theme", "size", "numel", "timeline", "DIV Buckets in launch order", "SUMMARY The timeline as a table"}
+    assert wanted <= reached
+    assert any(name.startswith("BUTTON default") for name in reached)
+
+
+def test_every_control_chart_and_table_has_a_name_and_every_chart_a_table(site):
+    measured = Measured("steps.jsonl", (MeasuredPlan("now", 0.01, low_s=0.009, high_s=0.02, exposed_s=0.001),))
+    page = site.open(report(zero(), measured=measured))
+
+    for summary in page.locator("summary").all():
+        summary.click()
+
+    names = page.eval_on_selector_all("button, input, summary, [role=img], [role=region], [role=group]", NAMES)
+    assert len(names) > 20
+    assert all(name.strip() for name in names)
+    assert page.locator("svg:not([aria-hidden]):not([role=img])").count() == 0
+    assert page.locator("table").count() == page.locator("table caption").count() == 6
+    assert page.locator("table thead th:not([scope=col])").count() == 0
+    assert page.get_by_role("table", name="Bytes of rank 0").get_by_role("row").count() == 1 + 2 * 13
+    assert page.get_by_role("table", name="From steps.jsonl").get_by_role("row").count() == 2
+    assert site.messages == []
+
+
+# Looks #
+
+OVERLAPS = """() => [...document.querySelectorAll("svg")].flatMap(svg => {
+  const frame = svg.getBoundingClientRect();
+  const boxes = [...svg.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()]);
+  const isOut = box => box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1;
+  const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+  const pairs = boxes.flatMap(([name, box], index) =>
+    boxes.slice(index + 1).filter(([, other]) => meet(box, other)).map(([other]) => name + " | " + other));
+  return [...boxes.filter(([, box]) => isOut(box)).map(([name]) => name + " is cut off"), ...pairs];
+})"""
+
+
+@pytest.mark.parametrize("width", [1280, 800, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_labels_do_not_overlap_and_nothing_is_wider_than_the_window(site, width, scheme, tmp_path):
+    plans = (MeasuredPlan("default", 0.0131, bucket_numel=1000), MeasuredPlan("other", 0.0123, predicted_s=0.012))
+    pages = [report(zero(), measured=Measured("x.json", plans)), report(book(), dp_size=4096)]
+
+    for figures in pages:
+        page = site.open(figures, width=width, scheme=scheme)
+        site.settle()
+        image = page.screenshot(full_page=True)
+
+        assert len(image) > 20_000
+        assert page.evaluate(OVERLAPS) == []
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    assert site.messages == []
+
+
+def test_colours_follow_the_system_and_the_button(site):
+    background = "() => getComputedStyle(document.body).backgroundColor"
+    light = site.open(report(), scheme="light").evaluate(background)
+
+    page = site.open(report(), scheme="dark")
+    dark = page.evaluate(background)
+    page.get_by_role("button", name="Light colours").click()
+    chosen = page.evaluate(background)
+    page.get_by_role("button", name="Dark colours").click()
+
+    assert light != dark
+    assert chosen == light
+    assert page.evaluate(background) == dark
+
+
+def test_the_charts_follow_the_width_of_the_window(site):
+    page = site.open(report(), width=1280)
+    wide = page.locator("#sweep svg").get_attribute("width")
+
+    page.set_viewport_size({"width": 500, "height": 900})
+    page.wait_for_function("wide => document.querySelector('#sweep svg').getAttribute('width') !== wide", arg=wide)
+
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    assert site.messages == []
+
+
+# Inputs #
+
+
+def _reports():
+    flat = {"latency_s": 0.0, "seconds_per_byte": 0.0}
+    table = {"kind": "table", "num_ranks": 4, "tables": [{"operation": "all_reduce", "points": [[1, 1e-5], [1000, 2e-5]]}]}
+    long_names = {"workload": {"tensors": tensors(1, 2, 3, name="x" * 900 + "{}")}}
+    return {
+        "one parameter of one element": (small(1), {}),
+        "nothing but empty tensors": (small(0, 0), {}),
+        "no times at all": (small(link=flat, workload={"tensors": tensors(5, 6, backward_s=0.0, forward_s=0.0)}), {}),
+        "one rank": (zero(), {"dp_size": 1}),
+        "a measured link": (small(link=table), {}),
+        "cuts by name": (small(ddp={"bucket_cuts": ["layer.1.weight"]}), {}),
+        "very long names": (small(**long_names), {}),
+        "4,096 ranks": (zero(), {"dp_size": 4096}),
+        "every tensor its own bucket": (small(*range(100, 700), ddp={"bucket_size": 1}), {}),
+    }
+
+
+@pytest.mark.parametrize("name", _reports())
+def test_the_page_works_for(site, name):
+    run, arguments = _reports()[name]
+
+    page = site.open(report(run, **arguments))
+    page.get_by_role("slider", name="Bucket size").focus()
+    for key in ("Home", "ArrowRight", "End", "PageDown"):
+        page.keyboard.press(key)
+    for summary in page.locator("summary").all():
+        summary.click()
+
+    assert site.messages == []
+    assert "NaN" not in page.locator("body").inner_text()
+    assert (
+        page.eval_on_selector_all(
+            "svg *", "all => all.filter(n => [...n.attributes].some(a => /NaN|Infinity|undefined/.test(a.value))).length"
+        )
+        == 0
+    )
+
+
+def test_a_hundred_thousand_tensors_fit_and_the_page_says_what_it_merged(site, many_report):
+    html = render_page(many_report)
+    page = site.open(html)
+    page.get_by_role("slider", name="Bucket size").focus()
+    page.keyboard.press("End")
+
+    count = page.evaluate("() => page.names.length")
+    setting = many_report.setting
+    limits = Limits(tensors=4_000)
+    while len((coarse := merged(setting.workload, limits.tensors)).tensors) > count:
+        limits = limits.tighter()
+    sizes = [10**6, 10**7, 10**8]
+    found = page.evaluate("sizes => sizes.map(size => page.ofSize(size).result.stepS)", sizes)
+
+    assert len(html.encode()) < 200_000
+    assert count > 500
+    assert f"the {MANY:,} of the model, with neighbours merged" in page.locator("#notes").inner_text()
+    expected = [
+        simulate_step_s(coarse, uniform_plan(coarse, size), setting.link, num_ranks=64, mode=Mode.REDUCE_SCATTER)
+        for size in sizes
+    ]
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert page.evaluate("() => page.data.plans.map(plan => plan.step_s)") == [plan.step_s for plan in many_report.plans]
+    assert site.messages == []
+
+
+def test_names_are_text_and_nothing_else(site):
+    names = [f"{HOSTILE}{index}" for index in range(3)]
+    entries = [{"name": name, "numel": 500, "backward_s": 1e-3} for name in names]
+    run = small(mode="reduce_scatter", workload={"tensors": entries}, ddp={"bucket_cuts": [names[1]]})
+    lone_surrogate = "\ud800"
+    measured = Measured(HOSTILE, (MeasuredPlan(lone_surrogate + HOSTILE, 0.1),))
+
+    page = site.open(report(run, measured=measured, title=HOSTILE))
+    for summary in page.locator("summary").all():
+        summary.click()
+    page.locator("#timeline").focus()
+    page.keyboard.press("End")
+    page.get_by_role("button", name="best size").click()
+
+    assert page.locator("img, iframe, object, embed, link[rel=stylesheet]").count() == 0
+    assert page.locator("script").count() == 2
+    assert page.evaluate("() => typeof pwned") == "undefined"
+    text = page.locator("#buckets").inner_text()
+    assert '</script><img src=x onerror="pwned=1">&amp;\'' in text
+    assert "\\u2028" in text
+    assert "\\u202e" in text
+    assert page.locator("h1").inner_text().startswith("</script><img")
+    assert "名前 🪣" in page.locator("#measured-table").inner_text() + "".join(page.evaluate("() => page.names"))
+    assert site.messages == []
+
+
+def test_the_page_is_one_request(browser, tmp_path):
+    write_report(report(zero()), tmp_path / "report.html")
+    served = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            served.append(self.path)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        context = browser.new_context()
+        page = context.new_page()
+        asked, said = [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: said.append(message.text))
+        page.goto(f"http://127.0.0.1:{server.server_address[1]}/report.html")
+        page.get_by_role("slider", name="Bucket size").focus()
+        page.keyboard.press("ArrowLeft")
+        page.get_by_role("button", name="Dark colours").click()
+        page.wait_for_load_state("networkidle")
+        context.close()
+        server.shutdown()
+        thread.join()
+
+    assert served == ["/report.html"]
+    assert len(asked) == 1
+    assert said == []
