@@ -111,6 +111,19 @@ def plan_of_cuts(workload: Workload, names: Sequence[str]) -> BucketPlan:
     return BucketPlan(tuple(buckets))
 
 
+def cuts_by_buffer(plan: BucketPlan, specs: Sequence[ParamSpec]) -> tuple[str, ...]:
+    """Return the ``ddp.bucket_cuts`` of a plan: where parameters lie in several buffers, each is cut wherever the plan cuts.
+
+    Args:
+        specs: by the tensor indices of the plan.
+    """
+    cuts: list[str] = []
+    for bucket in plan.buckets:
+        last_of = {(specs[index].dtype, specs[index].group): specs[index].name for index in bucket}
+        cuts += last_of.values()
+    return tuple(cuts)
+
+
 def plan_of_layout(workload: Workload, layout: ModelLayout) -> BucketPlan:
     """Return the buckets of a layout in launch order, with the bytes they send, padding included.
 

@@ -15,7 +15,7 @@ from megabucket.config import DistributedDataParallelConfig, RunConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ModelLayout, ParamSpec, build_layout
 from megabucket.planning.architecture import param_specs
-from megabucket.planning.cuts import BucketPlan, per_tensor_plan, plan_of_layout, uniform_plan
+from megabucket.planning.cuts import BucketPlan, cuts_by_buffer, per_tensor_plan, plan_of_layout, uniform_plan
 from megabucket.planning.derive import wire_bytes
 from megabucket.planning.inputs import link_of, workload_of
 from megabucket.planning.links import FlatLink, Link, MeasuredLink
@@ -113,7 +113,7 @@ class Setting:
         )
         if self.specs is None:
             return plan
-        return self._plan_of_layout(bucket_cuts=self._cuts_by_buffer(plan))
+        return self._plan_of_layout(bucket_cuts=cuts_by_buffer(plan, self.specs or ()))
 
     @cached_property
     def as_launched(self) -> Workload:
@@ -125,14 +125,6 @@ class Setting:
             return self.workload.in_order(range(len(self.specs) - 1, -1, -1))
         index_of = {spec.name: index for index, spec in enumerate(self.specs)}
         return self.workload.in_order([index_of[name] for name in order])
-
-    def _cuts_by_buffer(self, plan: BucketPlan) -> tuple[str, ...]:
-        specs = self.specs or ()
-        cuts: list[str] = []
-        for bucket in plan.buckets:
-            last_of = {(specs[index].dtype, specs[index].group): specs[index].name for index in bucket}
-            cuts += last_of.values()
-        return tuple(cuts)
 
     def _plan_of_layout(self, **sizes: object) -> BucketPlan:
         ddp = self.ddp.model_copy(update={**dict.fromkeys(SIZE_FIELDS), **sizes})

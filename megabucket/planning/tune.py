@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any, Final
 
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec, build_layout
-from megabucket.planning.cuts import BucketPlan, plan_of_layout
+from megabucket.planning.cuts import cuts_by_buffer, plan_of_layout
 from megabucket.planning.host import HostCosts, HostedLink, predict_step_s
 from megabucket.planning.links import Link
 from megabucket.planning.partition import optimal_plan
@@ -138,7 +137,7 @@ def _updates(
     if not is_usual and base.layout == "stable":
         orders.append((" in ready order", {"bucket_order": order}))
     for suffix, ordering in orders:
-        workload = known.workload if ordering else in_layout_order(known.workload)
+        workload = known.workload if ordering else known.workload.in_order(range(len(specs) - 1, -1, -1))
         plan = optimal_plan(
             workload,
             HostedLink(link, known.host),
@@ -147,29 +146,12 @@ def _updates(
             overlap_grad_reduce=True,
             overlap_param_gather=base.overlap_param_gather,
         )
-        yield f"optimal cuts{suffix}", {"bucket_cuts": _cuts(specs, plan), **ordering}
+        yield f"optimal cuts{suffix}", {"bucket_cuts": cuts_by_buffer(plan, specs), **ordering}
         for numel in size_grid(total_numel):
             yield f"bucket_size {numel}{suffix}", {"bucket_size": numel, **ordering}
         for count in _NUM_BUCKETS:
             if count <= len(specs):
                 yield f"num_buckets {count}{suffix}", {"num_buckets": count, **ordering}
-
-
-def in_layout_order(workload: Workload) -> Workload:
-    """Return the workload as buckets in reverse registration order see it: a gradient counts as ready when all before it are.
-
-    >>> from megabucket.planning.workload import TensorWork
-    >>> workload = Workload((TensorWork("a", 1, 1.0), TensorWork("b", 1, 2.0)), ready_order=(0, 1))
-    >>> [tensor.backward_s for tensor in in_layout_order(workload).tensors]  # b is ready after 3 s, a long before
-    [0.0, 3.0]
-    """
-    order = tuple(reversed(range(len(workload.tensors))))
-    if workload.order == order:
-        return workload
-    ready_s = list(accumulate((workload.ready_s[index] for index in order), max))
-    own_s = dict(zip(order, (now - before for before, now in zip([0.0, *ready_s], ready_s, strict=False)), strict=True))
-    tensors = tuple(replace(tensor, backward_s=own_s[index]) for index, tensor in enumerate(workload.tensors))
-    return replace(workload, tensors=tensors, ready_order=None)
 
 
 def size_grid(total_numel: int) -> tuple[int, ...]:
@@ -182,15 +164,6 @@ def size_grid(total_numel: int) -> tuple[int, ...]:
         return ()
     count = math.ceil(_SIZES_PER_OCTAVE * math.log2(total_numel / _SMALLEST_NUMEL))
     return tuple(round(_SMALLEST_NUMEL * 2 ** (step / _SIZES_PER_OCTAVE)) for step in range(count))
-
-
-def _cuts(specs: Sequence[ParamSpec], plan: BucketPlan) -> tuple[str, ...]:
-    """Return where the plan cuts; where parameters lie in several buffers, each of them is cut wherever the plan cuts."""
-    cuts: list[str] = []
-    for bucket in plan.buckets:
-        last_of = {(specs[index].dtype, specs[index].group): specs[index].name for index in bucket}
-        cuts += last_of.values()
-    return tuple(cuts)
 
 
 def _identity(specs: Sequence[ParamSpec], ddp: DistributedDataParallelConfig, num_ranks: int) -> tuple[object, ...]:

@@ -19,7 +19,6 @@ from megabucket.planning.tune import (
     Measured,
     decide,
     find_candidates,
-    in_layout_order,
     in_mode,
     pick,
     sign_test,
@@ -123,7 +122,7 @@ def test_another_ready_order_is_tried_as_bucket_order():
 def test_in_layout_order_each_gradient_waits_for_those_before_it(model):
     _, workload = model
 
-    seen = in_layout_order(workload)
+    seen = workload.in_order(range(len(workload.tensors) - 1, -1, -1))
 
     count = len(workload.tensors)
     for index in range(count):
