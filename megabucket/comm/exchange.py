@@ -29,7 +29,7 @@ class Exchange:
         start = communicator.rank * self._record_bytes
         own = self._records[start : start + self._record_bytes]
         own[: len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
-        self._handle = communicator.launch(communicator.prepare([AllGather(self._records, own)]), label=label)
+        self._handle = communicator.launch([AllGather(self._records, own)], label=label)
 
     def wait(self) -> list[bytes]:
         """Return what each rank said, by rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from megabucket.comm.torch_probes import (
     keep_for_ever,
     store_of,
     timeout_s_of,
+    use_count,
 )
 from megabucket.comm.vigil import PeerWatch
 from megabucket.errors import CollectiveError, GroupDestroyedError, ProcessGroupMissingError
@@ -44,6 +46,7 @@ from megabucket.trace.recorder import Lane, Recorder
 _REDUCE_OPS: Final = MappingProxyType(
     {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
 )
+_RELEASE_S: Final = 1.0
 
 
 def _newest(name: str, deprecated_name: str) -> Callable[..., dist.Work]:
@@ -156,12 +159,16 @@ class ProcessGroupCommunicator(Communicator):
         device = calls[0].full.device
         clock = self.clock_for(device) if self.recorder.records_time else None
         start = None if clock is None else clock.stamp()
+        if isinstance(calls[0], Broadcast):
+            calls = [Broadcast(_as_bytes(call.full)) for call in calls]
+        has_gloo_threads = self._ask(has_gloo_works, device)
+        passing = _uses_of(calls) if has_gloo_threads else []
         if self._ask(is_gloo, device):
             calls = [_without_clone(call) for call in calls]
         works = [self._start(call) for call in calls] if len(calls) == 1 else self._start_coalesced(calls)
         if clock is not None:
             self._timer.time_completion(works, self.recorder, clock, label=label, start=start)
-        return _WorkHandle(works, calls, self, label, watch=self._watch if self._ask(has_gloo_works, device) else None)
+        return _WorkHandle(works, calls, self, label, watch=self._watch if has_gloo_threads else None, passing=passing)
 
     def clock_for(self, device: torch.device) -> Clock:
         """Return the clock by which this group's collectives on a device are timed: its own where they run in its queue."""
@@ -188,8 +195,7 @@ class ProcessGroupCommunicator(Communicator):
         elif isinstance(call, AllGather):
             work = _all_gather(call.full, call.shard, group=group, async_op=True)
         else:
-            # As bytes: nothing is computed, and gloo knows neither bool (masks) nor int16.
-            work = dist.broadcast(call.tensor.reshape(-1).view(torch.uint8), group=group, group_src=0, async_op=True)
+            work = dist.broadcast(call.tensor, group=group, group_src=0, async_op=True)
         return cast("dist.Work", work)
 
     def _start_coalesced(self, calls: Sequence[Call]) -> list[dist.Work]:
@@ -250,6 +256,29 @@ def _anchored(call: Call) -> Call:
     return replace(call, full=full, shard=shard, keeps=(full.view(-1), shard.view(-1)))
 
 
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a broadcast sends: nothing is computed, and gloo knows neither bool (masks) nor int16."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _uses_of(calls: Sequence[Call]) -> list[tuple[torch.Tensor, int]]:
+    """Return the tensors of calls that were not prepared, and how often C++ holds each."""
+    passing = [call for call in calls if isinstance(call, Broadcast) or not call.keeps]
+    tensors = [tensor for call in passing for tensor in {call.full, getattr(call, "shard", call.full)}]
+    return [(tensor, use_count(tensor)) for tensor in tensors]
+
+
+def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Return when C++ holds the tensors as often as before the launch, or after a second.
+
+    Nobody else holds the tensors of calls that were not prepared, so a thread of gloo may need Python's lock to let go of them:
+    see _anchored(). It gets it here.
+    """
+    deadline_s = time.monotonic() + _RELEASE_S
+    while any(use_count(tensor) > count for tensor, count in tensors) and time.monotonic() < deadline_s:
+        time.sleep(0.0001)
+
+
 class _WorkHandle(Handle):
     """Waits for the works of one batch.
 
@@ -265,12 +294,14 @@ class _WorkHandle(Handle):
         label: str,
         *,
         watch: PeerWatch | None,
+        passing: Sequence[tuple[torch.Tensor, int]],
     ) -> None:
         self._works: Sequence[dist.Work] | None = works
         self._calls: Sequence[Call] = calls
         self._owner = owner
         self._label = label
         self._watch = watch
+        self._passing = passing
         self._number = owner.progress.num_launched
 
     def wait(self) -> None:
@@ -285,6 +316,8 @@ class _WorkHandle(Handle):
             for work in self._works:
                 work.wait()  # over NCCL: the current stream waits, not the host
         self._works, self._calls = None, ()
+        _await_release(self._passing)
+        self._passing = ()
         if clock is not None:
             owner._timer.record(owner.recorder, clock, Lane.WAIT, label=self._label, start=start)
             owner.collect_times()

@@ -80,6 +80,12 @@ def keep_for_ever(group: dist.ProcessGroup) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
+def use_count(tensor: torch.Tensor) -> int:
+    """Return how often C++ holds a tensor, all of Python being one holder."""
+    count = getattr(tensor, "_use_count", None)
+    return 1 if count is None else int(count())
+
+
 def forget_coalescing(group: dist.ProcessGroup | None) -> None:
     """End a coalescing block that was left by an exception.
 

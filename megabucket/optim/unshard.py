@@ -233,7 +233,7 @@ def _gather(
             calls.append(
                 AllGather(flat[bucket.start : bucket.stop].view(torch.uint8), flat[shard.start : shard.stop].view(torch.uint8))
             )
-        holder.communicator.launch(holder.communicator.prepare(calls), label="optimizer state values").wait()
+        holder.communicator.launch(calls, label="optimizer state values").wait()
     return _cut_out(buffer, names, flat)
 
 

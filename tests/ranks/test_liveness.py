@@ -650,8 +650,8 @@ def test_a_program_that_ends_without_detaching_ends_cleanly_and_at_once(how, tmp
         outputs = [program.communicate(timeout=60) for program in programs]
         ended_s = time.monotonic()
 
-    assert [program.returncode for program in programs] == [0, 0, 0]
     assert [errors for _, errors in outputs] == ["", "", ""]
+    assert [program.returncode for program in programs] == [0, 0, 0]
     assert ended_s - min(float(output) for output, _ in outputs) < 10  # the time limit of the group is 60 s
 
 
