@@ -4,11 +4,13 @@
 #   VENV      where the environment lives            (default .venv)
 #   PIP_ARGS  extra arguments of pip install         (for example --index-url ... for a CPU build of torch)
 #   RANKS     processes of the demo                  (default 2)
+#   JOBS      tests that run at once                 (default 2)
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 RANKS ?= 2
+JOBS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -41,7 +43,7 @@ browser:
 	tests/browser/install.sh
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis runs build/mutation

@@ -21,3 +21,5 @@ settings.register_profile(
     **_SHARED_MACHINE,
 )
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")
+
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and output adapts to it; tests of that set it themselves

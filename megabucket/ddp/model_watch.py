@@ -7,13 +7,18 @@ is never reduced. Comparing places and lists of identities finds them; the slow 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, Final
 
 import torch
 
 from megabucket.buffer import _ParamAndGradBucketGroup
 from megabucket.buffer.views import dtype_name
 from megabucket.ddp.step_report import ModelChange
+
+_requires_grad: Final = attrgetter("requires_grad")
+_main_grad: Final = attrgetter("main_grad")
 
 
 class ModelWatch:
@@ -40,46 +45,51 @@ class ModelWatch:
         slots = [slot for group in groups for slot in group.slots]
         self._slots = slots
         self._views = [slot.view for slot in slots]
+        self._slot_params = [slot.param for slot in slots]
         self._view_pointers = [view.data_ptr() for view in self._views]
         modules = list(module.modules())
         # These dicts are what torch looks names up in; the objects in them are kept, so no address is used twice.
         self._children: list[Mapping[str, Any]] = [submodule._parameters for submodule in modules]
         self._children += [submodule._modules for submodule in modules]
         self._kept = [child for children in self._children for child in children.values()]
-        self._identities = self._find_identities()
 
     def find_change(self) -> ModelChange | None:
         """Return what has changed since the module was wrapped, or ``None``.
 
         Parameters that were added or replaced come first: they explain the rest.
         """
-        if self._find_identities() != self._identities:
+        # With thousands of parameters these few lines are most of what the check costs, so no Python code runs per parameter.
+        if not self._has_same_children():
             change = self._changed_params()
             if change is not None:
                 return change
-        if not all(param.requires_grad for param in self._trained) or any(param.requires_grad for param in self._frozen):
+        if not all(map(_requires_grad, self._trained)) or any(map(_requires_grad, self._frozen)):
             return self._changed_trainability()
         for group, params in zip(self._groups, self._params_by_group, strict=True):
-            if not all(map(is_set_to, params, group.param_values)):
+            if not _are_set_to(params, group.param_values):
                 return self._moved()
-        if [view.data_ptr() for view in self._views] != self._view_pointers or any(self._has_other_main_grad()):
+        if list(map(torch.Tensor.data_ptr, self._views)) != self._view_pointers or not self._has_own_main_grads():
             return ModelChange("main_grad", params=tuple(self._detached_grads()))
         return None
 
     def forget_foreign_grads(self) -> None:
         """Drop, with the step, the gradients of parameters that are in no buffer: those that came after wrapping."""
-        if self._find_identities() == self._identities and not any(param.requires_grad for param in self._frozen):
+        if self._has_same_children() and not any(map(_requires_grad, self._frozen)):
             return
         held = {id(slot.param) for slot in self._slots}
         for param in self._module.parameters():
             if id(param) not in held:
                 param.grad = None
 
-    def _find_identities(self) -> list[int]:
-        return [id(child) for children in self._children for child in children.values()]
+    def _has_same_children(self) -> bool:
+        children = list(chain.from_iterable([children.values() for children in self._children]))
+        return len(children) == len(self._kept) and all(map(is_, children, self._kept))
 
-    def _has_other_main_grad(self) -> Iterator[bool]:
-        return (getattr(slot.param, "main_grad", None) is not slot.view for slot in self._slots)
+    def _has_own_main_grads(self) -> bool:
+        try:
+            return all(map(is_, map(_main_grad, self._slot_params), self._views))
+        except AttributeError:
+            return False
 
     def _changed_params(self) -> ModelChange | None:
         """Return which parameters came and went; ``None`` when only modules without parameters did."""
@@ -127,6 +137,13 @@ def is_set_to(param: torch.Tensor, values: torch.Tensor) -> bool:
     try:
         return param.is_set_to(values)
     except RuntimeError:  # not even comparable: on another device, say
+        return False
+
+
+def _are_set_to(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
+    try:
+        return all(map(torch.Tensor.is_set_to, params, values))
+    except RuntimeError:
         return False
 
 

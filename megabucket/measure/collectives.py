@@ -27,6 +27,7 @@ SMALLEST_BYTES: Final = 1024
 _SIZE_FACTOR: Final = 4
 _SAMPLE_S: Final = 5e-3
 _MAX_CALLS: Final = 50
+_MAX_IN_FLIGHT: Final = 8
 _WARMUPS: Final = 2
 
 
@@ -96,6 +97,7 @@ def time_collectives(
     *,
     device: torch.device,
     repetitions: int,
+    in_flight_bytes: int = 0,
     on_round: Callable[[int], None] = lambda _: None,
 ) -> tuple[Timing, ...]:
     """Measure collectives. All ranks call it with the same arguments.
@@ -105,6 +107,8 @@ def time_collectives(
         communicator: of more than one rank.
         device: where the buffers lie.
         repetitions: rounds; 1 or more.
+        in_flight_bytes: with 0 each collective is waited for before the next. Otherwise up to eight of a kind are launched
+            before the first wait, as many as these bytes hold and one at least; a collective takes its part of the whole.
         on_round: called after each round with its number, from 1.
 
     Returns:
@@ -113,7 +117,7 @@ def time_collectives(
     Raises:
         ConfigError: the buffers do not fit into memory.
     """
-    calls = _make_calls(cells, communicator, device)
+    calls = _make_calls(cells, communicator, device, in_flight_bytes)
     sync = torch.cuda.synchronize if device.type == "cuda" else _nothing
     counts = _count_calls(calls, communicator, device, sync)
     own: list[list[float]] = [[] for _ in cells]
@@ -130,11 +134,14 @@ def time_collectives(
     )
 
 
-def _make_calls(cells: Sequence[Cell], communicator: Communicator, device: torch.device) -> list[list[Call]]:
-    """Return each collective as the wrapper launches it: in place, on a part of one buffer of each dtype."""
+def _make_calls(
+    cells: Sequence[Cell], communicator: Communicator, device: torch.device, in_flight_bytes: int
+) -> list[list[list[Call]]]:
+    """Return each collective as the wrapper launches it, in place, as often as it is in flight; in one buffer of each dtype."""
+    counts = [min(max(in_flight_bytes // cell.num_bytes, 1), _MAX_IN_FLIGHT) for cell in cells]
     largest: dict[str, int] = {}
-    for cell in cells:
-        largest[cell.dtype] = max(largest.get(cell.dtype, 0), cell.num_bytes)
+    for cell, count in zip(cells, counts, strict=True):
+        largest[cell.dtype] = max(largest.get(cell.dtype, 0), count * cell.num_bytes)
     buffers = {}
     try:
         for dtype, num_bytes in largest.items():
@@ -144,15 +151,15 @@ def _make_calls(cells: Sequence[Cell], communicator: Communicator, device: torch
     for buffer in buffers.values():
         buffer.fill_(1).fill_(0)  # written, because memory that never was is one page, and quick to read; zeros stay zeros
     calls = []
-    for cell in cells:
-        full = buffers[cell.dtype][: cell.num_bytes // dtype_bytes(cell.dtype)]
-        shard_numel = full.numel() // communicator.size
-        shard = full[communicator.rank * shard_numel : (communicator.rank + 1) * shard_numel]
-        calls.append(communicator.prepare([_call(cell.kind, full, shard)]))
+    for cell, count in zip(cells, counts, strict=True):
+        numel = cell.num_bytes // dtype_bytes(cell.dtype)
+        fulls = buffers[cell.dtype][: count * numel].view(count, numel)
+        calls.append([communicator.prepare([_call(cell.kind, full, communicator)]) for full in fulls])
     return calls
 
 
-def _call(kind: CollectiveKind, full: torch.Tensor, shard: torch.Tensor) -> Call:
+def _call(kind: CollectiveKind, full: torch.Tensor, communicator: Communicator) -> Call:
+    shard = full.view(communicator.size, -1)[communicator.rank]
     if kind is CollectiveKind.ALL_REDUCE:
         return AllReduce(full)
     if kind is CollectiveKind.REDUCE_SCATTER:
@@ -161,29 +168,30 @@ def _call(kind: CollectiveKind, full: torch.Tensor, shard: torch.Tensor) -> Call
 
 
 def _count_calls(
-    calls: Sequence[Sequence[Call]], communicator: Communicator, device: torch.device, sync: Callable[[], None]
+    calls: Sequence[Sequence[Sequence[Call]]], communicator: Communicator, device: torch.device, sync: Callable[[], None]
 ) -> list[int]:
     """Return how often each collective is called in one measurement, so that it takes a few milliseconds.
 
     A chain of small ones shows what each costs when the ranks are in step, where a single one shows how far they were apart.
     """
     own = []
-    for batch in calls:
-        _time_calls(batch, _WARMUPS, communicator, sync)
-        own.append(_time_calls(batch, 1, communicator, sync))
+    for batches in calls:
+        _time_calls(batches, _WARMUPS, communicator, sync)
+        own.append(_time_calls(batches, 1, communicator, sync) * len(batches))
     everybody = _exchange([own], communicator, device)
     slowest = [max(times) for times in zip(*(rank[0] for rank in everybody), strict=True)]
     return [min(max(math.ceil(_SAMPLE_S / max(seconds, 1e-9)), 1), _MAX_CALLS) for seconds in slowest]
 
 
-def _time_calls(batch: Sequence[Call], count: int, communicator: Communicator, sync: Callable[[], None]) -> float:
-    """Return the mean seconds of one of ``count`` launches, each waited for."""
+def _time_calls(batches: Sequence[Sequence[Call]], count: int, communicator: Communicator, sync: Callable[[], None]) -> float:
+    """Return the mean seconds of one launch, when ``count`` times all of them are launched and then waited for."""
     sync()
     start_s = time.perf_counter()
     for _ in range(count):
-        communicator.launch(batch, label="calibrate").wait()
+        for handle in [communicator.launch(batch, label="calibrate") for batch in batches]:
+            handle.wait()
     sync()
-    return (time.perf_counter() - start_s) / count
+    return (time.perf_counter() - start_s) / (count * len(batches))
 
 
 def _exchange(own: list[list[float]], communicator: Communicator, device: torch.device) -> list[list[list[float]]]:

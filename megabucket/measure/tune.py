@@ -25,13 +25,13 @@ from megabucket.layout import ParamSpec
 from megabucket.measure.calibrate import CalibrationPlan, measure_link
 from megabucket.measure.host import host_costs, meeting, optimizer_s, time_phases
 from megabucket.measure.out_file import why_not_writable
-from megabucket.measure.pipelined import time_overhead, without_overhead
+from megabucket.measure.pipelined import pipelined_link
 from megabucket.measure.profile import WorkloadProfile, choose_rank
 from megabucket.measure.profile_training import ProfilePlan, profile_task
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.links import Link
-from megabucket.planning.simulate import Mode
+from megabucket.planning.simulate import FENCE, Mode
 from megabucket.planning.tune import (
     SIZE_FIELDS,
     Candidate,
@@ -208,8 +208,10 @@ class _Program:
         what = CalibrationPlan(kinds=kinds, max_bytes=max(num_bytes, 2**14), repetitions=5)
         calibration = measure_link(what, self._ranks, fabric=self._task.config.fabric)
         with closing(discover_communicator(None)) as communicator:
-            self._overhead_s = time_overhead(communicator, device=self._ranks.device)
-        return without_overhead(calibration.link, self._overhead_s)
+            lane = pipelined_link(calibration.link, communicator, device=self._ranks.device)
+        alone_s, in_flight_s = (link.collective_s(*FENCE, self._ranks.num_ranks) for link in (calibration.link, lane))
+        self._overhead_s = alone_s - in_flight_s
+        return lane
 
     def _measure_mode(self, ddp: DistributedDataParallelConfig, link: Link) -> Measured:
         task = replace(self._task, config=self._task.config.model_copy(update={"ddp": ddp}))

@@ -35,7 +35,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.measure.calibrate import CalibrationPlan, measure_link
 from megabucket.measure.host import host_costs, meeting, optimizer_s, time_phases, time_wake
-from megabucket.measure.pipelined import time_overhead, without_overhead
+from megabucket.measure.pipelined import pipelined_link
 from megabucket.measure.profile import WorkloadProfile, WorkloadProfiler, choose_rank
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.cuts import plan_of_layout
@@ -270,11 +270,11 @@ def start(fabric: str, name: str, scale: float) -> Link:
 
 
 def table() -> MeasuredLink:
-    """Return what collectives take one behind the other, as ``megabucket tune`` measures it."""
+    """Return what collectives take when others are in flight, as ``megabucket tune`` measures it."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", are_on_one_host=True)
     link = measure_link(CalibrationPlan(max_bytes=4 * 2**20, repetitions=5), ranks).link
     with closing(discover_communicator(None)) as communicator:
-        return without_overhead(link, time_overhead(communicator, device=ranks.device))
+        return pipelined_link(link, communicator, device=ranks.device)
 
 
 # Figures #

@@ -1,10 +1,11 @@
 """What the safety checks cost in a step: everything on (the default), each part switched off alone, and everything off.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tests/benchmarks/safety_cost.py [demo|tensors]
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tests/benchmarks/safety_cost.py [demo|tensors|tensors-64]
 
 Interleaved step by step in one run, in changing order. Printed are medians of wall time and of the process's CPU time, and how
 much more than "all off" they are, as the median of paired differences. On a machine that others use, CPU time is steadier.
-``demo`` is the model of configs/bytegpt.yaml with its optimizer and batch, ``tensors`` has 2,000 small parameters.
+``demo`` is the model of configs/bytegpt.yaml with its optimizer and batch, ``tensors`` has 2,000 small parameters and 8 samples
+a rank and step, so almost no arithmetic; ``tensors-64`` has 64 samples.
 """
 
 import copy
@@ -13,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from megabucket.config.load import load_config
 from megabucket.training.bytegpt import ByteGPT
 
 WARMUPS = 5
-REPETITIONS = {"demo": 400, "tensors": 150}
+REPETITIONS = {"demo": 400, "tensors": 150, "tensors-64": 150}
 
 OFF: dict[str, Any] = {
     "fence": False,
@@ -66,11 +68,11 @@ def demo_model() -> tuple[torch.nn.Module, tuple[int, int], dict[str, Any]]:
     return ByteGPT(run.model, seed=0), shape, {"bucket_size": 200_000}
 
 
-def many_tensors() -> tuple[torch.nn.Module, tuple[int, int], dict[str, Any]]:
-    return ManyTensors(), (8, 8), {"bucket_cap_mb": 25}
+def many_tensors(num_samples: int = 8) -> tuple[torch.nn.Module, tuple[int, int], dict[str, Any]]:
+    return ManyTensors(), (num_samples, 8), {"bucket_cap_mb": 25}
 
 
-MODELS = {"demo": demo_model, "tensors": many_tensors}
+MODELS = {"demo": demo_model, "tensors": many_tensors, "tensors-64": partial(many_tensors, 64)}
 
 
 def stepper(

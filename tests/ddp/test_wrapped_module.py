@@ -422,7 +422,6 @@ class TestDetach:
             lambda ddp: ddp.check_replicas(),
             lambda ddp: setattr(ddp, "step_number", 1),
         ],
-        ids=str,
     )
     def test_the_wrapper_is_refused_because_it_would_reduce_nothing(self, use, switches):
         model, _, ddp = self.wrapped(**switches)

@@ -9,10 +9,8 @@ from megabucket.comm import LocalCommunicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.measure.host import Phases, PhaseTimes, host_costs, optimizer_s, time_phases, time_wake
-from megabucket.measure.pipelined import time_overhead, without_overhead
 from megabucket.optim import DistributedOptimizer
-from megabucket.planning.links import FlatLink, MeasuredLink
-from megabucket.trace import CollectiveKind
+from megabucket.planning.links import FlatLink
 
 COST = st.floats(0, 1e-2)
 LINK = FlatLink(1e-4, 1e-9)
@@ -76,17 +74,9 @@ def test_phases_and_waits_of_a_real_wrapper_are_measured_and_leave_it_able_to_tr
     assert min(times.typical.launch_s, times.typical.finish_s, times.typical.step_s) > 0
     assert times.least.step_s <= times.typical.step_s
     assert time_wake(communicator, FlatLink(0.0, 0.0), 1024, device=torch.device("cpu")) > 0
-    assert time_overhead(communicator, device=torch.device("cpu")) >= 0
     before = ddp.module[0].bias.detach().clone()
     ddp(torch.ones(1, 8)).sum().backward()
     assert optimizer.step().updated
     ddp.finish_param_sync()
     assert not torch.equal(before, ddp.module[0].bias)
     ddp.detach()
-
-
-def test_overhead_is_taken_off_every_point_and_something_stays():
-    key = (CollectiveKind.ALL_REDUCE, "float32")
-    link = MeasuredLink({key: ((1000, 1e-4), (2000, 5e-4))}, num_ranks=2)
-
-    assert without_overhead(link, 2e-4).tables[key] == ((1000, pytest.approx(1e-5)), (2000, pytest.approx(3e-4)))
