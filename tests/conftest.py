@@ -22,4 +22,4 @@ settings.register_profile(
 )
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")
 
-os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and output adapts to it; tests of that set it themselves
+os.environ.pop("COLUMNS", None)  # what prints tables adapts to it, and so would tests of their text

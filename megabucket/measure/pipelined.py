@@ -1,8 +1,10 @@
-"""What a collective takes on the lane when others of its kind are in flight: a measured table for buckets that queue up.
+"""What a collective takes on the lane when nothing disturbs it: a measured table for buckets that queue up.
 
 ``megabucket calibrate`` measures collectives that are launched and waited for one by one, so each of its points holds a launch
 and a waking thread, and nothing that a back-end does side by side shows. Of buckets in a queue only the lane's time counts; the
-host's part is counted by ``HostCosts``.
+host's part is counted by ``HostCosts``. So small collectives are measured once more, several in flight, and of all rounds of
+both kinds the shortest counts: the others show how long threads of the back-end stood in line for a core, which is different
+in a step.
 """
 
 from __future__ import annotations
@@ -12,23 +14,24 @@ from typing import Final
 import torch
 
 from megabucket.comm import Communicator
-from megabucket.measure.collectives import Cell, time_collectives
+from megabucket.measure.calibrate import Calibration
+from megabucket.measure.collectives import time_collectives
 from megabucket.planning.links import MeasuredLink, TableKey
 
 _IN_FLIGHT_BYTES: Final = 8 * 2**20  # of larger collectives the rest is a small part
 _ROUNDS: Final = 7
 
 
-def pipelined_link(link: MeasuredLink, communicator: Communicator, *, device: torch.device) -> MeasuredLink:
-    """Return a measured link with the times of collectives in flight together, at the sizes of its points. Collective call.
-
-    No point gets larger: what is waited for one by one cannot be faster.
-    """
-    cells = [Cell(kind, dtype, int(size)) for (kind, dtype), points in link.tables.items() for size, _ in points]
-    timings = time_collectives(cells, communicator, device=device, repetitions=_ROUNDS, in_flight_bytes=_IN_FLIGHT_BYTES)
-    seconds = {(timing.cell.kind, timing.cell.dtype, timing.cell.num_bytes): timing.median_s for timing in timings}
-    tables: dict[TableKey, tuple[tuple[float, float], ...]] = {
-        (kind, dtype): tuple((size, min(alone_s, seconds[kind, dtype, int(size)])) for size, alone_s in points)
-        for (kind, dtype), points in link.tables.items()
+def pipelined_link(calibration: Calibration, communicator: Communicator, *, device: torch.device) -> MeasuredLink:
+    """Return the link of a calibration with the shortest times, alone or in flight together. Collective call."""
+    cells = [timing.cell for timing in calibration.timings]
+    in_flight = time_collectives(cells, communicator, device=device, repetitions=_ROUNDS, in_flight_bytes=_IN_FLIGHT_BYTES)
+    least_s = {
+        alone.cell: min(*alone.seconds, *together.seconds)
+        for alone, together in zip(calibration.timings, in_flight, strict=True)
     }
-    return MeasuredLink(tables, link.num_ranks)
+    tables: dict[TableKey, tuple[tuple[float, float], ...]] = {
+        key: tuple((timing.cell.num_bytes, least_s[timing.cell]) for timing in timings)
+        for key, timings in calibration.tables.items()
+    }
+    return MeasuredLink(tables, calibration.num_ranks)

@@ -208,7 +208,7 @@ class _Program:
         what = CalibrationPlan(kinds=kinds, max_bytes=max(num_bytes, 2**14), repetitions=5)
         calibration = measure_link(what, self._ranks, fabric=self._task.config.fabric)
         with closing(discover_communicator(None)) as communicator:
-            lane = pipelined_link(calibration.link, communicator, device=self._ranks.device)
+            lane = pipelined_link(calibration, communicator, device=self._ranks.device)
         alone_s, in_flight_s = (link.collective_s(*FENCE, self._ranks.num_ranks) for link in (calibration.link, lane))
         self._overhead_s = alone_s - in_flight_s
         return lane

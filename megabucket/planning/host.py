@@ -15,13 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
 
 from megabucket.errors import ConfigError
 from megabucket.planning.cuts import BucketPlan
 from megabucket.planning.links import Affine, Link
+from megabucket.planning.partition import optimal_plan
 from megabucket.planning.simulate import Mode, StepCollective, check_plan
 from megabucket.planning.workload import Workload
 from megabucket.trace import CollectiveKind
+
+_HOST_FACTORS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,10 @@ class HostCosts:
         """Return the numbers by name."""
         return asdict(self)
 
+    def times(self, factor: float) -> HostCosts:
+        """Return the costs on a host that is slower by a factor."""
+        return HostCosts(**{name: value * factor for name, value in self.to_dict().items()})
+
 
 @dataclass(frozen=True, slots=True)
 class HostedLink:
@@ -83,6 +91,27 @@ class HostedLink:
         if kind is CollectiveKind.ALL_GATHER:
             return self.host.update_s + self.host.gather_finish_s
         return self.host.launch_s + self.host.finish_s
+
+
+def hosted_plan(
+    workload: Workload, link: Link, host: HostCosts, *, num_ranks: int, mode: Mode, overlap_param_gather: bool = False
+) -> BucketPlan:
+    """Return a plan with a short predicted step: the best of the optimal plans for hosts from this one to a very slow one.
+
+    The exact search has one lane, in which a bucket's cost to the host is a longer collective. What it costs the thread that
+    computes is not felt there as long as collectives are hidden, so the search alone would cut too finely. Of equally short
+    steps the one with fewer buckets is returned.
+
+    Raises:
+        ConfigError: the link cannot say what a collective costs.
+    """
+    setting: dict[str, Any] = {"num_ranks": num_ranks, "mode": mode, "overlap_param_gather": overlap_param_gather}
+    plans = []
+    for factor in _HOST_FACTORS:
+        plans.append(optimal_plan(workload, HostedLink(link, host.times(factor)), **setting))
+        if len(plans[-1].buckets) == 1:
+            break
+    return min(plans, key=lambda plan: (predict_step_s(workload, plan, link, host=host, **setting), len(plan.buckets)))
 
 
 def predict_step_s(  # noqa: PLR0913 - one argument per choice of a step, all of them named

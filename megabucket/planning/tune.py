@@ -15,9 +15,8 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.planning.cuts import cuts_by_buffer, plan_of_layout
-from megabucket.planning.host import HostCosts, HostedLink, predict_step_s
+from megabucket.planning.host import HostCosts, hosted_plan, predict_step_s
 from megabucket.planning.links import Link
-from megabucket.planning.partition import optimal_plan
 from megabucket.planning.simulate import FENCE, GRAD_NORM, Mode
 from megabucket.planning.workload import Workload
 
@@ -138,14 +137,8 @@ def _updates(
         orders.append((" in ready order", {"bucket_order": order}))
     for suffix, ordering in orders:
         workload = known.workload if ordering else known.workload.in_order(range(len(specs) - 1, -1, -1))
-        plan = optimal_plan(
-            workload,
-            HostedLink(link, known.host),
-            num_ranks=num_ranks,
-            mode=mode_of(base),
-            overlap_grad_reduce=True,
-            overlap_param_gather=base.overlap_param_gather,
-        )
+        mode, overlaps = mode_of(base), base.overlap_param_gather
+        plan = hosted_plan(workload, link, known.host, num_ranks=num_ranks, mode=mode, overlap_param_gather=overlaps)
         yield f"optimal cuts{suffix}", {"bucket_cuts": cuts_by_buffer(plan, specs), **ordering}
         for numel in size_grid(total_numel):
             yield f"bucket_size {numel}{suffix}", {"bucket_size": numel, **ordering}
@@ -163,7 +156,8 @@ def size_grid(total_numel: int) -> tuple[int, ...]:
     if total_numel <= _SMALLEST_NUMEL:
         return ()
     count = math.ceil(_SIZES_PER_OCTAVE * math.log2(total_numel / _SMALLEST_NUMEL))
-    return tuple(round(_SMALLEST_NUMEL * 2 ** (step / _SIZES_PER_OCTAVE)) for step in range(count))
+    sizes = (round(_SMALLEST_NUMEL * 2 ** (step / _SIZES_PER_OCTAVE)) for step in range(count))
+    return tuple(size for size in sizes if size < total_numel)  # the last one may be rounded up to the whole
 
 
 def _identity(specs: Sequence[ParamSpec], ddp: DistributedDataParallelConfig, num_ranks: int) -> tuple[object, ...]:

@@ -39,9 +39,8 @@ from megabucket.measure.pipelined import pipelined_link
 from megabucket.measure.profile import WorkloadProfile, WorkloadProfiler, choose_rank
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.cuts import plan_of_layout
-from megabucket.planning.host import HostedLink, predict_step_s
+from megabucket.planning.host import hosted_plan, predict_step_s
 from megabucket.planning.links import Link, MeasuredLink, RingLink
-from megabucket.planning.partition import optimal_plan
 from megabucket.planning.simulate import FENCE, GRAD_NORM, Mode, simulate_step_s
 from megabucket.planning.tune import DEFAULT, Comparison, decide
 from megabucket.planning.workload import Workload
@@ -209,7 +208,7 @@ def run_cell(rows: list[Row], workload: Workload, link: Link, mode: Mode, option
         wake_s = time_wake(communicator, link, numel, device=torch.device("cpu"))
     host = host_costs(few, many, link, num_ranks=num_ranks, is_sharded=is_sharded, wake_s=wake_s)
     workload = replace(workload, optimizer_s=optimizer_s(few, many, host, link, num_ranks=num_ranks, is_sharded=is_sharded))
-    best = optimal_plan(workload, HostedLink(link, host), num_ranks=num_ranks, mode=mode, overlap_param_gather=is_sharded)
+    best = hosted_plan(workload, link, host, num_ranks=num_ranks, mode=mode, overlap_param_gather=is_sharded)
     configs = {f"uniform 1/{part}": {"bucket_size": -(-numel // part)} for part in (2, 4, 8, 16)}
     configs["optimal cuts"] = {"bucket_cuts": best.cut_names(workload)}
     assert set(best.cut_names(workload)) <= set(names)
@@ -272,9 +271,9 @@ def start(fabric: str, name: str, scale: float) -> Link:
 def table() -> MeasuredLink:
     """Return what collectives take when others are in flight, as ``megabucket tune`` measures it."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", are_on_one_host=True)
-    link = measure_link(CalibrationPlan(max_bytes=4 * 2**20, repetitions=5), ranks).link
+    calibration = measure_link(CalibrationPlan(max_bytes=4 * 2**20, repetitions=5), ranks)
     with closing(discover_communicator(None)) as communicator:
-        return pipelined_link(link, communicator, device=ranks.device)
+        return pipelined_link(calibration, communicator, device=ranks.device)
 
 
 # Figures #

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megabucket.comm import Handle, LoopbackWorld
-from megabucket.measure.collectives import Cell, time_collectives
+from megabucket.measure.calibrate import Calibration
+from megabucket.measure.collectives import Cell, Timing, time_collectives
 from megabucket.measure.pipelined import pipelined_link
-from megabucket.planning.links import MeasuredLink
 from megabucket.trace import CollectiveKind
 
 
@@ -56,18 +56,22 @@ def test_as_many_are_in_flight_as_the_bytes_hold_and_eight_at_most(kind, in_flig
     assert world.run(measure) == [expected] * 2
 
 
-def test_no_point_gets_larger_and_none_is_lost():
+def test_the_shortest_of_all_rounds_counts_and_no_point_is_lost():
     world = LoopbackWorld(2)
     gather, reduce = (CollectiveKind.ALL_GATHER, "bfloat16"), (CollectiveKind.ALL_REDUCE, "float32")
-    link = MeasuredLink({gather: ((1024, 1e-12), (4096, 2000.0)), reduce: ((1024, 1000.0), (2048, 1000.0))}, num_ranks=2)
+    timings = [
+        Timing(Cell(*gather, 1024), (2.0, 1e-12)),
+        Timing(Cell(*gather, 4096), (2000.0, 3000.0)),
+        Timing(Cell(*reduce, 1024), (1000.0, 1000.0)),
+        Timing(Cell(*reduce, 2048), (1000.0, 1000.0)),
+    ]
+    calibration = Calibration(num_ranks=2, timings=tuple(timings), facts={})
 
-    results = world.run(lambda rank: pipelined_link(link, world.communicator(rank), device=torch.device("cpu")))
+    results = world.run(lambda rank: pipelined_link(calibration, world.communicator(rank), device=torch.device("cpu")))
 
     assert results[0] == results[1]
     assert results[0].num_ranks == 2
-    assert {key: [size for size, _ in points] for key, points in results[0].tables.items()} == {
-        gather: [1024, 4096],
-        reduce: [1024, 2048],
-    }
+    sizes = {key: [size for size, _ in points] for key, points in results[0].tables.items()}
+    assert sizes == {gather: [1024, 4096], reduce: [1024, 2048]}
     assert results[0].tables[gather][0] == (1024, 1e-12)
     assert all(0 < seconds < 1000 for _, seconds in (*results[0].tables[reduce], results[0].tables[gather][1]))

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from megabucket.errors import ConfigError
 from megabucket.planning.cuts import BucketPlan, per_tensor_plan, single_plan, uniform_plan
-from megabucket.planning.host import HostCosts, HostedLink, predict_step_s
+from megabucket.planning.host import HostCosts, HostedLink, hosted_plan, predict_step_s
 from megabucket.planning.links import FlatLink, RingLink
+from megabucket.planning.partition import optimal_plan
 from megabucket.planning.simulate import FENCE, GRAD_NORM, Mode, simulate_step_s
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.trace import CollectiveKind
@@ -111,6 +112,30 @@ def test_the_search_sees_a_launch_as_latency():
 
     assert hosted.collective_s(CollectiveKind.ALL_REDUCE, 10, 2) == 21.75
     assert hosted.affine(CollectiveKind.ALL_GATHER, 2) == (8.0, 2.0)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_buckets_that_hide_nothing_more_are_not_cut(mode):
+    """Every collective but the last is hidden, so each further bucket only costs the thread that computes."""
+    workload = Workload(tuple(TensorWork(f"p{i}", 1000, 1e-3, 1e-3) for i in range(40)))
+    link, host = FlatLink(0.0, 1e-8), HostCosts(launch_s=1e-4, finish_s=1e-4)
+    setting = {"num_ranks": 2, "mode": mode, "overlap_param_gather": mode is Mode.REDUCE_SCATTER}
+
+    searched, hosted = optimal_plan(workload, HostedLink(link, host), **setting), hosted_plan(workload, link, host, **setting)
+
+    assert len(hosted.buckets) < len(searched.buckets)
+
+
+@given(workloads(), st.builds(HostCosts, **dict.fromkeys(FIELDS, SECONDS)), SECONDS, SECONDS, st.sampled_from(Mode))
+def test_the_plan_for_a_host_is_no_worse_than_that_of_the_search_alone(workload, host, latency_s, seconds_per_byte, mode):
+    link = FlatLink(latency_s, seconds_per_byte)
+    setting = {"num_ranks": 2, "mode": mode, "overlap_param_gather": mode is Mode.REDUCE_SCATTER}
+
+    hosted, searched = hosted_plan(workload, link, host, **setting), optimal_plan(workload, HostedLink(link, host), **setting)
+
+    hosted_s, searched_s = (predict_step_s(workload, plan, link, host=host, **setting) for plan in (hosted, searched))
+    assert hosted_s <= searched_s
+    assert sorted(index for bucket in hosted.buckets for index in bucket) == list(range(len(workload.tensors)))
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -4,7 +4,7 @@ import math
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megabucket.config.ddp import DistributedDataParallelConfig
@@ -131,6 +131,7 @@ def test_in_layout_order_each_gradient_waits_for_those_before_it(model):
 
 
 @given(st.integers(1, 10**9))
+@example(46341)  # 2 ** 15.5, rounded up
 def test_sizes_grow_and_stay_below_the_whole(total):
     sizes = size_grid(total)
 
