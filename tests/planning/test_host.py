@@ -117,7 +117,7 @@ def test_the_search_sees_a_launch_as_latency():
 def test_buckets_that_hide_nothing_more_are_not_cut():
     """All collectives are hidden but the last, so what each further bucket costs the thread that computes is what counts."""
     workload = Workload(tuple(TensorWork(f"p{i}", 1000, 1e-3, 1e-3) for i in range(40)))
-    link, host = FlatLink(0.0, 2.5e-7), HostCosts(launch_s=1e-4)
+    link, host = FlatLink(0.0, 2.5e-7), HostCosts(launch_s=1e-4, update_s=1e-4)
     setting = {"num_ranks": 2, "mode": Mode.ALL_REDUCE}
 
     searched, hosted = optimal_plan(workload, HostedLink(link, host), **setting), hosted_plan(workload, link, host, **setting)
