@@ -34,6 +34,7 @@ from megabucket.planning.fit import AffineFit
 from megabucket.planning.json_file import read_json
 from megabucket.planning.links import FlatLink, Link, MeasuredLink, Point, RingLink, TableKey, TwoLevelLink
 from megabucket.planning.workload import TensorWork, Workload
+from megabucket.planning.workload_match import check_workload_matches
 from megabucket.trace import CollectiveKind
 
 MAX_WORKLOAD_BYTES: Final = 64 * 1024 * 1024
@@ -126,10 +127,10 @@ def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Wor
 
     Args:
         run: the config; its ``workload`` section decides.
-        specs: the trainable parameters of ``run.model`` in registration order; needed for a rate.
+        specs: the trainable parameters of ``run.model`` in registration order; needed for a rate. A file must be of them.
 
     Raises:
-        ConfigError: no workload, a file that cannot be read, or values that make none.
+        ConfigError: no workload, a file that cannot be read or is of another model, or values that make none.
     """
     config = run.workload or WorkloadConfig()
     overrides: dict[str, Any] = {
@@ -141,7 +142,10 @@ def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Wor
         tensors = (TensorWork(each.name, each.numel, each.backward_s, each.forward_s) for each in config.tensors)
         return Workload(tuple(tensors), **overrides)
     if config.path is not None:
-        return _with(read_workload(Path(config.path)), overrides)
+        workload, fingerprint = _read_workload(Path(config.path))
+        if specs is not None:
+            check_workload_matches(workload, specs, fingerprint=fingerprint)
+        return _with(workload, overrides)
     if config.tokens_per_microbatch is None or config.flops_per_s is None or specs is None or run.model is None:
         raise ConfigError(
             "there is nothing to simulate: give workload.tensors, or workload.path, or a model section with "
@@ -159,11 +163,19 @@ def read_workload(path: Path) -> Workload:
     Raises:
         ConfigError: the file cannot be read, is larger than 64 MiB, or is no workload.
     """
+    return _read_workload(path)[0]
+
+
+def _read_workload(path: Path) -> tuple[Workload, str | None]:
+    """Return the workload and the fingerprint of its model, where ``megabucket profile`` has written one."""
     data = read_json(path, max_bytes=MAX_WORKLOAD_BYTES, what="a workload").data
     try:
-        return Workload.from_dict(data)
+        workload = Workload.from_dict(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    facts = data.get("facts") if isinstance(data, dict) else None
+    fingerprint = facts.get("model_fingerprint") if isinstance(facts, dict) else None
+    return workload, fingerprint if isinstance(fingerprint, str) else None
 
 
 def write_workload(path: Path, workload: Workload, *, facts: Mapping[str, Any] | None = None) -> None:

@@ -13,6 +13,7 @@ from megabucket.planning.fit import AffineFit
 from megabucket.planning.inputs import link_of, read_link, workload_of, write_link, write_workload
 from megabucket.planning.links import FlatLink, MeasuredLink, RingLink, TwoLevelLink
 from megabucket.planning.workload import TensorWork, Workload
+from megabucket.planning.workload_match import model_fingerprint
 from megabucket.trace import CollectiveKind
 
 AR = (CollectiveKind.ALL_REDUCE, "float32")
@@ -170,6 +171,18 @@ def test_a_profile_may_be_named_and_corrected(load, tmp_path):
     assert workload_of(load("workload: {path: workload.json}")) == profile
     corrected = workload_of(load("workload: {path: workload.json, num_microbatches: 4}"))
     assert corrected == Workload(profile.tensors, optimizer_s=0.25, param_bytes_per_element=2, num_microbatches=4)
+
+
+def test_a_profile_of_another_model_is_refused_also_when_only_shapes_differ(load, tmp_path):
+    specs = [ParamSpec("a", (2, 3)), ParamSpec("b", (4,))]
+    profile = Workload((TensorWork("a", 6, 1.0), TensorWork("b", 4, 1.0)))
+    write_workload(tmp_path / "workload.json", profile, facts={"model_fingerprint": model_fingerprint(specs)})
+    run = load("workload: {path: workload.json}")
+
+    assert workload_of(run, specs) == profile
+    for other, what in ((ParamSpec("a", (3, 2)), "other shapes"), (ParamSpec("a", (7,)), "6 instead of 7")):
+        with pytest.raises(ConfigError, match=what):
+            workload_of(run, [other, specs[1]])
 
 
 @pytest.mark.parametrize(
