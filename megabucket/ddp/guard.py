@@ -6,13 +6,19 @@ wrapper and, if so, whether their gradients are complete: never after a reduce-s
 
 from __future__ import annotations
 
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer.views import dtype_name
@@ -24,26 +30,34 @@ from megabucket.errors import MixedDtypeOptimizerError, PlainOptimizerError, Unr
 _ADAMS: Final = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)  # AdamW is an Adam
 
 
-class _StepHook:
-    """What torch's process-wide list holds: knows the guard weakly, so the list does not keep the model alive.
+_Method = Callable[[torch.optim.Optimizer], None]
 
-    A hook whose guard is gone does nothing. It is not taken out of the list when that happens, because garbage is collected
-    at any time, also while torch iterates over the list; the next guard takes it out.
+
+class _StepHook:
+    """What stands in torch's process-wide list, once, on behalf of all guards.
+
+    Torch walks through that list while an optimizer steps, and raises when it changes meanwhile. But wrappers come, are
+    detached and garbage collected at any time, also in other threads, so this hook stays and has a list of its own. It knows
+    the guards weakly and does not keep a model alive.
     """
 
-    __slots__ = ("_method",)
+    def __init__(self) -> None:
+        self._methods: tuple[weakref.WeakMethod[_Method], ...] = ()
+        self._changing = threading.Lock()
 
-    def __init__(self, method: Callable[[torch.optim.Optimizer], None]) -> None:
-        self._method = weakref.WeakMethod(method)
+    def add(self, method: _Method) -> None:
+        with self._changing:
+            self._methods = (*(known for known in self._methods if known() is not None), weakref.WeakMethod(method))
 
-    @property
-    def is_dead(self) -> bool:
-        return self._method() is None
+    def discard(self, method: _Method) -> None:
+        with self._changing:
+            self._methods = tuple(known for known in self._methods if known() not in (None, method))
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        method = self._method()
-        if method is not None:
-            method(optimizer)
+        for known in self._methods:
+            method = known()
+            if method is not None:
+                method(optimizer)
 
 
 class PlainOptimizerGuard:
@@ -65,17 +79,15 @@ class PlainOptimizerGuard:
         self._rank = communicator.rank
         self._members: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], Hyperparameters]]
         self._members = weakref.WeakKeyDictionary()
-        self._handles: list[RemovableHandle] = [
-            register_optimizer_step_pre_hook(_StepHook(self.check)),
-            register_optimizer_step_post_hook(_StepHook(self.note_update)),
-        ]
-        for handle in self._handles:
-            _remove_dead_hooks(handle)
+        self._before = _hook_in(_global_optimizer_pre_hooks, register_optimizer_step_pre_hook)
+        self._after = _hook_in(_global_optimizer_post_hooks, register_optimizer_step_post_hook)
+        self._before.add(self.check)
+        self._after.add(self.note_update)
 
     def remove(self) -> None:
         """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
+        self._before.discard(self.check)
+        self._after.discard(self.note_update)
 
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that has updated parameters of the wrapper: all ranks must have made as many."""
@@ -141,10 +153,12 @@ class PlainOptimizerGuard:
                 )
 
 
-def _remove_dead_hooks(handle: RemovableHandle) -> None:
-    """Take the hooks of guards that are gone out of the list that ``handle`` points into."""
-    hooks = handle.hooks_dict_ref() or {}
-    # dict.copy is one step of the interpreter, unlike any way through an OrderedDict: another thread may be wrapping, too.
-    for key, hook in dict.copy(hooks).items():
-        if isinstance(hook, _StepHook) and hook.is_dead:
-            hooks.pop(key, None)
+def _hook_in(hooks: dict[int, Any], register: Callable[[Any], RemovableHandle]) -> _StepHook:
+    """Return our hook in one of torch's lists; the first guard of the process puts it there."""
+    # dict.copy is one step of the interpreter, unlike any way through an OrderedDict: another thread may register, too.
+    for hook in dict.copy(hooks).values():
+        if isinstance(hook, _StepHook):
+            return hook
+    hook = _StepHook()
+    register(hook)
+    return hook

@@ -1,6 +1,7 @@
 """A plain torch optimizer never steps on gradients that are not what it takes them for."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -132,32 +133,44 @@ def test_after_detach_any_optimizer_may_step():
     assert model.a[0].item() == 0.0
 
 
-def test_the_guard_of_a_wrapper_that_is_gone_is_taken_out_of_torch_when_the_next_one_comes():
+def test_wrappers_that_come_and_go_leave_one_hook_in_torch_and_nothing_that_watches():
     def use():
-        before = set(_global_optimizer_pre_hooks)
         ddp = wrap(Weights("a"))
         ddp(a=1).backward()
-        return set(_global_optimizer_pre_hooks) - before
+        return weakref.ref(ddp.module)
 
-    (hook,) = use()
-    gc.collect()
     use()
+    before = set(_global_optimizer_pre_hooks)
+    module = use()
+    gc.collect()
+    wrap(Weights("a")).detach()
 
-    assert hook not in _global_optimizer_pre_hooks
+    assert set(_global_optimizer_pre_hooks) == before
+    assert module() is None
 
 
-def test_a_wrapper_that_is_collected_while_any_optimizer_steps_does_not_disturb_that_step():
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda wrappers: wrappers.append(wrap(Weights("a"))),
+        lambda wrappers: wrappers.pop().detach(),
+        lambda wrappers: wrappers.clear(),
+    ],
+    ids=["made", "detached", "collected"],
+)
+def test_a_wrapper_that_comes_or_goes_while_any_optimizer_steps_does_not_disturb_that_step(change):
+    """Another thread may do so; torch walks through the hooks of all wrappers of the process meanwhile."""
     wrappers = [wrap(Weights("a"))]
     other = Weights("a")
     other(a=1).backward()
 
-    def drop(*_):
-        wrappers.clear()
+    def change_now(*_):
+        change(wrappers)
         gc.collect()
 
-    handles = [register_optimizer_step_pre_hook(hook) for hook in (drop, lambda *_: None)]
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (change_now, lambda *_: None)]
     try:
-        step_all(other)  # torch iterates over the hooks of all wrappers of the process
+        step_all(other)
     finally:
         for handle in handles:
             handle.remove()
