@@ -25,9 +25,11 @@ _Result = TypeVar("_Result")
 
 
 def describe_call(call: Call) -> str:
-    """Return kind, reduce op, numel and dtype of a call: what ranks must agree on."""
-    op = f" {call.op.value}" if isinstance(call, AllReduce | ReduceScatter) else ""
-    return f"{call.kind.value}{op} of {call.full.numel()} x {str(call.full.dtype).removeprefix('torch.')}"
+    """Return kind, reduce op or root, numel and dtype of a call: what ranks must agree on."""
+    how = f" {call.op.value}" if isinstance(call, AllReduce | ReduceScatter) else ""
+    if isinstance(call, Broadcast) and call.root:
+        how = f" from rank {call.root}"
+    return f"{call.kind.value}{how} of {call.full.numel()} x {str(call.full.dtype).removeprefix('torch.')}"
 
 
 def _describe(calls: Sequence[Call], label: str) -> str:
@@ -88,7 +90,7 @@ def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
     """Write the result of one collective to all ranks; ``calls[r]`` and ``inputs[r]`` belong to rank ``r``."""
     first = calls[0]
     if isinstance(first, Broadcast):
-        result = inputs[0]
+        result = inputs[first.root]
     elif isinstance(first, AllGather):
         result = torch.cat([shard.flatten() for shard in inputs])
     else:

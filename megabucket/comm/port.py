@@ -74,14 +74,16 @@ class AllGather:
     full: torch.Tensor  # 1D, contiguous
     shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
     keeps: tuple[torch.Tensor, ...] = ()  # lives as long as the call; see Communicator.prepare
+    parts: tuple[torch.Tensor, ...] = ()  # of ``full``, by rank, where Communicator.prepare wants them
     kind = CollectiveKind.ALL_GATHER
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Broadcast:
-    """Copy ``tensor`` of the first rank of the group to all ranks, in place."""
+    """Copy ``tensor`` of one rank of the group to all ranks, in place."""
 
     tensor: torch.Tensor  # contiguous
+    root: int = 0
     kind = CollectiveKind.BROADCAST
 
     @property

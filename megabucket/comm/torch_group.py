@@ -47,6 +47,7 @@ _REDUCE_OPS: Final = MappingProxyType(
     {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
 )
 _RELEASE_S: Final = 1.0
+_MOST_BROADCASTS: Final = 8  # with more ranks it has not been measured
 
 
 def _newest(name: str, deprecated_name: str) -> Callable[..., dist.Work]:
@@ -149,7 +150,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def prepare(self, calls: Sequence[Call]) -> list[Call]:
         """Return calls on tensors that C++ owns, too, where gloo's threads handle them."""
-        return [_anchored(call) if self._ask(has_gloo_works, call.full.device) else call for call in calls]
+        return [_anchored(call, self.size) if self._ask(has_gloo_works, call.full.device) else call for call in calls]
 
     def _launch(self, calls: Sequence[Call], label: str) -> Handle:
         if self._watch is not None and self._watch.finding is not None:
@@ -159,12 +160,13 @@ class ProcessGroupCommunicator(Communicator):
         device = calls[0].full.device
         clock = self.clock_for(device) if self.recorder.records_time else None
         start = None if clock is None else clock.stamp()
-        if isinstance(calls[0], Broadcast):
-            calls = [Broadcast(_as_bytes(call.full)) for call in calls]
         has_gloo_threads = self._ask(has_gloo_works, device)
-        passing = _uses_of(calls) if has_gloo_threads else []
+        is_passing = has_gloo_threads and not getattr(calls[0], "keeps", ())
         if self._ask(is_gloo, device):
-            calls = [_without_clone(call) for call in calls]
+            calls = [one for call in calls for one in _as_gloo_does_best(call, self.rank, self.size)]
+        if isinstance(calls[0], Broadcast):
+            calls = [Broadcast(_as_bytes(call.full), call.root) for call in calls if isinstance(call, Broadcast)]
+        passing = _uses_of(calls) if is_passing else []
         works = [self._start(call) for call in calls] if len(calls) == 1 else self._start_coalesced(calls)
         if clock is not None:
             self._timer.time_completion(works, self.recorder, clock, label=label, start=start)
@@ -195,7 +197,7 @@ class ProcessGroupCommunicator(Communicator):
         elif isinstance(call, AllGather):
             work = _all_gather(call.full, call.shard, group=group, async_op=True)
         else:
-            work = dist.broadcast(call.tensor, group=group, group_src=0, async_op=True)
+            work = dist.broadcast(call.tensor, group=group, group_src=call.root, async_op=True)
         return cast("dist.Work", work)
 
     def _start_coalesced(self, calls: Sequence[Call]) -> list[dist.Work]:
@@ -225,21 +227,34 @@ class ProcessGroupCommunicator(Communicator):
         return works
 
 
-def _without_clone(call: Call) -> Call:
-    """Return an all-reduce in place of an in-place reduce-scatter, which is what gloo makes of it anyway.
+def _as_gloo_does_best(call: Call, rank: int, size: int) -> Sequence[Call]:
+    """Return the calls to make in place of one that gloo does with copies of its own. The bits are the same.
 
-    Gloo clones the input on the caller's thread, all-reduces the clone and copies the shard out while waiting; its handle
-    cannot tell when the data arrived. Reducing the buffer itself gives the same bits without clone and copy, and whatever it
-    leaves outside the shard is allowed to be anything. See docs/decisions/gloo-reduce-scatter.md.
+    An in-place reduce-scatter is an all-reduce: gloo clones the input on the caller's thread, all-reduces the clone and copies
+    the shard out while waiting; its handle cannot tell when the data arrived. Whatever an all-reduce leaves outside the shard
+    is allowed to be anything. See docs/decisions/gloo-reduce-scatter.md.
+
+    An all-gather is a broadcast of each rank's part: gloo gathers into memory of its own and copies that, also the part that
+    lies in its place. See docs/decisions/gloo-all-gather.md.
     """
-    if not isinstance(call, ReduceScatter):
-        return call
-    start, shard = call.full.data_ptr(), call.shard.data_ptr()
-    is_in_place = start <= shard < start + call.full.numel() * call.full.element_size()
-    return AllReduce(call.full, call.op) if is_in_place else call
+    if isinstance(call, ReduceScatter):
+        start, shard = call.full.data_ptr(), call.shard.data_ptr()
+        is_in_place = start <= shard < start + call.full.numel() * call.full.element_size()
+        return [AllReduce(call.full, call.op) if is_in_place else call]
+    if isinstance(call, AllGather) and size <= _MOST_BROADCASTS:
+        parts = call.parts or _parts_of(call.full, size)
+        if parts[rank].data_ptr() != call.shard.data_ptr():
+            parts[rank].copy_(_as_bytes(call.shard))
+        return [Broadcast(part, root) for root, part in enumerate(parts)]
+    return [call]
 
 
-def _anchored(call: Call) -> Call:
+def _parts_of(full: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    """Return the bytes of each rank's part, each a tensor that is no view: see _anchored."""
+    return tuple(part.data for part in _as_bytes(full).view(size, -1).unbind())
+
+
+def _anchored(call: Call, size: int) -> Call:
     """Return the call on tensors that C++ owns, too, so that gloo's threads never need Python's lock to let go of them.
 
     A gloo thread drops its reference after the waiting thread went on. If only Python owned the tensor besides, the drop would
@@ -253,19 +268,22 @@ def _anchored(call: Call) -> Call:
     if isinstance(call, AllReduce):
         return replace(call, tensor=full, keeps=(full.view(-1),))
     shard = call.shard.data
-    return replace(call, full=full, shard=shard, keeps=(full.view(-1), shard.view(-1)))
+    anchored = replace(call, full=full, shard=shard, keeps=(full.view(-1), shard.view(-1)))
+    if isinstance(anchored, ReduceScatter):
+        return anchored
+    parts = _parts_of(full, size)
+    return replace(anchored, parts=parts, keeps=(*anchored.keeps, *(part.view(-1) for part in parts)))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a broadcast sends: nothing is computed, and gloo knows neither bool (masks) nor int16."""
-    return tensor.view(-1).view(torch.uint8)
+    is_bytes = tensor.dtype == torch.uint8 and tensor.dim() == 1
+    return tensor if is_bytes else tensor.view(-1).view(torch.uint8)
 
 
 def _uses_of(calls: Sequence[Call]) -> list[tuple[torch.Tensor, int]]:
-    """Return the tensors of calls that were not prepared, and how often C++ holds each."""
-    passing = [call for call in calls if isinstance(call, Broadcast) or not call.keeps]
-    tensors = [tensor for call in passing for tensor in {call.full, getattr(call, "shard", call.full)}]
-    return [(tensor, use_count(tensor)) for tensor in tensors]
+    """Return the tensors of calls, and how often C++ holds each."""
+    return [(tensor, use_count(tensor)) for call in calls for tensor in {call.full, getattr(call, "shard", call.full)}]
 
 
 def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:

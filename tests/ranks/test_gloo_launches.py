@@ -30,6 +30,35 @@ def gather_two(rank: Rank) -> tuple[int, list[float]]:
     return num_coalesced, torch.cat(fulls).tolist()
 
 
+def gather(rank: Rank, dtype: torch.dtype, in_place: bool, prepared: bool) -> torch.Tensor:
+    communicator = ProcessGroupCommunicator(rank.group)
+    full = torch.zeros(3 * rank.size, dtype=dtype)
+    own = full[3 * rank.index : 3 * rank.index + 3] if in_place else torch.zeros(3, dtype=dtype)
+    own.fill_(True if dtype == torch.bool else rank.index + 1)
+    own[0] = 0
+    calls = [AllGather(full, own)]
+    if prepared:
+        calls = communicator.prepare(calls)
+        full.zero_()  # twice with the same call: its second result is what counts
+        communicator.launch(calls, label="gather").wait()
+        own.fill_(True if dtype == torch.bool else rank.index + 1)
+        own[0] = 0
+    communicator.launch(calls, label="gather").wait()
+    return full
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.bool], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_gather_is_what_the_ranks_hold_in_their_order(pool, ranks, dtype, in_place, prepared):
+    row = [[0, index + 1, index + 1] for index in range(ranks)]
+    expected = torch.tensor(row).flatten().to(dtype)
+
+    for full in pool.run(gather, dtype, in_place, prepared, ranks=ranks):
+        assert torch.equal(full, expected)
+
+
 def test_gathers_of_a_batch_are_launched_one_by_one(pool):
     assert pool.run(gather_two, ranks=2) == [(0, [0.0, 0.0, 1.0, 1.0, 10.0, 10.0, 11.0, 11.0])] * 2
 
