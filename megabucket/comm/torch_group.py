@@ -46,7 +46,7 @@ from megabucket.trace.recorder import Lane, Recorder
 _REDUCE_OPS: Final = MappingProxyType(
     {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
 )
-_RELEASE_S: Final = 1.0
+_RELEASE_S: Final = 0.2
 _MOST_BROADCASTS: Final = 8  # with more ranks it has not been measured
 
 
@@ -287,7 +287,7 @@ def _uses_of(calls: Sequence[Call]) -> list[tuple[torch.Tensor, int]]:
 
 
 def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
-    """Return when C++ holds the tensors as often as before the launch, or after a second.
+    """Return when C++ holds the tensors as often as before the launch, or after a fifth of a second.
 
     Nobody else holds the tensors of calls that were not prepared, so a thread of gloo may need Python's lock to let go of them:
     see _anchored(). It gets it here.

@@ -39,8 +39,11 @@ def wait_slice(work: dist.Work) -> bool:
         failure = error
     else:
         return True
-    if not str(failure).startswith(_SLICE_ENDED):
-        raise failure
+    try:
+        if not str(failure).startswith(_SLICE_ENDED):
+            raise failure
+    finally:
+        del failure  # it knows this frame, and so would keep the work and its tensors until garbage is collected
     if not work.is_completed():
         return False
     work.wait()  # it ended at the same moment: well, or with an error of its own

@@ -1,7 +1,9 @@
 """Slices of a wait, and what the text of a failed work means."""
 
+import gc
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -48,6 +50,29 @@ def test_a_wait_that_takes_longer_than_a_slice_harms_nothing(pair):
     assert 0.09 <= waited_s < 5
     assert [value.tolist() for value in values] == [[2.0, 2.0]] * 2
     assert wait_slice(early)  # again and again
+
+
+class NeverDone:
+    """A work that only ever takes longer."""
+
+    def wait(self, _):
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return False
+
+
+def test_a_wait_that_took_long_keeps_nothing_of_the_work():
+    """Neither the work nor its tensors: whoever waits for gloo to let go of them would wait for the garbage collector."""
+    work = NeverDone()
+    reference = weakref.ref(work)
+    gc.disable()
+    try:
+        assert not wait_slice(work)
+        del work
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def wait_long(work):

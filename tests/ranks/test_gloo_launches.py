@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pool import Rank
 
-from megabucket.comm import AllGather, AllReduce, Broadcast, ProcessGroupCommunicator
+from megabucket.comm import AllGather, AllReduce, Broadcast, Liveness, ProcessGroupCommunicator
 from megabucket.trace.recorder import ListRecorder
 
 pytestmark = pytest.mark.dist
@@ -98,3 +99,21 @@ def launch_unprepared(rank: Rank, records: bool) -> list[int]:
 def test_nobody_holds_the_tensors_of_a_call_that_was_waited_for(pool, records):
     """At the end of a program, a thread that lets go of them too late takes the process with it."""
     assert pool.run(launch_unprepared, records, ranks=2) == [[0, 0, 0]] * 2
+
+
+def wait_for_a_late_rank(rank: Rank) -> list[int]:
+    """Return how often C++ still held the tensors when the waits were over, one rank coming after several slices."""
+    communicator = ProcessGroupCommunicator(rank.group, liveness=Liveness(heartbeat_s=0.1, dead_after_s=20.0))
+    held = []
+    for _ in range(3):
+        if rank.index == 1:
+            time.sleep(0.3)
+        tensor = torch.ones(10)
+        communicator.launch([AllReduce(tensor)], label="passing").wait()
+        held.append(tensor._use_count() - 1)  # type: ignore[attr-defined]
+    communicator.close()
+    return held
+
+
+def test_nobody_holds_the_tensors_either_when_the_wait_took_long(pool):
+    assert pool.run(wait_for_a_late_rank, ranks=2) == [[0, 0, 0]] * 2
