@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
 
 from megabucket.errors import ConfigError
@@ -260,11 +261,14 @@ def _records(
 
 
 def _bucket_ready_s(workload: Workload, plan: BucketPlan, *, overlaps: bool) -> list[float]:
-    """Return when each bucket may go out, in seconds from the start of the last backward."""
+    """Return when each bucket may go out, in seconds from the start of the last backward.
+
+    That is after those before it, also empty ones: buckets are launched in order.
+    """
     if not overlaps:
         return [workload.backward_s] * len(plan.buckets)
     ready_s = workload.ready_s
-    return [max([ready_s[index] for index in bucket]) for bucket in plan.buckets]
+    return list(accumulate((max([ready_s[index] for index in bucket]) for bucket in plan.buckets), max))
 
 
 def _gather_end_s(gather_s: Sequence[float | None]) -> list[float]:

@@ -117,6 +117,20 @@ def test_no_cuts_of_a_layout_are_shorter_whatever_order_gradients_come_in(worklo
     assert setting.step_s(setting.optimal_plan) <= other.step_s(other.configured_plan) * (1 + 1e-9) + 1e-12
 
 
+def test_an_empty_bucket_holds_up_those_behind_it_like_any_other():
+    """Here a cut right after a tensor without elements, whose turn in backward comes last."""
+    tensors = (TensorWork("first", 1), TensorWork("empty", 0, backward_s=1.0))
+    workload = Workload(tensors, ready_order=(0, 1))
+    specs = (ParamSpec("first", (1,)), ParamSpec("empty", (0,)))
+    config = DistributedDataParallelConfig(layout="megatron", fence=False, bucket_cuts=("empty",))
+
+    setting = Setting(workload, FlatLink(0.0, 1.0), config, dp_size=4, specs=specs)
+
+    assert [len(bucket) for bucket in setting.configured_plan.buckets] == [1, 1]
+    assert setting.step_s(setting.configured_plan) == setting.traces(setting.configured_plan)[-1].duration_s == 5.0
+    assert setting.step_s(setting.optimal_plan) == 5.0
+
+
 def test_a_config_without_a_link_is_refused():
     with pytest.raises(ConfigError, match="link is required"):
         setting_of(RunConfig())
