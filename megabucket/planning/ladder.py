@@ -16,7 +16,8 @@ BUCKET_CAP_BYTES: Final = 25 * MIB
 """``bucket_cap_mb=25``, the default of torch's DDP."""
 
 FIRST_BUCKET_BYTES: Final = MIB
-"""What torch's DDP closes its first bucket at, so that communication begins early (``dist._DEFAULT_FIRST_BUCKET_BYTES``)."""
+"""What torch's DDP closes its first bucket at, so that communication begins early (``dist._DEFAULT_FIRST_BUCKET_BYTES``). Not
+where ``bucket_cap_mb`` is given: that holds for the first one, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def ladder(
     *,
     bytes_per_element: int = 4,
     num_microbatches: int = 2,
-    bucket_cap_bytes: int = BUCKET_CAP_BYTES,
+    bucket_cap_bytes: int | None = None,
 ) -> tuple[Rung, ...]:
     """Return the six strategies.
 
@@ -51,7 +52,8 @@ def ladder(
         bytes_per_element: of a gradient.
         num_microbatches: backward passes in an optimizer step. Only the first and the last strategy synchronize each of them;
             torch's DDP would not, under ``no_sync()``.
-        bucket_cap_bytes: a bucket is closed when it reaches this.
+        bucket_cap_bytes: a bucket is closed when it reaches this. ``None``: ``BUCKET_CAP_BYTES``, and for the first one of
+            torch's DDP ``FIRST_BUCKET_BYTES``.
 
     Raises:
         ConfigError: no tensors.
@@ -63,8 +65,9 @@ def ladder(
         raise ConfigError("a ladder needs at least one tensor, got none")
     backwards = [numel * bytes_per_element for numel in reversed(numels)]
     num_tensors = len(backwards)
-    buckets = _num_buckets(backwards, (bucket_cap_bytes,))
-    torch_buckets = _num_buckets(backwards, (min(FIRST_BUCKET_BYTES, bucket_cap_bytes), bucket_cap_bytes))
+    cap_bytes = BUCKET_CAP_BYTES if bucket_cap_bytes is None else bucket_cap_bytes
+    buckets = _num_buckets(backwards, (cap_bytes,))
+    torch_buckets = _num_buckets(backwards, (FIRST_BUCKET_BYTES, cap_bytes)) if bucket_cap_bytes is None else buckets
     return (
         Rung("per tensor, after each backward", num_tensors, num_microbatches, overlaps=False),
         Rung("per tensor, after the last backward", num_tensors, 1, overlaps=False),

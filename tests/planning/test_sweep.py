@@ -161,6 +161,15 @@ def test_the_ladder_counts_what_hooks_would_send(numels, num_microbatches):
     assert [rung.overlaps for rung in rungs] == [False, False, False, True, True, True]
 
 
+def test_a_given_cap_holds_for_the_first_bucket_of_torch_ddp_too():
+    numels = [MIB // 4] * 6  # 1 MiB each
+
+    given, default = ladder(numels, bucket_cap_bytes=3 * MIB)[5], ladder(numels)[5]
+
+    assert given.collectives_per_sync == 2  # 3 + 3
+    assert default.collectives_per_sync == 2  # 1 + 5, below 25 MiB
+
+
 def test_a_ladder_without_tensors_is_refused():
     with pytest.raises(ConfigError, match="at least one tensor"):
         ladder([])

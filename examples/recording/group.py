@@ -1,0 +1,133 @@
+"""A process group that hands every collective to another one and takes down what becomes of it, for any wrapper.
+
+What is launched goes through here, from Python or from C++ (torch DDP's reducer). So do waits for works. A wait for a future,
+which is how torch DDP waits, cannot be seen from a group; the caller has to note it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepRecorder
+
+BACKEND = "megabucket_recorded"
+METHODS = MappingProxyType(  # of a process group: what each launches, and which argument is the full buffer
+    {
+        "allreduce": (CollectiveKind.ALL_REDUCE, 0),
+        "broadcast": (CollectiveKind.BROADCAST, 0),
+        "all_gather_single": (CollectiveKind.ALL_GATHER, 0),
+        "_allgather_base": (CollectiveKind.ALL_GATHER, 0),  # the name in torch 2.11
+        "reduce_scatter_single": (CollectiveKind.REDUCE_SCATTER, 1),
+        "_reduce_scatter_base": (CollectiveKind.REDUCE_SCATTER, 1),
+    }
+)
+
+
+class Meter(StepRecorder):
+    """Takes down when the thread computes, when it stands still, and when a collective is under way."""
+
+    def note(self, lane: Lane, label: str, start_s: float) -> None:
+        self.record_interval(Interval(lane, label, start_s, time.perf_counter()))
+
+    @contextmanager
+    def computing(self, label: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self.note(Lane.COMPUTE, label, start_s)
+
+
+class RecordedWork(dist.Work):
+    """A work of the group below. Its completion is noted by the thread that tells it to futures."""
+
+    def __init__(self, work: dist.Work, meter: Meter, label: str, launched_s: float) -> None:
+        super().__init__()
+        self.work, self.meter, self.label = work, meter, label
+        work.get_future().add_done_callback(lambda _: meter.note(Lane.COMM, label, launched_s))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        start_s = time.perf_counter()
+        try:
+            return self.work.wait(timeout) if timeout else self.work.wait()
+        finally:
+            self.meter.note(Lane.WAIT, self.label, start_s)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.work.get_future()
+
+
+class RecordedGroup(dist.ProcessGroup):
+    """Made by ``record``."""
+
+    def __init__(self, below: dist.ProcessGroup, meter: Meter, name: str) -> None:
+        super().__init__(below.rank(), below.size())
+        self.below, self.meter, self.own_name = below, meter, name
+
+    def allgather(self, *args: Any) -> dist.Work:
+        return self.below.allgather(*args)  # used only while models are wrapped
+
+    @property
+    def group_name(self) -> str:
+        return self.own_name
+
+    @property
+    def group_desc(self) -> str:
+        return self.own_name
+
+    def _set_group_name(self, name: str) -> None:
+        self.own_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        """Keep the name as the description."""
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.below._get_backend(device)  # what holds for gloo, or for the fabric, holds here
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return BACKEND
+
+    def shutdown(self) -> None:
+        """Leave the group below to whoever made it."""
+
+
+def noting(method: str) -> Callable[..., dist.Work]:
+    kind, position = METHODS[method]
+
+    def launch(group: RecordedGroup, *args: Any) -> dist.Work:
+        full = args[position] if isinstance(args[position], list) else [args[position]]
+        payload_bytes = sum(tensor.nbytes for tensor in full)
+        group.meter.record_collective(CollectiveRecord(kind, kind.value, 1, payload_bytes, group.size()))
+        launched_s = time.perf_counter()
+        work = RecordedWork(getattr(group.below, method)(*args), group.meter, kind.value, launched_s)
+        # The collective is under way and the thread busy with nothing but sending it: no compute is hidden behind that.
+        group.meter.note(Lane.WAIT, kind.value, launched_s)
+        return work
+
+    return launch
+
+
+for _method in METHODS:
+    setattr(RecordedGroup, _method, noting(_method))
+
+
+def record(below: dist.ProcessGroup, meter: Meter) -> dist.ProcessGroup:
+    """Return a group of all ranks that talks through ``below``, which holds all ranks as well."""
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    return dist.new_group(backend=BACKEND, pg_options=(below, meter))
+
+
+def _create(options: Any, parts: tuple[dist.ProcessGroup, Meter]) -> RecordedGroup:
+    return RecordedGroup(*parts, name=str(options.group_id))
