@@ -26,7 +26,7 @@ from megabucket.planning.links import FlatLink
 from megabucket.planning.setting import Setting
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.testing import EmulatedFabric
-from megabucket.trace import Lane, StepTrace
+from megabucket.trace import CollectiveKind, Lane, StepTrace
 from megabucket.trace.spans import difference, length_s, union
 from megabucket.units import MIB
 
@@ -248,14 +248,22 @@ def make_rungs(course: Course, group: dist.ProcessGroup, meter: Meter) -> dict[s
     }
 
 
-def planned_collectives(course: Course, num_ranks: int) -> list[int]:
-    """Return what each rung launches in a step by ``megabucket simulate``: ``--ladder``, and for ours the simulated step."""
+def planned_collectives(course: Course, below: dist.ProcessGroup) -> list[int]:
+    """Return what each rung launches in a step by ``megabucket simulate``: ``--ladder``, and for ours the simulated step.
+
+    Over gloo itself ours send a gather as a broadcast of each rank's part (docs/decisions/gloo-all-gather.md).
+    """
+    num_ranks, has_parts = below.size(), below._get_backend(torch.device("cpu")).name() == "gloo"
     specs = tuple(ParamSpec(name, tuple(param.shape)) for name, param in course.make_module().named_parameters())
     sizes = {"num_microbatches": course.num_microbatches, "bucket_cap_bytes": course.bucket_cap_bytes}
     six = ladder([spec.numel for spec in specs], **sizes)
     workload = Workload(tuple(TensorWork(spec.name, spec.numel) for spec in specs))
     ours = [Setting(workload, FlatLink(0.0, 0.0), config, num_ranks, specs) for config in our_configs(course)]
-    simulated = [setting.traces(setting.configured_plan)[-1].num_collectives for setting in ours]
+    simulated = []
+    for setting in ours:
+        trace = setting.traces(setting.configured_plan)[-1]
+        num_gathers = sum(record.kind is CollectiveKind.ALL_GATHER for record in trace.collectives)
+        simulated.append(trace.num_collectives + (num_ranks - 1) * num_gathers * has_parts)
     return [*(rung.collectives_per_step for rung in six), six[-1].collectives_per_sync, *simulated]
 
 
@@ -314,7 +322,7 @@ def climb(below: dist.ProcessGroup, course: Course) -> tuple[list[Row], float]:
             if round_index > 0:  # in the first one torch DDP rebuilds its buckets, and ours learn what completes theirs
                 traces[name] += measured
     *differences, moved = weight_differences([*(rung.module for rung in rungs.values()), course.make_module()], below)
-    planned = planned_collectives(course, below.size())
+    planned = planned_collectives(course, below)
     rows = [Row(name, tuple(traces[name]), plan, apart) for name, plan, apart in zip(rungs, planned, differences, strict=True)]
     dist.barrier(below)
     dist.destroy_process_group(group)
