@@ -162,10 +162,10 @@ class ProcessGroupCommunicator(Communicator):
         start = None if clock is None else clock.stamp()
         has_gloo_threads = self._ask(has_gloo_works, device)
         is_passing = has_gloo_threads and not getattr(calls[0], "keeps", ())
-        if self._ask(is_gloo, device):
-            calls = [one for call in calls for one in _as_gloo_does_best(call, self.rank, self.size)]
         if isinstance(calls[0], Broadcast):
             calls = [Broadcast(_as_bytes(call.full), call.root) for call in calls if isinstance(call, Broadcast)]
+        elif self._ask(is_gloo, device):
+            calls = [one for call in calls for one in _as_gloo_does_best(call, self.rank, self.size)]
         passing = _uses_of(calls) if is_passing else []
         works = [self._start(call) for call in calls] if len(calls) == 1 else self._start_coalesced(calls)
         if clock is not None:

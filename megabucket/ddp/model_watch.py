@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from megabucket.ddp.step_report import ModelChange
 
 _requires_grad: Final = attrgetter("requires_grad")
 _main_grad: Final = attrgetter("main_grad")
+_values: Final = methodcaller("values")
 
 
 class ModelWatch:
@@ -82,8 +83,9 @@ class ModelWatch:
                 param.grad = None
 
     def _has_same_children(self) -> bool:
-        children = list(chain.from_iterable([children.values() for children in self._children]))
-        return len(children) == len(self._kept) and all(map(is_, children, self._kept))
+        # One view at a time: thousands of them in a list would make the garbage collector run.
+        children = chain.from_iterable(map(_values, self._children))
+        return sum(map(len, self._children)) == len(self._kept) and all(map(is_, children, self._kept))
 
     def _has_own_main_grads(self) -> bool:
         try:

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from megabucket.config.text import printable
 from megabucket.errors import ConfigError
+from megabucket.planning.json_file import read_limited
 from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepTrace
 
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -81,13 +82,7 @@ def read_measured(path: Path) -> Measured:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes; keep some thousand steps of it")
+    raw = read_limited(path, max_bytes=MAX_BYTES, advice="; keep some thousand steps of it")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
