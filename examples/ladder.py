@@ -251,9 +251,11 @@ def make_rungs(course: Course, group: dist.ProcessGroup, meter: Meter) -> dict[s
 def planned_collectives(course: Course, below: dist.ProcessGroup) -> list[int]:
     """Return what each rung launches in a step by ``megabucket simulate``: ``--ladder``, and for ours the simulated step.
 
-    Over gloo itself ours send a gather as a broadcast of each rank's part (docs/decisions/gloo-all-gather.md).
+    Over gloo itself, from three ranks on, ours send a large gather as a broadcast of each rank's part
+    (docs/decisions/gloo-exchanges.md).
     """
-    num_ranks, has_parts = below.size(), below._get_backend(torch.device("cpu")).name() == "gloo"
+    num_ranks = below.size()
+    has_parts = num_ranks > 2 and below._get_backend(torch.device("cpu")).name() == "gloo"
     specs = tuple(ParamSpec(name, tuple(param.shape)) for name, param in course.make_module().named_parameters())
     sizes = {"num_microbatches": course.num_microbatches, "bucket_cap_bytes": course.bucket_cap_bytes}
     six = ladder([spec.numel for spec in specs], **sizes)

@@ -107,19 +107,36 @@ def noting(method: str) -> Callable[..., dist.Work]:
 
     def launch(group: RecordedGroup, *args: Any) -> dist.Work:
         full = args[position] if isinstance(args[position], list) else [args[position]]
-        payload_bytes = sum(tensor.nbytes for tensor in full)
-        group.meter.record_collective(CollectiveRecord(kind, kind.value, 1, payload_bytes, group.size()))
-        launched_s = time.perf_counter()
-        work = RecordedWork(getattr(group.below, method)(*args), group.meter, kind.value, launched_s)
-        # The collective is under way and the thread busy with nothing but sending it: no compute is hidden behind that.
-        group.meter.note(Lane.WAIT, kind.value, launched_s)
-        return work
+        return launched(group, method, kind, sum(tensor.nbytes for tensor in full), args)
 
     return launch
 
 
+def noting_exchange(method: str) -> Callable[..., dist.Work]:
+    """Note an all-to-all as what Megabucket makes of it over gloo, a reduce-scatter, by the bytes that it sends."""
+
+    def launch(group: RecordedGroup, output: torch.Tensor, sent: torch.Tensor, *sizes_and_options: Any) -> dist.Work:
+        num_ranks, sent_sizes = group.size(), sizes_and_options[1]
+        sent_bytes = sent.nbytes - sent_sizes[group.rank()] * sent.element_size()
+        payload_bytes = sent_bytes * num_ranks // (num_ranks - 1)
+        return launched(group, method, CollectiveKind.REDUCE_SCATTER, payload_bytes, (output, sent, *sizes_and_options))
+
+    return launch
+
+
+def launched(group: RecordedGroup, method: str, kind: CollectiveKind, payload_bytes: int, args: tuple[Any, ...]) -> dist.Work:
+    group.meter.record_collective(CollectiveRecord(kind, kind.value, 1, payload_bytes, group.size()))
+    launched_s = time.perf_counter()
+    work = RecordedWork(getattr(group.below, method)(*args), group.meter, kind.value, launched_s)
+    # The collective is under way and the thread busy with nothing but sending it: no compute is hidden behind that.
+    group.meter.note(Lane.WAIT, kind.value, launched_s)
+    return work
+
+
 for _method in METHODS:
     setattr(RecordedGroup, _method, noting(_method))
+for _method in ("all_to_all_single", "alltoall_base"):  # the second is the name in torch 2.11
+    setattr(RecordedGroup, _method, noting_exchange(_method))
 
 
 def record(below: dist.ProcessGroup, meter: Meter) -> dist.ProcessGroup:

@@ -33,6 +33,8 @@ class GradSyncPolicy:
     """Whether the reduced gradient is a mean, by the collective or by scaling."""
     tests_finite: bool = True
     """Whether gradients are looked through for nan and inf before they are sent."""
+    reduces_in_place: bool = False
+    """Whether a reduce-scatter may take no memory beside the gradients."""
     withholds_because: str = ""
     """Why ``param.grad`` is not for the caller from backward to its reduction, and what to do instead; empty where it is."""
 
@@ -96,7 +98,7 @@ class _ParamAndGradBucketGroup:
             self._grad_shards = [bucket.shard(bucket.grad_data, rank) for bucket in self.buckets]
             self._scatter_calls = communicator.prepare(
                 [
-                    ReduceScatter(shard, bucket.grad_data, policy.op)
+                    ReduceScatter(shard, bucket.grad_data, policy.op, in_place=policy.reduces_in_place)
                     for shard, bucket in zip(self._grad_shards, self.buckets, strict=True)
                 ]
             )

@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,7 +45,6 @@ class AllReduce:
 
     tensor: torch.Tensor  # 1D, contiguous
     op: ReduceOp = ReduceOp.SUM
-    keeps: tuple[torch.Tensor, ...] = ()  # lives as long as the call; see Communicator.prepare
     kind = CollectiveKind.ALL_REDUCE
 
     @property
@@ -63,7 +63,7 @@ class ReduceScatter:
     shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
     full: torch.Tensor  # 1D, contiguous
     op: ReduceOp = ReduceOp.SUM
-    keeps: tuple[torch.Tensor, ...] = ()  # lives as long as the call; see Communicator.prepare
+    in_place: bool = False  # whether no memory beside ``full`` may be taken, also where that would be faster
     kind = CollectiveKind.REDUCE_SCATTER
 
 
@@ -73,8 +73,6 @@ class AllGather:
 
     full: torch.Tensor  # 1D, contiguous
     shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
-    keeps: tuple[torch.Tensor, ...] = ()  # lives as long as the call; see Communicator.prepare
-    parts: tuple[torch.Tensor, ...] = ()  # of ``full``, by rank, where Communicator.prepare wants them
     kind = CollectiveKind.ALL_GATHER
 
 
@@ -93,6 +91,13 @@ class Broadcast:
 
 
 Call = AllReduce | ReduceScatter | AllGather | Broadcast
+
+
+class Batch(tuple[Call, ...]):  # noqa: SLOT001 - a tuple has no room for an attribute otherwise
+    """Calls that are launched together, again and again."""
+
+    plan: Any = None
+    """What a back-end has made of them: see ``Communicator.prepare``."""
 
 
 class Handle(ABC):
@@ -149,7 +154,8 @@ class Communicator(ABC):
             PeerLostError: a rank was found lost before.
             GroupDestroyedError: the process group does not exist any more.
         """
-        calls = [call for call in calls if call.full.numel()]
+        if not isinstance(calls, Batch):
+            calls = [call for call in calls if call.full.numel()]
         self._check(calls, label)
         if not calls or self.size == 1:
             self._keep_own_shards(calls)
@@ -168,12 +174,13 @@ class Communicator(ABC):
         self.progress.num_launched += 1
         return self._launch(calls, label)
 
-    def prepare(self, calls: Sequence[Call]) -> list[Call]:
-        """Return the calls in the form in which they are best launched again and again.
+    def prepare(self, calls: Sequence[Call]) -> Batch:
+        """Return the calls as a batch that is best launched again and again.
 
-        A back-end does here, once, what it would otherwise do at every launch. The calls may also be launched unprepared.
+        A back-end does once, at the first launch of a batch, what it does at every launch of other calls, and may keep memory
+        for it. Calls on empty tensors are left out.
         """
-        return list(calls)
+        return Batch(call for call in calls if call.full.numel())
 
     def close(self) -> None:  # noqa: B027  (most implementations have nothing to end)
         """End what runs in the background on behalf of this communicator. Idempotent; nothing may be launched afterwards."""

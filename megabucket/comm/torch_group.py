@@ -6,18 +6,19 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, cast
 
 import torch
 import torch.distributed as dist
 
+from megabucket.comm.gloo_paths import AllToAll, Plan, Start, alike, gloo_plan, plain_plan, run_through
 from megabucket.comm.heartbeat import Heartbeat
 from megabucket.comm.liveness import Liveness
 from megabucket.comm.port import (
     AllGather,
     AllReduce,
+    Batch,
     Broadcast,
     Call,
     Communicator,
@@ -47,7 +48,6 @@ _REDUCE_OPS: Final = MappingProxyType(
     {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
 )
 _RELEASE_S: Final = 0.2
-_MOST_BROADCASTS: Final = 8  # with more ranks it has not been measured
 
 
 def _newest(name: str, deprecated_name: str) -> Callable[..., dist.Work]:
@@ -148,10 +148,6 @@ class ProcessGroupCommunicator(Communicator):
         if self._heartbeat is not None:
             self._heartbeat.stop()
 
-    def prepare(self, calls: Sequence[Call]) -> list[Call]:
-        """Return calls on tensors that C++ owns, too, where gloo's threads handle them."""
-        return [_anchored(call, self.size) if self._ask(has_gloo_works, call.full.device) else call for call in calls]
-
     def _launch(self, calls: Sequence[Call], label: str) -> Handle:
         if self._watch is not None and self._watch.finding is not None:
             raise self._watch.finding.error()
@@ -161,16 +157,26 @@ class ProcessGroupCommunicator(Communicator):
         clock = self.clock_for(device) if self.recorder.records_time else None
         start = None if clock is None else clock.stamp()
         has_gloo_threads = self._ask(has_gloo_works, device)
-        is_passing = has_gloo_threads and not getattr(calls[0], "keeps", ())
-        if isinstance(calls[0], Broadcast):
-            calls = [Broadcast(_as_bytes(call.full), call.root) for call in calls if isinstance(call, Broadcast)]
-        elif self._ask(is_gloo, device):
-            calls = [one for call in calls for one in _as_gloo_does_best(call, self.rank, self.size)]
-        passing = _uses_of(calls) if is_passing else []
-        works = [self._start(call) for call in calls] if len(calls) == 1 else self._start_coalesced(calls)
+        plan = self._plan(calls, is_anchored=has_gloo_threads)
+        # A batch keeps its plan, and the plan what gloo's threads hold. Nobody keeps that of other calls.
+        passing = _uses_of(plan) if has_gloo_threads and not isinstance(calls, Batch) else []
+        for target, source in plan.copies:
+            target.copy_(source)
+        works = self._start_all(plan.starts)
         if clock is not None:
             self._timer.time_completion(works, self.recorder, clock, label=label, start=start)
-        return _WorkHandle(works, calls, self, label, watch=self._watch if has_gloo_threads else None, passing=passing)
+        return _WorkHandle(works, plan, self, label, watch=self._watch if has_gloo_threads else None, passing=passing)
+
+    def _plan(self, calls: Sequence[Call], *, is_anchored: bool) -> Plan:
+        plan: Plan | None = calls.plan if isinstance(calls, Batch) else None
+        if plan is None:
+            if self._ask(is_gloo, calls[0].full.device):
+                plan = gloo_plan(calls, rank=self.rank, size=self.size)
+            else:
+                plan = plain_plan(calls, is_anchored=is_anchored)
+            if isinstance(calls, Batch):
+                calls.plan = plan
+        return plan
 
     def clock_for(self, device: torch.device) -> Clock:
         """Return the clock by which this group's collectives on a device are timed: its own where they run in its queue."""
@@ -188,109 +194,56 @@ class ProcessGroupCommunicator(Communicator):
             known = self._answers[question, device] = group is not None and question(group, device)
         return known
 
-    def _start(self, call: Call) -> dist.Work:
+    def _start_all(self, starts: Sequence[Start]) -> list[dist.Work]:
+        """Start what a plan says, as few batches: torch coalesces one kind, one reduce op and one dtype at a time."""
+        first = starts[0]
+        # A coalesced gather breaks gloo's heap, also when it is the only one: see docs/decisions/gloo-coalesced-gather.md.
+        is_gloo_gather = isinstance(first, AllGather) and self._ask(is_gloo, first.full.device)
+        if len(starts) == 1 or is_gloo_gather or isinstance(first, Broadcast | AllToAll):
+            return [self._start(start) for start in starts]
+        works: list[dist.Work] = []
+        for batch in alike(start for start in starts if not isinstance(start, AllToAll)).values():
+            works += [self._start(batch[0])] if len(batch) == 1 else self._start_coalesced(batch)
+        return works
+
+    def _start(self, start: Start) -> dist.Work:
         group = self._group
-        if isinstance(call, AllReduce):
-            work = dist.all_reduce(call.tensor, op=_REDUCE_OPS[call.op], group=group, async_op=True)
-        elif isinstance(call, ReduceScatter):
-            work = _reduce_scatter(call.shard, call.full, op=_REDUCE_OPS[call.op], group=group, async_op=True)
-        elif isinstance(call, AllGather):
-            work = _all_gather(call.full, call.shard, group=group, async_op=True)
+        if isinstance(start, AllReduce):
+            work = dist.all_reduce(start.tensor, op=_REDUCE_OPS[start.op], group=group, async_op=True)
+        elif isinstance(start, ReduceScatter):
+            work = _reduce_scatter(start.shard, start.full, op=_REDUCE_OPS[start.op], group=group, async_op=True)
+        elif isinstance(start, AllGather):
+            work = _all_gather(start.full, start.shard, group=group, async_op=True)
+        elif isinstance(start, Broadcast):
+            work = dist.broadcast(start.tensor, group=group, group_src=start.root, async_op=True)
         else:
-            work = dist.broadcast(call.tensor, group=group, group_src=call.root, async_op=True)
+            sizes = start.received_sizes, start.sent_sizes
+            work = dist.all_to_all_single(start.received, start.sent, *sizes, group=group, async_op=True)
         return cast("dist.Work", work)
 
     def _start_coalesced(self, calls: Sequence[Call]) -> list[dist.Work]:
-        """Send the calls as few batches: torch coalesces one kind, one reduce op and one dtype at a time."""
-        # A coalesced gather breaks gloo's heap, also when it is the only one: see docs/decisions/gloo-coalesced-gather.md.
-        is_gloo_gather = isinstance(calls[0], AllGather) and self._ask(is_gloo, calls[0].full.device)
-        if isinstance(calls[0], Broadcast) or is_gloo_gather:
-            return [self._start(call) for call in calls]
-        batches: dict[tuple[torch.dtype, ReduceOp | None], list[Call]] = {}
-        for call in calls:
-            batches.setdefault((call.full.dtype, getattr(call, "op", None)), []).append(call)
-        works: list[dist.Work] = []
-        for batch in batches.values():
-            if len(batch) == 1:
-                works.append(self._start(batch[0]))
-                continue
-            # NCCL batches what is launched between group start and end; other back-ends have *_coalesced collectives.
-            device = batch[0].full.device if batch[0].full.is_cuda else None
-            try:
-                with dist._coalescing_manager(self._group, device=device, async_ops=True) as manager:  # type: ignore[attr-defined]
-                    for call in batch:
-                        self._start(call)
-            except BaseException:
-                forget_coalescing(self._group or dist.group.WORLD)
-                raise
-            works += manager.works
-        return works
+        # NCCL batches what is launched between group start and end; other back-ends have *_coalesced collectives.
+        device = calls[0].full.device if calls[0].full.is_cuda else None
+        try:
+            with dist._coalescing_manager(self._group, device=device, async_ops=True) as manager:  # type: ignore[attr-defined]
+                for call in calls:
+                    self._start(call)
+        except BaseException:
+            forget_coalescing(self._group or dist.group.WORLD)
+            raise
+        return list(manager.works)
 
 
-def _as_gloo_does_best(call: Call, rank: int, size: int) -> Sequence[Call]:
-    """Return the calls to make in place of one that gloo does with copies of its own. The bits are the same.
-
-    An in-place reduce-scatter is an all-reduce: gloo clones the input on the caller's thread, all-reduces the clone and copies
-    the shard out while waiting; its handle cannot tell when the data arrived. Whatever an all-reduce leaves outside the shard
-    is allowed to be anything. See docs/decisions/gloo-reduce-scatter.md.
-
-    An all-gather is a broadcast of each rank's part: gloo gathers into memory of its own and copies that, also the part that
-    lies in its place. See docs/decisions/gloo-all-gather.md.
-    """
-    if isinstance(call, ReduceScatter):
-        start, shard = call.full.data_ptr(), call.shard.data_ptr()
-        is_in_place = start <= shard < start + call.full.numel() * call.full.element_size()
-        return [AllReduce(call.full, call.op) if is_in_place else call]
-    if isinstance(call, AllGather) and size <= _MOST_BROADCASTS:
-        parts = call.parts or _parts_of(call.full, size)
-        if parts[rank].data_ptr() != call.shard.data_ptr():
-            parts[rank].copy_(_as_bytes(call.shard))
-        return [Broadcast(part, root) for root, part in enumerate(parts)]
-    return [call]
-
-
-def _parts_of(full: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    """Return the bytes of each rank's part, each a tensor that is no view: see _anchored."""
-    return tuple(part.data for part in _as_bytes(full).view(size, -1).unbind())
-
-
-def _anchored(call: Call, size: int) -> Call:
-    """Return the call on tensors that C++ owns, too, so that gloo's threads never need Python's lock to let go of them.
-
-    A gloo thread drops its reference after the waiting thread went on. If only Python owned the tensor besides, the drop would
-    need the lock: the thread competes with backward for it, and at the end of the program it may never get it, which
-    aborts the process ("terminate called without an active exception"). See docs/decisions/gloo-tensors.md.
-    """
-    if isinstance(call, Broadcast):
-        return call
-    # .data is the same memory and no view in autograd's sense, so a view of it owns it, in C++.
-    full = call.full.data
-    if isinstance(call, AllReduce):
-        return replace(call, tensor=full, keeps=(full.view(-1),))
-    shard = call.shard.data
-    anchored = replace(call, full=full, shard=shard, keeps=(full.view(-1), shard.view(-1)))
-    if isinstance(anchored, ReduceScatter):
-        return anchored
-    parts = _parts_of(full, size)
-    return replace(anchored, parts=parts, keeps=(*anchored.keeps, *(part.view(-1) for part in parts)))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a broadcast sends: nothing is computed, and gloo knows neither bool (masks) nor int16."""
-    is_bytes = tensor.dtype == torch.uint8 and tensor.dim() == 1
-    return tensor if is_bytes else tensor.view(-1).view(torch.uint8)
-
-
-def _uses_of(calls: Sequence[Call]) -> list[tuple[torch.Tensor, int]]:
-    """Return the tensors of calls, and how often C++ holds each."""
-    return [(tensor, use_count(tensor)) for call in calls for tensor in {call.full, getattr(call, "shard", call.full)}]
+def _uses_of(plan: Plan) -> list[tuple[torch.Tensor, int]]:
+    """Return the tensors that gloo's threads will hold, and how often C++ holds each."""
+    return [(tensor, use_count(tensor)) for tensor in plan.tensors]
 
 
 def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
     """Return when C++ holds the tensors as often as before the launch, or after a fifth of a second.
 
     Nobody else holds the tensors of calls that were not prepared, so a thread of gloo may need Python's lock to let go of them:
-    see _anchored(). It gets it here.
+    see gloo_paths.Anchor. It gets it here.
     """
     deadline_s = time.monotonic() + _RELEASE_S
     while any(use_count(tensor) > count for tensor, count in tensors) and time.monotonic() < deadline_s:
@@ -300,14 +253,14 @@ def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
 class _WorkHandle(Handle):
     """Waits for the works of one batch.
 
-    The calls stay referenced until ``wait`` has returned: on CUDA the allocator could otherwise hand their memory to
-    somebody else while the collective still reads it.
+    The plan stays referenced until ``wait`` has returned: on CUDA the allocator could otherwise hand the memory of its tensors
+    to somebody else while a collective still reads it.
     """
 
     def __init__(
         self,
         works: Sequence[dist.Work],
-        calls: Sequence[Call],
+        plan: Plan,
         owner: ProcessGroupCommunicator,
         label: str,
         *,
@@ -315,7 +268,9 @@ class _WorkHandle(Handle):
         passing: Sequence[tuple[torch.Tensor, int]],
     ) -> None:
         self._works: Sequence[dist.Work] | None = works
-        self._calls: Sequence[Call] = calls
+        self._plan: Plan | None = plan
+        self._finish = plan.finish()
+        self._device = plan.device
         self._owner = owner
         self._label = label
         self._watch = watch
@@ -326,14 +281,15 @@ class _WorkHandle(Handle):
         if self._works is None:
             return
         owner = self._owner
-        clock = owner.clock_for(self._calls[0].full.device) if owner.recorder.records_time else None
+        clock = owner.clock_for(self._device) if owner.recorder.records_time else None
         start = None if clock is None else clock.stamp()
         if self._watch is not None:
             self._watch.wait(self._works, label=self._label, number=self._number)
         else:
             for work in self._works:
                 work.wait()  # over NCCL: the current stream waits, not the host
-        self._works, self._calls = None, ()
+        run_through(self._finish)
+        self._works = self._plan = None
         _await_release(self._passing)
         self._passing = ()
         if clock is not None:

@@ -142,6 +142,11 @@ class DistributedDataParallelConfig(Section):
     average_in_collective: bool = False
     """Let the collective divide (AVG) instead of scaling once around a SUM. Only with ``grad_reduction="mean"``."""
 
+    reduce_in_place: bool = False
+    """Take no memory for a reduce-scatter beside the gradients. Over gloo with up to 8 ranks it otherwise receives the other
+    ranks' gradients in memory of its own, half of the gradient buffer with 2 ranks and all of it with more, and sends half as
+    much. Other back-ends need none, and neither does all-reduce mode."""
+
     layout: Literal["stable", "megatron"] = "stable"
     """``stable``: one padded layout, whatever is switched on. ``megatron``: Megatron's own choices, that is no padding
     without the distributed optimizer and a single bucket without overlap."""

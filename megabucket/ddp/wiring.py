@@ -293,6 +293,7 @@ def _make_groups(
         op=ReduceOp.AVG if config.average_in_collective else ReduceOp.SUM,
         average=config.grad_reduction == "mean",
         tests_finite=config.nonfinite_gradients != "allow",
+        reduces_in_place=config.reduce_in_place,
         withholds_because=_why_withheld(config),
     )
     buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]

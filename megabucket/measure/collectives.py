@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from megabucket.comm import AllGather, AllReduce, Broadcast, Communicator, ReduceScatter, exchange_bytes
-from megabucket.comm.port import Call
+from megabucket.comm.port import Batch, Call
 from megabucket.errors import ConfigError
 from megabucket.trace import CollectiveKind
 from megabucket.units import dtype_bytes
@@ -136,7 +136,7 @@ def time_collectives(
 
 def _make_calls(
     cells: Sequence[Cell], communicator: Communicator, device: torch.device, in_flight_bytes: int
-) -> list[list[list[Call]]]:
+) -> list[list[Batch]]:
     """Return each collective as the wrapper launches it, in place, as often as it is in flight; in one buffer of each dtype."""
     counts = [min(max(in_flight_bytes // cell.num_bytes, 1), _MAX_IN_FLIGHT) for cell in cells]
     largest: dict[str, int] = {}

@@ -20,6 +20,7 @@ _MAIN_BYTES: Final = 4  # float32
 _STEP_COUNT_BYTES: Final = 4  # Adam keeps one float32 per tensor
 _FENCE_BYTES: Final = 288  # two vectors, in turn, of 18 integers of 8 bytes
 _NORM_BYTES: Final = 8  # float64
+_MOST_EXCHANGING_RANKS: Final = 8  # as in comm.gloo_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class RankMemory:
     """float32 copies of the 16-bit gradients this rank updates with."""
     moment_bytes: int = 0
     """Optimizer state of the elements this rank updates."""
+    exchange_bytes: int = 0
+    """What other ranks' gradients are received in, where a reduce-scatter over gloo is an exchange."""
     optimizer_padding_bytes: int = 0
     """Alignment gaps inside the flat tensors the optimizer steps on."""
     scratch_bytes: int = 0
@@ -108,6 +111,19 @@ def rank_memory(
         else:
             total += _plain_optimizer_memory(buffer, moments_per_element)
     return total
+
+
+def exchange_memory(layout: ModelLayout) -> RankMemory:
+    """Return what comes on top of ``rank_memory`` in reduce-scatter mode over gloo, unless the config says ``reduce_in_place``.
+
+    Other ranks' gradients are received in it: see docs/decisions/gloo-exchanges.md.
+    """
+    exchange_bytes = 0
+    for buffer in layout.buffers:
+        if 1 < buffer.num_shards <= _MOST_EXCHANGING_RANKS:
+            grad_bytes = buffer.numel * dtype_bytes(buffer.key.grad_dtype)
+            exchange_bytes += grad_bytes // 2 if buffer.num_shards == 2 else grad_bytes
+    return RankMemory(exchange_bytes=exchange_bytes)
 
 
 def memory_by_mode(

@@ -211,9 +211,16 @@ _INDEPENDENT_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
         "unused_parameters": unused,
         "finish": finish,
         "init_sync": init_sync,
+        "reduce_in_place": in_place,
     }
-    for busbw, fp32, bucket_groups, unused, finish, init_sync in product(
-        (False, True), (True, False), ("per_bucket", "single"), ("error", "zero"), ("auto", "explicit"), (True, False)
+    for busbw, fp32, bucket_groups, unused, finish, init_sync, in_place in product(
+        (False, True),
+        (True, False),
+        ("per_bucket", "single"),
+        ("error", "zero"),
+        ("auto", "explicit"),
+        (True, False),
+        (False, True),
     )
 )
 

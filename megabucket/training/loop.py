@@ -17,7 +17,7 @@ from megabucket import __version__
 from megabucket.config.run import RunConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.optim import DistributedOptimizer
-from megabucket.planning.memory import rank_memory
+from megabucket.planning.memory import exchange_memory, rank_memory
 from megabucket.trace import StepRecorder, StepTrace, write_chrome_trace
 from megabucket.training.compare import Comparison, Outcome, check_comparable, compare_with_torch
 from megabucket.training.host import PeakMemory, loopback_bytes
@@ -124,6 +124,8 @@ def _describe_setup(task: Task, model: DistributedDataParallel) -> Setup:
         has_fence=task.config.ddp.fence and task.ranks.num_ranks > 1,
         group_of={name: group_of(task.config.optimizer, param) for param, name in model.param_names.items()},
     )
+    if is_sharded and task.ranks.backend == "gloo" and not task.config.ddp.reduce_in_place:
+        memory += exchange_memory(layout)
     return Setup(
         mode="reduce_scatter" if is_sharded else "all_reduce",
         backend=task.ranks.backend,

@@ -216,6 +216,7 @@ def _memory_rows(summary: Summary) -> list[_Row]:
         ("main parameters", memory.main_parameter_bytes),
         ("main gradients", memory.main_gradient_bytes),
         ("moments", memory.moment_bytes),
+        ("exchange buffers", memory.exchange_bytes),
         ("padding", memory.padding_bytes + memory.optimizer_padding_bytes),
         ("scratch", memory.scratch_bytes),
     )

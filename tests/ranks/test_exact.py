@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megabucket as mb
+from megabucket.planning.memory import exchange_memory
 from megabucket.trace import ListRecorder
 
 pytestmark = pytest.mark.dist
@@ -211,9 +212,11 @@ def test_each_gradient_passes_over_memory_once_and_the_mean_once_per_step(pool, 
         if microbatches > 1:
             passes |= {("add_", start, numel): microbatches - 1 for start, numel in where}  # the others, by autograd itself
         if reduce_scatters:
-            passes |= {("div_", start + 192 * rank, 192): 1 for start in (0, 384)}  # this rank's half of each bucket
+            # In this rank's half of each bucket what the other one has sent is added, and divided.
+            passes |= {(name, start + 192 * rank, 192): 1 for name in ("add_", "div_") for start in (0, 384)}
         else:
-            passes |= {("div_", start, 384): 1 for start in (0, 384)}
+            # Small buckets are sent whole. Gloo adds larger ones itself.
+            passes |= {(name, start, 384): 1 for name in ("add_", "div_") for start in (0, 384)}
         assert writes == passes
 
 
@@ -266,3 +269,35 @@ def test_the_wrapper_and_the_optimizer_make_only_single_numbers_in_the_steady_st
             "sqrt: 8": 1,
             "_to_copy: 4": 1,
         }
+
+
+# What an exchange is received in #
+
+
+def exchange_bytes(rank: Rank, dtype: torch.dtype, options: dict[str, Any]) -> tuple[int, int]:
+    """Return the bytes of what two steps have left in the plans of the gradients, and what ``planning.memory`` says."""
+    ddp, optimizer, _ = wrapped(rank, dtype, {"use_distributed_optimizer": True, **options})
+    for _ in range(2):
+        ddp(1.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ddp.finish_param_sync()
+    given = {tensor.untyped_storage().data_ptr() for tensor in (buffer.grad_data for buffer in ddp.param_and_grad_buffers)}
+    plans = [group._scatter_calls.plan for group in ddp.bucket_groups]
+    taken = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for plan in plans for tensor in plan.tensors
+    }
+    return sum(taken[place] for place in taken.keys() - given), exchange_memory(ddp.layout).exchange_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_exchanges_take_what_the_formula_says_and_nothing_in_place(pool, ranks, dtype):
+    buffer_bytes = 2 * 384 * 4  # gradients are float32
+
+    by_rank = pool.run(exchange_bytes, dtype, {}, ranks=ranks)
+    in_place = pool.run(exchange_bytes, dtype, {"reduce_in_place": True}, ranks=ranks)
+
+    expected = buffer_bytes // 2 if ranks == 2 else buffer_bytes
+    assert by_rank == [(expected, expected)] * ranks
+    assert [taken for taken, _ in in_place] == [0] * ranks

@@ -1,0 +1,99 @@
+"""What collectives over gloo take: torch's own, and the port's for the same result. Paired, in changing order.
+
+OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tests/benchmarks/gloo_cost.py
+
+All of ``reduce_scatter``, ``all_gather`` and ``all_reduce``, or those that are named. Times of a call and its wait, CPU time of
+one process, and how long the launch keeps the caller, all in milliseconds.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceScatter
+
+SIZES_KIB = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+Start = Callable[[], Callable[[], object]]  # launches, and returns what waits
+
+
+class Cost(NamedTuple):
+    """Of one call."""
+
+    wall_s: float
+    cpu_s: float
+    launch_s: float
+
+
+def candidates(kind: str, full: torch.Tensor, communicator: ProcessGroupCommunicator) -> dict[str, Start]:
+    """Return how torch and how the port do one kind of collective on a buffer of one row for each rank."""
+    flat, own = full.view(-1), full[dist.get_rank()]
+    elsewhere = torch.zeros_like(own)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    torch_start: Start
+    if kind == "reduce_scatter":
+        torch_start = lambda: scatter(elsewhere, flat, async_op=True).wait  # noqa: E731
+        calls = [ReduceScatter(own, flat)]
+    elif kind == "all_gather":
+        torch_start = lambda: gather(flat, own, async_op=True).wait  # noqa: E731
+        calls = [AllGather(flat, own)]
+    else:
+        torch_start = lambda: dist.all_reduce(flat, async_op=True).wait  # noqa: E731
+        calls = [AllReduce(flat)]
+    batch = communicator.prepare(calls)
+    return {"torch": torch_start, "ours": lambda: communicator.launch(batch, label=kind).wait}
+
+
+def timed(start: Start) -> Cost:
+    """Time one call, from a barrier on."""
+    dist.barrier()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    wait = start()
+    launch_s = time.perf_counter() - start_s
+    wait()
+    return Cost(time.perf_counter() - start_s, time.process_time() - start_cpu_s, launch_s)
+
+
+def measure(kind: str, size_kib: int, communicator: ProcessGroupCommunicator) -> None:
+    """Print one line."""
+    num_ranks = dist.get_world_size()
+    full = torch.zeros(num_ranks, size_kib * 256 // num_ranks)
+    starts = candidates(kind, full, communicator)
+    costs: dict[str, list[Cost]] = {name: [] for name in starts}
+    for index in range(62 if size_kib <= 1024 else 22):
+        for name in sorted(starts, reverse=bool(index % 2)):
+            cost = timed(starts[name])
+            if index >= 2:
+                costs[name].append(cost)
+    if dist.get_rank() == 0:
+        ratios = [
+            statistics.median(ours[which] / torchs[which] for ours, torchs in zip(costs["ours"], costs["torch"], strict=True))
+            for which in (0, 1)
+        ]
+        figures = {
+            name: [statistics.median(cost[which] for cost in found) * 1e3 for which in (0, 1, 2)]
+            for name, found in costs.items()
+        }
+        texts = [f"{name} {wall:8.2f} ({cpu:7.2f} CPU, launch {launch:6.2f})" for name, (wall, cpu, launch) in figures.items()]
+        print(
+            f"{num_ranks} ranks {kind:<14} {size_kib:>6} KiB: {', '.join(texts)}; ratio {ratios[0]:.2f} (CPU {ratios[1]:.2f})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with_peers = ProcessGroupCommunicator(None)
+    for chosen in sys.argv[1:] or ["reduce_scatter", "all_gather", "all_reduce"]:
+        for chosen_kib in SIZES_KIB:
+            measure(chosen, chosen_kib, with_peers)
+    with_peers.close()
+    dist.barrier()
+    dist.destroy_process_group()

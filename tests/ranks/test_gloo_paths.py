@@ -1,0 +1,184 @@
+"""Every way in which a collective is done over gloo gives the bits of gloo's own all-reduce."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Rank
+
+from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceOp, ReduceScatter
+from megabucket.comm.gloo_paths import AllToAll
+from megabucket.comm.port import Batch, Call
+
+pytestmark = pytest.mark.dist
+
+OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SHARD_NUMELS = (1, 3, 128, 40_000, 400_001)
+
+
+def values_of(rank: Rank, numel: int, dtype: torch.dtype, *, salt: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1_000 * salt + 97 * rank.index + numel)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def reduced_by_torch(rank: Rank, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    result = tensor.clone()
+    dist.all_reduce(result, op=OPS[op], group=rank.group)
+    return result
+
+
+def launched_twice(
+    communicator: ProcessGroupCommunicator, calls: list[Call], values: list[torch.Tensor], is_prepared: bool
+) -> list[AllToAll]:
+    """Launch the calls on the values, twice if they are prepared; return the exchanges they became."""
+    batch = communicator.prepare(calls) if is_prepared else calls
+    for _ in range(1 + is_prepared):
+        for call, value in zip(calls, values, strict=True):
+            call.full.copy_(value)
+        handle = communicator.launch(batch, label="sum")
+        handle.wait()
+        handle.wait()
+    starts = batch.plan.starts if isinstance(batch, Batch) else []
+    return [start for start in starts if isinstance(start, AllToAll)]
+
+
+def differing_sums(rank: Rank, is_prepared: bool) -> list[str]:
+    communicator = ProcessGroupCommunicator(rank.group)
+    differing = []
+    for dtype, shard_numel, op in product(DTYPES, SHARD_NUMELS, (ReduceOp.SUM, ReduceOp.AVG)):
+        numel = shard_numel * rank.size
+        own = slice(rank.index * shard_numel, (rank.index + 1) * shard_numel)
+        values = values_of(rank, numel, dtype)
+        expected = reduced_by_torch(rank, values, op)
+        scattered, reduced = torch.empty_like(values), torch.empty_like(values)
+        exchanges = launched_twice(communicator, [ReduceScatter(scattered[own], scattered, op)], [values], is_prepared)
+        if is_prepared and len(exchanges) != 1:
+            differing.append(f"no exchange: {dtype} {shard_numel} {op}")
+        launched_twice(communicator, [AllReduce(reduced, op)], [values], is_prepared)
+        if not torch.equal(bits(scattered[own]), bits(expected[own])):
+            differing.append(f"reduce-scatter {dtype} {shard_numel} {op}")
+        if not torch.equal(bits(reduced), bits(expected)):
+            differing.append(f"all-reduce {dtype} {shard_numel} {op}")
+    return differing
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_and_means_have_the_bits_of_the_all_reduce_of_gloo(pool, ranks, is_prepared):
+    assert pool.run(differing_sums, is_prepared, ranks=ranks) == [[]] * ranks
+
+
+def differing_batches(rank: Rank) -> list[str]:
+    """A batch of one dtype is all-reduced as one tensor, so where a tensor lies in it decides the order of its sums."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    differing = []
+    for shard_numels in ((128, 128), (384, 1, 40_000), (7,), (300_000, 5)):
+        dtypes = (torch.float32, torch.float64, torch.float32)[: len(shard_numels)]
+        values = [
+            values_of(rank, numel * rank.size, dtype, salt=salt)
+            for salt, (numel, dtype) in enumerate(zip(shard_numels, dtypes, strict=True))
+        ]
+        expected = [value.clone() for value in values]
+        communicator.launch([AllReduce(value) for value in expected], label="all-reduce").wait()
+        fulls = [torch.empty_like(value) for value in values]
+        shards = [full.view(rank.size, -1)[rank.index] for full in fulls]
+        calls: list[Call] = [ReduceScatter(shard, full) for shard, full in zip(shards, fulls, strict=True)]
+        launched_twice(communicator, calls, values, is_prepared=True)
+        for index, (shard, total) in enumerate(zip(shards, expected, strict=True)):
+            if not torch.equal(bits(shard), bits(total.view(rank.size, -1)[rank.index])):
+                differing.append(f"tensor {index} of {shard_numels}")
+    return differing
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_batch_has_the_bits_of_the_all_reduce_of_that_batch(pool, ranks):
+    assert pool.run(differing_batches, ranks=ranks) == [[]] * ranks
+
+
+def gathered(rank: Rank, part_numel: int, in_place: bool) -> bool:
+    communicator = ProcessGroupCommunicator(rank.group)
+    parts = [torch.randn(part_numel, generator=torch.Generator().manual_seed(index)) for index in range(rank.size)]
+    full = torch.zeros(part_numel * rank.size)
+    own = full.view(rank.size, -1)[rank.index] if in_place else torch.zeros(part_numel)
+    batch = communicator.prepare([AllGather(full, own)])
+    is_right = True
+    for factor in (1, 2):
+        own.copy_(parts[rank.index] * factor)
+        communicator.launch(batch, label="gather").wait()
+        is_right = is_right and torch.equal(full, torch.cat(parts) * factor)
+    return is_right
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("part_numel", [5, 100_003])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gathers_of_any_size_bring_every_part(pool, ranks, part_numel, in_place):
+    assert pool.run(gathered, part_numel, in_place, ranks=ranks) == [True] * ranks
+
+
+def kinds_of_exchange(rank: Rank) -> dict[str, int]:
+    """Return how many exchanges each call becomes."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    small, large, large_numbers = torch.zeros(1_000), torch.zeros(1_000_000), torch.zeros(12 * rank.size)
+    own = large_numbers[12 * rank.index : 12 * (rank.index + 1)]
+    calls: dict[str, list[Call]] = {
+        "small": [AllReduce(small)],
+        "large": [AllReduce(large)],
+        "two": [AllReduce(small), AllReduce(large[:1_000])],
+        "largest of integers": [AllReduce(torch.zeros(18, dtype=torch.int64), ReduceOp.MAX)],
+        "largest of floats": [AllReduce(small, ReduceOp.MAX)],
+        "scatter": [ReduceScatter(own, large_numbers)],
+        "scatter in place": [ReduceScatter(own, large_numbers, in_place=True)],
+        "scatter to elsewhere": [ReduceScatter(torch.zeros(12), large_numbers)],
+    }
+    return {
+        name: len(launched_twice(communicator, batch, [call.full for call in batch], True)) for name, batch in calls.items()
+    }
+
+
+def test_what_is_exchanged_and_what_is_left_to_gloo(pool):
+    assert (
+        pool.run(kinds_of_exchange, ranks=3)
+        == [
+            {
+                "small": 1,
+                "large": 0,
+                "two": 0,
+                "largest of integers": 1,
+                "largest of floats": 0,
+                "scatter": 1,
+                "scatter in place": 0,
+                "scatter to elsewhere": 0,
+            }
+        ]
+        * 3
+    )
+
+
+def interrupted_between_additions(rank: Rank) -> bool:
+    """Wait again when three additions were made; return whether the sum is right."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    numel = 200_000  # several additions from three ranks on
+    values = values_of(rank, numel * rank.size, torch.float32)
+    expected = reduced_by_torch(rank, values, ReduceOp.SUM)
+    own = slice(rank.index * numel, (rank.index + 1) * numel)
+    batch = communicator.prepare([ReduceScatter(values[own], values)])
+    handle = communicator.launch(batch, label="sum")
+    handle._works[0].wait()  # type: ignore[attr-defined]
+    operations = handle._finish  # type: ignore[attr-defined]
+    for _ in range(3):  # a wait that was ended after so many of them
+        next(operations)
+    handle.wait()
+    return torch.equal(values[own], expected[own])
+
+
+def test_a_wait_that_is_begun_again_adds_nothing_twice(pool):
+    assert pool.run(interrupted_between_additions, ranks=4) == [True] * 4
