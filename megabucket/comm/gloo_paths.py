@@ -100,15 +100,24 @@ def plain_plan(calls: Sequence[Call], *, is_anchored: bool) -> Plan:
     return Plan([_anchored(call, anchor) for call in calls], keeps=anchor.views)
 
 
-def gloo_plan(calls: Sequence[Call], *, rank: int, size: int) -> Plan:
-    """Return the plan that is best for a batch of like calls on gloo. All ranks make the same one."""
+_Empty = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gloo_plan(calls: Sequence[Call], *, rank: int, size: int, empty: _Empty = torch.empty_like) -> Plan:
+    """Return the plan that is best for a batch of like calls on gloo. All ranks make the same one.
+
+    Args:
+        empty: returns memory like a tensor, for what a reduce-scatter receives.
+    """
     anchor = Anchor()
     first = calls[0]
     if size <= _MOST_RANKS:
         if isinstance(first, AllGather):
             return _gather_plan([call for call in calls if isinstance(call, AllGather)], anchor, rank=rank, size=size)
         if isinstance(first, ReduceScatter) and all(_can_exchange(call) for call in calls):
-            return _scatter_plan([call for call in calls if isinstance(call, ReduceScatter)], anchor, rank=rank, size=size)
+            return _scatter_plan(
+                [call for call in calls if isinstance(call, ReduceScatter)], anchor, empty, rank=rank, size=size
+            )
         if isinstance(first, AllReduce) and len(calls) == 1 and _is_small(first):
             return _small_plan(first, anchor, rank=rank, size=size)
     return plain_plan([_in_place(call) for call in calls], is_anchored=True)
@@ -131,7 +140,7 @@ def _in_place(call: Call) -> Call:
     return AllReduce(call.full, call.op) if isinstance(call, ReduceScatter) and _lies_in_place(call) else call
 
 
-def _scatter_plan(calls: Sequence[ReduceScatter], anchor: Anchor, *, rank: int, size: int) -> Plan:
+def _scatter_plan(calls: Sequence[ReduceScatter], anchor: Anchor, empty: _Empty, *, rank: int, size: int) -> Plan:
     starts: list[Start] = []
     combined: list[_Pair] = []
     # Where gloo all-reduces several tensors as one, their order of addition is that of all of them, end to end.
@@ -141,7 +150,7 @@ def _scatter_plan(calls: Sequence[ReduceScatter], anchor: Anchor, *, rank: int, 
     before = dict.fromkeys(numels, 0)
     for call in calls:
         key = call.full.dtype, call.op
-        start, parts = _exchange(call, anchor, rank=rank, size=size)
+        start, parts = _exchange(call, anchor, empty, rank=rank, size=size)
         starts.append(start)
         offset = before[key] + rank * call.shard.numel()
         combined += _additions(parts, rank=rank, start=offset, numel=numels[key])
@@ -150,18 +159,20 @@ def _scatter_plan(calls: Sequence[ReduceScatter], anchor: Anchor, *, rank: int, 
     return Plan(starts, combined=combined, divided=divided, keeps=anchor.views)
 
 
-def _exchange(call: ReduceScatter, anchor: Anchor, *, rank: int, size: int) -> tuple[AllToAll, list[torch.Tensor]]:
+def _exchange(
+    call: ReduceScatter, anchor: Anchor, empty: _Empty, *, rank: int, size: int
+) -> tuple[AllToAll, list[torch.Tensor]]:
     """Return the exchange of the parts of one buffer, and what each rank has sent for this rank's shard."""
     full, shard = call.full.data, call.shard.data
     numel, nbytes = shard.numel(), shard.nbytes
     if size == 2:
         # The own part is at one end, so it can stay out of the exchange, which would copy it.
         other = full[numel:] if rank == 0 else full[:numel]
-        received = torch.empty_like(shard)
+        received = empty(shard)
         sizes = [0, nbytes] if rank == 0 else [nbytes, 0]
         parts = [shard, received] if rank == 0 else [received, shard]
         return AllToAll(anchor.bytes_of(other), anchor.bytes_of(received), sizes, sizes), parts
-    received = torch.empty_like(full)
+    received = empty(full)
     parts = list(received.view(size, numel).unbind())
     parts[rank] = shard
     sizes = [nbytes] * size

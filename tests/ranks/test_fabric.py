@@ -242,6 +242,21 @@ def shards(rank: Rank) -> dict[str, Any]:
     return seen | {"mask": mask, "pair": pair}
 
 
+def exchanged_bytes(rank: Rank) -> tuple[list[float], int]:
+    """Reduce-scatter twice in place; return the shard and the bytes that were taken to receive in."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    for _ in range(2):
+        full = torch.arange(8.0) + rank.index
+        own = full[4 * rank.index : 4 * rank.index + 4]
+        communicator.launch([ReduceScatter(own, full)], label="scatter").wait()
+    spare = rank.group._get_backend(torch.device("cpu"))._mover._spare  # type: ignore[attr-defined]
+    return own.tolist(), sum(tensor.nbytes for tensors in spare._tensors.values() for tensor in tensors)
+
+
+def test_a_reduce_scatter_in_place_moves_half_of_what_an_all_reduce_does(pool):
+    assert run(pool, exchanged_bytes, QUICK) == [([1.0, 3.0, 5.0, 7.0], 16), ([9.0, 11.0, 13.0, 15.0], 16)]
+
+
 def messages(rank: Rank) -> dict[str, Any]:
     other, received = 1 - rank.index, [torch.zeros(2) for _ in range(4)]
     swap = [

@@ -2,7 +2,7 @@
 
 Gloo's own reduce-scatter copies its result inside of each ``wait``, so a second waiter would write over what the first has
 begun to use; and both it and the gather clone or copy through temporaries. Here a gather is one broadcast of each shard, in
-place, and a reduce-scatter an all-reduce, in place where the caller's shard lies in the buffer.
+place. A reduce-scatter whose shard lies in the buffer is an exchange of parts, and any other one an all-reduce of a copy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from megabucket.comm.gloo_paths import AllToAll, gloo_plan, run_through
+from megabucket.comm.port import AllReduce, ReduceOp, ReduceScatter
+
+_EXCHANGED: Final = ((dist.ReduceOp.SUM, ReduceOp.SUM), (dist.ReduceOp.AVG, ReduceOp.AVG))
 
 _MAX_PIECES: Final = 1024
 """Remembered before dead ones are looked for."""
@@ -34,6 +39,7 @@ class Mover:
     def __init__(self, gloo: Any, *, rank: int, size: int) -> None:
         self._gloo, self._rank, self._size = gloo, rank, size
         self._filled = _FilledMemory()
+        self._spare = _SpareMemory()
 
     def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], moves: bool) -> Move:
         """Collect the inputs of all ranks in the outputs.
@@ -58,6 +64,10 @@ class Mover:
         Args:
             moves: ``False``: nothing is reduced, and the output receives what this rank has.
         """
+        exchanged = next((own for theirs, own in _EXCHANGED if op == theirs), None)
+        pairs = [(output.detach(), full.detach()) for output, full in zip(outputs, inputs, strict=True) if full.numel()]
+        if moves and exchanged and all(_lies_in(*pair) for pair in pairs):
+            return self._exchange([ReduceScatter(shard, full, exchanged) for shard, full in pairs], op)
         works: list[dist.Work] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for output, full in zip(outputs, inputs, strict=True):
@@ -71,6 +81,27 @@ class Mover:
             if part.data_ptr() != output.data_ptr():
                 copies.append((output.detach().view(-1), part))
         return Move(works, (lambda: _copy_all(copies)) if copies else None)
+
+    def _exchange(self, calls: Sequence[ReduceScatter], op: Any) -> Move:
+        if not calls:
+            return Move([])
+        taken: list[torch.Tensor] = []
+        plan = gloo_plan(calls, rank=self._rank, size=self._size, empty=self._spare.lender(taken))
+        works = []
+        for start in plan.starts:
+            if isinstance(start, AllToAll):
+                sizes = list(start.received_sizes), list(start.sent_sizes)
+                works.append(self._gloo.alltoall_base(start.received, start.sent, *sizes, c10d.AllToAllOptions()))
+            elif isinstance(start, AllReduce):  # too many ranks to exchange parts
+                options = c10d.AllreduceOptions()
+                options.reduceOp = op
+                works.append(self._gloo.allreduce([start.tensor], options))
+
+        def finish() -> None:
+            run_through(plan.finish())
+            self._spare.take_back(taken)
+
+        return Move(works, finish)
 
     def _parts(self, full: torch.Tensor) -> list[torch.Tensor]:
         return list(full.detach().view(-1).chunk(self._size)) if full.numel() else [full.detach().view(-1)] * self._size
@@ -90,6 +121,29 @@ def _lies_in(shard: torch.Tensor, flat: torch.Tensor) -> bool:
 def _copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for target, source in copies:
         target.copy_(source)
+
+
+class _SpareMemory:
+    """What exchanges receive in, kept for the next one of the same size: new memory costs as much as moving the data."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def lender(self, taken: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that returns memory like a tensor and adds it to ``taken``."""
+
+        def empty(like: torch.Tensor) -> torch.Tensor:
+            spare = self._tensors.get((like.numel(), like.dtype))
+            tensor = spare.pop() if spare else torch.empty_like(like)
+            taken.append(tensor)
+            return tensor
+
+        return empty
+
+    def take_back(self, taken: Sequence[torch.Tensor]) -> None:
+        """Keep what was lent."""
+        for tensor in taken:
+            self._tensors.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
 
 class _FilledMemory:
