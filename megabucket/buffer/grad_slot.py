@@ -83,7 +83,7 @@ class GradSlot:
         grad = self.param.grad
         if grad is self.view or grad is None:
             return False
-        if isinstance(grad, WithheldGrad):
+        if type(grad) is WithheldGrad:
             self.param.grad = self.view  # autograd has added to it through what stood in for it
             return False
         if grad.requires_grad:
@@ -124,6 +124,11 @@ class GradSlot:
         afterwards, unless somebody wrote into a clean view on purpose.
         """
         grad = self.param.grad
+        if grad is self.view and not self._added_by_kernel:  # nearly always, so without what is for the other cases
+            self.param.grad = None
+            has_received, self.has_received = self.has_received, False
+            self.was_cleared = self.is_clean = False
+            return has_received
         is_withheld = isinstance(grad, WithheldGrad)
         is_set_by_caller = not (grad is None or grad is self.view or is_withheld)
         if is_set_by_caller:
