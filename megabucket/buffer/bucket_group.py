@@ -33,6 +33,8 @@ class GradSyncPolicy:
     """Whether the reduced gradient is a mean, by the collective or by scaling."""
     tests_finite: bool = True
     """Whether gradients are looked through for nan and inf before they are sent."""
+    accumulates_in_fp32: bool = False
+    """Whether a reduce-scatter adds 16-bit gradients up in float32."""
     reduces_in_place: bool = False
     """Whether a reduce-scatter may take no memory beside the gradients."""
     withholds_because: str = ""
@@ -98,7 +100,13 @@ class _ParamAndGradBucketGroup:
             self._grad_shards = [bucket.shard(bucket.grad_data, rank) for bucket in self.buckets]
             self._scatter_calls = communicator.prepare(
                 [
-                    ReduceScatter(shard, bucket.grad_data, policy.op, in_place=policy.reduces_in_place)
+                    ReduceScatter(
+                        shard,
+                        bucket.grad_data,
+                        policy.op,
+                        in_fp32=policy.accumulates_in_fp32 and shard.element_size() == 2,
+                        in_place=policy.reduces_in_place,
+                    )
                     for shard, bucket in zip(self._grad_shards, self.buckets, strict=True)
                 ]
             )

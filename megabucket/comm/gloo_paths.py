@@ -3,6 +3,7 @@
 ======================  =================================================================================================
 reduce-scatter          every rank sends each other one its part, and adds up what it has received: half the bytes of the
                         all-reduce that gloo makes of it
+the same in float32     of 16-bit gradients: also an exchange, on any back-end; what is added up is rounded once
 small all-reduce        every rank sends all it has to each other one: one hop where a ring takes two for each rank
 all-gather              every rank sends each other one its part; larger ones with three ranks or more are a broadcast of each
                         part: gloo gathers into memory of its own and copies that
@@ -15,9 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, starmap
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -29,6 +30,9 @@ _SMALL_BYTES: Final = 1 << 18
 _BLOCK_NUMEL: Final = 1 << 16  # added up at a time from three ranks on, so that partial sums stay in the cache
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
+_Operation = tuple[Callable[..., torch.Tensor], Sequence[tuple[Any, ...]]]
+
+_add, _copy, _divide, _take_larger = torch.Tensor.add_, torch.Tensor.copy_, torch.Tensor.div_, torch.Tensor.clamp_min_
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +55,14 @@ class Plan:
     starts: Sequence[Start]
     copies: Sequence[_Pair] = ()
     """Targets and sources, before each launch."""
-    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.add_
-    combined: Sequence[_Pair] = ()
-    """What ``combine`` is called with, in order, after each launch."""
-    divided: Sequence[tuple[torch.Tensor, int]] = ()
-    """What is divided, and by what, at last."""
+    after: Sequence[_Operation] = ()
+    """In-place operations, each with the arguments of its calls, after each launch, in order."""
     keeps: Sequence[torch.Tensor] = ()
     """Live as long as the plan: see ``anchor``."""
+
+    def __add__(self, other: Plan) -> Plan:
+        """Return the plan that does what both do."""
+        return Plan(*([*getattr(self, part.name), *getattr(other, part.name)] for part in fields(Plan)))
 
     @property
     def device(self) -> torch.device:
@@ -79,7 +84,7 @@ class Plan:
         Each step is a call in C, and so is going through all of them (``run_through``). A signal handler runs before or after,
         so a wait that it ends and that is begun again goes on where it was, and never adds anything twice.
         """
-        return chain(starmap(self.combine, self.combined), starmap(torch.Tensor.div_, self.divided))
+        return chain(*(starmap(function, arguments) for function, arguments in self.after))
 
 
 def run_through(operations: Iterator[object]) -> None:
@@ -156,7 +161,7 @@ def _scatter_plan(calls: Sequence[ReduceScatter], anchor: Anchor, empty: _Empty,
         combined += _additions(parts, rank=rank, start=offset, numel=numels[key])
         before[key] += call.full.numel()
     divided = [(call.shard.data, size) for call in calls if call.op is ReduceOp.AVG]
-    return Plan(starts, combined=combined, divided=divided, keeps=anchor.views)
+    return Plan(starts, after=[(_add, combined), (_divide, divided)], keeps=anchor.views)
 
 
 def _exchange(
@@ -201,6 +206,32 @@ def _additions(parts: Sequence[torch.Tensor], *, rank: int, start: int, numel: i
                 yield total, piece
 
 
+def fp32_plan(calls: Sequence[ReduceScatter], *, rank: int, size: int) -> Plan:
+    """Return the plan of reduce-scatters whose 16-bit parts are added up in float32, in rank order, and rounded once.
+
+    On any back-end: it is an all-to-all, and the same bits whatever the size of a bucket is.
+    """
+    anchor = Anchor()
+    starts: list[Start] = []
+    after: list[_Operation] = []
+    for call in calls:
+        start, parts = _exchange(call, anchor, torch.empty_like, rank=rank, size=size)
+        starts.append(start)
+        numel = call.shard.numel()
+        # On a device one kernel for each part; on a host in blocks that stay in the cache.
+        block_numel = numel if call.full.is_cuda else min(numel, _BLOCK_NUMEL)
+        total = torch.empty(block_numel, dtype=torch.float32, device=call.full.device)
+        for first in range(0, numel, block_numel):
+            pieces = [part[first : first + block_numel] for part in parts]
+            sum_of_block = total[: pieces[0].numel()]
+            after.append((_copy, [(sum_of_block, pieces[0])]))
+            after.append((_add, [(sum_of_block, piece) for piece in pieces[1:]]))
+            if call.op is ReduceOp.AVG:
+                after.append((_divide, [(sum_of_block, size)]))
+            after.append((_copy, [(pieces[rank], sum_of_block)]))
+    return Plan(starts, after=after, keeps=anchor.views)
+
+
 # All-reduce #
 
 
@@ -225,14 +256,10 @@ def _small_plan(call: AllReduce, anchor: Anchor, *, rank: int, size: int) -> Pla
         parts[rank] = full
         copies = [(sent, full)]
     start = AllToAll(anchor.bytes_of(sent), anchor.bytes_of(received), sizes, sizes)
-    return Plan(
-        [start],
-        copies,
-        torch.Tensor.clamp_min_ if call.op is ReduceOp.MAX else torch.Tensor.add_,
-        list(_additions(parts, rank=rank, start=0, numel=full.numel())),
-        [(full, size)] if call.op is ReduceOp.AVG else [],
-        anchor.views,
-    )
+    combine = _take_larger if call.op is ReduceOp.MAX else _add
+    combined = list(_additions(parts, rank=rank, start=0, numel=full.numel()))
+    divided = [(full, size)] if call.op is ReduceOp.AVG else []
+    return Plan([start], copies, [(combine, combined), (_divide, divided)], anchor.views)
 
 
 # All-gather #

@@ -94,7 +94,7 @@ def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
     elif isinstance(first, AllGather):
         result = torch.cat([shard.flatten() for shard in inputs])
     else:
-        result = inputs[0].clone()
+        result = inputs[0].float() if isinstance(first, ReduceScatter) and first.in_fp32 else inputs[0].clone()
         for addend in inputs[1:]:
             torch.maximum(result, addend, out=result) if first.op is ReduceOp.MAX else result.add_(addend)
         if first.op is ReduceOp.AVG:

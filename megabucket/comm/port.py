@@ -63,6 +63,7 @@ class ReduceScatter:
     shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
     full: torch.Tensor  # 1D, contiguous
     op: ReduceOp = ReduceOp.SUM
+    in_fp32: bool = False  # whether 16-bit elements are added up in float32 and rounded once, whatever the back-end does
     in_place: bool = False  # whether no memory beside ``full`` may be taken, also where that would be faster
     kind = CollectiveKind.REDUCE_SCATTER
 

@@ -12,7 +12,7 @@ from typing import Final, cast
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.gloo_paths import AllToAll, Plan, Start, alike, gloo_plan, plain_plan, run_through
+from megabucket.comm.gloo_paths import AllToAll, Plan, Start, alike, fp32_plan, gloo_plan, plain_plan, run_through
 from megabucket.comm.heartbeat import Heartbeat
 from megabucket.comm.liveness import Liveness
 from megabucket.comm.port import (
@@ -170,10 +170,13 @@ class ProcessGroupCommunicator(Communicator):
     def _plan(self, calls: Sequence[Call], *, is_anchored: bool) -> Plan:
         plan: Plan | None = calls.plan if isinstance(calls, Batch) else None
         if plan is None:
-            if self._ask(is_gloo, calls[0].full.device):
-                plan = gloo_plan(calls, rank=self.rank, size=self.size)
-            else:
-                plan = plain_plan(calls, is_anchored=is_anchored)
+            wide = [call for call in calls if isinstance(call, ReduceScatter) and call.in_fp32]
+            rest = [call for call in calls if call not in wide]
+            plan = fp32_plan(wide, rank=self.rank, size=self.size)
+            if rest and self._ask(is_gloo, calls[0].full.device):
+                plan += gloo_plan(rest, rank=self.rank, size=self.size)
+            elif rest:
+                plan += plain_plan(rest, is_anchored=is_anchored)
             if isinstance(calls, Batch):
                 calls.plan = plan
         return plan
@@ -196,15 +199,20 @@ class ProcessGroupCommunicator(Communicator):
 
     def _start_all(self, starts: Sequence[Start]) -> list[dist.Work]:
         """Start what a plan says, as few batches: torch coalesces one kind, one reduce op and one dtype at a time."""
-        first = starts[0]
-        # A coalesced gather breaks gloo's heap, also when it is the only one: see docs/decisions/gloo-coalesced-gather.md.
-        is_gloo_gather = isinstance(first, AllGather) and self._ask(is_gloo, first.full.device)
-        if len(starts) == 1 or is_gloo_gather or isinstance(first, Broadcast | AllToAll):
-            return [self._start(start) for start in starts]
         works: list[dist.Work] = []
-        for batch in alike(start for start in starts if not isinstance(start, AllToAll)).values():
+        coalescible: list[Call] = []
+        for start in starts:
+            if isinstance(start, AllToAll) or self._is_alone(start):
+                works.append(self._start(start))
+            else:
+                coalescible.append(start)
+        for batch in alike(coalescible).values():
             works += [self._start(batch[0])] if len(batch) == 1 else self._start_coalesced(batch)
         return works
+
+    def _is_alone(self, call: Call) -> bool:
+        # A coalesced gather breaks gloo's heap, also when it is the only one: see docs/decisions/gloo-coalesced-gather.md.
+        return isinstance(call, Broadcast) or (isinstance(call, AllGather) and self._ask(is_gloo, call.full.device))
 
     def _start(self, start: Start) -> dist.Work:
         group = self._group

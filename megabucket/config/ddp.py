@@ -142,6 +142,11 @@ class DistributedDataParallelConfig(Section):
     average_in_collective: bool = False
     """Let the collective divide (AVG) instead of scaling once around a SUM. Only with ``grad_reduction="mean"``."""
 
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Send 16-bit gradients as they are, but add them up in float32, in rank order, and round once: an exchange of parts in
+    place of the back-end's reduce-scatter. Takes memory as large as the 16-bit gradient buffer (half of it with 2 ranks).
+    Gradients that are float32 already (``grad_reduce_in_fp32=True``) are reduced as ever."""
+
     reduce_in_place: bool = False
     """Take no memory for a reduce-scatter beside the gradients. Over gloo with up to 8 ranks it otherwise receives the other
     ranks' gradients in memory of its own, half of the gradient buffer with 2 ranks and all of it with more, and sends half as
@@ -217,6 +222,26 @@ class DistributedDataParallelConfig(Section):
     init_sync: bool = True
     """Broadcast parameters and module buffers from the first rank of the group when wrapping."""
 
+    def _contradictions_of_sharding(self) -> list[str]:
+        problems = []
+        if self.reduce_scatter_with_fp32_accumulation and not self.use_distributed_optimizer:
+            problems.append(
+                "reduce_scatter_with_fp32_accumulation=True needs use_distributed_optimizer=True: without it nothing is "
+                "reduce-scattered"
+            )
+        if self.reduce_scatter_with_fp32_accumulation and self.reduce_in_place:
+            problems.append(
+                "reduce_scatter_with_fp32_accumulation=True receives the other ranks' gradients beside its own, but "
+                "reduce_in_place=True allows no memory for that; drop one of them"
+            )
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            problems.append(
+                "overlap_param_gather=True needs use_distributed_optimizer=True: without it there is nothing to gather"
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            problems.append("overlap_param_gather=True needs overlap_grad_reduce=True, as in Megatron")
+        return problems
+
     @model_validator(mode="after")
     def _no_contradictions(self) -> DistributedDataParallelConfig:
         problems = []
@@ -234,12 +259,7 @@ class DistributedDataParallelConfig(Section):
             problems.append(
                 "average_in_collective=True divides, but grad_reduction='sum' asks for the plain sum; drop one of them"
             )
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
-            problems.append(
-                "overlap_param_gather=True needs use_distributed_optimizer=True: without it there is nothing to gather"
-            )
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            problems.append("overlap_param_gather=True needs overlap_grad_reduce=True, as in Megatron")
+        problems += self._contradictions_of_sharding()
         if self.heartbeat_s is not None and self.dead_after_s <= 2 * self.heartbeat_s:
             problems.append(
                 f"dead_after_s={self.dead_after_s:g} must be more than twice heartbeat_s={self.heartbeat_s:g}: a rank whose "

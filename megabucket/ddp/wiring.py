@@ -293,6 +293,7 @@ def _make_groups(
         op=ReduceOp.AVG if config.average_in_collective else ReduceOp.SUM,
         average=config.grad_reduction == "mean",
         tests_finite=config.nonfinite_gradients != "allow",
+        accumulates_in_fp32=config.reduce_scatter_with_fp32_accumulation,
         reduces_in_place=config.reduce_in_place,
         withholds_because=_why_withheld(config),
     )

@@ -192,9 +192,10 @@ _BOTH: Final = (False, True)
 
 # All combinations that the config's validator accepts, the default first: hypothesis shrinks towards the first.
 _VALID_SYNC: Final[tuple[dict[str, Any], ...]] = tuple(
-    {"overlap_grad_reduce": overlap, "use_distributed_optimizer": sharded, "overlap_param_gather": gather}
+    {"overlap_grad_reduce": overlap, "use_distributed_optimizer": sharded, "overlap_param_gather": gather, **way}
     for gather, sharded, overlap in product((False, True), (False, True), (True, False))
     if not gather or (sharded and overlap)
+    for way in ({}, {"reduce_in_place": True}, {"reduce_scatter_with_fp32_accumulation": sharded})
 )
 
 _VALID_REDUCTION: Final[tuple[dict[str, Any], ...]] = (
@@ -211,16 +212,9 @@ _INDEPENDENT_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
         "unused_parameters": unused,
         "finish": finish,
         "init_sync": init_sync,
-        "reduce_in_place": in_place,
     }
-    for busbw, fp32, bucket_groups, unused, finish, init_sync, in_place in product(
-        (False, True),
-        (True, False),
-        ("per_bucket", "single"),
-        ("error", "zero"),
-        ("auto", "explicit"),
-        (True, False),
-        (False, True),
+    for busbw, fp32, bucket_groups, unused, finish, init_sync in product(
+        (False, True), (True, False), ("per_bucket", "single"), ("error", "zero"), ("auto", "explicit"), (True, False)
     )
 )
 

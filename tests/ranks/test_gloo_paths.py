@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from pool import Rank
 
+import megabucket as mb
 from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceOp, ReduceScatter
 from megabucket.comm.gloo_paths import AllToAll
 from megabucket.comm.port import Batch, Call
@@ -182,3 +183,68 @@ def interrupted_between_additions(rank: Rank) -> bool:
 
 def test_a_wait_that_is_begun_again_adds_nothing_twice(pool):
     assert pool.run(interrupted_between_additions, ranks=4) == [True] * 4
+
+
+def summed_in_float32(rank: Rank, dtype: torch.dtype, numels: tuple[int, ...], op: ReduceOp) -> list[bool]:
+    """Return, per tensor of a batch of 16-bit ones and a float32 one, whether the shard is the rounded sum in rank order."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    dtypes = [*(dtype for _ in numels), torch.float32]
+    by_rank = [
+        [
+            torch.randn(numel * rank.size, generator=torch.Generator().manual_seed(10 * source + index)).to(each)
+            for index, (numel, each) in enumerate(zip((*numels, 128), dtypes, strict=True))
+        ]
+        for source in range(rank.size)
+    ]
+    values = by_rank[rank.index]
+    fulls = [torch.empty_like(value) for value in values]
+    calls: list[Call] = [
+        ReduceScatter(full.view(rank.size, -1)[rank.index], full, op, in_fp32=full.element_size() == 2) for full in fulls
+    ]
+    launched_twice(communicator, calls, values, is_prepared=True)
+    right = []
+    for index, full in enumerate(fulls):
+        total = by_rank[0][index].float()
+        for other in by_rank[1:]:
+            total = total + other[index].float()
+        if op is ReduceOp.AVG:
+            total = total / rank.size
+        own = full.view(rank.size, -1)[rank.index]
+        expected = total.to(own.dtype).view(rank.size, -1)[rank.index]
+        right.append(torch.equal(own, expected) if own.element_size() == 2 else torch.allclose(own, expected, atol=1e-5))
+    return right
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sixteen_bits_can_be_added_up_in_float32_and_are_rounded_once(pool, ranks, dtype, op):
+    numels = (1, 128, 150_000)
+
+    assert pool.run(summed_in_float32, dtype, numels, op, ranks=ranks) == [[True] * 4] * ranks
+
+
+def gradient_of_a_weight(rank: Rank, in_fp32: bool) -> list[float]:
+    """Train one step with gradients of 256 on one rank and 1 on the others; return this rank's shard of the reduced one."""
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.ones(128 * rank.size, dtype=torch.bfloat16))
+    module.forward = lambda factor: (module.w * factor).sum()
+    config = mb.DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=False,
+        grad_reduction="sum",
+        reduce_scatter_with_fp32_accumulation=in_fp32,
+    )
+    ddp = mb.DistributedDataParallel(module, config, process_group=rank.group)
+    ddp(256.0 if rank.index == 0 else 1.0).backward()
+    ddp.finish_grad_sync()
+    buffer = ddp.param_and_grad_buffers[0]
+    return buffer.buckets[0].shard(buffer.buckets[0].grad_data, rank.index).unique().tolist()
+
+
+@pytest.mark.parametrize(("in_fp32", "totals"), [(False, [260.0, 256.0, 256.0, 260.0]), (True, [260.0] * 4)])
+def test_a_config_field_keeps_what_sixteen_bits_would_lose(pool, in_fp32, totals):
+    # Next to 256 bfloat16 has steps of 2, and a half is rounded to the even one: 256 + 1 is 256, and 256 + 3 or 258 + 1 is 260.
+    # Gloo adds the shard of rank 0 in the order 3, 2, 1, 0, so 1 + 1 + 1 + 256; that of rank 1 in the order 0, 3, 2, 1; that of
+    # rank 2 in the order 1, 0, 3, 2; that of rank 3 in the order 2, 1, 0, 3, so 1 + 1 + 256 + 1.
+    assert pool.run(gradient_of_a_weight, in_fp32, ranks=4) == [[total] for total in totals]
