@@ -1,6 +1,6 @@
 """Communication: the port, and what stands behind it. The only package that calls ``torch.distributed``."""
 
-from megabucket.comm.exchange import Exchange, exchange_bytes
+from megabucket.comm.exchange import Exchange, exchange_bytes, exchange_some
 from megabucket.comm.liveness import Liveness, StragglerWarning
 from megabucket.comm.loopback import LoopbackWorld
 from megabucket.comm.port import (
@@ -33,4 +33,5 @@ __all__ = [
     "StragglerWarning",
     "discover_communicator",
     "exchange_bytes",
+    "exchange_some",
 ]

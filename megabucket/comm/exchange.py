@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from megabucket.comm.port import AllGather, Communicator
+from megabucket.comm.port import AllGather, Broadcast, Communicator
 
 _LENGTH_BYTES = 8
 
@@ -45,3 +47,23 @@ def exchange_bytes(communicator: Communicator, payload: bytes, *, device: torch.
     lengths = Exchange(communicator, length, capacity_bytes=_LENGTH_BYTES, device=device, label=f"{label} length").wait()
     longest = max(int.from_bytes(length, "little") for length in lengths)
     return Exchange(communicator, payload, capacity_bytes=longest, device=device, label=label).wait()
+
+
+def exchange_some(
+    communicator: Communicator, payload: bytes, *, speakers: Sequence[int], device: torch.device, label: str
+) -> list[bytes]:
+    """Return what some ranks say, of any length, in the order of ``speakers``: what is sent does not grow with the other ranks.
+
+    Args:
+        payload: of this rank; of no interest if it is none of the speakers.
+        speakers: the same on every rank.
+    """
+    lengths = [torch.tensor([len(payload)], dtype=torch.int64, device=device) for _ in speakers]  # 1D each
+    calls = [Broadcast(length, root) for length, root in zip(lengths, speakers, strict=True)]
+    communicator.launch(calls, label=f"{label} length").wait()
+    texts = [torch.zeros(int(length), dtype=torch.uint8, device=device) for length in lengths]  # 1D each
+    if payload and communicator.rank in speakers:
+        texts[speakers.index(communicator.rank)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    calls = [Broadcast(text, root) for text, root in zip(texts, speakers, strict=True)]
+    communicator.launch(calls, label=label).wait()
+    return [text.cpu().numpy().tobytes() for text in texts]

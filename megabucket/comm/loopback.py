@@ -10,6 +10,7 @@ with certainty.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -56,7 +57,8 @@ class _Collective:
         self.completed_s = 0.0
 
     def add(self, rank: int, calls: Sequence[Call], text: str) -> None:
-        for other_rank, other_text in self.texts.items():
+        # Those that are here are alike, so one of them stands for all: the work does not grow with the square of the ranks.
+        for other_rank, other_text in itertools.islice(self.texts.items(), 1):
             if other_text != text:
                 raise MismatchedCollectiveError(
                     sequence=self.sequence, rank=rank, call=text, other_rank=other_rank, other_call=other_text
@@ -214,9 +216,10 @@ class LoopbackWorld:
             collective = self._collectives[sequence]
             collective.add(rank, calls, _describe(calls, label))
             self._num_launched[rank] += 1
-            if self._completion == "immediate" and len(collective.batches) == self.size:
-                collective.complete()
-            self._changed.notify_all()
+            if len(collective.batches) == self.size:
+                if self._completion == "immediate":
+                    collective.complete()
+                self._changed.notify_all()  # not at every launch: threads that are woken for nothing cost a switch each
         return collective
 
     def _wait(self, rank: int, collective: _Collective) -> None:

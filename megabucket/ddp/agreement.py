@@ -1,7 +1,7 @@
 """Do all ranks wrap the same model with the same config? Asked before anything is moved, and once more before values are sent.
 
 Each rank hashes what must be equal; one exchange of 32 bytes compares the hashes. Only when they differ are texts exchanged,
-and every rank raises the same error.
+those of one rank for each hash, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import hashlib
 import json
 import marshal
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
 import megabucket
 from megabucket.buffer.views import dtype_name
-from megabucket.comm import Communicator, Exchange, exchange_bytes
+from megabucket.comm import Communicator, Exchange, exchange_some
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.discovery import DiscoveredParams, discover_params
-from megabucket.errors import InvariantError, LayoutMismatchError, PeerFailedError
+from megabucket.errors import InvariantError, LayoutMismatchError, MegabucketError, PeerFailedError
 from megabucket.layout import ModelLayout, build_layout
 
 _DIGEST_BYTES: Final = 32
 _DIFFERENCES_SHOWN: Final = 5
+_MOST_SPEAKERS: Final = 8  # a text may be megabytes long, and every rank receives those of all speakers
 
 Entry = tuple[object, ...]
 """One thing that must be equal: a name and values, which are plain (text, numbers, tuples of them)."""
@@ -136,13 +137,16 @@ def agree(
         Exception: ``failure`` itself, where all ranks failed alike.
     """
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    digest = digest_of(text, entries)
+    digest = _marked(digest_of(text, entries), has_failed=failure is not None)
     digests = Exchange(communicator, digest, capacity_bytes=_DIGEST_BYTES, device=device, label=label).wait()
     if all(other == digest for other in digests):
         if failure is not None:
             raise failure
         return
-    _raise_difference(communicator, text, entries, failure=failure, device=device, label=label)
+    payload = json.dumps([text, [describe_entry(entry) for entry in entries]]).encode()
+    speakers = _speakers(digests)
+    answers = exchange_some(communicator, payload, speakers=speakers, device=device, label=f"{label} texts")
+    raise _difference(dict(zip(speakers, map(json.loads, answers), strict=True)), phase=_phase_of(label)) from failure
 
 
 def digest_of(failure: str, entries: Sequence[Entry]) -> bytes:
@@ -152,35 +156,45 @@ def digest_of(failure: str, entries: Sequence[Entry]) -> bytes:
     return hashlib.sha256(marshal.dumps(values, 0)).digest()
 
 
-def _raise_difference(
-    communicator: Communicator,
-    text: str,
-    entries: Sequence[Entry],
-    *,
-    failure: Exception | None,
-    device: torch.device,
-    label: str,
-) -> NoReturn:
-    payload = json.dumps([text, [describe_entry(entry) for entry in entries]]).encode()
-    answers = [json.loads(answer) for answer in exchange_bytes(communicator, payload, device=device, label=f"{label} texts")]
-    for rank, (failure_text, _) in enumerate(answers):
+def _marked(digest: bytes, *, has_failed: bool) -> bytes:
+    """Return the digest with one bit that says whether its rank has failed; 255 are left to tell contents apart."""
+    return digest[:-1] + bytes([digest[-1] & ~1 | has_failed])
+
+
+def _speakers(digests: Sequence[bytes]) -> list[int]:
+    """Return the ranks whose texts are needed: the first that has failed, else the first with each digest."""
+    failed = [rank for rank, digest in enumerate(digests) if digest[-1] & 1]
+    if failed:
+        return failed[:1]
+    first_ranks: dict[bytes, int] = {}
+    for rank, digest in enumerate(digests):
+        first_ranks.setdefault(digest, rank)
+    return list(first_ranks.values())[:_MOST_SPEAKERS]
+
+
+def _difference(answers: Mapping[int, tuple[str, Sequence[str]]], *, phase: str) -> MegabucketError:
+    for rank, (failure_text, _) in answers.items():
         if failure_text:
-            raise PeerFailedError(step=0, rank=rank, phase=_phase_of(label), cause=failure_text) from failure
-    raise mismatch([lines for _, lines in answers], phase=_phase_of(label))
+            return PeerFailedError(step=0, rank=rank, phase=phase, cause=failure_text)
+    return mismatch({rank: lines for rank, (_, lines) in answers.items()}, phase=phase)
 
 
 def _phase_of(label: str) -> str:
     return label.partition(":")[0]
 
 
-def mismatch(lines_by_rank: Sequence[Sequence[str]], *, phase: str = "wrap") -> LayoutMismatchError:
-    """Return the error about entries that differ, the first ones in full."""
+def mismatch(lines_of: Mapping[int, Sequence[str]], *, phase: str = "wrap") -> LayoutMismatchError:
+    """Return the error about entries that differ, the first ones in full.
+
+    Args:
+        lines_of: what ranks have, by rank; the first one is rank 0.
+    """
     differences, num_entries = [], 0
-    for index, lines in enumerate(zip_longest(*lines_by_rank, fillvalue="nothing")):
+    for index, lines in enumerate(zip_longest(*lines_of.values(), fillvalue="nothing")):
         num_entries += 1
-        other = next((rank for rank, line in enumerate(lines) if line != lines[0]), None)
+        other = next(((rank, line) for rank, line in zip(lines_of, lines, strict=True) if line != lines[0]), None)
         if other is not None:
-            differences.append(f"entry {index}: rank 0 has {lines[0]}, rank {other} has {lines[other]}")
+            differences.append(f"entry {index}: rank 0 has {lines[0]}, rank {other[0]} has {other[1]}")
     return LayoutMismatchError(
         differences=differences[:_DIFFERENCES_SHOWN], num_different=len(differences), num_entries=num_entries, phase=phase
     )

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from megabucket.comm import AllReduce, Communicator, Exchange, Handle, ReduceOp
-from megabucket.ddp.step_report import RECORD_BYTES, StepReport
+from megabucket.ddp.step_report import StepReport, record_bytes
 
 _NUM_PAIRS: Final = 8
 _NUM_FLAGS: Final = 2
@@ -62,9 +62,9 @@ class Fence:
         """Send this rank's report; all ranks do so when the fence says that something is wrong."""
         if self.communicator is None:
             return None
-        return Exchange(
-            self.communicator, report.to_bytes(), capacity_bytes=RECORD_BYTES, device=self._device, label="step report"
-        )
+        capacity_bytes = record_bytes(self.communicator.size)
+        payload = report.to_bytes(capacity_bytes)
+        return Exchange(self.communicator, payload, capacity_bytes=capacity_bytes, device=self._device, label="step report")
 
 
 class PendingFence:

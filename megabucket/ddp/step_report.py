@@ -12,10 +12,23 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 RECORD_BYTES: Final = 16_384
-"""Room for one report; lists of names are cut to fit."""
+"""Room for one report in a small world; lists of names are cut to fit."""
 
+_LEAST_RECORD_BYTES: Final = (
+    4_096  # what every fault at once takes, in characters of 12 bytes, with one short name of each list
+)
+_ALL_RECORDS_BYTES: Final = 1 << 21  # every rank receives the records of all
 _NAME_CHARS: Final = 200
 _TEXT_CHARS: Final = 2_000
+
+
+def record_bytes(num_ranks: int) -> int:
+    """Return the room for one report: less in a large world, so that what a rank receives does not grow with it at once.
+
+    >>> [record_bytes(num_ranks) for num_ranks in (2, 128, 256, 16_384)]
+    [16384, 16384, 8192, 4096]
+    """
+    return max(min(RECORD_BYTES, _ALL_RECORDS_BYTES // num_ranks), _LEAST_RECORD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +113,20 @@ class StepReport:
     unused: UnusedParams | None = None
     nonfinite: NonFinite | None = None
 
-    def to_bytes(self) -> bytes:
-        """Return the report as JSON of at most ``RECORD_BYTES``; names and texts are cut as far as needed."""
+    def to_bytes(self, capacity_bytes: int = RECORD_BYTES) -> bytes:
+        """Return the report as JSON of at most so many bytes; names and texts are cut as far as needed.
+
+        Args:
+            capacity_bytes: what ``record_bytes`` gives.
+        """
         num_names = 1 << 10
         while True:
             data = _cut(dataclasses.asdict(self), num_names)
             # As text what JSON does not know: a rank that could not send its report would leave the others waiting for it.
             payload = json.dumps(data, separators=(",", ":"), default=str).encode()
-            if len(payload) <= RECORD_BYTES:
+            if len(payload) <= capacity_bytes:
                 return payload
-            num_names //= 2
+            num_names = num_names // 2 if num_names else _AS_SHORT_AS_CAN_BE
 
     @staticmethod
     def from_bytes(payload: bytes) -> StepReport:
@@ -120,6 +137,8 @@ class StepReport:
                 data[name] = kind(**_with_tuples(data[name]))
         return StepReport(**data)
 
+
+_AS_SHORT_AS_CAN_BE: Final = -1
 
 _PARTS: Final[dict[str, Any]] = {
     "failure": Failure,
@@ -140,10 +159,13 @@ def _cut(value: Any, num_names: int) -> Any:
     if isinstance(value, list | tuple):
         return _cut_names(value, num_names)
     # Texts shrink with the lists: JSON may need twelve bytes for a character.
-    return value[: min(_TEXT_CHARS, 4 * num_names + 40)] if isinstance(value, str) else value
+    num_chars = 16 if num_names == _AS_SHORT_AS_CAN_BE else min(_TEXT_CHARS, 4 * num_names + 40)
+    return value[:num_chars] if isinstance(value, str) else value
 
 
 def _cut_names(names: Sequence[str], num_names: int) -> list[str]:
-    num_chars = min(_NAME_CHARS, 4 * num_names + 20)
-    shown = [name if len(name) <= num_chars else f"{name[:num_chars]}..." for name in names[: max(num_names, 5)]]
+    num_shown, num_chars = max(num_names, 5), min(_NAME_CHARS, 4 * num_names + 20)
+    if num_names == _AS_SHORT_AS_CAN_BE:
+        num_shown, num_chars = 1, 8
+    shown = [name if len(name) <= num_chars else f"{name[:num_chars]}..." for name in names[:num_shown]]
     return shown if len(names) <= len(shown) else [*shown, f"... {len(names)} in all"]

@@ -163,14 +163,14 @@ def _unused_params(facts: StepFacts, reports: Sequence[StepReport]) -> Iterator[
     first = next((report.unused for report in reports if report.unused is not None), None)
     if first is None:
         return
-    ranks_of: dict[str, tuple[int, ...]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for report in reports:
         for name in report.unused.params if report.unused is not None else ():
-            ranks_of[name] = (*ranks_of.get(name, ()), report.rank)
+            ranks_of.setdefault(name, []).append(report.rank)
     params_of: dict[tuple[int, ...], list[str]] = {}
-    for name, ranks in ranks_of.items():
-        params_of.setdefault(ranks, []).append(name)
-    ranks = ranks_of[first.params[0]]
+    for name, of_name in ranks_of.items():
+        params_of.setdefault(tuple(of_name), []).append(name)
+    ranks = tuple(ranks_of[first.params[0]])
     yield UnusedParameterError(
         step=facts.step,
         ranks=ranks,

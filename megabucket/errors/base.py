@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-_NAMES_SHOWN = 5
+_NAMES_SHOWN: Final = 5
+_VALUES_SHOWN: Final = 8
 
 
 def name_list(names: Sequence[str]) -> str:
@@ -33,16 +34,21 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def values_by_rank(values: Sequence[object]) -> str:
-    """Return which ranks have which value, the rarest value last.
+    """Return which ranks have which value, the rarest value last; of many values the most common ones.
 
     >>> values_by_rank([2, 1, 2])
     '2 on ranks 0, 2; 1 on rank 1'
+    >>> values_by_rank(range(1024)).partition("; 7 ")[2]
+    'on rank 7; others on ranks 8, 9, 10, 11, 12 and 1011 more'
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(str(value), []).append(rank)
     most_first = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    return "; ".join(f"{value} on {rank_list(ranks)}" for value, ranks in most_first)
+    texts = [f"{value} on {rank_list(ranks)}" for value, ranks in most_first[:_VALUES_SHOWN]]
+    if hidden := [rank for _, ranks in most_first[_VALUES_SHOWN:] for rank in ranks]:
+        texts.append(f"others on {rank_list(hidden)}")
+    return "; ".join(texts)
 
 
 def _rebuild(cls: type[MegabucketError], args: tuple[Any, ...], fields: dict[str, Any]) -> MegabucketError:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         assert_sound,
         assert_views_are_a_bijection,
     )
+    from megabucket.testing.one_of_many import OneOfMany
     from megabucket.testing.strategies import (
         LayoutInput,
         ddp_configs,
@@ -35,6 +36,7 @@ __all__ = [
     "Lateness",
     "LayoutInput",
     "LoopbackWorld",
+    "OneOfMany",
     "assert_json_round_trip",
     "assert_layouts_equal",
     "assert_places",
@@ -52,7 +54,7 @@ __all__ = [
 
 _MODULES: Final = MappingProxyType(
     {name: f"{__name__}.invariants" if name.startswith("assert_") else f"{__name__}.strategies" for name in __all__}
-    | {"LoopbackWorld": "megabucket.comm.loopback"}
+    | {"LoopbackWorld": "megabucket.comm.loopback", "OneOfMany": f"{__name__}.one_of_many"}
     | dict.fromkeys(("EmulatedFabric", "Lateness", "fabric_lateness"), "megabucket.comm.fabric")
 )
 
