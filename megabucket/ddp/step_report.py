@@ -14,9 +14,7 @@ from typing import Any, Final
 RECORD_BYTES: Final = 16_384
 """Room for one report in a small world; lists of names are cut to fit."""
 
-_LEAST_RECORD_BYTES: Final = (
-    4_096  # what every fault at once takes, in characters of 12 bytes, with one short name of each list
-)
+_LEAST_RECORD_BYTES: Final = 4_096  # room for every fault at once with one short name of each list, at 12 bytes a character
 _ALL_RECORDS_BYTES: Final = 1 << 21  # every rank receives the records of all
 _NAME_CHARS: Final = 200
 _TEXT_CHARS: Final = 2_000

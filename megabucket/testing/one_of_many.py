@@ -1,8 +1,8 @@
 """One rank of any number, alone in a process, as if all others said the same: counts and costs of a rank at scale.
 
 Real code runs here, from the agreement to the optimizer's step, with 16,384 ranks as with two; only the other ranks and the
-network are missing. What it moves and how often it asks is exact. Values are those of ranks that are all alike, so a sum is this
-rank's share times their number, and gathered parameters are of no use.
+network are missing. What it moves and how often it asks is exact. Values are those of ranks that are all alike, so a sum is
+this rank's share times their number, and gathered parameters are of no use.
 """
 
 from __future__ import annotations

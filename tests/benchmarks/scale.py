@@ -1,15 +1,16 @@
-"""What one rank pays at scale: from 2 to 16,384 ranks and up to a million parameters. Counts and bytes are exact, times medians.
+"""What one rank pays at scale: 2 to 16,384 ranks, up to a million parameters. Counts and bytes are exact, times medians.
 
     python tests/benchmarks/scale.py                  # all of it, a few minutes
     python tests/benchmarks/scale.py layout plan      # some of it: layout, ranks, params, world, plan
 
-Nothing is asserted about time. Times are those of the process, which others on the machine disturb less; only ``world`` takes the
-time on the clock. ``ranks`` and ``params`` run the real wrapper and optimizer as one rank of many
+Nothing is asserted about time. Times are those of the process, which others on the machine disturb less; only ``world`` takes
+the time on the clock. ``ranks`` and ``params`` run the real wrapper and optimizer as one rank of many
 (``megabucket.testing.OneOfMany``), ``world`` runs all ranks in one process (``LoopbackWorld``), ``plan`` simulates.
 """
 
 import argparse
 import gc
+import itertools
 import resource
 import statistics
 import sys
@@ -123,7 +124,7 @@ class Rank:
         times.append(time.process_time())
         self.optimizer.zero_grad()
         times.append(time.process_time())
-        return [stop - start for start, stop in zip(times, times[1:], strict=False)]
+        return [stop - start for start, stop in itertools.pairwise(times)]
 
     def median_step_s(self, repeats: int) -> list[float]:
         for _ in range(2):
