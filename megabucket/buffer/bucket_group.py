@@ -18,6 +18,7 @@ from megabucket.buffer.finite import FiniteTest
 from megabucket.buffer.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, PhaseMachine
 from megabucket.buffer.readiness import Readiness
 from megabucket.buffer.scaling import GradScale
+from megabucket.buffer.streams import GradStreams
 from megabucket.buffer.withheld_grad import WithheldGrad
 from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp, ReduceScatter
 from megabucket.errors import CollectiveError
@@ -71,6 +72,7 @@ class _ParamAndGradBucketGroup:
         self.policy = policy
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self.readiness = Readiness(len(self.slots))
+        self._streams = GradStreams.of(self.buckets[0].grad_data.device)
         self.missing: tuple[str, ...] = ()
         """Parameters that had no gradient when the group was launched."""
         self.cleared: tuple[str, ...] = ()
@@ -81,9 +83,11 @@ class _ParamAndGradBucketGroup:
         self._params = PhaseMachine(f"the parameters of bucket group {index}", ParamPhase.GATHERED, PARAM_TRANSITIONS)
         self._grad_handle: Handle | None = None
         self._param_handle: Handle | None = None
+        # It knows the phases only: nothing may lead back to a parameter from its .grad, where no garbage collector looks.
+        accumulates = functools.partial(_is_accumulating, self._grads)
+        for slot in self.slots:
+            slot.accumulates = accumulates
         if policy.withholds_because:
-            # They know the phases only: nothing may lead back to a parameter from its .grad, where no garbage collector looks.
-            accumulates = functools.partial(_is_accumulating, self._grads)
             for slot in self.slots:
                 what = f"the gradient of {slot.name!r}"
                 slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withholds_because, accumulates=accumulates)
@@ -164,6 +168,8 @@ class _ParamAndGradBucketGroup:
         slot = self.slots[position]
         if slot.store():
             self.interrupted.append(slot.name)
+        if self._streams is not None:
+            self._streams.note()
         if not (counts and self.readiness.mark(position)):
             return False
         self.communicator.tell_ready(self.label)
@@ -179,6 +185,8 @@ class _ParamAndGradBucketGroup:
         """
         if self._grads.current is not GradPhase.IN_FLIGHT or self._grad_handle is not None:
             self._grads.enter(GradPhase.IN_FLIGHT)
+        if self._streams is not None:
+            self._streams.join()
         missing, cleared = [], []
         for slot in self.slots:
             was_clean = slot.is_clean
@@ -204,6 +212,8 @@ class _ParamAndGradBucketGroup:
             return
         if self._grads.current is not GradPhase.IN_FLIGHT:
             self._grads.enter(GradPhase.IN_FLIGHT)
+        if self._streams is not None:
+            self._streams.join()
         for slot in self.slots:
             slot.param.grad = None
             slot.is_clean = False

@@ -1,11 +1,12 @@
 """``ParamAndGradBuffer``: allocates the flat tensors of one buffer layout and binds parameters to them.
 
 The only code that rebinds ``param.data`` and that sets and removes the published attributes ``main_grad`` and
-``grad_added_to_main_grad``. Decides nothing: positions come from the layout.
+``grad_added_to_main_grad`` (and ``main_grad_slot``, for ``megabucket.fused``). Decides nothing: positions come from the layout.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -80,6 +81,7 @@ class ParamAndGradBuffer:
         # Accumulated before wrapping: it counts, as it would without a wrapper.
         param.grad = earlier_grad
         slot = GradSlot(name, param, grad_view)
+        param.main_grad_slot = weakref.ref(slot)  # type: ignore[attr-defined]
         if earlier_grad is not None:
             slot.store()
         return slot
@@ -101,7 +103,7 @@ class ParamAndGradBuffer:
             # The default is the parameter's own dtype; one that was converted meanwhile has another default now.
             was_default = self._grad_dtypes[name] == self.param_data.dtype
             param.grad_dtype = param.dtype if was_default else self._grad_dtypes[name]
-            for published in ("main_grad", "grad_added_to_main_grad"):
+            for published in ("main_grad", "grad_added_to_main_grad", "main_grad_slot"):
                 param.__dict__.pop(published, None)  # somebody else may have deleted it
 
     def zero_grads(self) -> None:

@@ -16,9 +16,13 @@ Fused weight-gradient kernels add into ``main_grad`` themselves, set ``grad_adde
 Their ``param.grad`` stays ``None`` (autograd must not add dummies up) and their view is zeroed at the start of a step. A
 parameter with ``zero_out_wgrad`` gets zeros as its dummy, so what autograd has added to them (the other end of a tied
 weight) is a gradient and counts.
+
+Kernels that ask before they write (``megabucket.fused``) need no zeros: ``prepare_kernel`` says whether to overwrite or to add.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -30,8 +34,12 @@ class GradSlot:
     """The gradient side of one parameter in its buffer."""
 
     __slots__ = (
+        "__weakref__",
         "_added_by_kernel",
+        "_dummy_address",
+        "_kernel_asks",
         "_uses_fused_kernel",
+        "accumulates",
         "has_received",
         "is_clean",
         "name",
@@ -47,8 +55,12 @@ class GradSlot:
         self.view = view  # ND, gradient dtype, memory order of the parameter
         self.is_clean = True
         """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
+        self.accumulates: Callable[[], bool] | None = None
+        """Whether the view may be written to; ``None``: always. It must not lead back to the parameter."""
         self._uses_fused_kernel = False
         self._added_by_kernel = False
+        self._kernel_asks = False
+        self._dummy_address = 0
         self.has_received = False
         """Whether a backward of this step brought a gradient. A view that was zeroed in place is one that brought nothing."""
         self.was_cleared = False
@@ -102,10 +114,46 @@ class GradSlot:
         self.param.grad = self.view
         return True
 
+    def prepare_kernel(self) -> float | None:
+        """Return what a kernel must multiply ``main_grad`` by before it adds a gradient: 0 overwrites, 1 adds.
+
+        ``None`` where it must not write: a collective owns the view, or autograd has accumulated in this step, or what has is
+        still to be looked at. Then the gradient goes the way of any other.
+        """
+        if self.param.grad is not None or not (self.accumulates is None or self.accumulates()):
+            return None
+        return 1.0 if self.is_clean or self._added_by_kernel else 0.0
+
+    def note_kernel(self, dummy: torch.Tensor) -> None:
+        """Note that a kernel which has asked has added a gradient, and what it hands to autograd in its place."""
+        self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        self._added_by_kernel = self._kernel_asks = True
+        self._dummy_address = dummy.data_ptr()
+
+    def _check_dummy(self) -> None:
+        """Refuse a dummy that autograd has added a gradient to.
+
+        Raises:
+            PhaseError: the weight was used in another way, too, and that gradient is lost in the dummy.
+        """
+        grad, address = self.param.grad, self._dummy_address
+        self._dummy_address = 0
+        if address and grad is not None and (grad.data_ptr() != address or grad._version):
+            raise PhaseError(
+                f"{self.name!r} received a gradient through autograd in the same backward in which a fused kernel added its "
+                "own to main_grad: a tied weight, or a term of the loss that reads it. The two were mixed. Set "
+                "zero_out_wgrad = True on the parameter, or use torch.nn.Linear for this layer."
+            )
+
     def _store_fused(self) -> None:
         param = self.param
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        self._uses_fused_kernel = True  # from the next forget() on there are zeros to add to
+        if self._kernel_asks:
+            self._kernel_asks = False
+            if not getattr(param, "zero_out_wgrad", False):
+                self._check_dummy()
+        else:
+            self._uses_fused_kernel = True  # from the next forget() on there are zeros to add to
         if param.grad is self.view or not (self.is_clean or self._added_by_kernel):
             raise PhaseError(
                 f"a fused kernel added the gradient of {self.name!r} to main_grad, which was not prepared for it: "
@@ -166,7 +214,7 @@ class GradSlot:
         """Start a step: the next gradient overwrites. Costs no pass over memory, except for fused kernels."""
         self.param.grad = None
         self.param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        self._added_by_kernel = self.has_received = False
+        self._added_by_kernel = self.has_received = self._kernel_asks = False
         if self._uses_fused_kernel:
             self.view.zero_()
             self.is_clean = True

@@ -13,11 +13,16 @@ from typing import Final
 import torch
 
 from megabucket.comm import AllReduce, Communicator, Exchange, Handle, ReduceOp
+from megabucket.ddp.capture import check_not_capturing
 from megabucket.ddp.step_report import StepReport, record_bytes
 
 _NUM_PAIRS: Final = 8
 _NUM_FLAGS: Final = 2
 _NONFINITE: Final = 2 * _NUM_PAIRS + 1
+_CAPTURABLE: Final = (
+    "Wrap with fence=False and nonfinite_gradients='allow', which asks nothing, and capture forward, backward and a plain "
+    "optimizer with capturable=True (docs/gpu.md)."
+)
 
 
 class Fence:
@@ -44,14 +49,22 @@ class Fence:
 
         Args:
             nonfinite: 0D, not zero if a gradient on the device is not finite; the host does not know it yet.
+
+        Raises:
+            PhaseError: a CUDA graph is being captured.
         """
+        if self.communicator is not None or nonfinite is not None:
+            reader = "the end of a step asks whether it is whole on all ranks, and whether its gradients are finite"
+            check_not_capturing(self._device, reader=reader, remedy=_CAPTURABLE)
         if self.communicator is None:
             is_whole = not any(_flags(report)) and (nonfinite is None or not bool(nonfinite))
             return PendingFence(self, report, handle=None, vector=None, is_whole=is_whole)
         calls = self._calls[self._turn]
         self._turn = 1 - self._turn
         vector = calls[0].full
-        vector.copy_(torch.tensor([*_signed_pairs(report), *_flags(report)], dtype=torch.int64))
+        numbers = [*_signed_pairs(report), *_flags(report)]
+        # From ordinary memory a copy to a device waits for everything queued there; from pinned memory it waits for nothing.
+        vector.copy_(torch.tensor(numbers, dtype=torch.int64, pin_memory=vector.is_cuda), non_blocking=True)
         if nonfinite is not None:
             vector[_NONFINITE].logical_or_(nonfinite)
         self.communicator.progress.phase = "fence"

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 from megabucket.comm import AllReduce, Communicator, Handle
+from megabucket.ddp.capture import check_not_capturing
 from megabucket.errors import ConfigError
 
 _CHUNK_NUMEL: Final = 1 << 18
@@ -60,7 +61,17 @@ class GlobalNorm:
             self._handle = self._communicator.launch(self._calls, label="grad norm")
 
     def finish(self) -> float:
-        """Wait for the other ranks and return the norm. May be called again."""
+        """Wait for the other ranks and return the norm. May be called again.
+
+        Raises:
+            PhaseError: a CUDA graph is being captured.
+        """
+        check_not_capturing(
+            self._total.device,
+            reader="DistributedOptimizer.step() reads the gradient norm",
+            remedy="Capture forward and backward, and step outside of the graph; or capture a plain optimizer with "
+            "capturable=True (docs/gpu.md).",
+        )
         if self._handle is not None:
             self._handle.wait()
         norm = self._total.sqrt()

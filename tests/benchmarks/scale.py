@@ -13,6 +13,7 @@ import gc
 import itertools
 import resource
 import statistics
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -37,7 +38,7 @@ from megabucket.trace import ListRecorder
 
 ROOT = Path(__file__).parents[2]
 RANKS = (2, 8, 64, 512, 1_024, 4_096, 16_384)
-BUCKET_NUMEL = 16_384  # a multiple of every lcm(ranks, 128) above, so buckets are the same for all of them
+NUMEL, BUCKET_NUMEL = 64, 16_384  # multiples of the alignment and of every lcm(ranks, 128), so there is no padding
 SHARDED = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=BUCKET_NUMEL)
 
 
@@ -91,7 +92,7 @@ class Rank:
     """One rank of many, with a model of small parameters."""
 
     def __init__(self, num_params: int, ranks: int) -> None:
-        module = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(16)) for _ in range(num_params)])
+        module = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(NUMEL)) for _ in range(num_params)])
         self.recorder = ListRecorder(records_time=False)
         self.communicator = OneOfMany(size=ranks, recorder=self.recorder)
         start_s = time.process_time()
@@ -104,7 +105,7 @@ class Rank:
         self.setup = list(self.recorder.collectives)
         slots = [(group, position, slot) for group in self.ddp.bucket_groups for position, slot in enumerate(group.slots)]
         self.hooks = [(grad_hook(self.ddp.sync, group.index, position), slot.param) for group, position, slot in slots]
-        self.grads = [torch.ones(16) for _ in self.hooks]
+        self.grads = [torch.ones(NUMEL) for _ in self.hooks]
 
     def step_s(self) -> list[float]:
         """Run one step without a model's arithmetic; return the seconds of its hooks, finish, optimizer and zero_grad."""
@@ -167,7 +168,9 @@ def show_ranks(_: int) -> None:
     table("One rank of many: 1,024 parameters in 4 buckets, reduce-scatter", head, map(rank_row, RANKS))
 
 
-def params_row(num_params: int) -> list[object]:
+def print_params_row(num_params: int) -> None:
+    """Print the cells of one row. In a process of its own, so that what it holds can be told from what others have left."""
+    Rank(10, 2).step_s()
     before_mib = resident_mib()
     rank = Rank(num_params, 1_024)
     after_mib = resident_mib()
@@ -177,7 +180,13 @@ def params_row(num_params: int) -> list[object]:
     num_launches = len(rank.recorder.collectives)
     held = f"{(after_mib - before_mib) * 2**20 / num_params:.0f}"
     us = rank.wrap_s * 1e6 / num_params, rank.optimizer_s * 1e6 / num_params
-    return [num_params, num_launches, *(f"{part:.1f}" for part in us), *per_param, held, f"{tensor_bytes / num_params:.0f}"]
+    cells = [f"{num_params:,}", f"{num_launches:,}", *(f"{part:.1f}" for part in us), *per_param, held]
+    print(*cells, f"{tensor_bytes / num_params:.0f}", sep="|")
+
+
+def params_row(num_params: int) -> list[str]:
+    command = [sys.executable, __file__, "--params-row", str(num_params)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip().split("|")
 
 
 def resident_mib() -> float:
@@ -186,7 +195,6 @@ def resident_mib() -> float:
 
 
 def show_params(most_params: int) -> None:
-    Rank(10, 2).step_s()
     head = ("parameters", "launches a step", "wrap us each", "optimizer us each", "hook us each", "finish us each")
     head += ("step us each", "zero_grad us each", "resident bytes each", "of these in buffers")
     sizes = [size for size in (100, 1_000, 10_000, 100_000, 1_000_000) if size <= most_params]
@@ -274,12 +282,18 @@ SECTIONS: dict[str, Callable[[int], Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=list(SECTIONS))
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"{', '.join(SECTIONS)}; all of them when none is named")
     parser.add_argument("--most-params", type=int, default=1_000_000, help="leave out what has more parameters")
+    parser.add_argument("--params-row", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if unknown := set(arguments.sections) - set(SECTIONS):
+        parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
+    if arguments.params_row is not None:
+        print_params_row(arguments.params_row)
+        return
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, one thread")
-    for name in arguments.sections:
+    for name in arguments.sections or SECTIONS:
         SECTIONS[name](arguments.most_params)
 
 

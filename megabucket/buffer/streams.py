@@ -1,0 +1,63 @@
+"""On which CUDA streams the gradients of a bucket group were stored, so that its collective begins after all of them.
+
+A collective begins after the stream that is current when it is launched. Backward runs each layer on the stream of its forward,
+so in a model that uses several, gradients of one bucket come from streams that the launching one knows nothing about. With one
+stream, which is the rule, a gradient costs one call into C and nothing is waited for. The host never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Stream(Protocol):
+    """A queue of a device: ``torch.cuda.Stream``, or what works alike."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Let what is queued here from now on begin after what is queued there by now."""
+        ...
+
+
+class GradStreams:
+    """The streams on which something was stored since the last ``join``.
+
+    Args:
+        current_handle: returns a number that tells the current stream from others of the device. Called for each gradient.
+        current: returns the current stream.
+    """
+
+    __slots__ = ("_current", "_current_handle", "_last_handle", "_streams")
+
+    def __init__(self, current_handle: Callable[[], int], current: Callable[[], Stream]) -> None:
+        self._current_handle, self._current = current_handle, current
+        self._last_handle: int | None = None
+        self._streams: dict[int, Stream] = {}
+
+    @staticmethod
+    def of(device: torch.device) -> GradStreams | None:
+        """Return one for a CUDA device, and ``None`` for a device without streams."""
+        if device.type != "cuda":
+            return None
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return GradStreams(lambda: torch._C._cuda_getCurrentRawStream(index), lambda: torch.cuda.current_stream(index))
+
+    def note(self) -> None:
+        """Note that a gradient was just stored, on the current stream."""
+        handle = self._current_handle()
+        if handle != self._last_handle:
+            self._last_handle = handle
+            self._streams[handle] = self._current()
+
+    def join(self) -> None:
+        """Let the current stream wait for all others that stored something, and forget them."""
+        here = self._current_handle()
+        others = [stream for handle, stream in self._streams.items() if handle != here]
+        if others:
+            current = self._current()
+            for stream in others:
+                current.wait_stream(stream)
+        self._last_handle = None
+        self._streams.clear()
