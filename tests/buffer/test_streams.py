@@ -1,0 +1,80 @@
+"""Gradients of one bucket that were stored on several streams: the launching stream waits for the others, and for no more."""
+
+import pytest
+import torch
+
+from megabucket.buffer.streams import GradStreams
+
+
+class FakeStream:
+    def __init__(self, name):
+        self.name, self.waited_for = name, []
+
+    def wait_stream(self, stream):
+        self.waited_for.append(stream.name)
+
+
+class Device:
+    """A device whose current stream is what the test says."""
+
+    def __init__(self):
+        self.streams = {handle: FakeStream(handle) for handle in range(4)}
+        self.current, self.num_streams_made = 0, 0
+
+    def stream(self):
+        self.num_streams_made += 1
+        return self.streams[self.current]
+
+    def grad_streams(self):
+        return GradStreams(lambda: self.current, self.stream)
+
+
+def noted(*handles, launches_on):
+    device = Device()
+    streams = device.grad_streams()
+    for device.current in handles:
+        streams.note()
+    device.current = launches_on
+    streams.join()
+    return device, streams
+
+
+@pytest.mark.parametrize(
+    ("handles", "launches_on", "waits_for"),
+    [
+        ((0, 0, 0), 0, []),
+        ((), 0, []),
+        ((1, 1), 0, [1]),
+        ((0, 1, 0), 0, [1]),
+        ((0, 1, 2, 1, 0), 2, [0, 1]),
+        ((1, 2), 3, [1, 2]),
+    ],
+    ids=["one", "none", "all on another", "two in turn", "three", "launched on a fourth"],
+)
+def test_the_launching_stream_waits_once_for_each_other(handles, launches_on, waits_for):
+    device, _ = noted(*handles, launches_on=launches_on)
+
+    assert device.streams[launches_on].waited_for == waits_for
+    assert all(not stream.waited_for for handle, stream in device.streams.items() if handle != launches_on)
+
+
+def test_a_launch_forgets_what_it_has_waited_for():
+    device, streams = noted(1, launches_on=0)
+
+    streams.join()
+    device.current = 2
+    streams.note()
+    device.current = 0
+    streams.join()
+
+    assert device.streams[0].waited_for == [1, 2]
+
+
+def test_with_one_stream_no_stream_object_is_made_for_each_gradient():
+    device, _ = noted(*[0] * 100, launches_on=0)
+
+    assert device.num_streams_made == 1
+
+
+def test_a_cpu_has_none():
+    assert GradStreams.of(torch.device("cpu")) is None

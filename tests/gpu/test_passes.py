@@ -1,0 +1,111 @@
+"""What a device is asked to do for each gradient and each update, counted in kernels. The counts are the same on a CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megabucket as mb
+from megabucket.comm import LocalCommunicator
+from megabucket.ddp.capture import check_not_capturing
+from megabucket.ddp.fence import Fence
+from megabucket.ddp.step_report import StepReport
+from megabucket.errors import PhaseError
+from megabucket.optim.norm import GlobalNorm
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Factors(torch.nn.Module):
+    """Five parameters whose gradients autograd hands over as they are."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.factors = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(100, dtype=dtype)) for _ in range(5)])
+
+    def forward(self, inputs):
+        return sum((inputs * factor).sum() for factor in self.factors)
+
+
+def wrapped(config, dtype=torch.bfloat16):
+    return mb.DistributedDataParallel(Factors(dtype), config)
+
+
+def backward_ops(ddp):
+    loss = ddp(torch.ones(100, dtype=next(ddp.parameters()).dtype))
+    with Ops() as ops:
+        loss.backward()
+    return ops.seen
+
+
+@pytest.mark.parametrize("microbatch", ["first", "second"])
+def test_a_16_bit_gradient_reaches_its_float32_place_in_one_kernel(microbatch):
+    """A copy or an addition of mixed dtypes is one operation; a conversion before it would be a second pass over memory."""
+    ddp = wrapped(mb.DistributedDataParallelConfig(nonfinite_gradients="allow"))
+    for _ in range(2):  # the first step adds, to what is in a fresh buffer
+        backward_ops(ddp)
+        ddp.zero_grad()
+    with ddp.no_sync():
+        seen = backward_ops(ddp)
+        if microbatch == "second":
+            seen = backward_ops(ddp)
+
+    moves = [name for name in seen if name not in ("ones_like", "expand", "detach", "mul")]
+    assert moves == ["copy_" if microbatch == "first" else "add_"] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
+def test_a_fused_optimizer_is_one_kernel_for_all_flat_tensors(sharded, dtype):
+    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=sharded, bucket_size=200)
+    ddp = wrapped(config, dtype)
+    optimizer = mb.DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), fused=True), ddp)
+    backward_ops(ddp)
+    with Ops() as ops:
+        optimizer.step()
+
+    assert ddp.layout.num_buckets == 3
+    assert [name for name in ops.seen if "adam" in name] == ["_fused_adamw_"]
+
+
+class TestCapture:
+    """A CUDA graph is recorded while nothing runs, so whatever reads from the device is refused by name."""
+
+    CUDA = torch.device("cuda")
+
+    @pytest.fixture
+    def capturing(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    def test_a_fence_is_refused(self, capturing):
+        fence = Fence(None, device=self.CUDA)
+
+        with pytest.raises(PhaseError, match=r"CUDA graph is being captured.*fence=False and nonfinite_gradients='allow'"):
+            fence.launch(StepReport(rank=0), nonfinite=torch.tensor(False))
+
+    def test_with_nobody_to_ask_and_nothing_to_read_it_is_none(self, capturing):
+        assert Fence(None, device=self.CUDA).launch(StepReport(rank=0)).is_whole()
+
+    def test_a_norm_is_refused(self, capturing, monkeypatch):
+        norm = GlobalNorm(LocalCommunicator(), device=torch.device("cpu"), is_sharded=False)
+        monkeypatch.setattr(norm, "_total", SimpleNamespace(device=self.CUDA))
+
+        with pytest.raises(PhaseError, match=r"being captured, and DistributedOptimizer.step\(\) reads the gradient norm"):
+            norm.finish()
+
+    def test_nothing_is_asked_of_a_cpu(self, capturing):
+        check_not_capturing(torch.device("cpu"), reader="x", remedy="")
+
+    def test_nothing_is_refused_outside_a_capture(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+        check_not_capturing(self.CUDA, reader="x", remedy="")
