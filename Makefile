@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 # One thread per rank: on a small machine the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types browser unit bench mutation setup clean
+.PHONY: demo test check lint types browser unit bench bench-gpu mutation setup clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,10 @@ clean:
 
 bench: $(STAMP)
 	$(BIN)/python tests/benchmarks/constant_costs.py
+
+# One GPU, world size 1; fits ten minutes. Says so and stops where there is no GPU.
+bench-gpu: $(STAMP)
+	$(BIN)/python tests/benchmarks/gpu.py
 
 mutation: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[mutation]'
