@@ -69,8 +69,7 @@ class GlobalNorm:
         check_not_capturing(
             self._total.device,
             reader="DistributedOptimizer.step() reads the gradient norm",
-            remedy="Capture forward and backward, and step outside of the graph; or capture a plain optimizer with "
-            "capturable=True (docs/gpu.md).",
+            remedy="Capture a plain optimizer with capturable=True in its place (docs/gpu.md).",
         )
         if self._handle is not None:
             self._handle.wait()
