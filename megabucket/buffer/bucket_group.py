@@ -98,7 +98,10 @@ class _ParamAndGradBucketGroup:
         num_ranks = communicator.size if policy.average and policy.op is ReduceOp.SUM else 1
         self._scales = [GradScale.mean_of(num_ranks, bucket.grad_data.dtype) for bucket in self.buckets]
         self.finite_test, self.sum_test = self._make_finite_tests()
-        rank = communicator.rank
+        self._prepare_calls()
+
+    def _prepare_calls(self) -> None:
+        communicator, policy, rank = self.communicator, self.policy, self.communicator.rank
         self._reduce_calls = communicator.prepare([AllReduce(bucket.grad_data, policy.op) for bucket in self.buckets])
         if policy.reduce_scatters:
             self._grad_shards = [bucket.shard(bucket.grad_data, rank) for bucket in self.buckets]
