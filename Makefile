@@ -5,19 +5,26 @@
 #   PIP_ARGS  extra arguments of pip install         (for example --index-url ... for a CPU build of torch)
 #   RANKS     processes of the demo                  (default 2)
 #   JOBS      tests that run at once                 (default 2)
+#   BENCH     what `make bench` measures             (default: everything; docs/benchmarks.md; BENCH=--help)
+#   VENV_BENCH  where the peers of `make bench` live (default .venv-bench)
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 RANKS ?= 2
 JOBS ?= 2
+VENV_BENCH ?= .venv-bench
+BENCH ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BIN_BENCH := $(VENV_BENCH)/bin
+STAMP_BENCH := $(VENV_BENCH)/.installed
+PEERS := tests/benchmarks/peers
 
 # One thread per rank: on a small machine the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types browser unit bench bench-gpu mutation setup clean
+.PHONY: demo test check lint types browser unit bench bench-costs bench-gpu mutation setup clean
 
 setup: $(STAMP)
 
@@ -46,9 +53,23 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis runs build/mutation
+	rm -rf $(VENV) $(VENV_BENCH) .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench
 
-bench: $(STAMP)
+# Beside its peers: torch DDP, ZeroRedundancyOptimizer, FSDP2, Megatron's wheel, DeepSpeed. Writes build/bench/.
+bench: $(STAMP_BENCH)
+	PYTHONPATH=tests/benchmarks $(BIN_BENCH)/python -m peers $(BENCH)
+
+# A peer that cannot be installed is named in every result.
+$(STAMP_BENCH): pyproject.toml constraints.txt $(PEERS)/requirements.txt
+	$(PYTHON) -m venv $(VENV_BENCH)
+	$(BIN_BENCH)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -c $(PEERS)/requirements.txt -e .
+	for peer in megatron-core deepspeed; do \
+	  $(BIN_BENCH)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -c $(PEERS)/requirements.txt $$peer \
+	    || echo "$$peer could not be installed; results will report it as absent"; \
+	done
+	touch $@
+
+bench-costs: $(STAMP)
 	$(BIN)/python tests/benchmarks/constant_costs.py
 
 # One GPU, world size 1; fits ten minutes. Says so and stops where there is no GPU.

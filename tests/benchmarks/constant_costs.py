@@ -1,6 +1,6 @@
 """Costs that must not grow: per hook, per parameter of a layout, per import, per plan.
 
-    make bench
+    make bench-costs
 
 prints medians and ratios; nothing is asserted about time.
 """

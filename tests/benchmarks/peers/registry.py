@@ -1,0 +1,99 @@
+"""The systems: what each is called, where it is built, and what it should hold. No torch.
+
+Plain all-reduce holds parameters, gradients and two moments on every rank: 16 bytes per float32 parameter. DeepSpeed keeps a
+float32 copy of its partition of the parameters also where they are float32.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+
+class Role(str, Enum):
+    LIMIT = "limit"  # what no system can beat
+    PEER = "peer"
+    OURS = "ours"
+
+
+@dataclass(frozen=True)
+class SystemCase:
+    """How to make a system, and what the reader of a table should know about it.
+
+    Attributes:
+        title: in tables.
+        where: module and name of the function that builds it. Imported on demand: a peer that is not there is reported.
+        kernel: of the optimizer.
+        expected: bytes per parameter on one of n ranks: parameters, gradients, optimizer state.
+        needs_cuts: runs only where the planner has found cuts.
+    """
+
+    title: str
+    where: str
+    role: Role
+    expected: Callable[[int], float]
+    kernel: str = "fused AdamW"
+    needs_cuts: bool = False
+
+    def builder(self) -> Callable[[Any, Any], Any]:
+        module, _, function = self.where.partition(":")
+        return getattr(importlib.import_module(f"{__package__}.{module}"), function)
+
+
+def whole(ranks: int) -> float:
+    return 16.0
+
+
+def zero_1(ranks: int) -> float:
+    return 8 + 8 / ranks
+
+
+def zero_2(ranks: int) -> float:
+    return 4 + 12 / ranks
+
+
+def zero_3(ranks: int) -> float:
+    return 16 / ranks
+
+
+SYSTEMS = MappingProxyType(
+    {
+        "none": SystemCase("no synchronization (the limit)", "systems_torch:alone", Role.LIMIT, whole),
+        "ddp": SystemCase("torch DDP", "systems_torch:ddp", Role.PEER, whole),
+        "zero": SystemCase("torch DDP + ZeroRedundancyOptimizer", "systems_torch:zero", Role.PEER, zero_1),
+        "fsdp2": SystemCase("FSDP2 per block", "systems_torch:fsdp_per_block", Role.PEER, zero_3),
+        "fsdp2-groups": SystemCase("FSDP2, groups of a bucket, no reshard", "systems_torch:fsdp_groups", Role.PEER, zero_3),
+        "megatron": SystemCase("Megatron DDP, overlap", "systems_megatron:ddp", Role.PEER, whole),
+        "megatron-do": SystemCase("Megatron DistOpt, overlap grads", "systems_megatron:sharded", Role.PEER, zero_1),
+        "megatron-do-both": SystemCase("Megatron DistOpt, overlap both", "systems_megatron:overlapped", Role.PEER, zero_1),
+        "deepspeed-1": SystemCase("DeepSpeed ZeRO-1", "systems_deepspeed:zero_1", Role.PEER, lambda ranks: 8 + 12 / ranks),
+        "deepspeed-2": SystemCase("DeepSpeed ZeRO-2", "systems_deepspeed:zero_2", Role.PEER, lambda ranks: 4 + 16 / ranks),
+        "mb-ar": SystemCase("megabucket all-reduce, plain AdamW", "systems_megabucket:all_reduce", Role.OURS, whole),
+        "mb-ar-flat": SystemCase("megabucket all-reduce, flat", "systems_megabucket:all_reduce_flat", Role.OURS, whole),
+        "mb-rs": SystemCase("megabucket reduce-scatter", "systems_megabucket:reduce_scatter", Role.OURS, zero_1),
+        "mb-rs-both": SystemCase(
+            "megabucket reduce-scatter, overlap both", "systems_megabucket:reduce_scatter_overlapped", Role.OURS, zero_1
+        ),
+        "mb-ar-cuts": SystemCase(
+            "megabucket all-reduce, flat, planned cuts",
+            "systems_megabucket:all_reduce_planned",
+            Role.OURS,
+            whole,
+            needs_cuts=True,
+        ),
+        "mb-rs-cuts": SystemCase(
+            "megabucket reduce-scatter, overlap both, planned cuts",
+            "systems_megabucket:reduce_scatter_planned",
+            Role.OURS,
+            zero_1,
+            needs_cuts=True,
+        ),
+    }
+)
+
+NAMES = tuple(SYSTEMS)
+PEERS = tuple(name for name, case in SYSTEMS.items() if case.role is Role.PEER)
