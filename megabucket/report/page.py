@@ -5,8 +5,9 @@ Its parts lie in ``assets``: ``simulate.js`` is the timing model, ``chart.js`` d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
 from megabucket.config.text import as_script_data
 from megabucket.report.collect import Report
@@ -23,16 +24,25 @@ def render_page(report: Report) -> str:
     Raises:
         ConfigError: a link that the page cannot show.
     """
-    frame = _asset("page.html").replace("@STYLE@", _asset("page.css"))
-    frame = frame.replace("@SCRIPTS@", "\n".join(_asset(name) for name in _SCRIPTS))
+    frame, scripts = read_asset("page.html"), [read_asset(name) for name in _SCRIPTS]
     limits = _FIRST_LIMITS
     while True:
-        # The data comes last: a name in it may well be "@STYLE@".
-        page = frame.replace("@DATA@", as_script_data(page_data(report, limits)))
+        page = assemble(frame, scripts, page_data(report, limits))
         if len(page.encode()) < MAX_PAGE_BYTES or limits.tensors == 1:
             return page
         limits = limits.tighter()
 
 
-def _asset(name: str) -> str:
+def assemble(frame: str, scripts: Sequence[str], data: Any) -> str:
+    """Return a self-contained page: the frame with the report's style, its scripts, and its data as JSON.
+
+    Args:
+        frame: HTML with ``@STYLE@``, ``@SCRIPTS@`` and ``@DATA@`` where they belong.
+    """
+    page = frame.replace("@STYLE@", read_asset("page.css")).replace("@SCRIPTS@", "\n".join(scripts))
+    return page.replace("@DATA@", as_script_data(data))  # last: a name in it may well be "@STYLE@"
+
+
+def read_asset(name: str) -> str:
+    """Return a file of ``assets``."""
     return (files("megabucket.report") / "assets" / name).read_text(encoding="utf-8")

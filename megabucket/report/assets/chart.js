@@ -119,6 +119,19 @@ const chart = (() => {
     return again;
   };
 
+  // A button that changes between light and dark; before that the reader's system decides.
+  const startTheme = button => {
+    const dark = matchMedia("(prefers-color-scheme: dark)"), root = document.documentElement;
+    const isDark = () => root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
+    const label = () => {
+      button.textContent = isDark() ? "Light" : "Dark";
+      button.setAttribute("aria-label", button.textContent + " colours");
+    };
+    button.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; label(); });
+    dark.addEventListener("change", label);
+    label();
+  };
+
   return {make, draw, seconds, secondsTick, shortCount, shortBytes, unitOf, figures, count, bytes, exact, percent, ticks, powers, scale, plot, path, mark, swatch, lineSwatch,
-    boxSwatch, legend, nameNode, table, responsive};
+    boxSwatch, legend, nameNode, table, responsive, startTheme};
 })();

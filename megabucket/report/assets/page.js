@@ -372,15 +372,7 @@ const page = (() => {
       + `${seconds(data.totals.compute_s)}; one collective per tensor after backward would make it ${seconds(data.totals.no_overlap_s)}. All of this is simulated.`;
     byId("facts").replaceChildren(...data.facts.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
     byId("notes").replaceChildren(...data.notes.map(text => make("p", {class: "note"}, text)));
-    const dark = matchMedia("(prefers-color-scheme: dark)"), button = byId("theme"), root = document.documentElement;
-    const isDark = () => root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
-    const label = () => {
-      button.textContent = isDark() ? "Light" : "Dark";
-      button.setAttribute("aria-label", button.textContent + " colours");
-    };
-    button.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; label(); });
-    dark.addEventListener("change", label);
-    label();
+    chart.startTheme(byId("theme"));
   };
 
   startHead();

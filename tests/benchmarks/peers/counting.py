@@ -70,11 +70,11 @@ def count(run: Callable[[], None], *, steps: int, is_fabric: bool) -> dict[str, 
         for event in seen.profiler.kineto_results.events():
             if event.name().startswith("gloo:"):
                 kind = event.name().removeprefix("gloo:")
-                counts.add(kind, full_bytes(kind, event.shapes(), event.dtypes()))
+                counts.add(kind, full_bytes(kind, event.shapes(), event.dtypes(), ranks=dist.get_world_size()))
     return counts.to_dict(steps)
 
 
-def full_bytes(kind: str, shapes: list[Any], dtypes: list[str]) -> int:
+def full_bytes(kind: str, shapes: list[Any], dtypes: list[str], *, ranks: int) -> int:
     """Return the bytes of the full buffer: gloo notes inputs, and the input of a gather is one rank's part."""
     total = 0
     for shape, dtype in zip(shapes, dtypes, strict=False):
@@ -82,7 +82,7 @@ def full_bytes(kind: str, shapes: list[Any], dtypes: list[str]) -> int:
         for size in shape:
             numel *= size
         total += numel * ELEMENT_BYTES.get(dtype, HALF_BYTES)
-    return total * (dist.get_world_size() if kind in GATHERING else 1)
+    return total * (ranks if kind in GATHERING else 1)
 
 
 @contextmanager

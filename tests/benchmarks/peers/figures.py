@@ -84,7 +84,7 @@ def with_ratios(systems: Mapping[str, dict[str, Any]], peers: Sequence[str]) -> 
 
 
 def extra_us(own: Sequence[float], bare: Sequence[float], num_params: int) -> dict[str, float]:
-    """Return microseconds per parameter of backward beyond the bare one, in pairs; ``quiet`` is between the 10th percentiles."""
+    """Return microseconds per parameter of backward beyond the bare one; ``quiet`` is between the 10th percentiles."""
     pairs = spread([(with_hooks - without) / num_params * 1e6 for with_hooks, without in zip(own, bare, strict=True)])
     return {**pairs, "quiet": (quantile(own, 0.1) - quantile(bare, 0.1)) / num_params * 1e6}
 
