@@ -108,7 +108,7 @@ def steps_cell(options: Options, model: str, link: LinkCase, ranks: int) -> dict
 
 def memory_cell(options: Options, model: str, ranks: int) -> dict[str, Any]:
     """Return the peak of each system in processes of its own, and how far that is from formulas."""
-    rows, absent, bare = {}, {}, None
+    rows, absent, problems, bare = {}, {}, [], None
     for name in options.systems:
         if SYSTEMS[name].needs_cuts:
             continue  # holds what it holds without cuts, but for padding
@@ -120,7 +120,11 @@ def memory_cell(options: Options, model: str, ranks: int) -> dict[str, Any]:
             "bucket_bytes": options.bucket_bytes,
             "steps": MEMORY_STEPS,
         }
-        found = run_job(job, ranks=ranks, timeout_s=options.timeout_s)
+        try:
+            found = run_job(job, ranks=ranks, timeout_s=options.timeout_s)
+        except JobFailedError as error:
+            problems.append(str(error))
+            continue
         if "absent" in found:
             absent[name] = found["absent"]
             continue
@@ -130,7 +134,7 @@ def memory_cell(options: Options, model: str, ranks: int) -> dict[str, Any]:
             bare = rows[name]
     for row in rows.values():
         row.update(_held(row, bare))
-    return {"model": model, "ranks": ranks, "rows": rows, "absent": absent}
+    return {"model": model, "ranks": ranks, "rows": rows, "absent": absent, "problems": problems}
 
 
 def _held(row: dict[str, Any], bare: dict[str, Any] | None) -> dict[str, Any]:

@@ -45,9 +45,15 @@ def run_job(job: dict[str, Any], *, ranks: int, timeout_s: float) -> dict[str, A
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         if code != 0 or not answer.exists():
-            shown = [line for line in log.read_text(errors="replace").splitlines() if "SyncActivityProfilerHandler" not in line]
-            raise JobFailedError(f"the ranks of {job} ended with {code}:\n" + "\n".join(shown[-SHOWN_LINES:]))
+            raise JobFailedError(f"the ranks of {job} ended with {code}:\n{last_lines(log.read_text(errors='replace'))}")
         return json.loads(answer.read_text())
+
+
+def last_lines(log: str) -> str:
+    """Return what ranks said last, without what torchrun says about it."""
+    lines = [line for line in log.splitlines() if "SyncActivityProfilerHandler" not in line]
+    ends = [number for number, line in enumerate(lines) if "failed (exitcode" in line]
+    return "\n".join([*lines[: ends[0] if ends else len(lines)][-SHOWN_LINES:], *(lines[number] for number in ends)])
 
 
 def environment() -> dict[str, str]:
