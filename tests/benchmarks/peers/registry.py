@@ -27,7 +27,6 @@ class SystemCase:
     Attributes:
         title: in tables.
         where: module and name of the function that builds it. Imported on demand: a peer that is not there is reported.
-        kernel: of the optimizer.
         expected: bytes per parameter on one of n ranks: parameters, gradients, optimizer state.
         needs_cuts: runs only where the planner has found cuts.
     """
@@ -36,7 +35,6 @@ class SystemCase:
     where: str
     role: Role
     expected: Callable[[int], float]
-    kernel: str = "fused AdamW"
     needs_cuts: bool = False
 
     def builder(self) -> Callable[[Any, Any], Any]:
