@@ -55,7 +55,15 @@ def result() -> dict[str, Any]:
         "machine": {"system": "Linux", "processor": "a processor", "cores": 2, "memory_gib": 8.0, "load_before": 0.1},
         "settings": {"turns": 1, "steps_per_turn": 3, "warmups": 1, "bucket_bytes": 2**20, "tolerance": 1e-5},
         "cells": [cell],
-        "memory": [{"model": "gpt", "ranks": 2, "rows": {"none": bare, "mb-rs": row}, "absent": {"deepspeed-1": HOSTILE}}],
+        "memory": [
+            {
+                "model": "gpt",
+                "ranks": 2,
+                "baseline": None,
+                "rows": {"none": bare, "mb-rs": row},
+                "absent": {"deepspeed-1": HOSTILE},
+            }
+        ],
         "hooks": [{"model": "tensors", "num_params": 1500, "bare_s": spread([0.08]), "extra_us": {"ddp": extra}, "absent": {}}],
         "problems": ["losses differ\nin many lines"],
     }

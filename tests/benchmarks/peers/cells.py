@@ -15,6 +15,7 @@ from peers.options import HOOK_SYSTEMS, Options
 from peers.registry import PEERS, SYSTEMS
 
 LIMIT = "none"
+BASELINE = "none, gradients kept"
 REFERENCE = "ddp"
 MEMORY_STEPS = 4
 
@@ -107,21 +108,26 @@ def steps_cell(options: Options, model: str, link: LinkCase, ranks: int) -> dict
 
 
 def memory_cell(options: Options, model: str, ranks: int) -> dict[str, Any]:
-    """Return the peak of each system in processes of its own, and how far that is from formulas."""
-    rows, absent, problems, bare = {}, {}, [], None
-    for name in options.systems:
-        if SYSTEMS[name].needs_cuts:
+    """Return the peak of each system in processes of its own, and how far that is from formulas.
+
+    What they are compared with keeps its gradients: without, the peak of bare training has activations and no gradients yet,
+    and who keeps gradients in buffers would be charged for the difference.
+    """
+    rows, absent, problems = {}, {}, []
+    for name in (BASELINE, *options.systems):
+        if name != BASELINE and SYSTEMS[name].needs_cuts:
             continue  # holds what it holds without cuts, but for padding
         job = {
             "part": "memory",
             "model": model,
             "link": _fields(LinkCase("loopback")),
-            "system": name,
+            "system": LIMIT if name == BASELINE else name,
+            "keeps_grads": name == BASELINE,
             "bucket_bytes": options.bucket_bytes,
             "steps": MEMORY_STEPS,
         }
         try:
-            found = run_job(job, ranks=ranks, timeout_s=options.timeout_s)
+            found = run_job(job, ranks=ranks, timeout_s=options.timeout_s, has_plain_heap=False)
         except JobFailedError as error:
             problems.append(str(error))
             continue
@@ -130,15 +136,14 @@ def memory_cell(options: Options, model: str, ranks: int) -> dict[str, Any]:
             continue
         largest = max(found["ranks"], key=lambda one: one["peak_bytes"])
         rows[name] = {key: largest[key] for key in ("peak_bytes", "formula_bytes", "expected_bytes", "numel")}
-        if name == LIMIT:
-            bare = rows[name]
+    bare = rows.pop(BASELINE, None)
     for row in rows.values():
         row.update(_held(row, bare))
-    return {"model": model, "ranks": ranks, "rows": rows, "absent": absent, "problems": problems}
+    return {"model": model, "ranks": ranks, "baseline": bare, "rows": rows, "absent": absent, "problems": problems}
 
 
 def _held(row: dict[str, Any], bare: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what a system holds: its peak above bare training's, and on top what bare training holds by definition."""
+    """Return what a system holds: its peak above the baseline's, and on top what that holds by definition."""
     if bare is None:
         return {"held_bytes": None, "over_formula": None}
     held = row["peak_bytes"] - bare["peak_bytes"] + bare["expected_bytes"]

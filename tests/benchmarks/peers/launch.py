@@ -14,14 +14,19 @@ from typing import Any
 from peers.options import ROOT
 
 SHOWN_LINES = 40
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}  # of glibc
 
 
 class JobFailedError(RuntimeError):
     """The ranks of a job ended with an error, or did not end in time."""
 
 
-def run_job(job: dict[str, Any], *, ranks: int, timeout_s: float) -> dict[str, Any]:
+def run_job(job: dict[str, Any], *, ranks: int, timeout_s: float, has_plain_heap: bool = True) -> dict[str, Any]:
     """Return the result of a job.
+
+    Args:
+        has_plain_heap: whether memory is managed as usual. Otherwise what is freed is given back, so that what is resident is
+            what is alive.
 
     Raises:
         JobFailedError: the ranks failed; the text holds the end of what they printed.
@@ -35,7 +40,13 @@ def run_job(job: dict[str, Any], *, ranks: int, timeout_s: float) -> dict[str, A
         ]
         with log.open("w") as out:
             # A session of its own: whatever the ranks have started ends with them.
-            process = subprocess.Popen(command, env=environment(), stdout=out, stderr=out, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                env=environment() | ({} if has_plain_heap else GIVES_BACK),
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
             try:
                 code = process.wait(timeout_s)
             except subprocess.TimeoutExpired:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ def peak_of(job: dict[str, Any]) -> dict[str, Any]:
     numel = sum(param.numel() for param in module.parameters())
     system = build(module, setup)
     del module
+    if job["keeps_grads"]:
+        system.optimizer.zero_grad = partial(system.optimizer.zero_grad, set_to_none=False)
     run = Interleaving({name: system}, case, Course(0, 0, 0))
     run.take(name, [case.batch(step, dist.get_rank()) for step in range(job["steps"])])
     return {

@@ -102,7 +102,9 @@ def memory_table(cell: dict[str, Any]) -> str:
             ]
         )
     columns = ["system", "peak MB", "held MB", "formula MB", "held over formula"]
-    lines = [f"Memory of **{cell['model']}**, {cell['ranks']} ranks", "", table(columns, rows)]
+    baseline = cell["baseline"]
+    kept = "" if baseline is None else f"; bare training that keeps its gradients peaks at {baseline['peak_bytes'] * MB:.1f} MB"
+    lines = [f"Memory of **{cell['model']}**, {cell['ranks']} ranks{kept}", "", table(columns, rows)]
     return "\n".join([*lines, *(f"\nabsent: {SYSTEMS[name].title}: {reason}" for name, reason in cell["absent"].items())])
 
 

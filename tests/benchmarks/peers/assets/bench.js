@@ -121,7 +121,7 @@
     const cellOf = () => data.memory[byId("memory-model").value], formulaOf = row => row.formula_bytes || row.expected_bytes;
     const redraw = chart.responsive(byId("memory"), width => {
       const held = Object.entries(cellOf().rows).filter(([, row]) => row.held_bytes !== null);
-      if (!held.length) return byId("memory").replaceChildren(nothing("Without the bare model in the run there is nothing to subtract."));
+      if (!held.length) return byId("memory").replaceChildren(nothing("The bare model did not run, so there is nothing to subtract."));
       const high = 1.05 * Math.max(...held.map(([, row]) => Math.max(row.held_bytes, formulaOf(row)))) / 1e6;
       const {svg, sx, top} = rows(width, held.map(([name]) => name), {low: 0, high, ticks: chart.ticks(0, high, width / 130), format: value => fixed(value, high < 5 ? 1 : 0), label: "MB"});
       held.forEach(([name, row], index) => svg.append(
