@@ -45,7 +45,7 @@ def result() -> dict[str, Any]:
         "over_formula": 0.025,
     }
     bare = {**row, "formula_bytes": None, "over_formula": float("nan")}
-    extra = {**spread([1.0, 1.5, 2.0]), "quiet": 1.25}
+    extra = {**spread([1.0, 1.5, 2.0]), "cpu": 1.25}
     return {
         "name": HOSTILE,
         "command": "make bench BENCH='--models gpt'",

@@ -72,10 +72,10 @@ def test_without_peers_there_is_nothing_to_compare_with():
 
 
 def test_what_a_wrapper_adds_is_a_paired_difference_per_parameter():
-    extra = extra_us([3e-3, 5e-3, 4e-3], [1e-3, 1e-3, 1e-3], num_params=1000)
+    extra = extra_us([(3e-3, 2e-3), (9e-3, 2e-3), (4e-3, 2e-3)], [(1e-3, 1e-3), (5e-3, 1e-3), (2e-3, 1e-3)], num_params=1000)
 
-    assert extra["median"] == pytest.approx(3.0)
-    assert extra["quiet"] == pytest.approx(2.2)  # the 10th percentile of 3, 4 and 5 ms is 3.2
+    assert extra["median"] == pytest.approx(2.0)  # of 2, 4 and 2 us
+    assert extra["cpu"] == pytest.approx(1.0)
 
 
 def losses(**of_systems: list[float]) -> dict[str, float]:

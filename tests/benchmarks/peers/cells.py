@@ -166,7 +166,7 @@ def hooks_cell(options: Options, model: str) -> dict[str, Any]:
         "model": model,
         "num_params": found["num_params"],
         "absent": found["absent"],
-        "bare_s": spread(found["backward_s"][LIMIT]),
+        "bare_s": spread([seconds for seconds, _ in found["backward_s"][LIMIT]]),
         "extra_us": {
             name: extra_us(values, found["backward_s"][LIMIT], found["num_params"])
             for name, values in found["backward_s"].items()

@@ -16,7 +16,7 @@ BARE = "none"
 
 
 def backwards(job: dict[str, Any]) -> dict[str, Any]:
-    """Return seconds of backward by system, the bare one among them, one for each turn."""
+    """Return seconds of backward by system, the bare one among them, for each turn: by the clock, and of CPU time."""
     case = MODELS[job["model"]]
     setup = Setup(bucket_bytes=job["bucket_bytes"], blocks_per_group=case.blocks_per_group)
     built = {
@@ -31,18 +31,18 @@ def backwards(job: dict[str, Any]) -> dict[str, Any]:
         backward_s(system, batch)
     gc.collect()
     gc.freeze()
-    turns: dict[str, list[float]] = {name: [] for name in systems}
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
     for turn in range(job["turns"]):
         for name in sorted(systems, reverse=bool(turn % 2)):
             turns[name].append(backward_s(systems[name], batch))
     return {"num_params": num_params, "backward_s": turns, "absent": absent}
 
 
-def backward_s(system: System, batch: torch.Tensor) -> float:
+def backward_s(system: System, batch: torch.Tensor) -> tuple[float, float]:
     loss = loss_of(system.module(batch), batch)
-    start_s = time.perf_counter()
+    start_s, start_cpu_s = time.perf_counter(), time.thread_time()
     system.backward(loss)
-    seconds = time.perf_counter() - start_s
+    seconds = time.perf_counter() - start_s, time.thread_time() - start_cpu_s
     system.sync()
     system.step()
     system.settle()

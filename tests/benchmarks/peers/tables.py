@@ -116,7 +116,7 @@ def hooks_table(cells: Sequence[dict[str, Any]]) -> str:
         row = [f"{cell['model']}, {cell['num_params']:,} tensors", f"{cell['bare_s']['median'] * MS:.1f}"]
         for name in names:
             extra = cell["extra_us"].get(name)
-            row.append("-" if extra is None else f"{ratio(extra)}, quiet {extra['quiet']:.2f}")
+            row.append("-" if extra is None else f"{ratio(extra)}, CPU {extra['cpu']:.2f}")
         rows.append(row)
     lines = [
         "Extra backward, us per parameter, one rank",

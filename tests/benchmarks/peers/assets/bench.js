@@ -139,9 +139,9 @@
   const startHooks = () => {
     byId("hooks-section").hidden = false;
     const names = distinct(data.hooks.flatMap(cell => Object.keys(cell.extra_us)));
-    byId("hooks-table").replaceChildren(chart.table("Microseconds per parameter; quiet: between the 10th percentiles", [["Model"], ["Bare backward, ms", true], ...names.map(name => [titleOf(name), true])],
+    byId("hooks-table").replaceChildren(chart.table("Microseconds per parameter by the clock, and of CPU time", [["Model"], ["Bare backward, ms", true], ...names.map(name => [titleOf(name), true])],
       data.hooks.map(cell => [`${cell.model}, ${fixed(cell.num_params, 0)} tensors`, ms(cell.bare_s.median),
-        ...names.map(name => cell.extra_us[name] ? `${span(cell.extra_us[name], 2)}, quiet ${fixed(cell.extra_us[name].quiet, 2)}` : "–")])),
+        ...names.map(name => cell.extra_us[name] ? `${span(cell.extra_us[name], 2)}, CPU ${fixed(cell.extra_us[name].cpu, 2)}` : "–")])),
       ...data.hooks.flatMap(cell => Object.entries(cell.absent).map(([name, reason]) => make("p", {class: "note"}, `absent: ${titleOf(name)}: ${reason}`))));
   };
 
