@@ -77,14 +77,14 @@ SYSTEMS = MappingProxyType(
             "megabucket reduce-scatter, overlap both", "systems_megabucket:reduce_scatter_overlapped", Role.OURS, zero_1
         ),
         "mb-ar-cuts": SystemCase(
-            "megabucket all-reduce, flat, planned cuts",
+            "megabucket all-reduce, planned cuts",
             "systems_megabucket:all_reduce_planned",
             Role.OURS,
             whole,
             needs_cuts=True,
         ),
         "mb-rs-cuts": SystemCase(
-            "megabucket reduce-scatter, overlap both, planned cuts",
+            "megabucket reduce-scatter, planned cuts",
             "systems_megabucket:reduce_scatter_planned",
             Role.OURS,
             zero_1,

@@ -20,7 +20,7 @@
         draw("text", {x: sx(tick), y: height - 20, "text-anchor": "middle"}, format(tick)));
     }
     svg.append(draw("text", {x: (left + width - right) / 2, y: height - 3, "text-anchor": "middle"}, label));
-    const most = Math.floor((left - 10) / 7.6);
+    const most = Math.floor((left - 10) / 8.2);
     names.forEach((name, index) => {
       const title = titleOf(name), shown = title.length > most ? title.slice(0, most - 1) + "…" : title;
       svg.append(draw("text", {class: "row" + (isOurs(name) ? " ours" : ""), x: left - 8, y: top(index) + 15, "text-anchor": "end"}, draw("title", {}, title), shown));
