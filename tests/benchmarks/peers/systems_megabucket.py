@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import megabucket as mb
-from megabucket.planning.memory import rank_memory
+from megabucket.planning.memory import exchange_memory, rank_memory
 from peers.system import Setup, System, fused_adamw
 
 
@@ -21,13 +21,16 @@ class Megabucket(System):
 
     def memory_bytes(self) -> int:
         config = self.module.ddp_config
-        return rank_memory(
-            self.module.layout,
+        layout = self.module.layout
+        exchanges = config.use_distributed_optimizer and dist.get_backend() == "gloo"
+        memory = rank_memory(
+            layout,
             rank=dist.get_rank(),
             is_sharded=config.use_distributed_optimizer,
             has_main_params=isinstance(self.optimizer, mb.DistributedOptimizer),
             has_fence=config.fence and dist.get_world_size() > 1,
-        ).total_bytes
+        )
+        return memory.total_bytes + (exchange_memory(layout).total_bytes if exchanges else 0)
 
 
 def all_reduce(module: torch.nn.Module, setup: Setup) -> System:
