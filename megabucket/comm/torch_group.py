@@ -181,6 +181,11 @@ class ProcessGroupCommunicator(Communicator):
                 calls.plan = plan
         return plan
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group; ``None`` stands for the default one."""
+        return self._group
+
     def clock_for(self, device: torch.device) -> Clock:
         """Return the clock by which this group's collectives on a device are timed: its own where they run in its queue."""
         return self._timer.clock(on_device=device.type == "cuda" and not self._ask(has_gloo_works, device))

@@ -18,7 +18,7 @@ from megabucket.ddp.between_backwards import BetweenBackwards
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.reach import depends_on
 from megabucket.ddp.step_sync import StepSync, raise_if_any
-from megabucket.errors import MegabucketError
+from megabucket.errors import MegabucketError, PhaseError
 
 
 class GradSync(StepSync):
@@ -44,6 +44,21 @@ class GradSync(StepSync):
         self._reached: list[Any] = []
         self._finishes_with_backward = config.finish == "auto" and not config.use_distributed_optimizer
         self._refusal: MegabucketError | None = None  # raised at the end of the backward that is running
+
+    def check_between_steps(self, operation: str) -> None:
+        """Refuse to save or load what a step is about to change.
+
+        Raises:
+            PhaseError: a step was begun, and no optimizer has ended it.
+        """
+        self.settle()
+        # Gradients that no optimizer has stepped on, nor cleared, would be lost as those of a microbatch would.
+        has_grads = self._awaits_update and any(slot.param.grad is not None for group in self._groups for slot in group.slots)
+        if has_grads or not self.is_between_steps:
+            raise PhaseError(
+                f"{operation} in the middle of a step: gradients are part of no checkpoint, and buckets may be on their way. "
+                "Call it between two steps, after optimizer.step() or ddp.zero_grad(), on every rank."
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

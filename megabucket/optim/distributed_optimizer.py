@@ -17,7 +17,6 @@ from megabucket.ddp.patience import insist
 from megabucket.ddp.step_agreement import describe
 from megabucket.ddp.step_report import Failure
 from megabucket.errors import (
-    CheckpointUnavailableError,
     ConfigError,
     MegabucketError,
     PhaseError,
@@ -27,6 +26,7 @@ from megabucket.errors import (
 from megabucket.optim.norm import GlobalNorm, clip_by_norm
 from megabucket.optim.sharding import Sharding
 from megabucket.optim.shards import MainShard, shown_grads
+from megabucket.optim.torch_format import pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,21 +316,55 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # State #
 
     def state_dict(self) -> dict[str, Any]:
-        """Refuse: one rank's shards are not the optimizer's state.
+        """Return the state of whole parameters in torch's format: what the optimizer would give without shards.
+
+        A collective call, between two steps; complete on every rank. A plain optimizer over the same parameters loads it. Main
+        parameters of 16-bit parameters, which plain torch does not have, are under a key of their own. Where the state is too
+        large for one rank's memory, use ``save_checkpoint``, which gathers nothing.
 
         Raises:
-            CheckpointUnavailableError: always in this version.
+            PhaseError: a step is open, or the optimizer is not the current one.
+            OptimizerParametersError: the state of a shard cannot be told apart by parameter.
+            PeerFailedError: another rank cannot give its part.
         """
-        raise self._no_checkpoint()
+        self.settle_values("state_dict()")
+        return pack(self.torch_optimizer, self._sharding.members, self._sharding.whole_state())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002 - the signature is torch's
-        """Refuse, for the same reason as ``state_dict``.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take state that ``state_dict`` gave, with any number of ranks, in any mode, or one of plain torch.
+
+        A collective call, between two steps, with the same state on every rank. Weights are loaded into the module, before or
+        after; main parameters keep their precision where they round to them. When it fails, nothing was changed.
 
         Raises:
-            CheckpointUnavailableError: always in this version.
+            CheckpointMismatchError: the state does not fit; the text names everything that does not.
+            PhaseError: a step is open, or the optimizer is not the current one.
+            LayoutMismatchError: ranks load different state.
+            PeerFailedError: another rank cannot load it.
         """
-        raise self._no_checkpoint()
+        self.settle_values("load_state_dict()")
+        names: dict[torch.Tensor, str] = {param: name for name, param in self.ddp.module.named_parameters()}
+        self._sharding.load(lambda: unpack(self.torch_optimizer, self._sharding.members, names, state_dict))
+        # Main values that do not round to the weights, now or after these were loaded, go at the next step.
+        self._num_value_changes = -1
 
-    def _no_checkpoint(self) -> CheckpointUnavailableError:
-        communicator = self.ddp.communicator
-        return CheckpointUnavailableError(rank=communicator.rank, num_shards=communicator.size if self._is_sharded else 1)
+    def settle_values(self, operation: str) -> None:
+        """Make parameters and main parameters what the last step has left, for whoever reads them all.
+
+        Raises:
+            PhaseError: a step is open, or the optimizer is not the current one.
+        """
+        self._sharding.check_is_current()
+        self.ddp.sync.check_between_steps(operation)
+        self.ddp.finish_param_sync()
+        if self._num_value_changes != self.ddp.num_value_changes:
+            self.reload_main_params()
+
+    def note_values_are_loaded(self) -> None:
+        """Note that main parameters and parameters were written alike."""
+        self._num_value_changes = self.ddp.num_value_changes
+
+    @property
+    def sharding(self) -> Sharding:
+        """The shards, for checkpoints."""
+        return self._sharding

@@ -6,7 +6,11 @@ between the torch optimizer is a plain one over whole parameters, so whatever fa
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,12 +18,14 @@ from megabucket.buffer import ParamAndGradBuffer, WithheldGrad
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.agreement import Entry, agree
 from megabucket.ddp.hyperparameters import read_hyperparameters, texts_of
-from megabucket.errors import InvariantError, PhaseError, name_list
+from megabucket.ddp.replicas import checksum
+from megabucket.errors import CheckpointUnavailableError, InvariantError, PhaseError, name_list
 from megabucket.layout.runs import plan_runs
-from megabucket.optim.adopt import ShardState, StateCutter
+from megabucket.optim.adopt import ShardState, StateCutter, in_memory_order
 from megabucket.optim.groups import GroupMembers, check_elementwise
 from megabucket.optim.norm import check_clip_grad
 from megabucket.optim.shards import MainShard
+from megabucket.optim.torch_format import Unpacked, set_groups
 from megabucket.optim.unshard import ShardHolder, unshard
 from megabucket.optim.whole_state import KNOWN_NUMBERS, WholeState
 
@@ -53,27 +59,34 @@ class Sharding:
         self._numbers = KNOWN_NUMBERS
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
         optimizer.register_step_pre_hook(_refuse_withheld_grads)
+        itself = weakref.ref(self)
+        optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself(), held, "state_dict()"))
+        optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself(), held, "load_state_dict()"))
         self.shards: list[MainShard] = []
         """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
 
-    def _cut(self) -> _Cut:
+    def _cut(self, whole: WholeState) -> _Cut:
         """Cut parameters and state for the buffers as they are now. Changes nothing."""
-        ddp = self._ddp
-        group_of = self._members.by_name(ddp.param_names, set(ddp.module.parameters()))
-        params = {name: param for param, name in ddp.param_names.items()}
-        whole = WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers)
+        params = {name: param for param, name in self._ddp.param_names.items()}
         cutter = StateCutter(whole, params)
         signature_of = {name: cutter.signature(name) for name in params}
-        rank, is_sharded = ddp.communicator.rank, self._is_sharded
-        shards = [
-            MainShard(run, buffer)
-            for buffer in ddp.param_and_grad_buffers
-            for run in plan_runs(buffer.layout, group_of, rank=rank, is_sharded=is_sharded, signature_of=signature_of)
-        ]
+        group_of = self._group_of()
+        shards = self._make_shards(group_of, signature_of)
         for shard in shards:
             cutter.restore_main_values(shard)
         state = {shard.main: cutter.state_of(shard) for shard in shards}
         return _Cut(shards, state, [(name, f"in group {group_of[name]}", *signature_of[name]) for name in params])
+
+    def _group_of(self) -> dict[str, int]:
+        return self._members.by_name(self._ddp.param_names, set(self._ddp.module.parameters()))
+
+    def _make_shards(self, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]) -> list[MainShard]:
+        rank, is_sharded = self._ddp.communicator.rank, self._is_sharded
+        return [
+            MainShard(run, buffer)
+            for buffer in self._ddp.param_and_grad_buffers
+            for run in plan_runs(buffer.layout, group_of, rank=rank, is_sharded=is_sharded, signature_of=signature_of)
+        ]
 
     def _take(self, cut: _Cut) -> None:
         """Put shards in place of the parameters. Those without a shard keep their state, those gone from the module leave."""
@@ -123,7 +136,7 @@ class Sharding:
             check_elementwise(self._optimizer)
             check_clip_grad(clip_grad)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
-            cut = self._cut()
+            cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers))
             entries = [*cut.entries, (type(self._optimizer).__name__,), (f"clip_grad={float(clip_grad)}",)]
             entries += [(text,) for text in texts_of([numbers])]
         except Exception as error:
@@ -134,6 +147,123 @@ class Sharding:
             raise InvariantError("agree() has not raised the failure")
         self._take(cut)
 
+    # State of whole parameters, to save and to load #
+
+    @property
+    def members(self) -> list[list[torch.nn.Parameter]]:
+        """The parameters of each group, in the caller's order."""
+        return self._members.by_group()
+
+    @property
+    def holder(self) -> ShardHolder:
+        """Where the shards lie."""
+        return ShardHolder(self._buffers, self._ddp.communicator, self._is_sharded)
+
+    @property
+    def state_of_others(self) -> WholeState:
+        """What is kept for parameters that are in no shard: frozen ones, those that were added."""
+        kept = {param for group in self.members for param in group if param not in self._ddp.param_names}
+        state = {param: values for param, values in self._optimizer.state.items() if param in kept}
+        mains = {param: values for param, values in self._main_values.items() if param in kept}
+        return WholeState(state, mains, self._dtypes, self._numbers)
+
+    def whole_state(self) -> WholeState:
+        """Return the state of all parameters, on every rank. A collective call; changes nothing.
+
+        Raises:
+            OptimizerParametersError: the state of a shard cannot be told apart by parameter.
+            PeerFailedError: another rank's cannot.
+        """
+        found = unshard(self.shards, self._optimizer.state, self.holder._replace(label="state_dict()"))
+        kept = self.state_of_others
+        beside = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        return WholeState(
+            {**found.values, **kept.values, **beside},
+            {**found.main_values, **kept.main_values},
+            {**found.dtypes, **kept.dtypes},
+            found.numbers,
+        )
+
+    def load(self, unpack: Callable[[], Unpacked]) -> None:
+        """Take state of whole parameters, main values and hyperparameters. A collective call.
+
+        Main values are taken as they are. Where there are none, those of now stay.
+
+        Args:
+            unpack: returns what to load, or raises.
+
+        Raises:
+            CheckpointMismatchError: it does not fit. As with all other errors, nothing was changed.
+            LayoutMismatchError: it is not the same on all ranks.
+            PeerFailedError: another rank cannot load it.
+        """
+        cut, found, failure = None, None, None
+        entries: list[Entry] = []
+        try:
+            found = unpack()
+            cut = self._cut(found.whole)
+            self._fill_main_values(cut.shards, found.whole)
+            entries = [*cut.entries, *_checksums(found.whole, self._ddp.param_names)]
+            entries += [(text,) for text in texts_of([read_hyperparameters(found.groups, waits=True)])]
+        except Exception as error:
+            failure = error
+        device = self._ddp.param_and_grad_buffers[0].grad_data.device
+        agree(self._ddp.communicator, entries, failure=failure, device=device, label="load_state_dict()")
+        if cut is None or found is None:
+            raise InvariantError("agree() has not raised the failure")
+        self._take(cut)
+        self._keep_others(found.whole)
+        set_groups(self._optimizer, found.groups)
+
+    def plan_load(self, signature_of: Mapping[str, Hashable]) -> list[MainShard]:
+        """Return shards to load state into. They are of no effect until ``take_loaded``; float32 ones lie in the buffers.
+
+        Args:
+            signature_of: by parameter; those that share a shard have the same.
+        """
+        return self._make_shards(self._group_of(), signature_of)
+
+    def take_loaded(
+        self, state: Mapping[MainShard, ShardState], groups: Sequence[Mapping[str, Any]], others: WholeState
+    ) -> None:
+        """Put shards that were loaded, and their state, in place of those of now.
+
+        Args:
+            groups: hyperparameters by group, without ``params``.
+            others: what belongs to parameters without a shard.
+        """
+        self._take(_Cut(list(state), {shard.main: values for shard, values in state.items()}, []))
+        self._keep_others(others)
+        self._dtypes |= others.dtypes
+        set_groups(self._optimizer, groups)
+
+    def _fill_main_values(self, shards: Sequence[MainShard], whole: WholeState) -> None:
+        """Give new shards the main values that were loaded, and else those that the shards of now hold."""
+        params = {name: param for param, name in self._ddp.param_names.items()}
+        # The layout is the same, so what a rank owns of a parameter is the same piece.
+        held = {piece.param: shard.main[slice(*piece.in_run)] for shard in self.shards for piece in shard.pieces()}
+        with torch.no_grad():
+            for shard in (shard for shard in shards if shard.has_own_values):
+                for piece in shard.pieces():
+                    param = params[piece.param]
+                    given = whole.main_values.get(param)
+                    values = held.get(piece.param)
+                    if given is not None:
+                        values = in_memory_order(given, param, shard.main)[slice(*piece.in_param)]
+                    if values is not None:
+                        shard.main[slice(*piece.in_run)] = values
+
+    def _keep_others(self, whole: WholeState) -> None:
+        """Take the state of parameters without a shard, and what belongs to no parameter."""
+        state = self._optimizer.state
+        others = {param for group in self.members for param in group if param not in self._ddp.param_names}
+        for key in [key for key in state if key in others or not isinstance(key, torch.Tensor)]:
+            del state[key]
+        for key, values in whole.values.items():
+            if key in others or not isinstance(key, torch.Tensor):
+                state[key] = copy.deepcopy(values)  # torch would hold the caller's own tensors
+        self._main_values = {param: main.clone() for param, main in whole.main_values.items() if param in others}
+
     def add_param_group(self, group: dict[str, object]) -> None:
         """Add parameters that get shards when the optimizer is sharded next.
 
@@ -141,6 +271,19 @@ class Sharding:
             OptimizerParametersError: one of them is in a group already.
         """
         self._members.add_group(group)
+
+    def refuse_shards_of(self, held: torch.optim.Optimizer, method: str) -> None:
+        """Refuse to speak of shards as if they were parameters.
+
+        Raises:
+            CheckpointUnavailableError: the optimizer is the one that holds them.
+        """
+        if held is self._optimizer and self._buffers:
+            communicator = self._ddp.communicator
+            num_shards = communicator.size if self._is_sharded else 1
+            raise CheckpointUnavailableError(
+                optimizer=type(held).__name__, method=method, rank=communicator.rank, num_shards=num_shards
+            )
 
     def check_is_current(self) -> None:
         """Refuse to go on with shards that are not the whole of what is trained.
@@ -183,6 +326,25 @@ class Sharding:
         )
         self._ddp.sync.fail("optimizer.step()", error)  # ranks where nobody did so are waiting
         raise error
+
+
+def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> list[Entry]:
+    """Return a checksum of all values per element of each parameter, which ranks compare."""
+    return [
+        (f"checksum of the state of {name!r}:", *(checksum(value) for value in _tensors_of(whole, param)))
+        for param, name in names.items()
+    ]
+
+
+def _tensors_of(whole: WholeState, param: torch.nn.Parameter) -> list[torch.Tensor]:
+    held = [*(whole.values.get(param) or {}).values(), whole.main_values.get(param)]
+    return [value for value in held if isinstance(value, torch.Tensor) and value.numel()]
+
+
+def _refuse_shards(sharding: Sharding | None, held: torch.optim.Optimizer, method: str) -> None:
+    """Refuse to let flat shards pass for the state of a model. A shell that holds whole parameters shares the hook."""
+    if sharding is not None:
+        sharding.refuse_shards_of(held, method)
 
 
 def _refuse_withheld_grads(optimizer: torch.optim.Optimizer, *_: object) -> None:

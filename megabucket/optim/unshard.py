@@ -8,8 +8,8 @@ key: the memory peak is the result and one flat buffer.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,30 +19,9 @@ from megabucket.comm import AllGather, Communicator, exchange_bytes
 from megabucket.ddp.agreement import agree
 from megabucket.errors import OptimizerParametersError
 from megabucket.layout import Span
+from megabucket.optim.described import Description, StateEntry, describe_state, entry_from_json, number_in
 from megabucket.optim.shards import MainShard, main_dtype
 from megabucket.optim.whole_state import KNOWN_NUMBERS, WholeState
-
-_READERS: Final[Mapping[str, Callable[[str], Any]]] = {
-    "NoneType": lambda _: None,
-    "bool": lambda text: text == "True",
-    "int": int,
-    "float": float,  # reads back every bit that repr wrote
-    "str": str,
-}
-
-
-class _Entry(NamedTuple):
-    """What shards hold under one key, in words that compare and travel."""
-
-    key: str
-    kind: str  # "elements", "number" or "tensor" (of one number)
-    dtype: str = ""
-    device: str = ""
-    shape: tuple[int, ...] = ()
-    number: tuple[str, str] = ("", "")  # type and text
-
-
-_Description = tuple[_Entry, ...]
 
 
 class ShardHolder(NamedTuple):
@@ -52,6 +31,8 @@ class ShardHolder(NamedTuple):
     communicator: Communicator
     is_sharded: bool
     """Whether each rank owns its shard of each bucket, or everything."""
+    label: str = "rebuild"
+    """What the state is wanted for; of collectives and errors."""
 
 
 @torch.no_grad()
@@ -75,7 +56,7 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
     main_values: dict[torch.Tensor, torch.Tensor] = {}
     dtypes: dict[torch.Tensor, torch.dtype] = {}
     numbers = set(KNOWN_NUMBERS)
-    for buffer, described in zip(holder.buffers, _exchange_descriptions(shards, state, holder, names), strict=True):
+    for buffer, described in zip(holder.buffers, exchange_descriptions(shards, state, holder, names), strict=True):
         own = [shard for shard in shards if shard.buffer is buffer]
         numbers |= {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
         for name, whole in _put_together(buffer, own, state, described, holder).items():
@@ -89,12 +70,12 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
 # What shards hold #
 
 
-def _exchange_descriptions(
+def exchange_descriptions(
     shards: Sequence[MainShard],
     state: Mapping[torch.Tensor, Mapping[str, Any]],
     holder: ShardHolder,
     names: Sequence[Sequence[str]],
-) -> list[dict[str, _Description]]:
+) -> list[dict[str, Description]]:
     """Return, by buffer and parameter, what the shards of all ranks hold. Parameters that are in no shard are left out."""
     positions = [{name: position for position, name in enumerate(of_buffer)} for of_buffer in names]
     own, failure = [], None
@@ -102,22 +83,22 @@ def _exchange_descriptions(
         for index, buffer in enumerate(holder.buffers):
             for shard in (shard for shard in shards if shard.buffer is buffer):
                 members = [positions[index][name] for name in shard.run.params]
-                own.append((index, members, _describe(state.get(shard.main) or {}, shard)))
+                own.append((index, members, describe_state(state.get(shard.main) or {}, shard)))
     except OptimizerParametersError as error:
         failure = error
     device = holder.buffers[0].param_data.device
-    agree(holder.communicator, [], failure=failure, device=device, label="rebuild: optimizer state")
+    agree(holder.communicator, [], failure=failure, device=device, label=f"{holder.label}: optimizer state")
     texts = [json.dumps(own).encode()]
     if holder.is_sharded:
-        texts = exchange_bytes(holder.communicator, texts[0], device=device, label="rebuild: optimizer state")
+        texts = exchange_bytes(holder.communicator, texts[0], device=device, label=f"{holder.label}: optimizer state")
     return _merge([json.loads(text) for text in texts], names)
 
 
-def _merge(answers: Iterable[Any], names: Sequence[Sequence[str]]) -> list[dict[str, _Description]]:
-    found: list[dict[str, _Description]] = [{} for _ in names]
+def _merge(answers: Iterable[Any], names: Sequence[Sequence[str]]) -> list[dict[str, Description]]:
+    found: list[dict[str, Description]] = [{} for _ in names]
     differing: list[str] = []
     for index, members, entries in (run for answer in answers for run in answer):
-        description = tuple(_entry_from_json(fields) for fields in entries)
+        description = tuple(entry_from_json(fields) for fields in entries)
         of_run = [names[index][member] for member in members]
         differing += [name for name in of_run if found[index].setdefault(name, description) != description]
     if differing:
@@ -130,47 +111,6 @@ def _merge(answers: Iterable[Any], names: Sequence[Sequence[str]]) -> list[dict[
     return found
 
 
-def _describe(values: Mapping[str, Any], shard: MainShard) -> _Description:
-    return tuple(_describe_entry(key, value, shard) for key, value in values.items())
-
-
-def _describe_entry(key: str, value: Any, shard: MainShard) -> _Entry:
-    if not isinstance(value, torch.Tensor):
-        if type(value).__name__ in _READERS:
-            return _Entry(key, "number", number=_written(value))
-    elif value.shape == shard.main.shape and key not in KNOWN_NUMBERS:
-        return _Entry(key, "elements", dtype_name(value.dtype))
-    elif value.numel() == 1:
-        # A number that lives where the parameters do lives there on every rank; one on the CPU stays on the CPU.
-        device = "" if value.device == shard.main.device else value.device.type
-        return _Entry(key, "tensor", dtype_name(value.dtype), device, tuple(value.shape), _written(value.item()))
-    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    raise OptimizerParametersError(
-        problem="the optimizer holds, for a flat shard, what is neither one value per element nor one number, so nobody can "
-        "say what of it belongs to which parameter",
-        params=[f"{key}: {found}"],
-        remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False.",
-    )
-
-
-def _entry_from_json(fields: Any) -> _Entry:
-    key, kind, dtype, device, shape, (number_type, text) = fields
-    return _Entry(key, kind, dtype, device, tuple(shape), (number_type, text))
-
-
-def _written(number: Any) -> tuple[str, str]:
-    return type(number).__name__, str(number)
-
-
-def _number(entry: _Entry, device: torch.device) -> Any:
-    kind, text = entry.number
-    number = _READERS[kind](text)
-    if entry.kind == "number":
-        return number
-    own_device = torch.device(entry.device) if entry.device else device
-    return torch.full(entry.shape, number, dtype=dtype_named(entry.dtype), device=own_device)
-
-
 # Values per element #
 
 
@@ -178,17 +118,17 @@ def _put_together(
     buffer: ParamAndGradBuffer,
     shards: Sequence[MainShard],
     state: Mapping[torch.Tensor, Mapping[str, Any]],
-    described: Mapping[str, _Description],
+    described: Mapping[str, Description],
     holder: ShardHolder,
 ) -> dict[str, dict[str, Any]]:
     """Return the state of the parameters of one buffer, by name."""
     device = buffer.param_data.device
     whole: dict[str, dict[str, Any]] = {}
-    holders: dict[_Entry, list[str]] = {}
+    holders: dict[StateEntry, list[str]] = {}
     for name, description in described.items():
         if description:
             # All keys at once, so that they stay in the order in which the optimizer made them.
-            whole[name] = {e.key: None if e.kind == "elements" else _number(e, device) for e in description}
+            whole[name] = {e.key: None if e.kind == "elements" else number_in(e, device) for e in description}
         for entry in description:
             if entry.kind == "elements":
                 holders.setdefault(entry, []).append(name)

@@ -9,7 +9,6 @@ import torch
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.comm import LoopbackWorld
 from megabucket.errors import (
-    CheckpointUnavailableError,
     ConfigError,
     LateGradientError,
     NonFiniteGradientError,
@@ -675,19 +674,6 @@ class TestAsATorchOptimizer:
     def test_an_unknown_attribute_is_an_attribute_error(self):
         with pytest.raises(AttributeError, match="nonsense"):
             sgd(wrap(Weights("a"))).nonsense  # noqa: B018
-
-    @pytest.mark.parametrize("call", [lambda o: o.state_dict(), lambda o: o.load_state_dict({})])
-    def test_state_dicts_are_refused_for_now(self, call):
-        optimizer = sgd(wrap(Weights("a"), **SHARDED))
-
-        with pytest.raises(CheckpointUnavailableError) as caught:
-            call(optimizer)
-
-        assert str(caught.value) == (
-            "[rank 0] the optimizer's state is kept by flat shards, of which this rank holds 1 of 1, not by parameter, and "
-            "state_dict() must not pass shards off as the whole. Saving and loading this state is not available in this "
-            "version; the model's own state_dict() is complete on every rank."
-        )
 
     def test_adding_a_parameter_that_it_has_already_is_refused(self):
         ddp = wrap(Weights("ab"))
