@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megabucket.checkpoint.checkpointer import Checkpointer, can_load, load_checkpoint, save_checkpoint
+    from megabucket.checkpoint.opening import open_checkpoint
+    from megabucket.checkpoint.restore import LoadedCheckpoint
     from megabucket.config.ddp import DistributedDataParallelConfig
     from megabucket.ddp import DistributedDataParallel
     from megabucket.layout import ModelLayout, ParamSpec, build_layout, check_layout
@@ -18,31 +21,43 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Checkpointer": "megabucket.checkpoint.checkpointer",
     "DistributedDataParallel": "megabucket.ddp",
     "DistributedDataParallelConfig": "megabucket.config.ddp",
     "DistributedOptimizer": "megabucket.optim",
+    "LoadedCheckpoint": "megabucket.checkpoint.restore",
     "ModelLayout": "megabucket.layout",
     "ParamSpec": "megabucket.layout",
     "ProfileCallback": "megabucket.measure.profile",
     "StepResult": "megabucket.optim",
     "WorkloadProfiler": "megabucket.measure.profile",
     "build_layout": "megabucket.layout",
+    "can_load": "megabucket.checkpoint.checkpointer",
     "check_layout": "megabucket.layout",
+    "load_checkpoint": "megabucket.checkpoint.checkpointer",
+    "open_checkpoint": "megabucket.checkpoint.opening",
     "profile_workload": "megabucket.measure.profile",
+    "save_checkpoint": "megabucket.checkpoint.checkpointer",
 }
 
 __all__ = [
+    "Checkpointer",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
+    "LoadedCheckpoint",
     "ModelLayout",
     "ParamSpec",
     "ProfileCallback",
     "StepResult",
     "WorkloadProfiler",
     "build_layout",
+    "can_load",
     "check_layout",
+    "load_checkpoint",
+    "open_checkpoint",
     "profile_workload",
+    "save_checkpoint",
 ]
 
 

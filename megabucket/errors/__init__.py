@@ -41,7 +41,12 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
     │   ├── MismatchedCollectiveError          ranks launched different collectives
     │   ├── CollectiveDeadlockError            a wait that can never end
     │   └── InFlightWriteError                 a buffer changed while a collective owned it
-    ├── CheckpointUnavailableError (RuntimeError)
+    ├── CheckpointError (RuntimeError)         a checkpoint that cannot be written or read
+    │   ├── CheckpointNotSavedError            a save that failed on some rank
+    │   ├── CheckpointInvalidError             files that are not what was written
+    │   ├── CheckpointMissingError             no such checkpoint
+    │   └── CheckpointMismatchError            a checkpoint of another model
+    ├── CheckpointUnavailableError (RuntimeError) flat shards asked for as the state of a model
     ├── CorpusError (RuntimeError)             the training data cannot be read
     └── InvariantError (RuntimeError)          a bug of ours
 """
@@ -51,6 +56,14 @@ from megabucket.errors.base import (
     name_list,
     rank_list,
     values_by_rank,
+)
+from megabucket.errors.checkpoint import (
+    CheckpointError,
+    CheckpointInvalidError,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    CheckpointNotSavedError,
+    CheckpointUnavailableError,
 )
 from megabucket.errors.group import (
     CollectiveDeadlockError,
@@ -63,7 +76,6 @@ from megabucket.errors.group import (
 )
 from megabucket.errors.setup import (
     AlreadyWrappedError,
-    CheckpointUnavailableError,
     ConfigError,
     CorpusError,
     InvariantError,
@@ -99,6 +111,11 @@ from megabucket.errors.step import (
 
 __all__ = [
     "AlreadyWrappedError",
+    "CheckpointError",
+    "CheckpointInvalidError",
+    "CheckpointMismatchError",
+    "CheckpointMissingError",
+    "CheckpointNotSavedError",
     "CheckpointUnavailableError",
     "CollectiveDeadlockError",
     "CollectiveError",

@@ -98,18 +98,6 @@ class MixedDtypeOptimizerError(MegabucketError, RuntimeError):
         )
 
 
-class CheckpointUnavailableError(MegabucketError, RuntimeError):
-    """Optimizer state was asked for in a form that one rank cannot give."""
-
-    def __init__(self, *, rank: int, num_shards: int) -> None:
-        self.rank, self.num_shards = rank, num_shards
-        super().__init__(
-            f"[rank {rank}] the optimizer's state is kept by flat shards, of which this rank holds 1 of {num_shards}, not by "
-            "parameter, and state_dict() must not pass shards off as the whole. Saving and loading this state is not available "
-            "in this version; the model's own state_dict() is complete on every rank."
-        )
-
-
 class CorpusError(MegabucketError, RuntimeError):
     """The training data cannot be read."""
 

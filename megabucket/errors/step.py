@@ -35,6 +35,21 @@ _MISMATCHES: Final = {
             f"hyperparameters and state. {_REBUILD_AGAIN}"
         ),
     ),
+    "state_dict()": (
+        "what is to be saved is not the same on all ranks",
+        "Call state_dict() on every rank at the same place, between two steps.",
+    ),
+    "save_checkpoint()": (
+        "what is to be saved is not the same on all ranks",
+        "Call save_checkpoint() on every rank at the same place, between two steps. Nothing was saved.",
+    ),
+    "load_state_dict()": (
+        "the optimizer state to load is not the same on all ranks",
+        (
+            "Each rank would update its shards in its own way. Load the same state on every rank. Nothing was loaded on any "
+            "rank."
+        ),
+    ),
 }
 _SAME_HYPERPARAMETERS: Final = (
     "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, "
@@ -56,6 +71,9 @@ _AFTER_FAILURE: Final = {
     "wrap": "No rank was wrapped.",
     "DistributedOptimizer()": "The optimizer was changed on no rank.",
     "rebuild": _REBUILD_AGAIN,
+    "state_dict()": "Nothing was changed on any rank.",
+    "save_checkpoint()": "Nothing was saved.",
+    "load_state_dict()": "Nothing was loaded on any rank.",
 }
 
 

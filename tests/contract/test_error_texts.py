@@ -167,10 +167,23 @@ TEXTS = {
         "process group the reduced value would depend on timing. Nothing may write a buffer between launch and "
         "completion."
     ),
+    "CheckpointError": "text",
+    "CheckpointNotSavedError": (
+        "step 120: the checkpoint was not saved: rank 3: [Errno 28] No space left on device: run/file (rank 5 failed, "
+        "too). Nothing was committed on any rank; the last good checkpoint is that of step 100. Training may go on; remove "
+        "the cause and save again."
+    ),
+    "CheckpointInvalidError": (
+        "run/step-00000120: manifest.json: it is empty. The file was damaged or changed after it was written, or is not a "
+        "checkpoint of this library; nothing of it was loaded. steps 80, 100 can be tried: name one, or allow the fallback "
+        "to an older step."
+    ),
+    "CheckpointMissingError": "run: no checkpoint for step 120. It holds steps 80, 100: name one.",
+    "CheckpointMismatchError": ("run/step-00000120 does not fit, and nothing was changed:\n  - a is missing\n  - b is unknown"),
     "CheckpointUnavailableError": (
-        "[rank 0] the optimizer's state is kept by flat shards, of which this rank holds 1 of 2, not by "
-        "parameter, and state_dict() must not pass shards off as the whole. Saving and loading this state is not "
-        "available in this version; the model's own state_dict() is complete on every rank."
+        "[rank 0] state_dict() of the AdamW inside of a DistributedOptimizer: it holds flat shards, of which this rank has 1 "
+        "of 2, and shards must not pass for the state of the model. Call state_dict() of the DistributedOptimizer, on every "
+        "rank: it speaks of whole parameters, in torch's format."
     ),
     "CorpusError": "text",
     "InvariantError": "text",

@@ -51,7 +51,14 @@ EXAMPLES = [
     errors.MismatchedCollectiveError(sequence=4, rank=1, call="this", other_rank=0, other_call="that"),
     errors.CollectiveDeadlockError(sequence=4, rank=1, call="this", missing_ranks=[0, 2]),
     errors.InFlightWriteError(sequence=4, rank=1, call="this", index=7),
-    errors.CheckpointUnavailableError(rank=0, num_shards=2),
+    errors.CheckpointError("text"),
+    errors.CheckpointNotSavedError(
+        step=120, ranks=[3, 5], path="run/file", reason="[Errno 28] No space left on device", last_good_step=100
+    ),
+    errors.CheckpointInvalidError(path="run/step-00000120", file="manifest.json", problem="it is empty", steps=[80, 100]),
+    errors.CheckpointMissingError(root="run", wanted="step 120", steps=[80, 100]),
+    errors.CheckpointMismatchError(path="run/step-00000120", problems=["a is missing", "b is unknown"]),
+    errors.CheckpointUnavailableError(optimizer="AdamW", method="state_dict()", rank=0, num_shards=2),
     errors.CorpusError("text"),
     errors.InvariantError("text"),
 ]

@@ -26,11 +26,12 @@ MAY_IMPORT = {
     "ddp": BASE | {"config", "trace", "layout", "comm", "buffer"},
     "optim": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp"},
     "fused": BASE | {"buffer"},
+    "checkpoint": BASE | {"config", "layout", "comm", "buffer", "ddp", "optim"},
     "testing": BASE | {"config", "trace", "layout", "comm"},
     "measure": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "training"},
-    "training": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim"},
+    "training": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "checkpoint"},
     "doctor": BASE | {"config", "layout", "comm", "ddp", "optim"},
-    "chaos": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp", "optim", "testing"},
+    "chaos": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp", "optim", "checkpoint", "testing"},
     "cli": BASE
     | {
         "config",
@@ -41,16 +42,21 @@ MAY_IMPORT = {
         "buffer",
         "ddp",
         "optim",
+        "checkpoint",
         "measure",
         "report",
         "training",
         "doctor",
         "chaos",
     },
-    "__init__": {"config", "layout", "ddp", "measure", "optim"},  # lazily
+    "__init__": {"checkpoint", "config", "layout", "ddp", "measure", "optim"},  # lazily
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = [
+    "checkpoint.header",
+    "checkpoint.manifest",
+    "checkpoint.pieces",
+    "checkpoint.plan",
     "config",
     "errors",
     "layout",

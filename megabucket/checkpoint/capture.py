@@ -1,0 +1,186 @@
+"""Everything a training run needs to go on, by name: what one rank of it writes.
+
+Nothing is gathered and no value is copied: pieces are views of where the values live, so they must be written, or copied to the
+host, before the next step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+
+from megabucket.checkpoint.canonical import canonical_name, named_buffers, named_params, split_evenly, whole_piece
+from megabucket.checkpoint.optim_state import HeldState, describe_shards, hold_plain, hold_shards
+from megabucket.checkpoint.pieces import Json, Piece, Snapshot
+from megabucket.checkpoint.plain_values import encode
+from megabucket.checkpoint.rng import PREFIX as RNG_PREFIX
+from megabucket.checkpoint.rng import capture_rng
+from megabucket.checkpoint.together import GroupRanks, together
+from megabucket.ddp import DistributedDataParallel
+from megabucket.ddp.replicas import checksum
+from megabucket.optim import DistributedOptimizer
+from megabucket.optim.described import Description
+
+MODEL_PREFIX: Final = "model."
+EXTRA_PREFIX: Final = "extra."
+RUN_PREFIX: Final = "run."
+LOCAL_PREFIX: Final = "local."
+"""Before a rank and the name of a module buffer, which differs from that of the first rank."""
+VALUES_VERSION: Final = 1
+
+
+class Stateful(Protocol):
+    """What has a state dict of plain values: a scheduler, a GradScaler, a data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingParts:
+    """What is trained, and what else a run consists of.
+
+    Args:
+        optimizer: a ``DistributedOptimizer``, or a plain one over the parameters of the wrapped module (all-reduce only); None
+            where only weights matter.
+        scaler: a ``torch.amp.GradScaler`` or the like.
+        schedulers: by a name of the caller's choice.
+    """
+
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: Stateful | None = None
+    schedulers: Mapping[str, Stateful] = field(default_factory=dict)
+
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        """Scaler and schedulers by the name under which their state is kept."""
+        found: dict[str, Stateful] = {f"scheduler {name}": scheduler for name, scheduler in self.schedulers.items()}
+        return found if self.scaler is None else {"scaler": self.scaler, **found}
+
+
+def name_schedulers(schedulers: Any) -> dict[str, Stateful]:
+    """Return schedulers by name: given as one, as several, or by name already."""
+    if schedulers is None:
+        return {}
+    if isinstance(schedulers, Mapping):
+        return dict(schedulers)
+    if isinstance(schedulers, Sequence):
+        return {str(index): scheduler for index, scheduler in enumerate(schedulers)}
+    return {"0": schedulers}
+
+
+def capture(
+    parts: TrainingParts, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, with_rng: bool = True
+) -> Snapshot:
+    """Return what this rank writes. A collective call, between two steps.
+
+    Model values are split over the ranks, shards of the optimizer are written by those who own them, module buffers by the
+    first rank; where other ranks hold others (running statistics), they write theirs, too.
+
+    Args:
+        data_position: plain values that say which data comes next; the same on every rank.
+        extras: plain values and tensors by name; the same on every rank.
+
+    Raises:
+        PhaseError: a step is open on some rank.
+        OptimizerParametersError: some optimizer state cannot be told apart by parameter, or belongs to none.
+        ConfigError: something is no plain value.
+        CheckpointError: what else failed on some rank.
+    """
+    ranks = GroupRanks.of(parts.ddp)
+    together(ranks, lambda: settle(parts, "saving a checkpoint"))
+    described = describe_shards(parts.optimizer) if isinstance(parts.optimizer, DistributedOptimizer) else []
+    local = _differing_buffers(parts.ddp.module, ranks)
+    snapshot = together(ranks, lambda: _capture(parts, described, ranks, (data_position, extras or {}, with_rng)))
+    if not ranks.rank:
+        return snapshot
+    own = [whole_piece(f"{LOCAL_PREFIX}{ranks.rank}.{name}", buffer) for name, buffer in local.items()]
+    return Snapshot([*snapshot.pieces, *own], snapshot.values)
+
+
+def _differing_buffers(module: torch.nn.Module, ranks: GroupRanks) -> dict[str, torch.Tensor]:
+    """Return the module buffers that are not the same on all ranks: running statistics, which every rank has of its own."""
+    buffers = named_buffers(module)
+    sums = [checksum(buffer) if buffer.numel() else 0 for buffer in buffers.values()]
+    by_rank = [json.loads(heard) for heard in ranks.exchange(json.dumps(sums).encode())]
+    return {
+        name: buffer
+        for name, buffer, *of_ranks in zip(buffers, buffers.values(), *by_rank, strict=True)
+        if len(set(of_ranks)) > 1
+    }
+
+
+def settle(parts: TrainingParts, operation: str) -> None:
+    """Make sure that no step is open and that every value may be read.
+
+    Raises:
+        PhaseError: a step is open.
+    """
+    if isinstance(parts.optimizer, DistributedOptimizer):
+        parts.optimizer.settle_values(operation)
+    else:
+        parts.ddp.sync.check_between_steps(operation)
+        parts.ddp.finish_param_sync()
+
+
+def _capture(
+    parts: TrainingParts, described: Sequence[Mapping[str, Description]], ranks: GroupRanks, more: tuple[Any, Any, bool]
+) -> Snapshot:
+    module, (data_position, extras, with_rng) = parts.ddp.module, more
+    if isinstance(parts.optimizer, DistributedOptimizer):
+        held = hold_shards(parts.optimizer, module, described)
+    else:
+        held = HeldState() if parts.optimizer is None else hold_plain(parts.optimizer, module)
+    shared = {f"{MODEL_PREFIX}{name}": param.detach() for name, param in named_params(module).items()}
+    shared |= held.shared
+    keep = shared.__setitem__
+    values: dict[str, Json] = {
+        "version": VALUES_VERSION,
+        "optimizer": held.values or None,
+        "stateful": {name: encode(item.state_dict(), f"{RUN_PREFIX}{name}", keep) for name, item in parts.stateful.items()},
+        "module_extra_state": {
+            name: encode(submodule.get_extra_state(), f"{RUN_PREFIX}module.{name}", keep)
+            for name, submodule in with_extra_state(module).items()
+        },
+        "data_position": encode(data_position, f"{RUN_PREFIX}data_position", keep),
+        "extras": {str(name): encode(value, f"{EXTRA_PREFIX}{name}", keep) for name, value in extras.items()},
+        "rng_ranks": ranks.size if with_rng else 0,
+    }
+    pieces: list[Piece] = [*held.own, *split_evenly(shared, rank=ranks.rank, size=ranks.size)]
+    if ranks.rank == 0:
+        pieces += [whole_piece(f"{MODEL_PREFIX}{name}", buffer) for name, buffer in named_buffers(module).items()]
+    if with_rng:
+        device = parts.ddp.param_and_grad_buffers[0].param_data.device
+        pieces += [whole_piece(f"{RNG_PREFIX}{ranks.rank}.{what}", state) for what, state in capture_rng(device).items()]
+    return Snapshot(pieces, values)
+
+
+def with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the submodules that add something to their ``state_dict`` beside tensors, by name."""
+    base = torch.nn.Module.get_extra_state
+    return {canonical_name(name): sub for name, sub in module.named_modules() if type(sub).get_extra_state is not base}
+
+
+def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
+    """Return a snapshot with values of its own in host memory, which training cannot change any more.
+
+    Args:
+        reuse: values of an earlier copy that nobody needs: where they fit, no memory is taken anew.
+    """
+    free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+    for values in reuse:
+        free.setdefault((values.dtype, values.numel()), []).append(values)
+    pieces = []
+    for piece in snapshot.pieces:
+        fitting = free.get((piece.values.dtype, piece.values.numel()))
+        own = fitting.pop() if fitting else torch.empty(piece.values.shape, dtype=piece.values.dtype)
+        pieces.append(Piece(piece.info, piece.start, piece.stop, own.copy_(piece.values)))
+    return Snapshot(pieces, snapshot.values)

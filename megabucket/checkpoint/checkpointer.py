@@ -1,0 +1,251 @@
+"""Save and load a training run: what a user calls. Which files, in which order, with what faults is the business of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from megabucket.checkpoint.background import BackgroundWriter, WhenBusy
+from megabucket.checkpoint.capture import Stateful, TrainingParts, capture, name_schedulers, to_host
+from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES
+from megabucket.checkpoint.file_system import FileSystem
+from megabucket.checkpoint.opening import open_checkpoint
+from megabucket.checkpoint.pieces import Snapshot
+from megabucket.checkpoint.restore import LoadedCheckpoint, mismatches, restore
+from megabucket.checkpoint.save import SaveSettings, save_now
+from megabucket.checkpoint.stored import StoredCheckpoint
+from megabucket.checkpoint.together import GroupRanks, together
+from megabucket.ddp import DistributedDataParallel
+from megabucket.errors import CheckpointInvalidError
+
+Step = Literal["latest"] | int
+
+
+def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per choice, most of them rarely used
+    root: Path | str,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    scaler: Stateful | None = None,
+    schedulers: Any = None,
+    data_position: Any = None,
+    extras: Mapping[str, Any] | None = None,
+    keep_last: int | None = 2,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    key: bytes | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Save everything the run needs to go on, and return its directory. A collective call, between two steps.
+
+    The checkpoint is there as a whole or not at all, whatever happens meanwhile, and loads on any number of ranks, in any mode,
+    with any buckets.
+
+    Args:
+        root: a directory that all ranks see.
+        optimizer: a ``DistributedOptimizer``, or a plain one in all-reduce mode; without one, weights alone are saved.
+        step: what the directory is called by.
+        schedulers: one, several, or several by name.
+        data_position: plain values that say which data comes next; the same on every rank.
+        extras: plain values and tensors by name; the same on every rank.
+        keep_last: how many checkpoints stay, this one included; None keeps all.
+        max_file_bytes: bound on the size of one file, which is what a reader verifies at a time.
+        key: signs the checkpoint, so that it cannot be forged without it.
+        overwrite: whether a step that was saved already may be saved again.
+
+    Raises:
+        CheckpointNotSavedError: nothing was saved, on any rank; what was saved before is there.
+        PhaseError: a step is open.
+        OptimizerParametersError: some optimizer state cannot be told apart by parameter.
+        ConfigError: something is no plain value.
+    """
+    settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key, overwrite=overwrite)
+    parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
+    snapshot = capture(parts, data_position=data_position, extras=extras)
+    ranks = GroupRanks.of(ddp)
+    _make_root(Path(root), ranks)
+    return save_now(Path(root), step, snapshot, ranks, settings)
+
+
+def _make_root(root: Path, ranks: GroupRanks) -> None:
+    """Let the first rank make the directory before the others look at it. What goes wrong, the save says."""
+    if ranks.rank == 0:
+        with suppress(OSError):
+            FileSystem().make_root(root)
+    ranks.exchange(b"")
+
+
+def load_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per choice, most of them rarely used
+    root: Path | str,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: Step = "latest",
+    scaler: Stateful | None = None,
+    schedulers: Any = None,
+    cast: bool = False,
+    with_rng: bool = True,
+    allow_fallback: bool = False,
+    key: bytes | None = None,
+) -> LoadedCheckpoint:
+    """Put a checkpoint into a run, and return what else it holds. A collective call, between two steps.
+
+    Each rank reads what it needs, and verifies every file before it uses a byte of it. Nothing of the run changes before all
+    ranks have read everything.
+
+    Args:
+        optimizer: None takes weights alone.
+        cast: floating-point tensors may be converted to what they are here.
+        with_rng: each rank takes its random numbers back, where as many ranks load as have saved.
+        allow_fallback: take the newest whole checkpoint that is older, with a warning, where this one is damaged.
+        key: the signature must be made with it.
+
+    Raises:
+        CheckpointMissingError: there is no such checkpoint; the text lists those that are there.
+        CheckpointInvalidError: a file is not what was written.
+        CheckpointMismatchError: it does not fit; the text names everything that does not.
+        PhaseError: a step is open.
+    """
+    ranks = GroupRanks.of(ddp)
+    stored = _open(Path(root), ranks, step=step, key=key, allow_fallback=allow_fallback)
+    parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
+    return restore(stored, parts, cast=cast, with_rng=with_rng)
+
+
+def can_load(
+    root: Path | str,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: Step = "latest",
+    scaler: Stateful | None = None,
+    schedulers: Any = None,
+    cast: bool = False,
+) -> list[str]:
+    """Return everything that keeps a checkpoint from being loaded into a run; nothing when it can be.
+
+    Looks at the manifest alone, on this rank alone, and changes nothing; whether the files are whole, ``megabucket checkpoint
+    verify`` says.
+
+    Raises:
+        CheckpointMissingError: there is no such checkpoint.
+        CheckpointInvalidError: its manifest is not what was written.
+    """
+    parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
+    return mismatches(open_checkpoint(root, step), parts, cast=cast)
+
+
+def _open(root: Path, ranks: GroupRanks, *, step: Step, key: bytes | None, allow_fallback: bool) -> StoredCheckpoint:
+    """Open the checkpoint that the first rank finds, on all ranks."""
+    first = together(
+        ranks, lambda: open_checkpoint(root, step, key=key, allow_fallback=allow_fallback) if ranks.rank == 0 else None
+    )
+    said = f"{first.step} {first.seal}" if first is not None else ""
+    chosen, _, seal = ranks.exchange(said.encode())[0].decode().partition(" ")
+
+    def open_the_same() -> StoredCheckpoint:
+        stored = first if first is not None else open_checkpoint(root, int(chosen), key=key)
+        if stored.seal != seal:
+            problem = f"rank {ranks.rank} sees another checkpoint of step {chosen} than the first rank"
+            raise CheckpointInvalidError(path=str(stored.path), file="manifest.json", problem=problem)
+        return stored
+
+    return together(ranks, open_the_same)
+
+
+class Checkpointer:
+    """Saves one run again and again, in the background if wanted, and loads it.
+
+    All methods are collective calls, between two steps. A save in the background costs the training thread a copy of the state
+    to host memory; it is committed at the next ``save``, ``poll`` or ``close``, so call ``poll`` now and then, in every step if
+    you like, on every rank. What has failed in the background is raised there, on every rank.
+
+    Args:
+        keep_last: how many checkpoints stay.
+        asynchronous: whether files are written in the background.
+        when_busy: whether a save waits for one that is still being written, or is left out.
+
+    The other arguments are those of ``save_checkpoint``.
+
+    Raises:
+        ValueError: ``keep_last`` is less than 1, or ``when_busy`` unknown.
+    """
+
+    def __init__(  # noqa: PLR0913 - as save_checkpoint
+        self,
+        root: Path | str,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        scaler: Stateful | None = None,
+        schedulers: Any = None,
+        keep_last: int | None = 2,
+        asynchronous: bool = False,
+        when_busy: WhenBusy = "wait",
+        max_file_bytes: int = DEFAULT_FILE_BYTES,
+        key: bytes | None = None,
+    ) -> None:
+        self.root = Path(root)
+        self.parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
+        self._settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key)
+        self._ranks = GroupRanks.of(ddp)
+        self._writer = BackgroundWriter(self.root, self._ranks, self._settings, when_busy=when_busy)
+        self._is_asynchronous = asynchronous
+        self._on_host: Snapshot | None = None
+
+    def save(self, step: int, *, data_position: Any = None, extras: Mapping[str, Any] | None = None) -> bool:
+        """Save, or begin to. Return whether it was done or begun: not when ``when_busy="skip"`` leaves it out.
+
+        Raises:
+            CheckpointNotSavedError: this save, or the one before in the background, has failed; what was saved before is there.
+            MegabucketError: as ``save_checkpoint``.
+        """
+        snapshot = capture(self.parts, data_position=data_position, extras=extras)
+        _make_root(self.root, self._ranks)
+        if self._is_asynchronous:
+            return self._writer.save(step, lambda: self._copy(snapshot))
+        save_now(self.root, step, snapshot, self._ranks, self._settings)
+        return True
+
+    def _copy(self, snapshot: Snapshot) -> Snapshot:
+        # The writer asks for it when the copy before was written, so its memory is free.
+        self._on_host = to_host(snapshot, [piece.values for piece in self._on_host.pieces] if self._on_host else ())
+        return self._on_host
+
+    def poll(self) -> Path | None:
+        """Commit the save in the background if every rank has written its part, and return its directory then.
+
+        Raises:
+            CheckpointNotSavedError: it has failed on some rank.
+        """
+        return self._writer.poll()
+
+    def close(self) -> Path | None:
+        """Wait for the save in the background, commit it, and return its directory.
+
+        Raises:
+            CheckpointNotSavedError: it has failed on some rank.
+        """
+        return self._writer.close()
+
+    def load(
+        self, step: Step = "latest", *, cast: bool = False, with_rng: bool = True, allow_fallback: bool = False
+    ) -> LoadedCheckpoint:
+        """Put a checkpoint into the run; see ``load_checkpoint``. A save in the background is committed before."""
+        self.close()
+        stored = _open(self.root, self._ranks, step=step, key=self._settings.key, allow_fallback=allow_fallback)
+        return restore(stored, self.parts, cast=cast, with_rng=with_rng)
+
+    def __enter__(self) -> Checkpointer:  # noqa: PYI034 - Python 3.10 has no Self
+        """Return this object; leaving the block closes it."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Commit what is being saved. After an error of this rank others may not be here, so nothing is waited for."""
+        if error is None:
+            self.close()

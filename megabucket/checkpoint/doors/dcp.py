@@ -1,0 +1,273 @@
+"""To and from ``torch.distributed.checkpoint``: canonical tensors under the names that torch's own state dicts have.
+
+What is written here, FSDP2, plain torch and torch's converters read, on any number of ranks; what they write is read here.
+
+That format runs code: its metadata, and every value that is no tensor, are pickles. It verifies nothing: of flipped bits most
+are read without a word. So it is a door for files whose origin you trust; a run is kept by ``save_checkpoint``.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megabucket.buffer.views import dtype_name, dtype_named
+from megabucket.checkpoint.canonical import canonical_name
+from megabucket.checkpoint.capture import MODEL_PREFIX, VALUES_VERSION, TrainingParts, capture
+from megabucket.checkpoint.doors.flat_range import FlatRange
+from megabucket.checkpoint.optim_state import MAIN_PREFIX, STATE_PREFIX, state_name
+from megabucket.checkpoint.pieces import Json, Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.plain_values import decode, encode
+from megabucket.checkpoint.restore import LoadedCheckpoint, restore
+from megabucket.checkpoint.together import GroupRanks, together
+from megabucket.comm.torch_group import ProcessGroupCommunicator
+from megabucket.ddp import DistributedDataParallel
+from megabucket.errors import CheckpointError, ConfigError
+from megabucket.optim import DistributedOptimizer
+from megabucket.optim.described import NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
+from megabucket.optim.whole_state import KNOWN_NUMBERS
+
+_VALUES_KEY: Final = "megabucket.values"
+_GROUPS_PREFIX: Final = "optim.param_groups."
+
+
+def save_dcp(
+    path: Path | str,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    data_position: Any = None,
+    extras: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint of ``torch.distributed.checkpoint``. A collective call, between two steps.
+
+    What ``{"model": get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}`` asks for is there: each rank writes
+    its shards as boxes of whole tensors. Beside it, main parameters under ``optim.main.`` and plain values as text.
+
+    Args:
+        path: a directory that is empty or not there: that format cannot replace a checkpoint safely.
+
+    Raises:
+        CheckpointError: the directory holds something, on some rank.
+        ConfigError: the wrapper's ranks are no process group.
+        MegabucketError: as ``save_checkpoint``, but for what the writing raises, which is torch's.
+    """
+    ranks = GroupRanks.of(ddp)
+    group = together(ranks, lambda: _check_target(Path(path), ddp))
+    snapshot = capture(TrainingParts(ddp, optimizer), data_position=data_position, extras=extras, with_rng=False)
+    state_dict = _nested(snapshot, ddp.module)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process needs no group
+        save(state_dict, checkpoint_id=str(path), process_group=group, no_dist=ranks.size == 1)
+
+
+def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
+    if path.exists() and any(path.iterdir()):
+        raise CheckpointError(
+            f"{path} is not empty. torch.distributed.checkpoint overwrites in place, and a crash would leave neither the old "
+            "nor the new checkpoint: write into a directory of its own."
+        )
+    communicator = ddp.communicator
+    if isinstance(communicator, ProcessGroupCommunicator):
+        return communicator.process_group
+    if communicator.size > 1:
+        raise ConfigError(f"torch.distributed.checkpoint needs a process group, and this wrapper has {communicator!r}")
+    return None
+
+
+def _nested(snapshot: Snapshot, module: torch.nn.Module) -> dict[str, Any]:
+    """Return a snapshot as the nested dict of which torch makes flat names."""
+    by_name: dict[str, list[Piece]] = {}
+    for piece in snapshot.pieces:
+        if not piece.info.name.startswith("local."):
+            by_name.setdefault(piece.info.name, []).append(piece)
+    for alias, name in _aliases(module).items():
+        if f"{MODEL_PREFIX}{name}" in by_name:  # torch's state dicts have a tied weight under all its names
+            by_name[f"{MODEL_PREFIX}{alias}"] = by_name[f"{MODEL_PREFIX}{name}"]
+    tree: dict[str, Any] = {}
+    for name, pieces in by_name.items():
+        _put(tree, name, FlatRange(pieces))
+    optimizer: Any = snapshot.values["optimizer"]
+    if optimizer:
+        for name, key, number in _numbers(optimizer["state"]):
+            _put(tree, state_name(name, key), number)
+        _put(tree, "optim.param_groups", [_param_group(group) for group in optimizer["groups"]])
+    _put(tree, _VALUES_KEY, json.dumps(snapshot.values))
+    return tree
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Put a value where torch's state dicts have it: below ``model`` and ``optim``, by whole parameter names."""
+    path = [name]
+    if name.startswith(STATE_PREFIX):
+        param, _, key = name.removeprefix(STATE_PREFIX).rpartition(".")
+        path = ["optim", "state", param, key]
+    elif name.startswith((MODEL_PREFIX, "optim.", "megabucket.")):
+        path = name.split(".", 2 if name.startswith(MAIN_PREFIX) else 1)
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _numbers(state: Any) -> Iterator[tuple[str, str, Any]]:
+    """Return parameter, key and value of what is kept per parameter."""
+    for one in state:
+        for entry in map(entry_from_json, one["entries"]):
+            if entry.kind in ("number", "tensor"):
+                yield from ((name, entry.key, number_in(entry, torch.device("cpu"))) for name in one["params"])
+
+
+def _param_group(group: Any) -> dict[str, Any]:
+    return {"params": list(group["params"]), **{key: decode(value, {}) for key, value in group["hyperparameters"].items()}}
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Return the other names of tied parameters, with the first name of each."""
+    first = {id(param): canonical_name(name) for name, param in module.named_parameters()}
+    every = {canonical_name(name): first[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
+    return {name: of_first for name, of_first in every.items() if name != of_first}
+
+
+def load_dcp(
+    path: Path | str,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    trusted: bool,
+    cast: bool = False,
+) -> LoadedCheckpoint:
+    """Put a checkpoint of ``torch.distributed.checkpoint`` into a run. A collective call, between two steps.
+
+    One that ``save_dcp`` wrote, or anybody's with the names of torch's state dicts under ``model`` and ``optim``.
+
+    Args:
+        trusted: reading the files runs code that they contain. Say ``True`` only of files that nobody else could have written.
+        cast: floating-point tensors may be converted to what they are here.
+
+    Raises:
+        ConfigError: ``trusted`` is not ``True``.
+        MegabucketError: as ``load_checkpoint``; nothing was changed.
+    """
+    if trusted is not True:
+        raise ConfigError(
+            f"reading {path} would run code that its files contain: torch.distributed.checkpoint pickles its metadata. Pass "
+            "trusted=True if nobody else could have written them; files of save_checkpoint need no trust."
+        )
+    parts = TrainingParts(ddp, optimizer)
+    stored = together(GroupRanks.of(ddp), lambda: _open(Path(path), parts))
+    return restore(stored, parts, cast=cast)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _StoredDcp:
+    """A checkpoint of ``torch.distributed.checkpoint``, as one of this library."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    values: Mapping[str, Json]
+    step: int = 0
+    world_size: int = 0
+
+    def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:  # noqa: ARG002 - that format always converts
+        """Fill the values of pieces; each rank reads for itself."""
+        by_name: dict[str, list[Piece]] = {}
+        for piece in wanted:
+            by_name.setdefault(piece.info.name, []).append(piece)
+        while by_name:
+            # A range that is wanted twice cannot be told apart in one go.
+            ranges: dict[str, Any] = {name: FlatRange([pieces.pop()]) for name, pieces in by_name.items()}
+            _load(ranges, self.path)
+            by_name = {name: pieces for name, pieces in by_name.items() if pieces}
+
+
+def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
+    metadata = FileSystemReader(str(path)).read_metadata()
+    tensors, plain = {}, []
+    aliases = {f"{MODEL_PREFIX}{name}" for name in _aliases(parts.ddp.module)}
+    for name, found in metadata.state_dict_metadata.items():
+        if isinstance(found, BytesStorageMetadata):
+            plain.append(name)
+        elif isinstance(found, TensorStorageMetadata) and name not in aliases:
+            shape = tuple(found.size)
+            tensors[name] = TensorInfo(name, dtype_name(found.properties.dtype), shape, tuple(range(len(shape))))
+    read: dict[str, Any] = dict.fromkeys(plain)
+    _load(read, path)
+    if _VALUES_KEY in read:
+        values = {**json.loads(read[_VALUES_KEY]), "rng_ranks": 0, "stateful": {}}
+        return _StoredDcp(path, tensors, values)
+    values = {
+        "version": VALUES_VERSION,
+        "optimizer": _optimizer_values(path, parts, tensors, read),
+        "stateful": {},
+        "module_extra_state": {},
+        "data_position": None,
+        "extras": {},
+        "rng_ranks": 0,
+    }
+    return _StoredDcp(path, tensors, values)
+
+
+def _load(state_dict: dict[str, Any], path: Path) -> None:
+    """Fill a state dict, on this rank alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(state_dict, checkpoint_id=str(path), no_dist=True)
+
+
+def _optimizer_values(
+    path: Path, parts: TrainingParts, tensors: Mapping[str, TensorInfo], plain: Mapping[str, Any]
+) -> dict[str, Json] | None:
+    """Return what torch's optimizer state dict says beside values per element, as ``capture`` would say it."""
+    groups: dict[int, dict[str, Any]] = {}
+    for name, value in plain.items():
+        if name.startswith(_GROUPS_PREFIX):
+            index, _, key = name.removeprefix(_GROUPS_PREFIX).partition(".")
+            groups.setdefault(int(index), {})[key] = value
+    if not groups or parts.optimizer is None:
+        return None
+    shapes = {canonical_name(name): tuple(param.shape) for name, param in parts.ddp.module.named_parameters()}
+    held: dict[str, dict[str, StateEntry]] = {}
+    numbers: dict[str, torch.Tensor] = {}
+    for name, info in tensors.items():
+        if name.startswith(STATE_PREFIX):
+            param, _, key = name.removeprefix(STATE_PREFIX).rpartition(".")
+            held.setdefault(param, {})[key] = StateEntry(key, "elements", info.dtype)
+            if info.numel == 1 and (key in KNOWN_NUMBERS or info.shape != shapes.get(param)):
+                numbers[name] = torch.empty(info.shape, dtype=dtype_named(info.dtype))
+    _load(numbers, path)
+    found = {**numbers, **{name: value for name, value in plain.items() if name.startswith(STATE_PREFIX)}}
+    for name, value in found.items():
+        param, _, key = name.removeprefix(STATE_PREFIX).rpartition(".")
+        if isinstance(value, torch.Tensor) or type(value).__name__ in NUMBER_TYPES:
+            held.setdefault(param, {})[key] = describe_number(key, value, torch.device("cpu"))
+    own = parts.optimizer.torch_optimizer if isinstance(parts.optimizer, DistributedOptimizer) else parts.optimizer
+    return {
+        "class": type(own).__name__,  # torch does not say
+        "groups": [
+            {"params": [canonical_name(name) for name in group.pop("params")], "hyperparameters": _encoded(index, group)}
+            for index, group in sorted(groups.items())
+        ],
+        "state": [
+            {
+                "params": [name],
+                "entries": [[*entry[:4], list(entry.shape), list(entry.number)] for _, entry in sorted(of.items())],
+            }
+            for name, of in held.items()
+        ],
+        "computed_in": {},
+    }
+
+
+def _encoded(index: int, group: Mapping[str, Any]) -> dict[str, Json]:
+    tensors: dict[str, torch.Tensor] = {}  # of one element each, which become plain
+    return {key: encode(value, f"optim.group.{index}.{key}", tensors.__setitem__) for key, value in group.items()}

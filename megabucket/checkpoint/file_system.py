@@ -1,0 +1,212 @@
+"""The calls to the operating system that saving and loading make: one port, so that tests can make each of them fail.
+
+Nothing else in this package opens, writes, renames or removes. Called by the writer, the reader and the catalog.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from megabucket.units import MIB
+
+_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+_CHUNK_BYTES = MIB
+_MAX_THREADS = 4
+
+
+class FileSystem:
+    """The real one. It has no state; every method is one thing that can fail, with ``OSError``."""
+
+    __slots__ = ()
+
+    def make_root(self, path: Path) -> None:
+        """Make a directory and those above it, unless it is there."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory that must not be there yet."""
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """Open a file for writing that must not be there yet."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+    def open_to_write(self, path: Path) -> int:
+        """Open a file for writing that is there."""
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def write_at(self, descriptor: int, data: memoryview, position: int) -> int:
+        """Write some of ``data`` at ``position``, and return how much."""
+        return os.pwrite(descriptor, data, position)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Write some of ``data``, and return how much."""
+        return os.write(descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        """Return when the file's contents are on the disk."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a file; some file systems report a failed write only here."""
+        os.close(descriptor)
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when the names in a directory are on the disk, where the file system can say so."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_SYNC:
+                raise OSError(error.errno, error.strerror, str(path)) from None
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or directory another name, at once; a file takes the place of another."""
+        source.replace(target)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file or a symbolic link."""
+        path.unlink()
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory."""
+        path.rmdir()
+
+    def names(self, path: Path) -> list[str]:
+        """Return what is in a directory that is not reached through a symbolic link, sorted."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return sorted(os.listdir(descriptor))  # noqa: PTH208 - by descriptor
+        finally:
+            os.close(descriptor)
+
+    def free_bytes(self, path: Path) -> int:
+        """Return how much can still be written, quotas not counted."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def lock(self, path: Path) -> int:
+        """Take the lock that ``path`` stands for, until the returned descriptor is unlocked or this process ends.
+
+        Raises:
+            BlockingIOError: another has it.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+        return descriptor
+
+    def unlock(self, descriptor: int) -> None:
+        """Let go of a lock, also if a forked child still has the descriptor."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        finally:
+            os.close(descriptor)
+
+    def open_file(self, path: Path) -> int:
+        """Open a regular file for reading: no symbolic link, pipe or device (which could block for ever)."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return descriptor
+
+    def file_bytes(self, descriptor: int) -> int:
+        """Return the size of an open file."""
+        return os.fstat(descriptor).st_size
+
+    def read_into(self, descriptor: int, data: memoryview) -> int:
+        """Read what comes next into ``data``, and return how many bytes; 0 at the end of the file."""
+        return os.readv(descriptor, [data])
+
+
+def num_file_threads() -> int:
+    """Return how many files to hash at a time: hashing takes a core, and more cores than these do not make a disk faster."""
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def attempt(act: Callable[[], object]) -> bool:
+    """Do what may fail without harm, and return whether it did not; what stays behind is removed by the next save."""
+    try:
+        act()
+    except OSError:
+        return False
+    return True
+
+
+def reason_of(error: Exception) -> str:
+    """Return what went wrong, in one line without a path."""
+    if isinstance(error, OSError):
+        return f"[Errno {error.errno}] {error.strerror}"
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def write_all(file_system: FileSystem, descriptor: int, data: memoryview) -> None:
+    """Write all of ``data``."""
+    while data:
+        data = data[file_system.write(descriptor, data) :]
+
+
+def write_file(file_system: FileSystem, path: Path, data: bytes) -> None:
+    """Write a file that is not there yet, and return when it is on the disk."""
+    try:
+        descriptor = file_system.create(path)
+        try:
+            write_all(file_system, descriptor, memoryview(data))
+            file_system.sync(descriptor)
+        finally:
+            file_system.close(descriptor)
+    except OSError as error:  # calls by descriptor do not know the name
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def read_file(file_system: FileSystem, path: Path, *, max_bytes: int) -> bytes:
+    """Return the contents of a regular file.
+
+    Raises:
+        OSError: it cannot be read, or is none.
+        ValueError: it is larger than ``max_bytes``.
+    """
+    descriptor = file_system.open_file(path)
+    try:
+        num_bytes = file_system.file_bytes(descriptor)
+        if num_bytes > max_bytes:
+            raise ValueError(f"{num_bytes} bytes; the limit is {max_bytes}")
+        data = bytearray(num_bytes)
+        view = memoryview(data)
+        position = 0
+        while position < num_bytes:
+            count = file_system.read_into(descriptor, view[position : position + _CHUNK_BYTES])
+            if count == 0:
+                raise ValueError(f"it ends at byte {position} of {num_bytes}")
+            position += count
+        return bytes(data)
+    finally:
+        file_system.close(descriptor)
+
+
+def remove_tree(file_system: FileSystem, path: Path) -> None:
+    """Remove a directory and the files in it, or a file; a directory of ours has none below it."""
+    try:
+        names = file_system.names(path)
+    except NotADirectoryError:
+        file_system.remove_file(path)
+        return
+    for name in names:
+        file_system.remove_file(path / name)
+    file_system.remove_directory(path)

@@ -1,0 +1,269 @@
+"""Save one checkpoint on all ranks, or on none: stage, write, vote, rename.
+
+::
+
+    every rank   begin ----- write ------------- commit
+    rank 0       lock, stage                     manifest, fsync, rename, latest, remove old
+    exchange            ^                      ^                                  ^
+                        plans, space           what each rank wrote               it is there
+
+``begin`` and ``commit`` are collective; ``write`` is not, and may run in another thread. Whatever fails on a rank is
+said in the next exchange, so all ranks raise the same error and nothing is committed. A process may die at any call:
+what was committed before is never touched, and a name appears in the root only for a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megabucket.checkpoint.catalog import LOCK, MAX_STEP, Latest, step_directories
+from megabucket.checkpoint.commit import CheckpointWarning, RootDirectory, latest_if_any, merge_reports
+from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES
+from megabucket.checkpoint.data_files import Content, FileFailedError, content_of
+from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, remove_tree
+from megabucket.checkpoint.manifest import StoredFile, encode_manifest
+from megabucket.checkpoint.pieces import Json, Snapshot
+from megabucket.checkpoint.ranks import Ranks
+from megabucket.checkpoint.strict_json import check_json
+from megabucket.errors import CheckpointNotSavedError, InvariantError
+
+__all__ = ["CheckpointWarning", "Save", "SaveSettings", "content_from", "save_content", "save_now", "write_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSettings:
+    """How checkpoints are saved.
+
+    Args:
+        keep_last: how many are kept, counting the one that is saved; None keeps all.
+        key: sign manifests with it.
+        overwrite: a step that was saved already may be saved again.
+    """
+
+    keep_last: int | None = 2
+    max_file_bytes: int = DEFAULT_FILE_BYTES
+    key: bytes | None = field(default=None, repr=False)
+    overwrite: bool = False
+    file_system: FileSystem = field(default_factory=FileSystem)
+
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ValueError(f"keep_last is {self.keep_last}; the checkpoint just saved is one to keep")
+
+
+def write_checkpoint(
+    root: Path | str,
+    step: int,
+    snapshot: Snapshot,
+    ranks: Ranks,
+    *,
+    keep_last: int | None = 2,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    key: bytes | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Save a checkpoint of all ranks and return its directory; a collective.
+
+    Args:
+        root: one directory that every rank can reach.
+        keep_last: how many checkpoints to keep, counting this one; None keeps all. Those of later steps (before a
+            rollback) are neither counted nor removed.
+        overwrite: allow a step that ``latest`` names or that is older; the old one is there until the new one is.
+
+    Raises:
+        CheckpointNotSavedError: something failed on some rank. Nothing was committed, and every rank raises this.
+    """
+    settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key, overwrite=overwrite)
+    return save_now(Path(root), step, snapshot, ranks, settings)
+
+
+def save_now(root: Path, step: int, snapshot: Snapshot, ranks: Ranks, settings: SaveSettings) -> Path:
+    """Save a checkpoint; see ``write_checkpoint``."""
+    return save_content(root, step, lambda: content_from(snapshot, ranks, settings), ranks, settings)
+
+
+def content_from(snapshot: Snapshot, ranks: Ranks, settings: SaveSettings) -> Content:
+    """Return what this rank writes for its snapshot; see ``content_of``."""
+    return content_of(snapshot, rank=ranks.rank, size=ranks.size, max_file_bytes=settings.max_file_bytes)
+
+
+def save_content(root: Path, step: int, take: Callable[[], Content], ranks: Ranks, settings: SaveSettings) -> Path:
+    """Save what ``take`` gives; see ``write_checkpoint``."""
+    save = Save(root, step, ranks, settings)
+    try:
+        save.begin(take)
+        save.write()
+        return save.commit()
+    finally:
+        save.release()
+
+
+class Save:
+    """One save: ``begin``, ``write``, ``commit`` in this order, and ``release`` in any case."""
+
+    def __init__(self, root: Path, step: int, ranks: Ranks, settings: SaveSettings) -> None:
+        self._root, self._ranks, self._settings, self.step = root, ranks, settings, step
+        self._files = settings.file_system
+        self._root_directory = RootDirectory(root, settings.file_system)
+        self._lock: int | None = None
+        self._staging = root
+        self._latest: Latest | None = None
+        self._last_good_step = -1
+        self._content: Content | None = None
+        self._written: list[StoredFile] = []
+        self._failure: tuple[Path, Exception] | None = None
+
+    def begin(self, take: Callable[[], Content]) -> None:
+        """Take what is to be saved, check all that can be checked, and make the staging directory; a collective.
+
+        Raises:
+            CheckpointNotSavedError: some rank cannot save, or the ranks do not want to save the same.
+        """
+        facts = self._agree(lambda: self._plan(take))
+        self._staging = self._root / facts[0]["staging"]
+        for rank, other in enumerate(facts):
+            for what in ("step", "world_size", "values"):
+                if other[what] != facts[0][what]:
+                    self._give_up([rank], self._root, f"its {what} {other[what]} and that of rank 0 {facts[0][what]} differ")
+        needed, free = sum(other["needs"] for other in facts), min(other["free"] for other in facts)
+        if needed > free:
+            short = next(rank for rank, other in enumerate(facts) if other["free"] == free)
+            self._give_up([short], self._root, f"{needed} bytes are needed and {free} are free")
+
+    def write(self) -> None:
+        """Write this rank's files. What fails is kept for ``commit``."""
+        try:
+            self._written = self._taken.write(self._files, self._staging)
+        except FileFailedError as error:
+            path, cause = error.path, error.cause
+            if isinstance(cause, FileNotFoundError):
+                hint = "the directory that rank 0 made is not there: do all ranks see the same file system?"
+                cause = ValueError(f"{reason_of(cause)}; {hint}")
+            self._failure = path, cause
+        except Exception as error:  # a thread has nobody to raise to
+            self._failure = self._staging, error
+
+    def commit(self) -> Path:
+        """Make the checkpoint appear, if every rank has written its part; a collective.
+
+        Raises:
+            CheckpointNotSavedError: some rank could not write, or rank 0 could not commit.
+        """
+        facts = self._agree(self._report)
+        done = self._agree(lambda: {"name": self._publish(facts)} if self._ranks.rank == 0 else {})
+        path = self._root / str(done[0]["name"])
+        if self._ranks.rank == 0 and self._settings.keep_last is not None:
+            self._root_directory.remove_old(path.name, keep_last=self._settings.keep_last)
+        self.release()
+        return path
+
+    def release(self) -> None:
+        """Let go of the lock, if this rank holds it."""
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            attempt(lambda: self._files.unlock(lock))
+
+    # What each rank says, and what all conclude
+
+    def _agree(self, act: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return what ``act`` gave on each rank, or raise the same error on all if it failed on any."""
+        said: dict[str, Any] = {}
+        try:
+            said["facts"] = act()
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            path, cause = self._failure or (_path_of(error, self._staging), error)
+            said["failure"] = [str(path), reason_of(cause)]
+        said["last_good_step"] = self._last_good_step
+        heard = [json.loads(payload) for payload in self._ranks.exchange(json.dumps(said).encode())]
+        self._last_good_step = heard[0]["last_good_step"]
+        failed = [rank for rank, other in enumerate(heard) if "failure" in other]
+        if failed:
+            self._give_up(failed, *heard[failed[0]]["failure"])
+        return [other["facts"] for other in heard]
+
+    def _give_up(self, ranks: Sequence[int], path: Path | str, reason: str) -> None:
+        """Remove what was staged and raise; only called when no rank writes any more."""
+        self.discard()
+        raise CheckpointNotSavedError(
+            step=self.step, ranks=ranks, path=str(path), reason=reason, last_good_step=self._last_good_step
+        )
+
+    def discard(self) -> None:
+        """Remove the staging directory, as far as that is possible, and let go of the lock."""
+        if self._ranks.rank == 0:
+            if self._staging != self._root:
+                attempt(lambda: remove_tree(self._files, self._staging))
+            self.release()
+
+    # begin
+
+    def _plan(self, take: Callable[[], Content]) -> dict[str, Any]:
+        self._files.make_root(self._root)  # whoever comes first
+        if self._ranks.rank == 0:
+            self._stage()
+        if type(self.step) is not int or not 0 <= self.step <= MAX_STEP:
+            raise ValueError(f"step {self.step!r} is not a whole number from 0 to {MAX_STEP}")
+        self._content = content = take()
+        check_json(content.values, what="values")
+        return {
+            "staging": self._staging.name,
+            "step": self.step,
+            "world_size": content.num_writers,
+            "values": _digest(content.values),
+            "needs": sum(part.num_bytes + part.header_bound for file in content.files for part in file.parts),
+            "free": self._files.free_bytes(self._root),
+        }
+
+    def _stage(self) -> None:
+        root, files = self._root, self._files
+        self._latest = latest_if_any(files, root)
+        self._last_good_step = self._latest.directory.step if self._latest is not None else -1
+        try:
+            self._lock = files.lock(root / LOCK)
+        except BlockingIOError:
+            raise ValueError("another save into this directory is going on") from None
+        saved = {directory.step for directory in step_directories(files, root)}
+        if self.step in saved and self.step <= self._last_good_step and not self._settings.overwrite:
+            raise ValueError(f"step {self.step} is saved already; overwrite=True saves it again")
+        self._staging = self._root_directory.stage(self.step)
+
+    # commit
+
+    def _report(self) -> dict[str, Any]:
+        if self._failure is not None:
+            raise self._failure[1]
+        tensors: dict[str, dict[str, Any]] = {}
+        for index, file in enumerate(self._taken.files):
+            for part in file.parts:
+                info = part.info
+                fields = {"dtype": info.dtype, "shape": info.shape, "order": info.order, "pieces": []}
+                tensors.setdefault(info.name, fields)["pieces"].append([index, part.start, part.stop])
+        files = [[file.name, file.num_bytes, file.sha256] for file in self._written]
+        return {"files": files, "tensors": tensors}
+
+    @property
+    def _taken(self) -> Content:
+        if self._content is None:
+            raise InvariantError("a save was written before it was begun; please report this")
+        return self._content
+
+    def _publish(self, reports: Sequence[Mapping[str, Any]]) -> str:
+        """Write the manifest and make the checkpoint appear; return its name."""
+        manifest = merge_reports(self.step, self._taken.num_writers, reports, self._taken.values)
+        raw = encode_manifest(manifest, key=self._settings.key)
+        return self._root_directory.publish(self._staging, self.step, raw, before=self._latest)
+
+
+def _digest(values: Mapping[str, Json]) -> str:
+    text = json.dumps(values, sort_keys=True, default=lambda value: dict(value) if isinstance(value, Mapping) else list(value))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _path_of(error: Exception, default: Path) -> Path:
+    named = error.filename if isinstance(error, OSError) else None
+    return Path(named) if isinstance(named, str) else default

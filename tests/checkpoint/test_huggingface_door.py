@@ -1,0 +1,90 @@
+"""Weights as safetensors files, checked with the library that others read them with."""
+
+import json
+
+import pytest
+import torch
+from kept_in_memory import KeptInMemory
+from safetensors import safe_open
+from safetensors.torch import load_file
+from test_capture_and_restore import SHAPES, captured
+
+from megabucket.checkpoint.doors.huggingface import INDEX_NAME, export_weights
+from megabucket.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return captured(3, range(3), mode="reduce_scatter", dtype=torch.bfloat16)
+
+
+def test_one_file_holds_all_weights_in_their_shapes(kept, tmp_path):
+    (path,) = export_weights(kept, tmp_path / "new")
+
+    found = load_file(path)
+
+    assert path.name == "model.safetensors"
+    assert set(found) == {*SHAPES, "count"}  # a tied weight once, and no buffer that is not persistent
+    for name, tensor in found.items():
+        assert torch.equal(tensor, kept.whole(f"model.{name}")), name
+        assert tensor.dtype == kept.whole(f"model.{name}").dtype
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_several_files_have_an_index(kept, tmp_path):
+    paths = export_weights(kept, tmp_path, max_file_bytes=200)
+
+    # 100, 63, 1, 0, 24 and 5 elements of 2 bytes, and one of 8: in the order of names, at most 200 bytes in a file.
+    assert [path.name for path in paths] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        INDEX_NAME,
+    ]
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    assert index["metadata"] == {"total_size": 2 * (100 + 63 + 1 + 0 + 24 + 5) + 8}
+    assert index["weight_map"] == {"a": paths[0].name} | dict.fromkeys(["b", "c", "count", "d", "e", "f"], paths[1].name)
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], kept.whole(f"model.{name}"))
+
+
+def test_an_export_leaves_nothing_of_another_one(kept, tmp_path):
+    export_weights(kept, tmp_path, max_file_bytes=200)
+    export_weights(kept, tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    export_weights(kept, tmp_path, max_file_bytes=200)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_wider_export_takes_the_main_parameters(kept, tmp_path):
+    (path,) = export_weights(kept, tmp_path, dtype=torch.float32)
+
+    found = load_file(path)
+
+    assert torch.equal(found["a"], kept.whole("optim.main.a"))
+    assert torch.equal(found["f"], kept.whole("model.f").float())  # frozen: it has none
+    assert found["count"].dtype == torch.int64
+
+
+def test_names_can_be_changed_but_not_made_equal(kept, tmp_path):
+    (path,) = export_weights(kept, tmp_path, rename={"a": "wte.weight"})
+    assert "wte.weight" in load_file(path)
+    assert "a" not in load_file(path)
+
+    with pytest.raises(ConfigError, match="several tensors would be exported under one name: b"):
+        export_weights(kept, tmp_path, rename={"a": "b"})
+
+
+def test_a_model_without_tensors_is_an_empty_file(tmp_path):
+    class Nothing(KeptInMemory):
+        def __init__(self):
+            self.tensors = {}
+
+        def read(self, wanted, *, cast=False):
+            assert not wanted
+
+    (path,) = export_weights(Nothing(), tmp_path)
+
+    assert load_file(path) == {}
