@@ -7,13 +7,14 @@ from typing import Final
 
 from megabucket.chaos.cell import Cell, Combo, Mode
 from megabucket.chaos.kind import Kind
+from megabucket.chaos.kinds_checkpoint import CHECKPOINT_KINDS
 from megabucket.chaos.kinds_model import MODEL_KINDS
 from megabucket.chaos.kinds_process import PROCESS_KINDS
 from megabucket.chaos.kinds_step import STEP_KINDS
 from megabucket.chaos.kinds_usage import USAGE_KINDS
 from megabucket.chaos.kinds_wrap import WRAP_KINDS
 
-KINDS: Final = (*STEP_KINDS, *USAGE_KINDS, *WRAP_KINDS, *MODEL_KINDS, *PROCESS_KINDS)
+KINDS: Final = (*STEP_KINDS, *USAGE_KINDS, *WRAP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS)
 
 _REDUCED = Combo(Mode.ALL_REDUCE, True, 2)
 _SCATTERED = Combo(Mode.REDUCE_SCATTER, True, 2)
@@ -56,6 +57,8 @@ _QUICK: Final = (
     ("interrupt", "SIGTERM-flag", _REDUCED),
     ("fork", "step", _REDUCED),
     ("group-destroyed", "all", _REDUCED),
+    ("save-refused", "ENOSPC-data", _SCATTERED),
+    ("load-damaged", "flipped", _SCATTERED),
 )
 
 

@@ -14,6 +14,7 @@ import typer
 
 from megabucket.errors import (
     AlreadyWrappedError,
+    CheckpointError,
     CheckpointUnavailableError,
     ConfigError,
     CorpusError,
@@ -87,6 +88,7 @@ _CODES: tuple[tuple[type[MegabucketError], ExitCode], ...] = (
     (MismatchedCollectiveError, ExitCode.MISMATCH),
     (NonFiniteGradientError, ExitCode.NUMERICAL),
     (PeerLostError, ExitCode.PEER_LOST),
+    (CheckpointError, ExitCode.CHECKPOINT),
     (CheckpointUnavailableError, ExitCode.CHECKPOINT),
 )
 

@@ -43,8 +43,7 @@ class Task:
 
     def build_model(self) -> ByteGPT:
         """Return the model with its initial weights: the same on every rank and at every call."""
-        model = ByteGPT(self.model, seed=self.config.train.seed)
-        return model.to(device=self.ranks.device, dtype=_DTYPES[self.model.dtype])
+        return initial_model(self.config, self.model, self.ranks.device)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -69,6 +68,11 @@ class Task:
         for starts in own.reshape(train.eval_batches, train.microbatch_size):
             nats += next_byte_loss(model, *self.held_out_windows.batch(starts)).item()
         return sum(self.ranks.gather(nats)) / train.eval_batches / self.ranks.num_ranks / NATS_PER_BIT
+
+
+def initial_model(config: RunConfig, model: GptConfig, device: torch.device) -> ByteGPT:
+    """Return the model with its initial weights, in its dtype."""
+    return ByteGPT(model, seed=config.train.seed).to(device=device, dtype=_DTYPES[model.dtype])
 
 
 def trainable_model(config: RunConfig) -> GptConfig:

@@ -1,0 +1,259 @@
+"""``megabucket checkpoint``: look into checkpoints, verify, compare and rewrite them, without a training run."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megabucket.cli.exit_codes import ExitCode, reports_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megabucket.checkpoint.compare import Comparison
+    from megabucket.checkpoint.stored import StoredCheckpoint
+
+app = typer.Typer(help="Inspect, verify, compare and rewrite checkpoints.", no_args_is_help=True, rich_markup_mode=None)
+
+_SHOWN = 20
+
+
+class _Format(enum.Enum):
+    SAFETENSORS = "safetensors"
+    MEGABUCKET = "megabucket"
+
+
+class _Dtype(enum.Enum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+_Path = Annotated[Path, typer.Argument(help="a run's directory of checkpoints, or one checkpoint in it")]
+_Step = Annotated[int | None, typer.Option(min=0, help="this step; otherwise the one that 'latest' names")]
+_Key = Annotated[Path | None, typer.Option("--key-file", help="demand a signature made with the key in this file")]
+_Json = Annotated[bool, typer.Option("--json", help="print the answer as JSON on stdout")]
+
+
+@app.command()
+@reports_errors
+def inspect(path: _Path, step: _Step = None, key_file: _Key = None, json: _Json = False) -> None:
+    """Print what a checkpoint holds, from its manifest alone; data files are not read."""
+    stored = _open(path, step, key_file)
+    if json:
+        _print_json(_described(stored))
+        return
+    for line in _lines(stored):
+        typer.echo(line)
+
+
+@app.command()
+@reports_errors
+def verify(path: _Path, step: _Step = None, key_file: _Key = None, json: _Json = False) -> None:
+    """Read every file of a checkpoint and compare it with its SHA-256; name each that is not what was written."""
+    stored = _open(path, step, key_file)
+    problems = stored.problems()
+    total_bytes = sum(file.num_bytes for file in stored.files)
+    if json:
+        answer = {"path": str(stored.path), "step": stored.step, "files": len(stored.files), "bytes": total_bytes}
+        _print_json({**answer, "problems": problems})
+    else:
+        for problem in problems:
+            typer.echo(problem)
+        found = f"{len(problems)} of {len(stored.files)} files are not what was written" if problems else "every file is right"
+        typer.echo(f"{stored.path}: step {stored.step}, {len(stored.files)} files, {_size(total_bytes)}: {found}")
+    if problems:
+        raise typer.Exit(ExitCode.CHECKPOINT)
+
+
+@app.command()
+@reports_errors
+def diff(
+    first: _Path,
+    second: _Path,
+    step: Annotated[int | None, typer.Option(min=0, help="this step of the first")] = None,
+    other_step: Annotated[int | None, typer.Option(min=0, help="this step of the second; otherwise as of the first")] = None,
+    json: _Json = False,
+) -> None:
+    """Compare two checkpoints bit by bit, however many ranks wrote them; exit with 1 when they differ."""
+    from megabucket.checkpoint.compare import compare
+
+    found = compare(_open(first, step, None), _open(second, step if other_step is None else other_step, None))
+    if json:
+        from dataclasses import asdict
+
+        _print_json(asdict(found))
+    else:
+        for line in _difference_lines(found):
+            typer.echo(line)
+    if not found.is_equal:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command()
+@reports_errors
+def reshard(
+    path: _Path,
+    out: Annotated[Path, typer.Argument(help="the directory to write the checkpoint into")],
+    ranks: Annotated[int, typer.Option(min=1, max=100_000, help="write it as this many ranks would")],
+    step: _Step = None,
+    max_file_mib: Annotated[int, typer.Option(min=1, max=4096, help="size of a file at most")] = 64,
+    key_file: _Key = None,
+    overwrite: Annotated[bool, typer.Option(help="the step may be there already")] = False,
+) -> None:
+    """Write a checkpoint again for another number of ranks. Any number can load any; this saves reading."""
+    from megabucket.checkpoint.catalog import read_key
+    from megabucket.checkpoint.reshard import reshard as run
+    from megabucket.checkpoint.save import SaveSettings
+    from megabucket.units import MIB
+
+    key = None if key_file is None else read_key(key_file)
+    settings = SaveSettings(keep_last=None, max_file_bytes=max_file_mib * MIB, key=key, overwrite=overwrite)
+    typer.echo(run(_open(path, step, key_file), out, num_writers=ranks, settings=settings))
+
+
+@app.command()
+@reports_errors
+def convert(
+    source: Annotated[Path, typer.Argument(help="a checkpoint, or with --to megabucket a file or directory of weights")],
+    out: Annotated[Path, typer.Argument(help="the directory to write into")],
+    to: Annotated[_Format, typer.Option(help="weights as safetensors files that transformers loads, or from such files")],
+    step: Annotated[int | None, typer.Option(min=0, help="the step to read; with --to megabucket the one to write (0)")] = None,
+    dtype: Annotated[_Dtype | None, typer.Option(help="convert floating-point weights; only with --to safetensors")] = None,
+    key_file: _Key = None,
+) -> None:
+    """Convert the weights of a checkpoint to safetensors files as Hugging Face has them, or the other way round."""
+    from megabucket.errors import ConfigError
+
+    if to is _Format.SAFETENSORS:
+        import torch
+
+        from megabucket.checkpoint.doors.huggingface import export_weights
+
+        wanted = None if dtype is None else getattr(torch, dtype.value)
+        for path in export_weights(_open(source, step, key_file), out, dtype=wanted):
+            typer.echo(path)
+        return
+    if dtype is not None:
+        raise ConfigError("--dtype is for --to safetensors; a checkpoint keeps its dtypes, and loads with cast=True")
+    from megabucket.checkpoint.catalog import read_key
+    from megabucket.checkpoint.doors.weights_in import import_weights
+    from megabucket.checkpoint.save import SaveSettings
+
+    settings = SaveSettings(keep_last=None, key=None if key_file is None else read_key(key_file))
+    typer.echo(import_weights(source, out, step=step or 0, settings=settings))
+
+
+@app.command(name="can-load")
+@reports_errors
+def can_load(
+    path: _Path,
+    config: Annotated[Path, typer.Option("-c", "--config", help="the config of megabucket train")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example optimizer.name=sgd")] = None,
+    step: _Step = None,
+    cast: Annotated[bool, typer.Option(help="floating-point tensors may be converted")] = False,
+    key_file: _Key = None,
+    json: _Json = False,
+) -> None:
+    """Name everything that keeps 'megabucket train -c CONFIG' from loading a checkpoint; nothing is read or changed."""
+    from megabucket.config.load import load_config
+    from megabucket.training.can_load import load_problems
+
+    run = load_config(config, overrides or [])
+    stored = _open(path, step, key_file)
+    problems = load_problems(run, stored, cast=cast)
+    if json:
+        _print_json({"path": str(stored.path), "step": stored.step, "problems": problems})
+    else:
+        for line in _problem_lines(stored, problems):
+            typer.echo(line)
+    if problems:
+        raise typer.Exit(ExitCode.CHECKPOINT)
+
+
+def _problem_lines(stored: StoredCheckpoint, problems: list[str]) -> Iterator[str]:
+    from megabucket.config.text import printable
+
+    yield from (printable(problem, 300) for problem in problems)
+    found = f"{len(problems)} things do not fit" if problems else "everything fits"
+    yield f"{stored.path}: step {stored.step}, {len(stored.tensors)} tensors: {found}"
+
+
+def _open(path: Path, step: int | None, key_file: Path | None) -> StoredCheckpoint:
+    from megabucket.checkpoint.catalog import read_key
+    from megabucket.checkpoint.opening import open_at
+
+    return open_at(path, step=step, key=None if key_file is None else read_key(key_file))
+
+
+def _print_json(answer: object) -> None:
+    import json
+
+    typer.echo(json.dumps(answer, indent=2))
+
+
+def _described(stored: StoredCheckpoint) -> dict[str, object]:
+    return {
+        "path": str(stored.path),
+        "step": stored.step,
+        "world_size": stored.world_size,
+        "seal": stored.seal,
+        "signed": stored.signed,
+        "files": [{"name": file.name, "bytes": file.num_bytes, "sha256": file.sha256} for file in stored.files],
+        "tensors": {
+            name: {
+                "dtype": info.dtype,
+                "shape": list(info.shape),
+                "order": list(info.order),
+                "pieces": len(stored.ranges[name]),
+            }
+            for name, info in stored.tensors.items()
+        },
+        "values": stored.values,
+    }
+
+
+def _lines(stored: StoredCheckpoint) -> Iterator[str]:
+    from megabucket.checkpoint.dtypes import ITEM_BYTES
+    from megabucket.cli.text_table import text_table
+    from megabucket.config.text import printable
+    from megabucket.units import format_count
+
+    total_bytes = sum(file.num_bytes for file in stored.files)
+    signature = "signed" if stored.signed else "not signed"
+    yield f"{stored.path}: step {stored.step}, written by {stored.world_size} ranks, sealed, {signature}"
+    yield f"{len(stored.files)} files, {_size(total_bytes)}; {len(stored.tensors)} tensors"
+    yield ""
+    rows = [["tensor", "dtype", "shape", "elements", "bytes", "pieces"]]
+    for name, info in stored.tensors.items():
+        size = _size(info.numel * ITEM_BYTES[info.dtype])
+        shape = "x".join(map(str, info.shape)) or "scalar"
+        pieces = str(len(stored.ranges[name]))
+        rows.append([printable(name, 60), info.dtype, shape, format_count(info.numel), size, pieces])
+    yield from text_table(rows, num_left=3)
+    yield ""
+    for name, value in stored.values.items():
+        yield f"{printable(name, 60)}: {printable(repr(value), 200)}"
+
+
+def _difference_lines(found: Comparison) -> Iterator[str]:
+    from megabucket.config.text import printable
+
+    for what, differences in (("tensor", found.tensors), ("value", found.values)):
+        for difference in differences[:_SHOWN]:
+            yield f"{what} {printable(difference.name)}: {printable(difference.what, 300)}"
+        if len(differences) > _SHOWN:
+            yield f"and {len(differences) - _SHOWN} more {what}s"
+    yield (
+        f"{found.num_equal_tensors} tensors are equal bit for bit, {len({one.name for one in found.tensors})} differ; "
+        f"{len(found.values)} other values differ"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    from megabucket.units import format_bytes
+
+    return format_bytes(num_bytes)
