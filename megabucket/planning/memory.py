@@ -98,7 +98,7 @@ def rank_memory(
     >>> rank_memory(layout, rank=1, is_sharded=True)  # 200 elements padded to 256; rank 1 owns 128 to 200
     ... # doctest: +NORMALIZE_WHITESPACE
     RankMemory(parameter_bytes=400, gradient_bytes=800, padding_bytes=336, main_parameter_bytes=288, main_gradient_bytes=0,
-               moment_bytes=576, optimizer_padding_bytes=0, scratch_bytes=302, activation_bytes=0)
+               moment_bytes=576, exchange_bytes=0, optimizer_padding_bytes=0, scratch_bytes=302, activation_bytes=0)
     """
     norm_bytes = _NORM_BYTES if has_main_params else 0
     total = RankMemory(scratch_bytes=norm_bytes + (_FENCE_BYTES if has_fence else 0), activation_bytes=activation_bytes)
