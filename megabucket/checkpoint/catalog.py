@@ -34,6 +34,7 @@ _STEP = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,8}))?")
 _LATEST = re.compile(r"(step-[0-9.]{8,40}) ([0-9a-f]{64})\n")
 _LATEST_MAX_BYTES = 200
 _KEY_MAX_BYTES = 4096
+_MAX_LOOKED_AT = 50
 MAX_STEP = 10**15 - 1
 
 
@@ -109,13 +110,15 @@ def read_manifest(file_system: FileSystem, path: Path, directory: StepDirectory,
 
 
 def whole_steps(file_system: FileSystem, root: Path, *, but: StepDirectory | None = None) -> tuple[int, ...]:
-    """Return the steps with a sealed manifest and all files, which is not to say that these were verified.
+    """Return the newest steps with a sealed manifest and all files, which is not to say that these were verified.
+
+    For texts of errors: it reads manifests, so it looks at the newest fifty directories only.
 
     Args:
         but: leave this one out.
     """
     steps = []
-    for directory in step_directories(file_system, root):
+    for directory in step_directories(file_system, root)[-_MAX_LOOKED_AT:]:
         path = root / directory.name
         try:
             manifest = read_manifest(file_system, path, directory, key=None).manifest

@@ -18,6 +18,7 @@ _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 _CHUNK_BYTES = MIB
 _MAX_THREADS = 4
+_UNKNOWN_BYTES = 2**62
 
 
 class FileSystem:
@@ -89,9 +90,9 @@ class FileSystem:
             os.close(descriptor)
 
     def free_bytes(self, path: Path) -> int:
-        """Return how much can still be written, quotas not counted."""
+        """Return how much can still be written, quotas not counted; without end where the file system cannot tell."""
         found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        return found.f_bavail * found.f_frsize if found.f_blocks else _UNKNOWN_BYTES
 
     def lock(self, path: Path) -> int:
         """Take the lock that ``path`` stands for, until the returned descriptor is unlocked or this process ends.
@@ -137,7 +138,11 @@ class FileSystem:
 
 def num_file_threads() -> int:
     """Return how many files to hash at a time: hashing takes a core, and more cores than these do not make a disk faster."""
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    try:
+        num_cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        num_cores = os.cpu_count() or 1
+    return min(_MAX_THREADS, num_cores)
 
 
 def attempt(act: Callable[[], object]) -> bool:

@@ -168,6 +168,10 @@ class Save:
             lock, self._lock = self._lock, None
             attempt(lambda: self._files.unlock(lock))
 
+    def __del__(self) -> None:
+        """Let go of the lock of a save that was begun and forgotten, after an error perhaps."""
+        self.release()
+
     # What each rank says, and what all conclude
 
     def _agree(self, act: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
