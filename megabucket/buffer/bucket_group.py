@@ -94,7 +94,9 @@ class _ParamAndGradBucketGroup:
         self._values = [slot.param.data for slot in self.slots]
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
         self._are_params_hidden = False
-        self._was_all_reduced = False
+        self._is_everywhere = False  # what was reduced, not only this rank's shard of it
+        self._awaits_gather = False
+        self._grad_gather: Handle | None = None
         num_ranks = communicator.size if policy.average and policy.op is ReduceOp.SUM else 1
         self._scales = [GradScale.mean_of(num_ranks, bucket.grad_data.dtype) for bucket in self.buckets]
         self.finite_test, self.sum_test = self._make_finite_tests()
@@ -225,8 +227,10 @@ class _ParamAndGradBucketGroup:
         self._launch_grads(force_all_reduce=force_all_reduce)
 
     def _launch_grads(self, *, force_all_reduce: bool) -> None:
-        self._was_all_reduced = force_all_reduce or not self.policy.reduce_scatters
-        calls = self._reduce_calls if self._was_all_reduced else self._scatter_calls
+        # Forced or not, every rank launches the same: ranks that disagree about it find out at the fence, before any gathers.
+        self._awaits_gather, self._grad_gather = force_all_reduce and self.policy.reduce_scatters, None
+        self._is_everywhere = not self.policy.reduce_scatters
+        calls = self._scatter_calls if self.policy.reduce_scatters else self._reduce_calls
         self._grad_handle = self.communicator.launch(calls, label=self.label)
 
     def finish_grad_sync(self) -> None:
@@ -242,11 +246,26 @@ class _ParamAndGradBucketGroup:
             self._wait(self._grad_handle)
         self._grads.enter(GradPhase.REDUCED)
         self._grad_handle = None
-        reduced = [bucket.grad_data for bucket in self.buckets] if self._was_all_reduced else self._grad_shards
+        reduced = [bucket.grad_data for bucket in self.buckets] if self._is_everywhere else self._grad_shards
         for scale, values in zip(self._scales, reduced, strict=True):
             scale.after(values)
         self.sum_test.forget()
-        if self.policy.tests_finite and self._was_all_reduced:
+        if self.policy.tests_finite and self._is_everywhere:
+            self.sum_test.run()
+
+    def gather_grads(self) -> None:
+        """Collect the shards of all ranks, if ``force_all_reduce`` has asked for it. The ranks have agreed that all do so.
+
+        Does nothing when they are here already. May be called again when a wait was interrupted.
+        """
+        if not self._awaits_gather:
+            return
+        if self._grad_gather is None:
+            calls = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self._grad_shards, strict=True)]
+            self._grad_gather = self.communicator.launch(calls, label=f"gradient gather {self.index}")
+        self._grad_gather.wait()
+        self._awaits_gather, self._is_everywhere, self._grad_gather = False, True, None
+        if self.policy.tests_finite:
             self.sum_test.run()
 
     def publish(self) -> None:
@@ -254,7 +273,7 @@ class _ParamAndGradBucketGroup:
 
         A reduce-scattered gradient is not published: only this rank's shard of it means anything.
         """
-        if self._was_all_reduced:
+        if self._is_everywhere:
             for slot in self.slots:
                 slot.publish()
 
@@ -283,6 +302,7 @@ class _ParamAndGradBucketGroup:
         """
         if self._grads.current is not GradPhase.ACCUMULATING:
             self._grads.enter(GradPhase.ACCUMULATING)
+        self._awaits_gather = False
         self.interrupted.clear()
         for slot in self.slots:
             slot.forget()

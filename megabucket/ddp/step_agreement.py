@@ -81,7 +81,11 @@ class StepAgreement:
         """
         if self._pending is None:
             raise InvariantError("there is no fence to conclude")
-        error = self._error_of_sum() if self._pending.is_whole() else self._error_of(self._pending)
+        is_whole = self._pending.is_whole()
+        if is_whole:
+            for group in self._groups:
+                group.gather_grads()
+        error = self._error_of_sum() if is_whole else self._error_of(self._pending)
         self._pending = None
         self.step += self._ends_step
         self.skip_reason = ""

@@ -155,7 +155,7 @@ class DistributedDataParallel(torch.nn.Module):
         (not ``zero_grad``) has prepared the place for them.
 
         Args:
-            force_all_reduce: all-reduce what is launched here, although the distributed optimizer is on. Set the attribute
+            force_all_reduce: gather what is reduce-scattered here, once all ranks have agreed on the step. Set the attribute
                 ``force_all_reduce`` before backward to reach what backward launches, too.
 
         Raises:

@@ -113,16 +113,20 @@ class TestReduction:
         assert second.params["a"].main_grad.tolist() == [4.0] * 100
         assert first.params["a"].grad is None
 
-    def test_force_all_reduce_gives_all_ranks_everything_although_the_policy_scatters(self):
+    def test_force_all_reduce_gives_all_ranks_everything_when_they_have_agreed_although_the_policy_scatters(self):
         world, (first, second) = ranks(SCATTER_MEAN)
         first.both(2)
         second.both(6)
 
         sync([first, second], force_all_reduce=True)
+        # What ranks launch before they agree is what a rank launches that was not forced.
+        assert world.schedule(0) == ("bucket 1 [reduce_scatter sum of 256 x float32]",)
+        world.run(lambda rank: (first, second)[rank].group.gather_grads())
+        world.run(lambda rank: (first, second)[rank].group.gather_grads())  # it is here already
         second.group.publish()
 
         assert first.reduced == second.reduced == [4.0, 4.0]
-        assert world.schedule(0) == ("bucket 1 [all_reduce sum of 256 x float32]",)
+        assert world.schedule(0)[1:] == ("gradient gather 1 [all_gather of 256 x float32]",)
         assert second.params["b"].grad is second.params["b"].main_grad
 
     def test_one_rank_reduces_with_itself(self):

@@ -173,9 +173,7 @@ def abort_before_step(maker: Maker, draft: Draft, rank: int) -> Slip | None:
 
 
 def force_all_reduce(maker: Maker, draft: Draft, rank: int) -> Slip | None:
-    """Ask for an all-reduce where there is one anyway; with shards the loopback world would refuse the mixture itself."""
-    if maker.spec.is_sharded:
-        return None
+    """Ask for whole gradients on one rank."""
     draft.acts[rank].insert(0, Force(True))
     flags = tuple(int(other == rank) for other in maker.ranks)
     agreed = Agreed("ScheduleMismatchError", {"by_rank": flags}, ("force_all_reduce differs between ranks",))
