@@ -70,6 +70,13 @@ def members_by_name(
     return [[names[param] for param in group] for group in members], names
 
 
+def members_of(optimizer: torch.optim.Optimizer) -> Sequence[Sequence[torch.Tensor]]:
+    """Return the whole parameters of each group."""
+    if isinstance(optimizer, DistributedOptimizer):
+        return optimizer.sharding.members
+    return [group["params"] for group in optimizer.param_groups]
+
+
 def hold_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> HeldState:
     """Return the state of an optimizer over whole parameters.
 
@@ -77,11 +84,11 @@ def hold_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> Hel
         OptimizerParametersError: a parameter is not the module's.
         ConfigError: some state is of a kind that no file can hold.
     """
-    members = [group["params"] for group in optimizer.param_groups]
-    groups, names = members_by_name(members, module)
+    groups, names = members_by_name(members_of(optimizer), module)
     held = HeldState()
     described = _hold_whole(optimizer.state, names, held.shared)
-    held.values.update(_values(optimizer, groups, described, {}, held.shared.__setitem__))
+    named = list(zip(groups, optimizer.param_groups, strict=True))
+    held.values.update(optimizer_values(type(optimizer).__name__, named, described, {}, held.shared.__setitem__))
     return held
 
 
@@ -124,7 +131,8 @@ def hold_shards(
         # All ranks say the same, also of parameters that they own nothing of.
         dtype = dtype_name(main_dtype(buffer.param_data.dtype))
         computed_in.update({canonical_name(name): dtype for name in buffer.params})
-    held.values.update(_values(optimizer.torch_optimizer, groups, by_name, computed_in, held.shared.__setitem__))
+    kind, named = type(optimizer.torch_optimizer).__name__, list(zip(groups, optimizer.param_groups, strict=True))
+    held.values.update(optimizer_values(kind, named, by_name, computed_in, held.shared.__setitem__))
     return held
 
 
@@ -174,21 +182,35 @@ def _hold_entry(name: str, key: str, value: Any, param: torch.Tensor, shared: di
     return StateEntry(key, "plain", number=("json", json.dumps(encode(value, tensor_name, shared.__setitem__))))
 
 
-def _values(
-    optimizer: torch.optim.Optimizer,
-    groups: Sequence[Sequence[str]],
+def optimizer_values(
+    kind: str,
+    groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]],
     described: Mapping[str, Description],
     computed_in: Mapping[str, str],
     keep: Callable[[str, torch.Tensor], None],
 ) -> dict[str, Json]:
-    hyperparameters = [
-        {key: encode(value, f"optim.group.{index}.{key}", keep) for key, value in group.items() if key != "params"}
-        for index, group in enumerate(optimizer.param_groups)
-    ]
+    """Return what a checkpoint says of an optimizer beside its tensors.
+
+    Args:
+        kind: the name of its class.
+        groups: the names of the parameters of each group, and its hyperparameters.
+        described: what is kept for each parameter.
+        computed_in: what dtype each parameter is stepped in, where it is not its own.
+        keep: called with every tensor among the hyperparameters.
+
+    Raises:
+        ConfigError: a hyperparameter is of a kind that no file can hold.
+    """
     return {
-        "class": type(optimizer).__name__,
+        "class": kind,
         "groups": [
-            {"params": list(names), "hyperparameters": values} for names, values in zip(groups, hyperparameters, strict=True)
+            {
+                "params": list(names),
+                "hyperparameters": {
+                    key: encode(value, f"optim.group.{index}.{key}", keep) for key, value in group.items() if key != "params"
+                },
+            }
+            for index, (names, group) in enumerate(groups)
         ],
         "state": [
             {"params": names, "entries": [[*entry[:4], list(entry.shape), list(entry.number)] for entry in description]}

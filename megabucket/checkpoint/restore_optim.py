@@ -12,7 +12,7 @@ import torch
 
 from megabucket.buffer.views import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
-from megabucket.checkpoint.optim_state import MAIN_PREFIX, members_by_name, state_name
+from megabucket.checkpoint.optim_state import MAIN_PREFIX, members_by_name, members_of, state_name
 from megabucket.checkpoint.pieces import Json
 from megabucket.checkpoint.plain_values import decode
 from megabucket.checkpoint.restore_model import source_of
@@ -73,7 +73,7 @@ def check_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, module: to
         return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
     there = StoredOptimizer.read(stored.values["optimizer"])
     inner = optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
-    members, names = members_by_name(_members(optimizer), module)
+    members, names = members_by_name(members_of(optimizer), module)
     problems = [] if type(inner).__name__ == there.kind else [f"the optimizer was {there.kind} and is {type(inner).__name__}"]
     problems += _group_problems(there.groups, members)
     computes_in_main = isinstance(optimizer, DistributedOptimizer)
@@ -91,12 +91,6 @@ def check_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, module: to
                     "cannot hold"
                 )
     return problems
-
-
-def _members(optimizer: torch.optim.Optimizer) -> Sequence[Sequence[torch.Tensor]]:
-    if isinstance(optimizer, DistributedOptimizer):
-        return optimizer.sharding.members
-    return [group["params"] for group in optimizer.param_groups]
 
 
 def _group_problems(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> list[str]:
@@ -122,7 +116,7 @@ def stage_optimizer(staging: Staging, optimizer: torch.optim.Optimizer, module: 
         _stage_shards(staging, optimizer, there, groups)
         return
     state: dict[torch.Tensor, dict[str, Any]] = {}
-    for param, name in members_by_name(_members(optimizer), module)[1].items():
+    for param, name in members_by_name(members_of(optimizer), module)[1].items():
         if name in there.state:
             state[param] = _stage_whole(staging, there, name, param, param.dtype)
 

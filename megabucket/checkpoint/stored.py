@@ -117,7 +117,7 @@ class StoredCheckpoint:
             info = self.tensors[piece.info.name]
             if info.name in reordered and not _same_order(piece.info, info):
                 flat = _in_order(reordered[info.name], info, piece.info.order)
-                _copy(flat[piece.start : piece.stop], piece.values.detach(), info.name)
+                copy_checked(flat[piece.start : piece.stop], piece.values.detach(), info.name)
 
     def _mismatches(self, piece: Piece, *, cast: bool) -> list[str]:
         wanted = piece.info
@@ -138,7 +138,7 @@ class StoredCheckpoint:
     def _fill(self, targets: Sequence[tuple[TensorInfo, int, int, torch.Tensor]]) -> None:
         def use(copy: Copy, values: torch.Tensor) -> None:
             target = targets[copy.target][3][copy.target_start : copy.target_start + copy.numel]
-            _copy(values, target, copy.name)
+            copy_checked(values, target, copy.name)
 
         self.stream([WantedRange(info.name, start, stop) for info, start, stop, _ in targets], use)
 
@@ -201,7 +201,12 @@ def _values(contents: torch.Tensor, entries: Mapping[str, Entry], copy: Copy, in
     return raw.view(getattr(torch, info.dtype))
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor, name: str) -> None:
+def copy_checked(source: torch.Tensor, target: torch.Tensor, name: str) -> None:
+    """Copy values, perhaps into another dtype.
+
+    Raises:
+        CheckpointMismatchError: that dtype cannot hold them.
+    """
     target.copy_(source)
     if source.dtype == target.dtype:
         return
