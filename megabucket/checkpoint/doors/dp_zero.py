@@ -116,15 +116,13 @@ def _places(buffer: BufferLayout) -> Iterator[tuple[str, int]]:
         offset += bucket.numel_unpadded
 
 
-def _gaps(buffer: BufferLayout, numel: int) -> Iterator[tuple[int, int]]:
-    """Return the ranges of the state that belong to no parameter."""
+def _gaps(buffer: BufferLayout) -> Iterator[tuple[int, int]]:
+    """Return the ranges of the state that belong to no parameter. Behind the last one there is none."""
     stop = 0
     for name, start in _places(buffer):
         if stop < start:
             yield stop, start
         stop = start + buffer.params[name].numel
-    if stop < numel:
-        yield stop, numel
 
 
 def _buffer_problems(held: Any, buffer: BufferLayout) -> list[str]:
@@ -145,6 +143,6 @@ def _buffer_problems(held: Any, buffer: BufferLayout) -> list[str]:
         elif flat.numel() != numel:
             problems.append(f"{key!r} has {flat.numel()} elements, and {here}")
         else:
-            full = [f"{start}:{stop}" for start, stop in _gaps(buffer, numel) if flat[start:stop].any()]
+            full = [f"{start}:{stop}" for start, stop in _gaps(buffer) if flat[start:stop].any()]
             problems += [f"{key!r} is not zero in {name_list(full)}, where the layout has no parameter"] if full else []
     return problems
