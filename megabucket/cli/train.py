@@ -31,6 +31,12 @@ def train(
     compare: Annotated[
         Reference | None, typer.Option(help="train the same with this afterwards and print the weight difference")
     ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto, never, a step or a path: where to begin (checkpoint.resume)", metavar="WHERE")
+    ] = None,
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="take the newest whole checkpoint where the one that is meant is damaged")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print the closing figures as JSON on stdout")] = False,
 ) -> None:
     """Train on bytes of source code; start several ranks with torchrun -m megabucket train ..."""
@@ -43,17 +49,27 @@ def train(
     from megabucket.training.loop import run_training
     from megabucket.training.progress import SilentView, make_view
 
-    run = load_config(config, overrides or [])
+    run = load_config(config, [*(overrides or []), *_overrides(resume, allow_fallback=allow_fallback)])
     launch = read_launch(os.environ)
     is_first = launch.rank == 0
     view = make_view(_console(Console(stderr=True))) if is_first else SilentView()
     report = run_training(run, launch=launch, view=view, compares=compare is not None)
     if is_first:
         _print_report(report, as_json=json)
-    if not math.isfinite(report.summary.measured.held_out_bits_after):
+    if report.stopped is not None:
+        raise typer.Exit(ExitCode.TERMINATED if report.stopped.signal == "SIGTERM" else ExitCode.INTERRUPTED)
+    if report.summary is not None and not math.isfinite(report.summary.measured.held_out_bits_after):
         if is_first:
             typer.echo("error: training diverged: the held-out loss is not finite at its end", err=True)
         raise typer.Exit(ExitCode.NUMERICAL)
+
+
+def _overrides(resume: str | None, *, allow_fallback: bool) -> list[str]:
+    """Return the options as the overrides they stand for."""
+    import json
+
+    given = [] if resume is None else [f"checkpoint.resume={json.dumps(resume)}"]
+    return [*given, "checkpoint.allow_fallback=true"] if allow_fallback else given
 
 
 def _print_report(report: Report, *, as_json: bool) -> None:
@@ -66,6 +82,8 @@ def _print_report(report: Report, *, as_json: bool) -> None:
         import json
 
         typer.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    if report.summary is None:
         return
     console = _console(Console())
     console.print(summary_table(report.summary))

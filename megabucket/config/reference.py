@@ -23,6 +23,7 @@ from megabucket.config.architecture import (
     ParamEntry,
     ParamListConfig,
 )
+from megabucket.config.checkpoint import CheckpointConfig
 from megabucket.config.ddp import DistributedDataParallelConfig, PositiveCount, Section
 from megabucket.config.fabric import FabricConfig
 from megabucket.config.run import RunConfig
@@ -47,6 +48,7 @@ _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
     ("`optimizer`", OptimizerConfig),
     ("`data`", DataConfig),
     ("`train`", TrainConfig),
+    ("`checkpoint`", CheckpointConfig),
     ("`fabric`", FabricConfig),
     ("`model` with `kind: gpt`", GptConfig),
     ("`model` with `kind: llama`", LlamaConfig),

@@ -8,13 +8,14 @@ from typing import Any, Final, Literal
 from pydantic import Field, model_validator
 
 from megabucket.config.architecture import ArchitectureConfig
+from megabucket.config.checkpoint import CheckpointConfig
 from megabucket.config.ddp import DistributedDataParallelConfig, Section
 from megabucket.config.fabric import FabricConfig
 from megabucket.config.simulation import LinkConfig, SweepConfig, WorkloadConfig
 from megabucket.config.training import DataConfig, OptimizerConfig, TrainConfig
 
 _MODES: Final = ("all_reduce", "reduce_scatter")
-_SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "data", "train", "link", "workload", "sweep"})
+_SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "data", "train", "checkpoint", "link", "workload", "sweep"})
 
 
 class RunConfig(Section):
@@ -38,6 +39,9 @@ class RunConfig(Section):
 
     train: TrainConfig = Field(default_factory=TrainConfig)
     """How long, how much at once, and where the figures go."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """What is saved, and where the run begins."""
 
     fabric: FabricConfig | None = None
     """An emulated link to run over, for commands that start with torchrun. ``None``: what the machine has."""

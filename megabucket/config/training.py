@@ -113,8 +113,8 @@ class TrainConfig(Section):
     """Batches of ``microbatch_size`` held-out windows per rank in each evaluation."""
 
     log_path: Annotated[str, at.MinLen(1)] | None = "runs/train.jsonl"
-    """JSON lines with one object for the run, each step, each evaluation and the summary; replaced by the next run.
-    ``None`` writes none."""
+    """JSON lines with one object for the run, each step, each evaluation, each checkpoint and the summary; replaced by the next
+    run, continued by one that is resumed. ``None`` writes none."""
 
     trace_path: Annotated[str, at.MinLen(1)] | None = None
     """Chrome trace (JSON, opens in Perfetto) of the last step of all ranks. ``None`` writes none."""

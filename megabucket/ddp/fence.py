@@ -3,6 +3,9 @@
 Each rank contributes a few integers; the collective takes their maximum. A number that must be equal goes in with both signs,
 so its largest and its smallest value come out. Only when the ranks disagree, or one of them reports a fault, are the reports
 themselves exchanged.
+
+A rank that was asked to stop says so in the place of the faults, where a fault of any rank is louder: it is heard at the next
+fence then.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from megabucket.ddp.step_report import StepReport, record_bytes
 
 _NUM_PAIRS: Final = 8
 _NUM_FLAGS: Final = 2
+_FAULT: Final = 2 * _NUM_PAIRS
 _NONFINITE: Final = 2 * _NUM_PAIRS + 1
 _CAPTURABLE: Final = (
     "Wrap with fence=False and nonfinite_gradients='allow', which asks nothing, and capture forward, backward and a plain "
     "optimizer with capturable=True (docs/gpu.md)."
 )
+_WISH, _BROKEN = 1, 2
 
 
 class Fence:
@@ -57,7 +62,7 @@ class Fence:
             reader = "the end of a step asks whether it is whole on all ranks, and whether its gradients are finite"
             check_not_capturing(self._device, reader=reader, remedy=_CAPTURABLE)
         if self.communicator is None:
-            is_whole = not any(_flags(report)) and (nonfinite is None or not bool(nonfinite))
+            is_whole = _is_faultless(_flags(report)) and (nonfinite is None or not bool(nonfinite))
             return PendingFence(self, report, handle=None, vector=None, is_whole=is_whole)
         calls = self._calls[self._turn]
         self._turn = 1 - self._turn
@@ -95,6 +100,8 @@ class PendingFence:
         self._fence, self._report = fence, report
         self._handle, self._vector = handle, vector
         self._is_whole = is_whole
+        self.stop_is_wanted = report.wants_stop
+        """Whether some rank wants to stop, once ``is_whole`` has returned: the same on all ranks."""
         self._exchange: Exchange | None = None
         if report.failure is not None:
             # The fence cannot hold, so the exchange will follow on every rank. This one need not wait to take part in it.
@@ -107,7 +114,8 @@ class PendingFence:
             values = self._vector.tolist()
             pairs = values[: 2 * _NUM_PAIRS]
             agree = all(largest == -negated for largest, negated in zip(pairs[::2], pairs[1::2], strict=True))
-            self._is_whole = agree and not any(values[2 * _NUM_PAIRS :])
+            self._is_whole = agree and _is_faultless(values[2 * _NUM_PAIRS :])
+            self.stop_is_wanted = values[_FAULT] == _WISH
         return bool(self._is_whole)
 
     def reports(self, report: StepReport | None = None) -> Sequence[StepReport]:
@@ -139,4 +147,9 @@ def _signed_pairs(report: StepReport) -> list[int]:
 
 def _flags(report: StepReport) -> list[int]:
     has_fault = any(part is not None for part in (report.failure, report.change, report.late, report.unused))
-    return [int(has_fault), int(report.nonfinite is not None)]
+    return [_BROKEN if has_fault else _WISH * report.wants_stop, int(report.nonfinite is not None)]
+
+
+def _is_faultless(flags: Sequence[int]) -> bool:
+    fault, nonfinite = flags
+    return fault != _BROKEN and not nonfinite

@@ -40,6 +40,8 @@ class StepAgreement:
         """The error all ranks agreed on for the last step that was dropped."""
         self.skip_reason = ""
         """Why nobody steps on the gradients of this step; empty otherwise."""
+        self.stop_is_wanted = False
+        """Whether some rank has said at the last fence that it was asked to stop."""
 
     @property
     def is_pending(self) -> bool:
@@ -50,6 +52,7 @@ class StepAgreement:
         """Take over what outlives a rebuild."""
         self.step, self.last_error = other.step, other.last_error
         self.tally.step_number = other.tally.step_number
+        self.tally.wants_stop, self.stop_is_wanted = other.tally.wants_stop, other.stop_is_wanted
 
     def launch(self, *, force_all_reduce: bool, is_committing: bool = False, ends_step: bool = True) -> None:
         """Send this rank's side to the fence, without waiting.
@@ -86,6 +89,7 @@ class StepAgreement:
             for group in self._groups:
                 group.gather_grads()
         error = self._error_of_sum() if is_whole else self._error_of(self._pending)
+        self.stop_is_wanted = self._pending.stop_is_wanted
         self._pending = None
         self.step += self._ends_step
         self.skip_reason = ""

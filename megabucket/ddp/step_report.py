@@ -105,6 +105,8 @@ class StepReport:
     is_committing: bool = False
     """Whether the optimizer updates right after this fence (reduce-scatter)."""
     force_all_reduce: bool = False
+    wants_stop: bool = False
+    """Whether this rank was asked to stop; no fault."""
     failure: Failure | None = None
     change: ModelChange | None = None
     late: LateGrads | None = None

@@ -88,6 +88,11 @@ class StepSync:
         return self._agreement.skip_reason
 
     @property
+    def stop_is_wanted(self) -> bool:
+        """Whether some rank has said at the last fence that it was asked to stop."""
+        return self._agreement.stop_is_wanted
+
+    @property
     def is_finished(self) -> bool:
         """Whether every gradient is reduced."""
         return self._is_finished

@@ -42,6 +42,8 @@ class StepTally:
         """By which the optimizer is going to update; looked at when it commits."""
         self.grad_scale = 1.0
         """What the reduced gradients were multiplied with."""
+        self.wants_stop = False
+        """Whether this rank was asked to stop. It says so at every fence; what comes of it is the caller's business."""
         self._updates: list[Hyperparameters] = []
         self.failure: Failure | None = None
         self.change: ModelChange | None = None
@@ -118,6 +120,7 @@ class StepTally:
             hyperparameters=texts_of(updates) if is_detailed or self.failure is not None else (),
             is_committing=is_committing,
             force_all_reduce=force_all_reduce,
+            wants_stop=self.wants_stop,
             failure=self.failure,
             change=self.change,
             late=self.late,

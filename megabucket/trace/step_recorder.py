@@ -38,9 +38,14 @@ class StepRecorder:
         """Count the launch for the step that runs now."""
         self._collectives.append(record)
 
-    def begin(self, now_s: float) -> None:
-        """Start the next step at ``now_s``: what was recorded since the last one (an evaluation, say) belongs to none."""
+    def begin(self, now_s: float, *, step: int | None = None) -> None:
+        """Start the next step at ``now_s``: what was recorded since the last one (an evaluation, say) belongs to none.
+
+        Args:
+            step: its number, where a run goes on that has made steps before.
+        """
         self._started_s = now_s
+        self._num_steps = self._num_steps if step is None else step
         self._collectives.clear()
 
     def end_step(self, now_s: float) -> StepTrace | None:

@@ -19,6 +19,7 @@ from megabucket.trace import StepRecorder
 from megabucket.training.metrics import MetricsLog
 from megabucket.training.optimizer import make_optimizer
 from megabucket.training.progress import View
+from megabucket.training.resume import Start
 from megabucket.training.steps import StepLoop, Trainee
 from megabucket.training.task import Task
 
@@ -70,8 +71,25 @@ def check_comparable(config: RunConfig) -> None:
         )
 
 
-def compare_with_torch(task: Task, ours: Outcome, view: View) -> Comparison:
-    """Train ``task`` again without our wrapper and compare where both ended. All ranks must call it."""
+def check_same_run(start: Start) -> None:
+    """Refuse a run that has become another one at a checkpoint: the reference makes all its steps with one config.
+
+    Raises:
+        ConfigError: the config differs from that of the steps before.
+    """
+    if start.changes:
+        raise ConfigError(
+            f"--compare trains all steps anew with this config, but those before step {start.step} were made with another: "
+            + "; ".join(start.changes)
+        )
+
+
+def compare_with_torch(task: Task, ours: Outcome, view: View, *, resumed_at: int = 0) -> Comparison:
+    """Train ``task`` again without our wrapper and compare where both ended. All ranks must call it.
+
+    Args:
+        resumed_at: how many steps of ours were made by an earlier process; the reference makes all of them.
+    """
     theirs = train_reference(task, view)
     apart = {
         name: float((weight.double() - theirs.weights[name].double()).abs().max())
@@ -90,7 +108,7 @@ def compare_with_torch(task: Task, ours: Outcome, view: View) -> Comparison:
         held_out_bits=(ours.held_out_bits, theirs.held_out_bits),
         last_bits_per_byte=(ours.last_bits_per_byte, theirs.last_bits_per_byte),
         steps_per_s=(ours.steps_per_s, theirs.steps_per_s),
-        note=_note(task),
+        note=_note(task, resumed_at),
     )
 
 
@@ -179,8 +197,10 @@ def _describe_reference(task: Task) -> str:
     return f"{wrapper} + {name}, {task.model.dtype} parameters"
 
 
-def _note(task: Task) -> str:
+def _note(task: Task, resumed_at: int) -> str:
     notes = []
+    if resumed_at:
+        notes.append(f"Ours went on from a checkpoint of step {resumed_at}; the reference made all steps without a break.")
     if task.config.optimizer.clip_grad > 0:
         notes.append("Both clip by a norm summed in float64; torch's own clip_grad_norm_ sums in float32.")
     if task.model.dtype != "float32":

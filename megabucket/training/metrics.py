@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +20,8 @@ from megabucket.trace import StepTrace
 
 SCHEMA: Final = 1
 """Version of the objects; raised when a field changes its meaning or goes away."""
+
+_BLOCK_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +95,37 @@ class MetricsLog:
 
     Args:
         path: where to write, its directory is made; ``None`` writes nothing.
+        keeps_lines: keep what is there until ``start_anew``, but for a last line that is not whole because its writer was killed.
 
     Raises:
         ConfigError: the file cannot be written.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, keeps_lines: bool = False) -> None:
         self._file: IO[str] | None = None
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            if keeps_lines:
+                _cut_to_whole_lines(path)
+            self._file = path.open("a" if keeps_lines else "w", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"train.log_path={str(path)!r} cannot be written: {error.strerror}. Name a file in a directory of yours, or "
                 "set it to null to write no metrics."
             ) from error
+
+    def start_anew(self) -> None:
+        """Remove the lines of an earlier run."""
+        if self._file is not None:
+            self._file.seek(0)
+            self._file.truncate()
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether something was written."""
+        return self._file is not None and self._file.tell() > 0
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Append one object and flush it. Numbers that are not finite become the strings ``nan``, ``inf`` and ``-inf``."""
@@ -127,6 +144,25 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _cut_to_whole_lines(path: Path) -> None:
+    """Remove what stands behind the last line break of a file, if there is such a file."""
+    try:
+        file = path.open("r+b")
+    except FileNotFoundError:
+        return
+    with file:
+        stop = file.seek(0, os.SEEK_END)
+        while stop > 0:
+            start = max(0, stop - _BLOCK_BYTES)
+            file.seek(start)
+            found = file.read(stop - start).rfind(b"\n")
+            if found >= 0:
+                file.truncate(start + found + 1)
+                return
+            stop = start
+        file.truncate(0)
 
 
 def jsonable(value: Any) -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -37,6 +38,34 @@ class Trainee:
     """Context for a whole step, in which a fault of one rank is told to all."""
     last_trace: Callable[[], StepTrace | None] = lambda: None
     """The wrapper's own trace of the step that has just ended, if it makes one."""
+
+
+class BetweenSteps(Protocol):
+    """What a loop does between two steps besides training; called alike on all ranks."""
+
+    def wants_stop(self) -> bool:
+        """Return whether the run ends here; asked after each step."""
+        ...
+
+    def is_due(self, num_steps: int) -> bool:
+        """Return whether a run that has done so many steps is saved now."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for what the last step has left under way."""
+        ...
+
+    def poll(self) -> None:
+        """Go on with what runs in the background."""
+        ...
+
+    def save(self, num_steps: int) -> None:
+        """Save, or begin to."""
+        ...
+
+    def save_last(self, num_steps: int) -> None:
+        """Save unless that is done, and wait until it is."""
+        ...
 
 
 def train_step(trainee: Trainee, microbatches: Sequence[Batch], recorder: Recorder) -> tuple[float, StepResult]:
@@ -72,6 +101,8 @@ class StepLoop:
     """
 
     def __init__(self, task: Task, trainee: Trainee, *, recorder: StepRecorder, view: View, log: MetricsLog) -> None:
+        self.num_steps_done = 0
+        """Steps of the whole run, those before this loop included."""
         self.totals = Totals()
         self.last_trace: StepTrace | None = None
         self._task = task
@@ -82,21 +113,45 @@ class StepLoop:
         # Of steps whose trace is not complete yet: at most two.
         self._outcomes: list[StepOutcome] = []
 
-    def run(self) -> float:
-        """Run all steps and return their wall time in seconds."""
-        num_steps = self._task.config.train.steps
+    def run(self, first_step: int = 0, between: BetweenSteps | None = None) -> float:
+        """Run all steps, or as many as ``between`` lets it; return their wall time in seconds, with what happens between them.
+
+        Args:
+            first_step: how many steps were done before.
+            between: what is done between steps; ``None`` trains and nothing else.
+        """
+        num_steps, self.num_steps_done = self._task.config.train.steps, first_step
         self._view.start(num_steps, self._trainee.title)
         started_s = time.perf_counter()
         try:
-            self._recorder.begin(started_s)
-            for step in range(num_steps):
+            self._recorder.begin(started_s, step=first_step)
+            for step in range(first_step, num_steps):
                 self._outcomes.append(self._run_step(step))
                 self._take(self._recorder.end_step(time.perf_counter()))
+                self.num_steps_done = step + 1
+                if between is not None and self._ends_between(between, is_last=step + 1 == num_steps):
+                    break
             stopped_s = time.perf_counter()
             self._take(self._recorder.flush())
         finally:
             self._view.stop()
         return stopped_s - started_s
+
+    def _ends_between(self, between: BetweenSteps, *, is_last: bool) -> bool:
+        """Do what is due after a step; return whether the run ends before its last one."""
+        wants_stop = between.wants_stop()
+        if not (wants_stop or is_last or between.is_due(self.num_steps_done)):
+            between.poll()
+            return False
+        # The log tells of all steps that the checkpoint holds before that is there: who is killed later goes on behind them.
+        between.settle()
+        self._take(self._recorder.flush())
+        if wants_stop or is_last:
+            between.save_last(self.num_steps_done)
+        else:
+            between.save(self.num_steps_done)
+        self._recorder.begin(time.perf_counter())
+        return wants_stop
 
     def _run_step(self, step: int) -> StepOutcome:
         rate = self._task.learning_rate(step)

@@ -37,9 +37,12 @@ class Task:
     @property
     def num_tokens_per_step(self) -> int:
         """Tokens of one step over all ranks."""
-        train = self.config.train
-        windows = train.microbatch_size * train.num_microbatches * self.ranks.num_ranks
-        return windows * self.model.sequence_length
+        return self.num_windows_per_step * self.model.sequence_length
+
+    @property
+    def num_windows_per_step(self) -> int:
+        """Training windows of one step over all ranks: the global batch."""
+        return self.config.train.microbatch_size * self.config.train.num_microbatches * self.ranks.num_ranks
 
     def build_model(self) -> ByteGPT:
         """Return the model with its initial weights: the same on every rank and at every call."""
@@ -50,13 +53,14 @@ class Task:
         return learning_rate(self.config.optimizer, step=step, num_steps=self.config.train.steps)
 
     def microbatches(self, step: int) -> list[Batch]:
-        """Return this rank's microbatches of a step; no two ranks, steps or microbatches share their random numbers."""
-        train, batches = self.config.train, []
-        for index in range(train.num_microbatches):
-            key = (train.seed, step, index, self.ranks.rank)
-            starts = training_starts(self.train_windows, train.microbatch_size, key=key)
-            batches.append(self.train_windows.batch(starts))
-        return batches
+        """Return this rank's microbatches of a step: its share of the windows that all ranks see in it.
+
+        Which windows these are depends on their number alone, so other ranks with microbatches of other sizes see the same.
+        """
+        train, rank = self.config.train, self.ranks.rank
+        starts = training_starts(self.train_windows, self.num_windows_per_step, key=(train.seed, step))
+        own = starts.reshape(self.ranks.num_ranks, train.num_microbatches, train.microbatch_size)[rank]
+        return [self.train_windows.batch(part) for part in own]
 
     @torch.no_grad()
     def held_out_bits(self, model: torch.nn.Module) -> float:

@@ -1,7 +1,7 @@
 """Which bytes make a batch: windows of the corpus, chosen by numbers alone, so that a run can be repeated.
 
-Training windows start anywhere and depend on seed, step, microbatch and rank; held-out windows lie evenly spread and
-depend on nothing but their number.
+Training windows start anywhere and depend on seed and step, and on their place in the batch of all ranks; held-out windows lie
+evenly spread and depend on nothing but their number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Windows:
 
 
 def training_starts(windows: Windows, num_windows: int, *, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Return random starts that depend on ``key`` only: seed, step, microbatch, rank."""
+    """Return random starts that depend on ``key`` only: seed and step."""
     return np.random.default_rng(key).integers(0, windows.num_starts, size=num_windows)
 
 

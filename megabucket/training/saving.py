@@ -1,0 +1,159 @@
+"""What happens between two steps of a run that is saved: checkpoints when they are due, and the end when somebody asks for it.
+
+All ranks call everything here alike; the first one writes the lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megabucket.checkpoint.checkpointer import Checkpointer, save_checkpoint
+from megabucket.config.checkpoint import CheckpointConfig
+from megabucket.ddp import DistributedDataParallel
+from megabucket.ddp.agreed_stop import AgreedStop
+from megabucket.errors import CheckpointNotSavedError
+from megabucket.optim import DistributedOptimizer
+from megabucket.training.metrics import MetricsLog
+from megabucket.training.progress import View
+from megabucket.training.resume import Start, data_position
+from megabucket.training.task import Task
+
+
+class RunSaver:
+    """Saves one run.
+
+    Args:
+        start: where the run begins.
+        view: what is shown.
+        log: what is written.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: DistributedDataParallel,
+        optimizer: DistributedOptimizer,
+        *,
+        start: Start,
+        view: View,
+        log: MetricsLog,
+    ) -> None:
+        config: CheckpointConfig = task.config.checkpoint
+        self.folder = Path(config.folder or "")
+        self.stop = AgreedStop(model, ask_every_steps=config.ask_every_steps)
+        """Who asks it for the end has the step that runs now finished and saved."""
+        self._config, self._task, self._model, self._optimizer, self._view, self._log = (
+            config,
+            task,
+            model,
+            optimizer,
+            view,
+            log,
+        )
+        self._checkpointer = Checkpointer(
+            self.folder,
+            model,
+            optimizer,
+            keep_last=config.keep_last,
+            asynchronous=config.asynchronous,
+            when_busy=config.when_busy,
+        )
+        self._goes_back = bool(start.later_steps)
+        self._saved_step = start.step
+        self._step_under_way: int | None = None
+
+    def wants_stop(self) -> bool:
+        """Return whether the run ends here, alike on all ranks; asked after each step."""
+        return self.stop.poll()
+
+    def is_due(self, num_steps: int) -> bool:
+        """Return whether a run that has done so many steps is saved now."""
+        every = self._config.every_steps
+        return every is not None and num_steps % every == 0
+
+    def settle(self) -> None:
+        """Wait for what the last step has left under way."""
+        self._model.finish_param_sync()
+
+    def poll(self) -> None:
+        """Commit what was written in the background.
+
+        Raises:
+            CheckpointNotSavedError: that has failed.
+        """
+        if self._step_under_way is not None:
+            self._try(lambda: self._note_under_way() if self._checkpointer.poll() is not None else None)
+
+    def save(self, num_steps: int) -> None:
+        """Save, or begin to.
+
+        Raises:
+            CheckpointNotSavedError: this save, or the one before in the background, has failed.
+        """
+        self._try(lambda: self._save(num_steps))
+
+    def save_last(self, num_steps: int) -> None:
+        """Save unless that is done, and wait until it is.
+
+        Raises:
+            CheckpointNotSavedError: that has failed.
+        """
+        self._try(self._finish)
+        if self._saved_step != num_steps:
+            self._save(num_steps)
+            self._finish()
+
+    def _save(self, num_steps: int) -> None:
+        position = data_position(self._task, num_steps)
+        if self._goes_back:
+            # ``latest`` names a later step, and its directory may be there: the first save takes its place, at once.
+            save_checkpoint(
+                self.folder,
+                self._model,
+                self._optimizer,
+                step=num_steps,
+                data_position=position,
+                keep_last=self._config.keep_last,
+                overwrite=True,
+            )
+            self._goes_back = False
+            self._note_saved(num_steps)
+            return
+        before, self._step_under_way = self._step_under_way, None
+        is_begun = self._checkpointer.save(num_steps, data_position=position)
+        if not is_begun:
+            self._step_under_way = before
+            self._view.note(f"step {num_steps} is not saved: step {before} is still being written (checkpoint.when_busy=skip)")
+            return
+        if before is not None:
+            self._note_saved(before)
+        if self._config.asynchronous:
+            self._step_under_way = num_steps
+        else:
+            self._note_saved(num_steps)
+
+    def _finish(self) -> None:
+        if self._step_under_way is not None:
+            self._checkpointer.close()
+            self._note_under_way()
+
+    def _note_under_way(self) -> None:
+        step, self._step_under_way = self._step_under_way, None
+        if step is not None:
+            self._note_saved(step)
+
+    def _note_saved(self, num_steps: int) -> None:
+        self._saved_step = num_steps
+        self._log.write("checkpoint", {"step": num_steps, "folder": str(self.folder), "error": None})
+
+    def _try(self, act: Callable[[], None]) -> None:
+        """Do something that may fail without the end of the run, if the config says so."""
+        try:
+            act()
+        except CheckpointNotSavedError as error:
+            self._step_under_way = None
+            self._log.write("checkpoint", {"step": error.step, "folder": str(self.folder), "error": str(error)})
+            if self._config.failed_saves == "end":
+                raise
+            self._view.note(f"warning: {error}")
