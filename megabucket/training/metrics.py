@@ -95,7 +95,7 @@ class MetricsLog:
 
     Args:
         path: where to write, its directory is made; ``None`` writes nothing.
-        keeps_lines: keep what is there until ``start_anew``, but for a last line that is not whole because its writer was killed.
+        keeps_lines: keep what is there until ``start_anew``, without a last line that is not whole: its writer was killed.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -43,14 +43,8 @@ class RunSaver:
         self.folder = Path(config.folder or "")
         self.stop = AgreedStop(model, ask_every_steps=config.ask_every_steps)
         """Who asks it for the end has the step that runs now finished and saved."""
-        self._config, self._task, self._model, self._optimizer, self._view, self._log = (
-            config,
-            task,
-            model,
-            optimizer,
-            view,
-            log,
-        )
+        self._config, self._task, self._view, self._log = config, task, view, log
+        self._model, self._optimizer = model, optimizer
         self._checkpointer = Checkpointer(
             self.folder,
             model,

@@ -86,6 +86,18 @@ class TestWhatHolds:
 
         assert are_whole(finding, {}, nonfinite=[torch.tensor(False)] * 2) == [False] * 2
 
+    def test_a_wish_to_stop_is_no_fault_and_is_heard_by_all(self):
+        _, fences = ranks_of(3)
+        pending = launched(fences, {}, {"wants_stop": True}, {})
+
+        assert [fence.is_whole() for fence in pending] == [True] * 3
+        assert [fence.stop_is_wanted for fence in pending] == [True] * 3
+
+    @pytest.mark.parametrize("field", FAULTS)
+    def test_a_fault_is_seen_beside_a_wish_to_stop(self, field):
+        assert are_whole({"wants_stop": True}, {field: FAULTS[field]}) == [False] * 2
+        assert are_whole({"wants_stop": True, field: FAULTS[field]}) == [False]
+
     def test_the_answer_stays_the_same_when_the_next_fence_holds(self):
         _, fences = ranks_of(2)
         broken = launched(fences, {}, {"num_microbatches": 1})

@@ -75,3 +75,45 @@ def test_the_figures_of_a_step_come_from_its_trace():
     assert (metrics.step_s, metrics.tokens_per_s) == (2.0, 250.0)
     assert (metrics.comm_s, metrics.exposed_s, metrics.overlap_fraction) == (1.0, 0.25, 0.75)
     assert (metrics.num_collectives, metrics.payload_bytes, metrics.wire_bytes) == (1, 100, 50.0)
+
+
+@pytest.mark.parametrize("tail", ["", '{"kind": "st', "x" * 200_000], ids=["whole", "cut", "long"])
+def test_a_log_that_goes_on_keeps_whole_lines(tmp_path, tail):
+    path = tmp_path / "log.jsonl"
+    path.write_text("first\nsecond\n" + tail)
+    log = MetricsLog(path, keeps_lines=True)
+
+    assert log.has_lines
+    log.write("step", {})
+    log.close()
+
+    first, second, third = path.read_text().splitlines()
+    assert (first, second, json.loads(third)["kind"]) == ("first", "second", "step")
+
+
+@pytest.mark.parametrize("content", [None, "", "cut"])
+def test_a_log_that_goes_on_from_nothing_is_empty(tmp_path, content):
+    path = tmp_path / "runs" / "log.jsonl"
+    if content is not None:
+        path.parent.mkdir()
+        path.write_text(content)
+
+    log = MetricsLog(path, keeps_lines=True)
+
+    assert not log.has_lines
+    assert path.read_text() == ""
+    log.close()
+
+
+def test_a_log_can_begin_anew_when_it_turns_out_that_nothing_goes_on(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("old\n")
+    log = MetricsLog(path, keeps_lines=True)
+
+    log.start_anew()
+
+    assert not log.has_lines
+    log.write("run", {})
+    log.close()
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["kind"] == "run"

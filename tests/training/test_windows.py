@@ -6,6 +6,8 @@ import torch
 
 from megabucket.errors import CorpusError
 from megabucket.training.corpus import Split
+from megabucket.training.launch import Ranks
+from megabucket.training.task import make_task
 from megabucket.training.windows import Windows, held_out_starts, training_starts
 
 
@@ -53,3 +55,35 @@ def test_held_out_starts_reach_from_the_first_window_to_the_last():
 def test_a_split_shorter_than_one_window_is_refused():
     with pytest.raises(CorpusError, match=r"1 file\(s\) with 4 bytes are too few for one window of 4 bytes"):
         windows_over(b"abcd", sequence_length=4)
+
+
+def batches_of(tiny_run, step, *, num_ranks, microbatch_size, num_microbatches):
+    """What all ranks see in a step: for each rank its microbatches, as text."""
+    config = tiny_run(train={"microbatch_size": microbatch_size, "num_microbatches": num_microbatches, "seed": 3})
+    by_rank = []
+    for rank in range(num_ranks):
+        ranks = Ranks(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"), backend="none", are_on_one_host=True)
+        batches = make_task(config, config.model, ranks).microbatches(step)
+        by_rank.append([[bytes(row.tolist()) for row in inputs] for inputs, _ in batches])
+    return by_rank
+
+
+def flat(by_rank):
+    return [window for batches in by_rank for batch in batches for window in batch]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "microbatch_size", "num_microbatches"), [(1, 12, 1), (1, 2, 6), (2, 3, 2), (3, 2, 2), (4, 3, 1), (12, 1, 1)]
+)
+def test_a_step_sees_the_same_windows_however_they_are_shared_out(tiny_run, num_ranks, microbatch_size, num_microbatches):
+    found = batches_of(tiny_run, 7, num_ranks=num_ranks, microbatch_size=microbatch_size, num_microbatches=num_microbatches)
+
+    assert {(len(batches), len(batch)) for batches in found for batch in batches} == {(num_microbatches, microbatch_size)}
+    assert flat(found) == flat(batches_of(tiny_run, 7, num_ranks=1, microbatch_size=12, num_microbatches=1))
+
+
+def test_ranks_microbatches_and_steps_see_windows_of_their_own(tiny_run):
+    first, second = (batches_of(tiny_run, step, num_ranks=2, microbatch_size=4, num_microbatches=2) for step in (0, 1))
+
+    batches = [tuple(batch) for step in (first, second) for batches in step for batch in batches]
+    assert len(set(batches)) == len(batches) == 8
