@@ -469,3 +469,22 @@ def test_a_checkpoint_of_another_program_is_refused(run, tmp_path):
 
     with pytest.raises(ConfigError, match="was not saved by megabucket train"):
         run()
+
+
+def test_a_second_signal_ends_the_run_at_once(run, monkeypatch, tmp_path):
+    def end(*_):
+        raise CrashError
+
+    def terminate_twice():
+        terminate()
+        terminate()
+
+    monkeypatch.setattr("megabucket.training.signals.SAME_REQUEST_S", 0.0)
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(CrashError):
+            run(view=Acting(at=7, act=terminate_twice))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert open_checkpoint(tmp_path / "run").step == 5
