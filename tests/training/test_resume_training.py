@@ -17,7 +17,13 @@ from megabucket.checkpoint.compare import compare
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.save import Save
 from megabucket.config.architecture import GptConfig
-from megabucket.errors import CheckpointInvalidError, CheckpointMissingError, CheckpointNotSavedError, ConfigError
+from megabucket.errors import (
+    CheckpointError,
+    CheckpointInvalidError,
+    CheckpointMissingError,
+    CheckpointNotSavedError,
+    ConfigError,
+)
 from megabucket.training.bytegpt import ByteGPT
 from megabucket.training.launch import Launch
 from megabucket.training.loop import run_training
@@ -279,6 +285,30 @@ def test_the_fallback_goes_on_from_the_one_before_and_saves_the_step_again(run, 
     resumed = next(line for line in log() if line["kind"] == "resume")
     assert (resumed["step"], resumed["later_steps"]) == (5, [10])
     assert open_checkpoint(tmp_path / "run", 10).path.name == "step-00000010.2"
+
+
+def test_a_folder_that_cannot_be_looked_into_is_not_an_empty_one(run, tmp_path):
+    (tmp_path / "run").write_text("a file")
+
+    with pytest.raises(CheckpointError, match=r"checkpoint\.folder=.*run' cannot be looked into: .*Not a directory"):
+        run()
+
+
+def test_a_latest_that_names_nothing_is_not_a_new_run(run, tmp_path):
+    run(steps=5)
+    (tmp_path / "run" / "step-00000005").rename(tmp_path / "elsewhere")
+
+    with pytest.raises(CheckpointMissingError, match="no checkpoint for step-00000005"):
+        run()
+
+
+def test_one_checkpoint_that_was_saved_again_since_is_not_taken_for_the_one_that_is_named(run, tmp_path):
+    run("other", checkpoint={"keep_last": None})
+    run("other", checkpoint={"keep_last": None, "resume": "5"})
+
+    with pytest.raises(ConfigError, match=r"saved again since, as step-00000010\.2"):
+        run(checkpoint={"resume": str(tmp_path / "other" / "step-00000010")})
+    run(checkpoint={"resume": str(tmp_path / "other" / "step-00000010.2")})
 
 
 def test_a_damaged_latest_is_an_error_and_a_lost_one_is_not_needed(run, tmp_path):
