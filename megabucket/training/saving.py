@@ -85,6 +85,8 @@ class RunSaver:
         Raises:
             CheckpointNotSavedError: this save, or the one before in the background, has failed.
         """
+        if self._config.when_busy == "wait":
+            self._try(self._finish)  # if that has failed, it is no reason to leave this one out
         self._try(lambda: self._save(num_steps))
 
     def save_last(self, num_steps: int) -> None:

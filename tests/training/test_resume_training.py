@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +52,9 @@ class Acting(SilentView):
         self.texts.append(text)
 
     def show(self, metrics):
+        for thread in threading.enumerate():
+            if self.at >= 0 and thread.name.startswith("megabucket-save"):
+                thread.join()  # what is saved in the background is there when something happens
         if metrics.step == self.at:
             self.act()
 
