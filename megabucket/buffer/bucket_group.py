@@ -7,9 +7,11 @@ wrapper's business (``ddp.launcher``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 
@@ -95,8 +97,8 @@ class _ParamAndGradBucketGroup:
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
         self._are_params_hidden = False
         self._is_everywhere = False  # what was reduced, not only this rank's shard of it
-        self._awaits_gather = False
         self._grad_gather: Handle | None = None
+        self._divisions: Iterator[object] = iter(())
         num_ranks = communicator.size if policy.average and policy.op is ReduceOp.SUM else 1
         self._scales = [GradScale.mean_of(num_ranks, bucket.grad_data.dtype) for bucket in self.buckets]
         self.finite_test, self.sum_test = self._make_finite_tests()
@@ -180,7 +182,7 @@ class _ParamAndGradBucketGroup:
         self.communicator.tell_ready(self.label)
         return True
 
-    def start_grad_sync(self, *, force_all_reduce: bool = False) -> None:
+    def start_grad_sync(self) -> None:
         """Hand the gradients to a collective. Parameters without a gradient are reduced as zeros and listed in ``missing``.
 
         May be called again when an exception (an interrupt, say) has kept the collective from being launched.
@@ -206,9 +208,9 @@ class _ParamAndGradBucketGroup:
             self.finite_test.run()
         for scale, bucket in zip(self._scales, self.buckets, strict=True):
             scale.before(bucket.grad_data)
-        self._launch_grads(force_all_reduce=force_all_reduce)
+        self._launch_grads()
 
-    def start_dropped_sync(self, *, force_all_reduce: bool = False) -> None:
+    def start_dropped_sync(self) -> None:
         """Take part in the reduction of a step that is dropped, with whatever the buffer holds: nothing can go wrong here.
 
         Does nothing when the group was launched.
@@ -224,14 +226,16 @@ class _ParamAndGradBucketGroup:
             slot.is_clean = False
         self.missing = self.cleared = ()
         self.finite_test.forget()
-        self._launch_grads(force_all_reduce=force_all_reduce)
+        self._launch_grads()
 
-    def _launch_grads(self, *, force_all_reduce: bool) -> None:
-        # Forced or not, every rank launches the same: ranks that disagree about it find out at the fence, before any gathers.
-        self._awaits_gather, self._grad_gather = force_all_reduce and self.policy.reduce_scatters, None
-        self._is_everywhere = not self.policy.reduce_scatters
-        calls = self._scatter_calls if self.policy.reduce_scatters else self._reduce_calls
-        self._grad_handle = self.communicator.launch(calls, label=self.label)
+    def _launch_grads(self) -> None:
+        self._is_everywhere, self._grad_gather = not self.policy.reduce_scatters, None
+        reduced = [bucket.grad_data for bucket in self.buckets] if self._is_everywhere else self._grad_shards
+        # An iterator in C: a finish that is interrupted and begun again goes on where it was, and divides nothing twice.
+        self._divisions = chain(*(scale.divisions(values) for scale, values in zip(self._scales, reduced, strict=True)))
+        self._grad_handle = self.communicator.launch(
+            self._reduce_calls if self._is_everywhere else self._scatter_calls, label=self.label
+        )
 
     def finish_grad_sync(self) -> None:
         """Wait for the collective and leave reduced gradients behind. Does nothing when they are there already.
@@ -244,29 +248,27 @@ class _ParamAndGradBucketGroup:
             return
         if self._grads.current is GradPhase.IN_FLIGHT:
             self._wait(self._grad_handle)
+            deque(self._divisions, maxlen=0)
+            self.sum_test.forget()
+            if self.policy.tests_finite and self._is_everywhere:
+                self.sum_test.run()
         self._grads.enter(GradPhase.REDUCED)
         self._grad_handle = None
-        reduced = [bucket.grad_data for bucket in self.buckets] if self._is_everywhere else self._grad_shards
-        for scale, values in zip(self._scales, reduced, strict=True):
-            scale.after(values)
-        self.sum_test.forget()
-        if self.policy.tests_finite and self._is_everywhere:
-            self.sum_test.run()
 
     def gather_grads(self) -> None:
-        """Collect the shards of all ranks, if ``force_all_reduce`` has asked for it. The ranks have agreed that all do so.
+        """Collect the reduced shards of all ranks, for ``force_all_reduce``. The ranks have agreed that all of them do so.
 
         Does nothing when they are here already. May be called again when a wait was interrupted.
         """
-        if not self._awaits_gather:
+        if self._is_everywhere:
             return
         if self._grad_gather is None:
             calls = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self._grad_shards, strict=True)]
             self._grad_gather = self.communicator.launch(calls, label=f"gradient gather {self.index}")
         self._grad_gather.wait()
-        self._awaits_gather, self._is_everywhere, self._grad_gather = False, True, None
         if self.policy.tests_finite:
             self.sum_test.run()
+        self._is_everywhere, self._grad_gather = True, None
 
     def publish(self) -> None:
         """Show the reduced gradients as ``param.grad``, where all of them are here.
@@ -302,7 +304,6 @@ class _ParamAndGradBucketGroup:
         """
         if self._grads.current is not GradPhase.ACCUMULATING:
             self._grads.enter(GradPhase.ACCUMULATING)
-        self._awaits_gather = False
         self.interrupted.clear()
         for slot in self.slots:
             slot.forget()

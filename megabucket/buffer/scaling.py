@@ -8,7 +8,9 @@ of ranks, which is exact, is divided out before, and the rest after.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 
 import torch
 
@@ -39,10 +41,9 @@ class GradScale:
         if self.divisor_before != 1:
             values.div_(self.divisor_before)
 
-    def after(self, values: torch.Tensor) -> None:
-        """Scale in place what came out of it."""
-        if self.divisor_after != 1:
-            values.div_(self.divisor_after)
+    def divisions(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Return an iterator that scales in place what came out of it, in one call in C."""
+        return starmap(torch.Tensor.div_, [(values, self.divisor_after)] if self.divisor_after != 1 else [])
 
 
 def check_grad_factor(factor: float | torch.Tensor) -> None:

@@ -121,15 +121,16 @@ class _Opener:
             yield from (directory for directory in directories if directory.step <= step)
             return
         try:
-            named = self.newest()
-            first = StepDirectory.parse(named.path.name)
+            first = self._latest().directory
+        except CheckpointError as error:
+            problems.append(error)  # nobody can say which are of an abandoned run
+            yield from directories
+            return
+        try:
+            self.newest()
         except CheckpointError as error:
             problems.append(error)
-            first = None
-        if first is None:
-            yield from directories
-        else:
-            yield from (directory for directory in directories if directory <= first)
+        yield from (directory for directory in directories if directory <= first)
 
     def _latest(self) -> Latest:
         try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,8 @@ class Save:
         done = self._agree(lambda: {"name": self._publish(facts)} if self._ranks.rank == 0 else {})
         path = self._root / str(done[0]["name"])
         if self._ranks.rank == 0 and self._settings.keep_last is not None:
-            self._root_directory.remove_old(path.name, keep_last=self._settings.keep_last)
+            with suppress(CheckpointWarning):  # an error, to some; but the checkpoint is there, and the other ranks go on
+                self._root_directory.remove_old(path.name, keep_last=self._settings.keep_last)
         self.release()
         return path
 

@@ -211,7 +211,7 @@ def copy_checked(source: torch.Tensor, target: torch.Tensor, name: str) -> None:
     if source.dtype == target.dtype:
         return
     if target.is_floating_point() or target.is_complex():
-        lost = bool((target.isfinite().cpu() != source.isfinite().cpu()).any())
+        lost = bool((target.float().isfinite().cpu() != source.float().isfinite().cpu()).any())
     else:
         lost = not torch.equal(target.cpu().to(source.dtype), source.cpu())
     if lost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from megabucket.comm import Exchange
+from megabucket.ddp.step_sync import raise_if_any
 from megabucket.ddp.wrapper import DistributedDataParallel
 
 _LABEL: Final = "stop"
@@ -44,7 +45,7 @@ class AgreedStop:
         Raises:
             MegabucketError: the step is not whole on some rank.
         """
-        self._ddp.sync.settle()
+        raise_if_any(self._ddp.sync.settle())
         communicator = self._ddp.communicator
         if self._ddp.ddp_config.fence or communicator.size == 1:
             return self._ddp.sync.stop_is_wanted

@@ -50,8 +50,9 @@ class GradSync(StepSync):
 
         Raises:
             PhaseError: a step was begun, and no optimizer has ended it.
+            MegabucketError: the step before was dropped, on all ranks, and nobody has been told.
         """
-        self.settle()
+        raise_if_any(self.settle())
         # Gradients that no optimizer has stepped on, nor cleared, would be lost as those of a microbatch would.
         has_grads = self._awaits_update and any(slot.param.grad is not None for group in self._groups for slot in group.slots)
         if has_grads or not self.is_between_steps:

@@ -85,7 +85,7 @@ class StepAgreement:
         if self._pending is None:
             raise InvariantError("there is no fence to conclude")
         is_whole = self._pending.is_whole()
-        if is_whole:
+        if is_whole and self._force_all_reduce:  # on all ranks: the fence has compared it
             for group in self._groups:
                 group.gather_grads()
         error = self._error_of_sum() if is_whole else self._error_of(self._pending)

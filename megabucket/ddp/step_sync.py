@@ -338,11 +338,11 @@ class StepSync:
 
     def _launch(self, group: _ParamAndGradBucketGroup) -> None:
         self._communicator.progress.bucket = group.index
-        group.start_grad_sync(force_all_reduce=self.force_all_reduce)
+        group.start_grad_sync()
 
     def _launch_as_it_is(self, group: _ParamAndGradBucketGroup) -> None:
         self._communicator.progress.bucket = group.index
-        group.start_dropped_sync(force_all_reduce=self.force_all_reduce)
+        group.start_dropped_sync()
 
     def _launch_rest(self, *, unused_counts: bool, is_committing: bool = False) -> None:
         """Launch the groups that were not launched yet and the fence. From here on ``settle`` is due."""

@@ -155,8 +155,8 @@ class DistributedDataParallel(torch.nn.Module):
         (not ``zero_grad``) has prepared the place for them.
 
         Args:
-            force_all_reduce: gather what is reduce-scattered here, once all ranks have agreed on the step. Set the attribute
-                ``force_all_reduce`` before backward to reach what backward launches, too.
+            force_all_reduce: with the distributed optimizer, gather what was reduce-scattered, once all ranks have agreed on
+                the step. The attribute ``force_all_reduce`` does so in every step.
 
         Raises:
             UnusedParameterError: a parameter had no gradient in the whole step (``unused_parameters="error"``).

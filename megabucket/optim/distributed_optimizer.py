@@ -12,6 +12,7 @@ import torch
 
 from megabucket.buffer import GradPhase
 from megabucket.ddp import DistributedDataParallel
+from megabucket.ddp.agreement import agree
 from megabucket.ddp.hyperparameters import Hyperparameters, read_hyperparameters
 from megabucket.ddp.patience import insist
 from megabucket.ddp.step_agreement import describe
@@ -327,7 +328,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerParametersError: the state of a shard cannot be told apart by parameter.
             PeerFailedError: another rank cannot give its part.
         """
-        self.settle_values("state_dict()")
+        self._settle_together("state_dict()")
         return pack(self.torch_optimizer, self._sharding.members, self._sharding.whole_state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -342,11 +343,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             LayoutMismatchError: ranks load different state.
             PeerFailedError: another rank cannot load it.
         """
-        self.settle_values("load_state_dict()")
+        self._settle_together("load_state_dict()")
         names: dict[torch.Tensor, str] = {param: name for name, param in self.ddp.module.named_parameters()}
         self._sharding.load(lambda: unpack(self.torch_optimizer, self._sharding.members, names, state_dict))
         # Main values that do not round to the weights, now or after these were loaded, go at the next step.
         self._num_value_changes = -1
+
+    def _settle_together(self, operation: str) -> None:
+        failure: MegabucketError | None = None
+        try:
+            self.settle_values(operation)
+        except MegabucketError as error:
+            failure = error
+        communicator, device = self.ddp.communicator, self.ddp.param_and_grad_buffers[0].grad_data.device
+        agree(communicator, [], failure=failure, device=device, label=f"optimizer: {operation}")
 
     def settle_values(self, operation: str) -> None:
         """Make parameters and main parameters what the last step has left, for whoever reads them all.

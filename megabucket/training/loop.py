@@ -87,7 +87,7 @@ def run_training(config: RunConfig, *, launch: Launch, view: View, compares: boo
     if compares:
         check_comparable(config)
     log_path = Path(config.train.log_path) if config.train.log_path is not None and launch.rank == 0 else None
-    log = MetricsLog(log_path, keeps_lines=config.checkpoint.resume != "never")
+    log = MetricsLog(log_path, keeps_lines=True)
     with closing(log), joined_ranks(launch, config.fabric) as ranks:
         task = make_task(config, model, ranks)
         view.note(describe_corpus(task.corpus))

@@ -118,7 +118,7 @@ class TestReduction:
         first.both(2)
         second.both(6)
 
-        sync([first, second], force_all_reduce=True)
+        sync([first, second])
         # What ranks launch before they agree is what a rank launches that was not forced.
         assert world.schedule(0) == ("bucket 1 [reduce_scatter sum of 256 x float32]",)
         world.run(lambda rank: (first, second)[rank].group.gather_grads())

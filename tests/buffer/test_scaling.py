@@ -48,7 +48,7 @@ def reduce_in(dtype, value, *, num_ranks, scale):
     total = mine.clone()
     for _ in range(num_ranks - 1):
         total += mine
-    scale.after(total)
+    next(scale.divisions(total), None)
     return total.item()
 
 
@@ -75,7 +75,7 @@ def test_a_divisor_of_one_is_no_pass_over_memory():
     version = values._version
 
     GradScale.mean_of(1, torch.float32).before(values)
-    GradScale.mean_of(1, torch.float32).after(values)
+    next(GradScale.mean_of(1, torch.float32).divisions(values), None)
 
     assert values._version == version
 
@@ -85,7 +85,7 @@ def test_scaling_is_in_place_and_covers_every_element():
 
     GradScale(2.0, 4.0).before(values)
     before = values.tolist()
-    GradScale(2.0, 4.0).after(values)
+    next(GradScale(2.0, 4.0).divisions(values), None)
 
     assert before == [1.0, -2.0, 0.0]
     assert values.tolist() == [0.25, -0.5, 0.0]
