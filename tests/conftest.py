@@ -4,6 +4,8 @@
 """
 
 import os
+import signal
+import threading
 
 from hypothesis import HealthCheck, Phase, settings
 
@@ -23,3 +25,7 @@ settings.register_profile(
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")
 
 os.environ.pop("COLUMNS", None)  # what prints tables adapts to it, and so would tests of their text
+
+# A shell that starts the tests in the background lets them ignore SIGINT, and so would every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
