@@ -26,7 +26,8 @@ from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp
 from megabucket.comm.ring_order import stretches
 
 _MOST_RANKS: Final = 8  # with more it has not been measured
-_SMALL_BYTES: Final = 1 << 18
+_SMALL_BYTES: Final = 1 << 20
+_SMALL_GATHER_BYTES: Final = 1 << 18
 _BLOCK_NUMEL: Final = 1 << 16  # added up at a time from three ranks on, so that partial sums stay in the cache
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -108,10 +109,13 @@ def plain_plan(calls: Sequence[Call], *, is_anchored: bool) -> Plan:
 _Empty = Callable[[torch.Tensor], torch.Tensor]
 
 
-def gloo_plan(calls: Sequence[Call], *, rank: int, size: int, empty: _Empty = torch.empty_like) -> Plan:
+def gloo_plan(
+    calls: Sequence[Call], *, rank: int, size: int, room_bytes: int | None = None, empty: _Empty = torch.empty_like
+) -> Plan:
     """Return the plan that is best for a batch of like calls on gloo. All ranks make the same one.
 
     Args:
+        room_bytes: what an all-reduce may take to receive in; ``None``: whatever it needs.
         empty: returns memory like a tensor, for what a reduce-scatter receives.
     """
     anchor = Anchor()
@@ -123,7 +127,7 @@ def gloo_plan(calls: Sequence[Call], *, rank: int, size: int, empty: _Empty = to
             return _scatter_plan(
                 [call for call in calls if isinstance(call, ReduceScatter)], anchor, empty, rank=rank, size=size
             )
-        if isinstance(first, AllReduce) and len(calls) == 1 and _is_small(first):
+        if isinstance(first, AllReduce) and len(calls) == 1 and _is_small(first, room_bytes, size=size):
             return _small_plan(first, anchor, rank=rank, size=size)
     return plain_plan([_in_place(call) for call in calls], is_anchored=True)
 
@@ -235,7 +239,14 @@ def fp32_plan(calls: Sequence[ReduceScatter], *, rank: int, size: int) -> Plan:
 # All-reduce #
 
 
-def _is_small(call: AllReduce) -> bool:
+def small_room_bytes(call: AllReduce, *, size: int) -> int:
+    """Return what a small all-reduce takes to send from and to receive in."""
+    return call.tensor.nbytes * (1 if size == 2 else 2 * size)
+
+
+def _is_small(call: AllReduce, room_bytes: int | None, *, size: int) -> bool:
+    if room_bytes is not None and small_room_bytes(call, size=size) > room_bytes:
+        return False
     # nan is lost or kept by different kernels; integers have none.
     is_alike = call.op is not ReduceOp.MAX or not call.tensor.is_floating_point()
     return is_alike and 0 < call.tensor.nbytes <= _SMALL_BYTES
@@ -278,7 +289,7 @@ def _gather_plan(calls: Sequence[AllGather], anchor: Anchor, *, rank: int, size:
             # The own part is sent, and the other one received, in its place.
             sizes = [0, nbytes] if rank == 0 else [nbytes, 0]
             starts.append(AllToAll(anchor.bytes_of(parts[rank]), anchor.bytes_of(parts[1 - rank]), sizes, sizes))
-        elif full.nbytes <= _SMALL_BYTES:
+        elif full.nbytes <= _SMALL_GATHER_BYTES:
             sent = torch.empty_like(full)
             copies.append((sent.view(size, nbytes), parts[rank]))
             starts.append(AllToAll(anchor.bytes_of(sent), anchor.bytes_of(full), [nbytes] * size, [nbytes] * size))

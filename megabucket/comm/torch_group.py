@@ -12,7 +12,17 @@ from typing import Final, cast
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.gloo_paths import AllToAll, Plan, Start, alike, fp32_plan, gloo_plan, plain_plan, run_through
+from megabucket.comm.gloo_paths import (
+    AllToAll,
+    Plan,
+    Start,
+    alike,
+    fp32_plan,
+    gloo_plan,
+    plain_plan,
+    run_through,
+    small_room_bytes,
+)
 from megabucket.comm.heartbeat import Heartbeat
 from megabucket.comm.liveness import Liveness
 from megabucket.comm.port import (
@@ -48,6 +58,7 @@ _REDUCE_OPS: Final = MappingProxyType(
     {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
 )
 _RELEASE_S: Final = 0.2
+_ROOM_BYTES: Final = 1 << 25  # for small all-reduces that are launched again and again, all together
 
 
 def _newest(name: str, deprecated_name: str) -> Callable[..., dist.Work]:
@@ -107,6 +118,7 @@ class ProcessGroupCommunicator(Communicator):
         living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
         self._group_exists = existence_of(living)
         self._timer = CollectiveTimer()
+        self._room_bytes = _ROOM_BYTES
         self._heartbeat: Heartbeat | None = None
         self._watch: PeerWatch | None = None
         if self.size > 1 and has_gloo_works(living, torch.device("cpu")):
@@ -174,11 +186,19 @@ class ProcessGroupCommunicator(Communicator):
             rest = [call for call in calls if call not in wide]
             plan = fp32_plan(wide, rank=self.rank, size=self.size)
             if rest and self._ask(is_gloo, calls[0].full.device):
-                plan += gloo_plan(rest, rank=self.rank, size=self.size)
+                plan += self._gloo_plan(rest, is_kept=isinstance(calls, Batch))
             elif rest:
                 plan += plain_plan(rest, is_anchored=is_anchored)
             if isinstance(calls, Batch):
                 calls.plan = plan
+        return plan
+
+    def _gloo_plan(self, calls: Sequence[Call], *, is_kept: bool) -> Plan:
+        room_bytes = self._room_bytes if is_kept else None
+        plan = gloo_plan(calls, rank=self.rank, size=self.size, room_bytes=room_bytes)
+        if is_kept and isinstance(calls[0], AllReduce) and isinstance(plan.starts[0], AllToAll):
+            # All ranks launch the same batches in the same order, so they run out of room at the same one.
+            self._room_bytes -= small_room_bytes(calls[0], size=self.size)
         return plan
 
     @property

@@ -104,6 +104,23 @@ def test_a_batch_has_the_bits_of_the_all_reduce_of_that_batch(pool, ranks):
     assert pool.run(differing_batches, ranks=ranks) == [[]] * ranks
 
 
+def exchanged_until_there_is_no_room(rank: Rank) -> list[bool]:
+    """Prepare small all-reduces until there is no more room; return which were exchanged. All of them are right."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    exchanged = []
+    for _ in range(8):
+        tensor = torch.full((1 << 18,), rank.index + 1.0)  # 1 MiB, of which an exchange takes six
+        batch = communicator.prepare([AllReduce(tensor)])
+        communicator.launch(batch, label="sum").wait()
+        assert tensor.unique().tolist() == [6.0]
+        exchanged.append(isinstance(batch.plan.starts[0], AllToAll))
+    return exchanged
+
+
+def test_small_all_reduces_take_no_more_than_a_bound(pool):
+    assert pool.run(exchanged_until_there_is_no_room, ranks=3) == [[True] * 5 + [False] * 3] * 3
+
+
 def gathered(rank: Rank, part_numel: int, in_place: bool) -> bool:
     communicator = ProcessGroupCommunicator(rank.group)
     parts = [torch.randn(part_numel, generator=torch.Generator().manual_seed(index)) for index in range(rank.size)]
