@@ -118,9 +118,9 @@ class GradSlot:
         """Return what a kernel must multiply ``main_grad`` by before it adds a gradient: 0 overwrites, 1 adds.
 
         ``None`` where it must not write: a collective owns the view, or autograd has accumulated in this step, or what has is
-        still to be looked at, or the gradient is to be differentiated. Then it goes the way of any other.
+        still to be looked at. Then the gradient goes the way of any other.
         """
-        if self.param.grad is not None or torch.is_grad_enabled() or not (self.accumulates is None or self.accumulates()):
+        if self.param.grad is not None or not (self.accumulates is None or self.accumulates()):
             return None
         return 1.0 if self.is_clean or self._added_by_kernel else 0.0
 

@@ -24,6 +24,8 @@ class Linear(torch.nn.Linear):
 
     It has no second derivative with respect to anything while it is wrapped. A weight that is used in yet another way (tied to
     an embedding, or read by the loss) needs ``weight.zero_out_wgrad = True``; without it such a backward is a ``PhaseError``.
+    From one microbatch to the next the gradient is in ``weight.main_grad`` alone: ``ddp.zero_grad()`` forgets it, but clearing
+    ``weight.grad``, as the ``zero_grad()`` of a plain torch optimizer does, does not.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name

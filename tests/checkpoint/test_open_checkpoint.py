@@ -236,6 +236,17 @@ def test_what_latest_does_not_name_is_no_candidate_for_it(root):
     assert open_checkpoint(root, allow_fallback=True).step == 3
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "data"])
+def test_the_fallback_never_goes_to_a_step_of_an_abandoned_run(root, name):
+    before = (root / "latest").read_bytes()
+    save(root, 4)
+    (root / "latest").write_bytes(before)  # as after a rollback to step 3
+    flip(root / "step-00000003" / name if name != "data" else data_file(root, 3))
+
+    with pytest.warns(CheckpointWarning, match="step 2"):
+        assert open_checkpoint(root, allow_fallback=True).step == 2
+
+
 def test_when_nothing_is_whole_the_first_problem_is_raised(root):
     for step in (1, 2, 3):
         flip(data_file(root, step))

@@ -578,6 +578,22 @@ class TestExplicitFinish:
 
         assert ranks.run(steps) == [({"a": 2.0, "b": 2.0}, False, {"a": 4.0, "b": 2.0})] * 2
 
+    def test_what_is_gathered_does_not_depend_on_when_a_rank_has_launched_a_bucket(self):
+        ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, unused_parameters="zero", **PER_VECTOR)
+
+        def steps(rank, ddp):
+            for _ in range(2):  # so that the wrapper knows what to expect, and launches in backward
+                ddp(a=4, b=2).backward()
+                ddp.finish_grad_sync()
+                ddp.zero_grad()
+            factors = {"a": 4, "b": 2} if rank else {"a": 4}  # rank 0 launches b at the end only
+            ddp(**factors).backward()
+            ddp.finish_grad_sync(force_all_reduce=True)
+            return grads(ddp.module)
+
+        assert ranks.run(steps) == [{"a": 4.0, "b": 1.0}] * 2
+        assert ranks.schedule(0) == ranks.schedule(1)
+
 
 class Boom(torch.autograd.Function):
     """The identity, whose backward fails."""

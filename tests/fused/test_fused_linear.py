@@ -48,6 +48,22 @@ class Ops(TorchDispatchMode):
 
 
 class TestEqualResults:
+    @pytest.mark.parametrize("zeroes", [False, True])
+    def test_a_microbatch_that_was_dropped_is_in_no_later_gradient(self, zeroes):
+        grads = []
+        for cls in (torch.nn.Linear, Linear):
+            layer = exact_layer(cls)
+            ddp = mb.DistributedDataParallel(layer, PLAIN)
+            torch.manual_seed(3)
+            if zeroes:
+                ddp.zero_grad_buffer()
+            with ddp.no_sync():
+                ddp(small_integers(4, 6)).sum().backward()
+            ddp.zero_grad()
+            ddp(small_integers(4, 6)).sum().backward()
+            grads.append(layer.weight.grad.clone())
+        assert torch.equal(*grads)
+
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("grad_reduce_in_fp32", [True, False], ids=["fp32-buffer", "own-dtype"])
     def test_the_gradient_of_several_microbatches_is_that_of_plain_layers(self, dtype, grad_reduce_in_fp32):
