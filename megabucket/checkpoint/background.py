@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,12 +38,13 @@ class BackgroundWriter:
         """The step that is being saved, or None."""
         return self._under_way[0].step if self._under_way is not None else None
 
-    def save(self, step: int, take: Callable[[], Snapshot]) -> bool:
+    def save(self, step: int, take: Callable[[], Snapshot], *, overwrite: bool = False) -> bool:
         """Begin to save, and return whether it was begun: not when another is under way and this one is skipped.
 
         Args:
             take: gives the values as they are now, in memory that nobody else writes until the save is done. Called
                 only if the save is begun.
+            overwrite: whether a step that was saved already may be saved again, also where the settings say no.
 
         Raises:
             CheckpointNotSavedError: of the save before, which is over then and can be made anew, or of this one.
@@ -51,7 +53,8 @@ class BackgroundWriter:
             if self._when_busy == "skip" and not self._all_written(self._under_way[1]):
                 return False
             self._commit(*self._under_way)
-        save = Save(self._root, step, self._ranks, self._settings)
+        settings = replace(self._settings, overwrite=overwrite or self._settings.overwrite)
+        save = Save(self._root, step, self._ranks, settings)
         try:
             save.begin(lambda: content_from(take(), self._ranks, self._settings))
         except BaseException:

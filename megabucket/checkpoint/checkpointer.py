@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -197,9 +198,12 @@ class Checkpointer:
         self._writer = BackgroundWriter(self.root, self._ranks, self._settings, when_busy=when_busy)
         self._is_asynchronous = asynchronous
         self._on_host: Snapshot | None = None
+        self._loaded_step: int | None = None
 
     def save(self, step: int, *, data_position: Any = None, extras: Mapping[str, Any] | None = None) -> bool:
         """Save, or begin to. Return whether it was done or begun: not when ``when_busy="skip"`` leaves it out.
+
+        After ``load``, steps later than the loaded one are saved again where an abandoned run, or damage, has left them.
 
         Raises:
             CheckpointNotSavedError: this save, or the one before in the background, has failed; what was saved before is there.
@@ -207,9 +211,10 @@ class Checkpointer:
         """
         snapshot = capture(self.parts, data_position=data_position, extras=extras)
         _make_root(self.root, self._ranks)
+        overwrite = self._loaded_step is not None and step > self._loaded_step
         if self._is_asynchronous:
-            return self._writer.save(step, lambda: self._copy(snapshot))
-        save_now(self.root, step, snapshot, self._ranks, self._settings)
+            return self._writer.save(step, lambda: self._copy(snapshot), overwrite=overwrite)
+        save_now(self.root, step, snapshot, self._ranks, replace(self._settings, overwrite=overwrite))
         return True
 
     def _copy(self, snapshot: Snapshot) -> Snapshot:
@@ -239,7 +244,9 @@ class Checkpointer:
         """Put a checkpoint into the run; see ``load_checkpoint``. A save in the background is committed before."""
         self.close()
         stored = _open(self.root, self._ranks, step=step, key=self._settings.key, allow_fallback=allow_fallback)
-        return restore(stored, self.parts, cast=cast, with_rng=with_rng)
+        loaded = restore(stored, self.parts, cast=cast, with_rng=with_rng)
+        self._loaded_step = loaded.step
+        return loaded
 
     def __enter__(self) -> Checkpointer:  # noqa: PYI034 - Python 3.10 has no Self
         """Return this object; leaving the block closes it."""

@@ -354,6 +354,27 @@ class TestCheckpointer:
             assert same(weights, expected), step
         assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
 
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    def test_after_going_back_the_steps_of_the_abandoned_run_are_saved_anew(self, tmp_path, asynchronous):
+        def program(run):
+            with run.checkpointer(tmp_path, asynchronous=asynchronous, keep_last=None) as checkpointer:
+                for step in (1, 2, 3):
+                    run.train(1)
+                    checkpointer.save(step)
+            with run.checkpointer(tmp_path, asynchronous=asynchronous, keep_last=None) as checkpointer:
+                checkpointer.load(1)
+                run.train(2)
+                checkpointer.save(2)
+                checkpointer.close()
+                weights = run.weights()
+                run.train(1)
+                with pytest.raises(CheckpointNotSavedError, match="step 1 is saved already"):
+                    checkpointer.save(1)  # that is no step of the abandoned run
+                loaded = checkpointer.load()
+            return loaded.step, same(run.weights(), weights)
+
+        assert run_ranks(2, program, sharded=True) == [(2, True)] * 2
+
     def test_training_goes_on_while_a_save_is_written_and_changes_nothing_in_it(self, tmp_path):
         def program(run):
             run.train(2)
