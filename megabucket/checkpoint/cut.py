@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megabucket.checkpoint.dtypes import ITEM_BYTES
 from megabucket.checkpoint.header import entry_bytes_bound
@@ -20,7 +21,7 @@ _EMPTY_HEADER_BYTES = 64
 MAX_PARTS = 50_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what a save asks for again and again is kept
 class Part:
     """Elements ``start:stop`` of a tensor, as they lie in a file.
 
@@ -33,12 +34,12 @@ class Part:
     stop: int
     piece: int
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether this is all of a tensor, row-major, so that it can have its name and shape in the file."""
         return self.stop - self.start == self.info.numel and self.info.order == tuple(range(len(self.info.shape)))
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The name of this part in the file."""
         return self.info.name if self.is_whole else f"{self.info.name}[{self.start}:{self.stop}]"
@@ -53,7 +54,7 @@ class Part:
         """The bytes of its values."""
         return (self.stop - self.start) * ITEM_BYTES[self.info.dtype]
 
-    @property
+    @cached_property
     def header_bound(self) -> int:
         """No less than what it takes in the header."""
         return entry_bytes_bound(self.key, self.info.dtype, self.shape)
