@@ -7,7 +7,6 @@ wrapper's business (``ddp.launcher``).
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from megabucket.buffer.scaling import GradScale
 from megabucket.buffer.streams import GradStreams
 from megabucket.buffer.withheld_grad import WithheldGrad
 from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp, ReduceScatter
+from megabucket.comm.gloo_paths import run_through
 from megabucket.errors import CollectiveError
 
 
@@ -248,7 +248,7 @@ class _ParamAndGradBucketGroup:
             return
         if self._grads.current is GradPhase.IN_FLIGHT:
             self._wait(self._grad_handle)
-            deque(self._divisions, maxlen=0)
+            run_through(self._divisions)
             self.sum_test.forget()
             if self.policy.tests_finite and self._is_everywhere:
                 self.sum_test.run()

@@ -83,16 +83,6 @@ class BackgroundWriter:
         """
         return self._commit(*self._under_way) if self._under_way is not None else None
 
-    def abandon(self) -> None:
-        """Forget the save that is under way, without the other ranks: it is never committed, and the next save clears up.
-
-        For what follows an error after which the ranks cannot meet; without it the directory would stay locked.
-        """
-        if self._under_way is not None:
-            save, _ = self._under_way
-            self._under_way = None
-            save.release()
-
     def _all_written(self, thread: threading.Thread) -> bool:
         return all(said == b"0" for said in self._ranks.exchange(b"1" if thread.is_alive() else b"0"))
 

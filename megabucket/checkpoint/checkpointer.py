@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +13,6 @@ import torch
 from megabucket.checkpoint.background import BackgroundWriter, WhenBusy
 from megabucket.checkpoint.capture import Stateful, TrainingParts, capture, name_schedulers, to_host
 from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES
-from megabucket.checkpoint.file_system import FileSystem
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.pieces import Snapshot
 from megabucket.checkpoint.restore import LoadedCheckpoint, mismatches, restore
@@ -69,16 +67,7 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
     parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
     snapshot = capture(parts, data_position=data_position, extras=extras)
     ranks = GroupRanks.of(ddp)
-    _make_root(Path(root), ranks)
     return save_now(Path(root), step, snapshot, ranks, settings)
-
-
-def _make_root(root: Path, ranks: GroupRanks) -> None:
-    """Let the first rank make the directory before the others look at it. What goes wrong, the save says."""
-    if ranks.rank == 0:
-        with suppress(OSError):
-            FileSystem().make_root(root)
-    ranks.exchange(b"")
 
 
 def load_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per choice, most of them rarely used
@@ -200,18 +189,22 @@ class Checkpointer:
         self._on_host: Snapshot | None = None
         self._loaded_step: int | None = None
 
-    def save(self, step: int, *, data_position: Any = None, extras: Mapping[str, Any] | None = None) -> bool:
+    def save(
+        self, step: int, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, overwrite: bool = False
+    ) -> bool:
         """Save, or begin to. Return whether it was done or begun: not when ``when_busy="skip"`` leaves it out.
 
         After ``load``, steps later than the loaded one are saved again where an abandoned run, or damage, has left them.
+
+        Args:
+            overwrite: whether any other step that was saved already may be saved again, too.
 
         Raises:
             CheckpointNotSavedError: this save, or the one before in the background, has failed; what was saved before is there.
             MegabucketError: as ``save_checkpoint``.
         """
         snapshot = capture(self.parts, data_position=data_position, extras=extras)
-        _make_root(self.root, self._ranks)
-        overwrite = self._loaded_step is not None and step > self._loaded_step
+        overwrite = overwrite or (self._loaded_step is not None and step > self._loaded_step)
         if self._is_asynchronous:
             return self._writer.save(step, lambda: self._copy(snapshot), overwrite=overwrite)
         save_now(self.root, step, snapshot, self._ranks, replace(self._settings, overwrite=overwrite))

@@ -53,7 +53,8 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Comparison:
         CheckpointInvalidError: a file of one of them is not what was written.
     """
     differing = list(_kinds(first.tensors, second.tensors))
-    in_both = [first.tensors[name] for name in first.tensors if name not in {one.name for one in differing}]
+    names = {one.name for one in differing}
+    in_both = [info for name, info in first.tensors.items() if name not in names]
     contents = [one for batch in _batches(in_both) for one in _contents(batch, first, second)]
     return Comparison(
         num_equal_tensors=len(in_both) - len({one.name for one in contents}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megabucket.checkpoint.checkpointer import Checkpointer, save_checkpoint
+from megabucket.checkpoint.checkpointer import Checkpointer
 from megabucket.config.checkpoint import CheckpointConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.agreed_stop import AgreedStop
@@ -44,7 +44,7 @@ class RunSaver:
         self.stop = AgreedStop(model, ask_every_steps=config.ask_every_steps)
         """Who asks it for the end has the step that runs now finished and saved."""
         self._config, self._task, self._view, self._log = config, task, view, log
-        self._model, self._optimizer = model, optimizer
+        self._model = model
         self._checkpointer = Checkpointer(
             self.folder,
             model,
@@ -102,26 +102,14 @@ class RunSaver:
 
     def _save(self, num_steps: int) -> None:
         position = data_position(self._task, num_steps)
-        if self._goes_back:
-            # ``latest`` names a later step, and its directory may be there: the first save takes its place, at once.
-            save_checkpoint(
-                self.folder,
-                self._model,
-                self._optimizer,
-                step=num_steps,
-                data_position=position,
-                keep_last=self._config.keep_last,
-                overwrite=True,
-            )
-            self._goes_back = False
-            self._note_saved(num_steps)
-            return
         before, self._step_under_way = self._step_under_way, None
-        is_begun = self._checkpointer.save(num_steps, data_position=position)
+        # After going back ``latest`` names a later step, and this one may be there: the first save takes its place.
+        is_begun = self._checkpointer.save(num_steps, data_position=position, overwrite=self._goes_back)
         if not is_begun:
             self._step_under_way = before
             self._view.note(f"step {num_steps} is not saved: step {before} is still being written (checkpoint.when_busy=skip)")
             return
+        self._goes_back = False
         if before is not None:
             self._note_saved(before)
         if self._config.asynchronous:

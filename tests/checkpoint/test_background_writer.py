@@ -171,21 +171,6 @@ def test_a_save_in_the_background_keeps_others_out_until_it_is_over(tmp_path):
     assert sample.loaded_step(tmp_path) == 2
 
 
-def test_an_abandoned_save_is_never_committed_and_keeps_nobody_out(tmp_path):
-    files = Gate()
-    writer = alone(tmp_path, files)
-    writer.save(1, sample_of(1))
-
-    writer.abandon()
-    write_checkpoint(tmp_path, 2, sample_of(2)(), AloneRanks())
-    files.gate.set()
-
-    assert writer.step is None
-    assert writer.close() is None
-    assert sample.loaded_step(tmp_path) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "latest", "step-00000002"]
-
-
 def test_a_writer_that_is_forgotten_keeps_nobody_out(tmp_path):
     files = Gate()
     files.gate.set()

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from pool import Rank
 
 import megabucket as mb
-from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceOp, ReduceScatter
+from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceOp, ReduceScatter, gloo_paths
 from megabucket.comm.gloo_paths import AllToAll
 from megabucket.comm.port import Batch, Call
+from megabucket.planning import memory
 
 pytestmark = pytest.mark.dist
 
@@ -115,6 +116,10 @@ def exchanged_until_there_is_no_room(rank: Rank) -> list[bool]:
         assert tensor.unique().tolist() == [6.0]
         exchanged.append(isinstance(batch.plan.starts[0], AllToAll))
     return exchanged
+
+
+def test_the_formula_of_memory_ends_where_exchanges_do():
+    assert memory._MOST_EXCHANGING_RANKS == gloo_paths._MOST_RANKS  # planning must not import torch
 
 
 def test_small_all_reduces_take_no_more_than_a_bound(pool):
