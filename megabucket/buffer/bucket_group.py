@@ -22,7 +22,7 @@ from megabucket.buffer.scaling import GradScale
 from megabucket.buffer.streams import GradStreams
 from megabucket.buffer.withheld_grad import WithheldGrad
 from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.comm.gloo_paths import run_through
+from megabucket.comm.plan import run_through
 from megabucket.errors import CollectiveError
 
 
@@ -40,6 +40,10 @@ class GradSyncPolicy:
     """Whether a reduce-scatter adds 16-bit gradients up in float32."""
     reduces_in_place: bool = False
     """Whether a reduce-scatter may take no memory beside the gradients."""
+    reads_peers: bool = False
+    """Whether ranks on one host may read each other's gradients."""
+    gathers_by_reading: bool = False
+    """Whether they may read parameters, too: all of them wait for those in one order, before anybody may change them."""
     withholds_because: str = ""
     """Why ``param.grad`` is not for the caller from backward to its reduction, and what to do instead; empty where it is."""
 
@@ -106,7 +110,9 @@ class _ParamAndGradBucketGroup:
 
     def _prepare_calls(self) -> None:
         communicator, policy, rank = self.communicator, self.policy, self.communicator.rank
-        self._reduce_calls = communicator.prepare([AllReduce(bucket.grad_data, policy.op) for bucket in self.buckets])
+        self._reduce_calls = communicator.prepare(
+            [AllReduce(bucket.grad_data, policy.op) for bucket in self.buckets], reads_peers=policy.reads_peers
+        )
         if policy.reduce_scatters:
             self._grad_shards = [bucket.shard(bucket.grad_data, rank) for bucket in self.buckets]
             self._scatter_calls = communicator.prepare(
@@ -119,10 +125,12 @@ class _ParamAndGradBucketGroup:
                         in_place=policy.reduces_in_place,
                     )
                     for shard, bucket in zip(self._grad_shards, self.buckets, strict=True)
-                ]
+                ],
+                reads_peers=policy.reads_peers,
             )
             self._gather_calls = communicator.prepare(
-                [AllGather(bucket.param_data, bucket.shard(bucket.param_data, rank)) for bucket in self.buckets]
+                [AllGather(bucket.param_data, bucket.shard(bucket.param_data, rank)) for bucket in self.buckets],
+                reads_peers=policy.gathers_by_reading,
             )
 
     def _make_finite_tests(self) -> tuple[FiniteTest, FiniteTest]:
@@ -236,6 +244,11 @@ class _ParamAndGradBucketGroup:
         self._grad_handle = self.communicator.launch(
             self._reduce_calls if self._is_everywhere else self._scatter_calls, label=self.label
         )
+
+    def abandon_grad_sync(self) -> None:
+        """Let the other ranks finish although this one may never do so. Nobody uses the gradients of this step."""
+        if self._grad_handle is not None:
+            self._grad_handle.abandon()
 
     def finish_grad_sync(self) -> None:
         """Wait for the collective and leave reduced gradients behind. Does nothing when they are there already.

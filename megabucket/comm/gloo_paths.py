@@ -14,83 +14,22 @@ The additions are made by whoever waits: see docs/decisions/gloo-exchanges.md, a
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import chain, starmap
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 import torch
 
+from megabucket.comm.plan import AllToAll, Anchor, Operation, Pair, Plan, Start, as_bytes
 from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
-from megabucket.comm.ring_order import stretches
+from megabucket.comm.ring_order import blocks
 
 _MOST_RANKS: Final = 8  # with more it has not been measured
 _SMALL_BYTES: Final = 1 << 20
 _SMALL_GATHER_BYTES: Final = 1 << 18
 _BLOCK_NUMEL: Final = 1 << 16  # added up at a time from three ranks on, so that partial sums stay in the cache
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-_Operation = tuple[Callable[..., torch.Tensor], Sequence[tuple[Any, ...]]]
-
-_add, _copy, _divide, _take_larger = torch.Tensor.add_, torch.Tensor.copy_, torch.Tensor.div_, torch.Tensor.clamp_min_
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AllToAll:
-    """Send each rank its part of ``sent`` and receive, from each rank, a part of ``received``. Bytes, in rank order."""
-
-    sent: torch.Tensor
-    received: torch.Tensor
-    sent_sizes: Sequence[int]
-    received_sizes: Sequence[int]
-
-
-Start = Call | AllToAll
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """What is done for one batch: copies, collectives, and in-place operations when these are complete."""
-
-    starts: Sequence[Start]
-    copies: Sequence[_Pair] = ()
-    """Targets and sources, before each launch."""
-    after: Sequence[_Operation] = ()
-    """In-place operations, each with the arguments of its calls, after each launch, in order."""
-    keeps: Sequence[torch.Tensor] = ()
-    """Live as long as the plan: see ``anchor``."""
-
-    def __add__(self, other: Plan) -> Plan:
-        """Return the plan that does what both do."""
-        return Plan(*([*getattr(self, part.name), *getattr(other, part.name)] for part in fields(Plan)))
-
-    @property
-    def device(self) -> torch.device:
-        """Where it all happens."""
-        return next(self.tensors).device
-
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """What threads of gloo hold while the collectives run."""
-        for start in self.starts:
-            if isinstance(start, AllToAll):
-                yield from (start.sent, start.received)
-            else:
-                yield from {start.full, getattr(start, "shard", start.full)}
-
-    def finish(self) -> Iterator[object]:
-        """Return an iterator that does one operation at each step.
-
-        Each step is a call in C, and so is going through all of them (``run_through``). A signal handler runs before or after,
-        so a wait that it ends and that is begun again goes on where it was, and never adds anything twice.
-        """
-        return chain(*(starmap(function, arguments) for function, arguments in self.after))
-
-
-def run_through(operations: Iterator[object]) -> None:
-    """Do what is left."""
-    deque(operations, maxlen=0)
+add, _copy, divide, _take_larger = torch.Tensor.add_, torch.Tensor.copy_, torch.Tensor.div_, torch.Tensor.clamp_min_
 
 
 def plain_plan(calls: Sequence[Call], *, is_anchored: bool) -> Plan:
@@ -109,6 +48,11 @@ def plain_plan(calls: Sequence[Call], *, is_anchored: bool) -> Plan:
 _Empty = Callable[[torch.Tensor], torch.Tensor]
 
 
+def can_exchange_among(num_ranks: int) -> bool:
+    """Whether so many ranks do collectives in ways of their own."""
+    return num_ranks <= _MOST_RANKS
+
+
 def gloo_plan(
     calls: Sequence[Call], *, rank: int, size: int, room_bytes: int | None = None, empty: _Empty = torch.empty_like
 ) -> Plan:
@@ -120,7 +64,7 @@ def gloo_plan(
     """
     anchor = Anchor()
     first = calls[0]
-    if size <= _MOST_RANKS:
+    if can_exchange_among(size):
         if isinstance(first, AllGather):
             return _gather_plan([call for call in calls if isinstance(call, AllGather)], anchor, rank=rank, size=size)
         if isinstance(first, ReduceScatter) and all(_can_exchange(call) for call in calls):
@@ -135,23 +79,24 @@ def gloo_plan(
 # Reduce-scatter #
 
 
-def _lies_in_place(call: ReduceScatter) -> bool:
+def lies_in_place(call: ReduceScatter) -> bool:
+    """Whether the shard is this rank's part of the buffer itself."""
     start, shard = call.full.data_ptr(), call.shard.data_ptr()
     return start <= shard < start + call.full.nbytes
 
 
 def _can_exchange(call: Call) -> bool:
-    return isinstance(call, ReduceScatter) and not call.in_place and call.op is not ReduceOp.MAX and _lies_in_place(call)
+    return isinstance(call, ReduceScatter) and not call.in_place and call.op is not ReduceOp.MAX and lies_in_place(call)
 
 
 def _in_place(call: Call) -> Call:
     """Return an all-reduce for a reduce-scatter whose shard lies in the buffer: gloo would clone, reduce and copy."""
-    return AllReduce(call.full, call.op) if isinstance(call, ReduceScatter) and _lies_in_place(call) else call
+    return AllReduce(call.full, call.op) if isinstance(call, ReduceScatter) and lies_in_place(call) else call
 
 
 def _scatter_plan(calls: Sequence[ReduceScatter], anchor: Anchor, empty: _Empty, *, rank: int, size: int) -> Plan:
     starts: list[Start] = []
-    combined: list[_Pair] = []
+    combined: list[Pair] = []
     # Where gloo all-reduces several tensors as one, their order of addition is that of all of them, end to end.
     numels: dict[tuple[torch.dtype, ReduceOp], int] = {}
     for call in calls:
@@ -165,7 +110,7 @@ def _scatter_plan(calls: Sequence[ReduceScatter], anchor: Anchor, empty: _Empty,
         combined += _additions(parts, rank=rank, start=offset, numel=numels[key])
         before[key] += call.full.numel()
     divided = [(call.shard.data, size) for call in calls if call.op is ReduceOp.AVG]
-    return Plan(starts, after=[(_add, combined), (_divide, divided)], keeps=anchor.views)
+    return Plan(starts, after=[(add, combined), (divide, divided)], keeps=anchor.views)
 
 
 def _exchange(
@@ -188,7 +133,7 @@ def _exchange(
     return AllToAll(anchor.bytes_of(full), anchor.bytes_of(received), sizes, sizes), parts
 
 
-def _additions(parts: Sequence[torch.Tensor], *, rank: int, start: int, numel: int) -> Iterator[_Pair]:
+def _additions(parts: Sequence[torch.Tensor], *, rank: int, start: int, numel: int) -> Iterator[Pair]:
     """Yield targets and addends: what each rank has sent is added up in gloo's order, at last in this rank's part.
 
     Args:
@@ -196,18 +141,22 @@ def _additions(parts: Sequence[torch.Tensor], *, rank: int, start: int, numel: i
         start: where the parts lie in the tensor that gloo would all-reduce.
         numel: of that tensor.
     """
-    itemsize_bytes, num_ranks = parts[0].element_size(), len(parts)
-    stop = start + parts[0].numel()
-    block_numel = _BLOCK_NUMEL if num_ranks > 2 else parts[0].numel()  # one addition passes over memory once
-    for stretch in stretches(start=start, stop=stop, numel=numel, itemsize_bytes=itemsize_bytes, num_ranks=num_ranks):
-        for first in range(stretch.start, stretch.stop, block_numel):
-            last = min(first + block_numel, stretch.stop)
-            pieces = [parts[source][first:last] for source in stretch.ranks]
-            total = pieces[0]
-            for source, piece in zip(stretch.ranks[1:], pieces[1:], strict=True):
-                if source == rank:
-                    total, piece = piece, total  # noqa: PLW2901 - the two addends change places
-                yield total, piece
+    part_numel, itemsize_bytes, num_ranks = parts[0].numel(), parts[0].element_size(), len(parts)
+    stop = start + part_numel
+    block_numel = _BLOCK_NUMEL if num_ranks > 2 else max(part_numel, 1)  # one addition passes over memory once
+    order = {"numel": numel, "itemsize_bytes": itemsize_bytes, "num_ranks": num_ranks, "block_numel": block_numel}
+    for block in blocks(start=start, stop=stop, **order):
+        pieces = [parts[source][block.start : block.stop] for source in block.ranks]
+        yield from additions_of(pieces, block.ranks, own_rank=rank)
+
+
+def additions_of(pieces: Sequence[torch.Tensor], ranks: Sequence[int], *, own_rank: int) -> Iterator[Pair]:
+    """Yield targets and addends that add up the pieces of the ranks, in that order, at last in the own one."""
+    total = pieces[0]
+    for source, piece in zip(ranks[1:], pieces[1:], strict=True):
+        if source == own_rank:
+            total, piece = piece, total  # noqa: PLW2901 - the two addends change places
+        yield total, piece
 
 
 def fp32_plan(calls: Sequence[ReduceScatter], *, rank: int, size: int) -> Plan:
@@ -217,7 +166,7 @@ def fp32_plan(calls: Sequence[ReduceScatter], *, rank: int, size: int) -> Plan:
     """
     anchor = Anchor()
     starts: list[Start] = []
-    after: list[_Operation] = []
+    after: list[Operation] = []
     for call in calls:
         start, parts = _exchange(call, anchor, torch.empty_like, rank=rank, size=size)
         starts.append(start)
@@ -229,9 +178,9 @@ def fp32_plan(calls: Sequence[ReduceScatter], *, rank: int, size: int) -> Plan:
             pieces = [part[first : first + block_numel] for part in parts]
             sum_of_block = total[: pieces[0].numel()]
             after.append((_copy, [(sum_of_block, pieces[0])]))
-            after.append((_add, [(sum_of_block, piece) for piece in pieces[1:]]))
+            after.append((add, [(sum_of_block, piece) for piece in pieces[1:]]))
             if call.op is ReduceOp.AVG:
-                after.append((_divide, [(sum_of_block, size)]))
+                after.append((divide, [(sum_of_block, size)]))
             after.append((_copy, [(pieces[rank], sum_of_block)]))
     return Plan(starts, after=after, keeps=anchor.views)
 
@@ -267,10 +216,10 @@ def _small_plan(call: AllReduce, anchor: Anchor, *, rank: int, size: int) -> Pla
         parts[rank] = full
         copies = [(sent, full)]
     start = AllToAll(anchor.bytes_of(sent), anchor.bytes_of(received), sizes, sizes)
-    combine = _take_larger if call.op is ReduceOp.MAX else _add
+    combine = _take_larger if call.op is ReduceOp.MAX else add
     combined = list(_additions(parts, rank=rank, start=0, numel=full.numel()))
     divided = [(full, size)] if call.op is ReduceOp.AVG else []
-    return Plan([start], copies, [(combine, combined), (_divide, divided)], anchor.views)
+    return Plan([start], copies, [(combine, combined), (divide, divided)], anchor.views)
 
 
 # All-gather #
@@ -278,7 +227,7 @@ def _small_plan(call: AllReduce, anchor: Anchor, *, rank: int, size: int) -> Pla
 
 def _gather_plan(calls: Sequence[AllGather], anchor: Anchor, *, rank: int, size: int) -> Plan:
     starts: list[Start] = []
-    copies: list[_Pair] = []
+    copies: list[Pair] = []
     for call in calls:
         full = as_bytes(call.full.data)
         parts = full.view(size, -1).unbind()
@@ -298,42 +247,10 @@ def _gather_plan(calls: Sequence[AllGather], anchor: Anchor, *, rank: int, size:
     return Plan(starts, copies, keeps=anchor.views)
 
 
-# Tensors that threads of gloo hold #
-
-
-class Anchor:
-    """Makes aliases of tensors that C++ owns, too, so that gloo's threads never need Python's lock to let go of them.
-
-    A gloo thread drops its reference after the waiting thread went on. If only Python owned the tensor besides, the drop would
-    need the lock: the thread competes with backward for it, and at the end of the program it may never get it, which
-    aborts the process ("terminate called without an active exception"). See docs/decisions/gloo-tensors.md.
-    """
-
-    def __init__(self) -> None:
-        self.views: list[torch.Tensor] = []
-        """Own the aliases, in C++, as long as they live."""
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same memory as a tensor that is no view in autograd's sense, so that a view of it owns it."""
-        alias = tensor.data
-        self.views.append(alias.view(-1))
-        return alias
-
-    def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of the bytes of a tensor."""
-        return self.alias(as_bytes(tensor))
-
-
 def _anchored(call: Call, anchor: Anchor) -> Call:
     if isinstance(call, Broadcast | AllReduce):
         return replace(call, tensor=anchor.alias(call.tensor))
     return replace(call, full=anchor.alias(call.full), shard=anchor.alias(call.shard))
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what is sent where nothing is computed: gloo knows neither bool (masks) nor int16."""
-    is_bytes = tensor.dtype == torch.uint8 and tensor.dim() == 1
-    return tensor if is_bytes else tensor.view(-1).view(torch.uint8)
 
 
 def alike(calls: Iterable[Call]) -> dict[tuple[torch.dtype, ReduceOp | None], list[Call]]:

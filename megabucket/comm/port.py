@@ -99,6 +99,8 @@ class Batch(tuple[Call, ...]):  # noqa: SLOT001 - a tuple has no room for an att
 
     plan: Any = None
     """What a back-end has made of them: see ``Communicator.prepare``."""
+    reads_peers: bool = False
+    """Whether ranks on one host may read each other's memory for them."""
 
 
 class Handle(ABC):
@@ -107,6 +109,9 @@ class Handle(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Return when the results may be used by the caller's thread (CPU) or current stream (CUDA). Idempotent."""
+
+    def abandon(self) -> None:  # noqa: B027  (most need nothing of this rank any more)
+        """Let other ranks' waits end although this rank may never wait. The results are of no use then, there and here."""
 
 
 class DoneHandle(Handle):
@@ -175,13 +180,19 @@ class Communicator(ABC):
         self.progress.num_launched += 1
         return self._launch(calls, label)
 
-    def prepare(self, calls: Sequence[Call]) -> Batch:
+    def prepare(self, calls: Sequence[Call], *, reads_peers: bool = False) -> Batch:
         """Return the calls as a batch that is best launched again and again.
 
         A back-end does once, at the first launch of a batch, what it does at every launch of other calls, and may keep memory
         for it. Calls on empty tensors are left out.
+
+        Args:
+            reads_peers: whether ranks on one host may read each other's memory, where that is faster. Then a wait may need
+                the other ranks to wait, too, or to abandon the handle: all of them, for such batches in one order.
         """
-        return Batch(call for call in calls if call.full.numel())
+        batch = Batch(call for call in calls if call.full.numel())
+        batch.reads_peers = reads_peers
+        return batch
 
     def close(self) -> None:  # noqa: B027  (most implementations have nothing to end)
         """End what runs in the background on behalf of this communicator. Idempotent; nothing may be launched afterwards."""

@@ -47,6 +47,13 @@ def stretches(*, start: int, stop: int, numel: int, itemsize_bytes: int, num_ran
         first = last
 
 
+def blocks(*, start: int, stop: int, numel: int, itemsize_bytes: int, num_ranks: int, block_numel: int) -> Iterator[Stretch]:
+    """Yield what ``stretches`` does, cut into blocks of at most ``block_numel`` elements."""
+    for stretch in stretches(start=start, stop=stop, numel=numel, itemsize_bytes=itemsize_bytes, num_ranks=num_ranks):
+        for first in range(stretch.start, stretch.stop, block_numel):
+            yield Stretch(first, min(first + block_numel, stretch.stop), stretch.ranks)
+
+
 def _chunk_bytes(total_bytes: int, itemsize_bytes: int, num_ranks: int) -> int:
     """Return the bytes of one rank's chunk: at least two segments of at most a MiB, all equal, rounded up to whole elements."""
     longest = itemsize_bytes * max(1, _SEGMENT_BYTES // itemsize_bytes)

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import starmap
 from types import MappingProxyType
 from typing import Final, cast
 
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.gloo_paths import (
-    AllToAll,
-    Plan,
-    Start,
-    alike,
-    fp32_plan,
-    gloo_plan,
-    plain_plan,
-    run_through,
-    small_room_bytes,
-)
+from megabucket.comm.gloo_paths import alike, can_exchange_among, fp32_plan, gloo_plan, plain_plan, small_room_bytes
 from megabucket.comm.heartbeat import Heartbeat
 from megabucket.comm.liveness import Liveness
+from megabucket.comm.peer_memory import WORD_BYTES, PeerMemory, get_to_know
+from megabucket.comm.plan import AllToAll, Plan, Start, steps
 from megabucket.comm.port import (
     AllGather,
     AllReduce,
@@ -37,6 +29,7 @@ from megabucket.comm.port import (
     ReduceOp,
     ReduceScatter,
 )
+from megabucket.comm.reading_paths import ReadingPlan, addresses_of, can_read
 from megabucket.comm.timing import CollectiveTimer
 from megabucket.comm.torch_probes import (
     existence_of,
@@ -47,17 +40,16 @@ from megabucket.comm.torch_probes import (
     keep_for_ever,
     store_of,
     timeout_s_of,
-    use_count,
 )
 from megabucket.comm.vigil import PeerWatch
+from megabucket.comm.work_handle import WorkHandle, uses_of
 from megabucket.errors import CollectiveError, GroupDestroyedError, ProcessGroupMissingError
 from megabucket.trace.clock import Clock
-from megabucket.trace.recorder import Lane, Recorder
+from megabucket.trace.recorder import Recorder
 
 _REDUCE_OPS: Final = MappingProxyType(
     {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
 )
-_RELEASE_S: Final = 0.2
 _ROOM_BYTES: Final = 1 << 25  # for small all-reduces that are launched again and again, all together
 
 
@@ -117,8 +109,10 @@ class ProcessGroupCommunicator(Communicator):
         super().__init__(rank=rank, size=dist.get_world_size(group), recorder=recorder)
         living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
         self._group_exists = existence_of(living)
-        self._timer = CollectiveTimer()
+        self.timer = CollectiveTimer()
+        """Times what is launched."""
         self._room_bytes = _ROOM_BYTES
+        self._peer_memory: list[PeerMemory | None] = []  # empty until the ranks have found out
         self._heartbeat: Heartbeat | None = None
         self._watch: PeerWatch | None = None
         if self.size > 1 and has_gloo_works(living, torch.device("cpu")):
@@ -129,7 +123,7 @@ class ProcessGroupCommunicator(Communicator):
         liveness = liveness.fitted_to(group_timeout_s)
         if store is None:
             return
-        name, known_group, timer = str(group.group_name), weakref.ref(group), self._timer
+        name, known_group, timer = str(group.group_name), weakref.ref(group), self.timer
 
         def abandon_group() -> None:
             timer.give_up()
@@ -169,18 +163,21 @@ class ProcessGroupCommunicator(Communicator):
         clock = self.clock_for(device) if self.recorder.records_time else None
         start = None if clock is None else clock.stamp()
         has_gloo_threads = self._ask(has_gloo_works, device)
-        plan = self._plan(calls, is_anchored=has_gloo_threads)
+        plan = self._plan(calls, label, is_anchored=has_gloo_threads)
         # A batch keeps its plan, and the plan what gloo's threads hold. Nobody keeps that of other calls.
-        passing = _uses_of(plan) if has_gloo_threads and not isinstance(calls, Batch) else []
+        passing = uses_of(plan) if has_gloo_threads and not isinstance(calls, Batch) else []
         for target, source in plan.copies:
             target.copy_(source)
         works = self._start_all(plan.starts)
-        if clock is not None:
-            self._timer.time_completion(works, self.recorder, clock, label=label, start=start)
-        return _WorkHandle(works, plan, self, label, watch=self._watch if has_gloo_threads else None, passing=passing)
+        if clock is not None and not plan.reads:
+            self.timer.time_completion(works, self.recorder, clock, label=label, start=start)
+        watch = self._watch if has_gloo_threads else None
+        return WorkHandle(works, plan, self, label, watch=watch, passing=passing, later=self._later(plan))
 
-    def _plan(self, calls: Sequence[Call], *, is_anchored: bool) -> Plan:
+    def _plan(self, calls: Sequence[Call], label: str, *, is_anchored: bool) -> Plan:
         plan: Plan | None = calls.plan if isinstance(calls, Batch) else None
+        if plan is None:
+            plan = self._reading_plan(calls, label)
         if plan is None:
             wide = [call for call in calls if isinstance(call, ReduceScatter) and call.in_fp32]
             rest = [call for call in calls if call not in wide]
@@ -189,9 +186,34 @@ class ProcessGroupCommunicator(Communicator):
                 plan += self._gloo_plan(rest, is_kept=isinstance(calls, Batch))
             elif rest:
                 plan += plain_plan(rest, is_anchored=is_anchored)
-            if isinstance(calls, Batch):
-                calls.plan = plan
+        if isinstance(calls, Batch):
+            calls.plan = plan
         return plan
+
+    def _reading_plan(self, calls: Sequence[Call], label: str) -> Plan | None:
+        """Return the plan that reads what other ranks have; ``None``: it cannot be read, or that is not wanted."""
+        is_wanted = isinstance(calls, Batch) and calls.reads_peers and can_exchange_among(self.size) and can_read(calls)
+        if not (is_wanted and self._ask(is_gloo, calls[0].full.device)):
+            return None
+        if not self._peer_memory:
+            self._peer_memory.append(get_to_know(lambda word: self._tell_all(word, label), rank=self.rank))
+        memory = self._peer_memory[0]
+        if memory is None:
+            return None
+        addresses = self._gather_rows(torch.tensor(addresses_of(calls), dtype=torch.int64), label).tolist()
+        return ReadingPlan(calls, memory, addresses, rank=self.rank, size=self.size).plan()
+
+    def _tell_all(self, word: bytes, label: str) -> list[bytes]:
+        """Return what each rank says, by rank: at most ``WORD_BYTES`` without zeros at the end."""
+        row = torch.frombuffer(bytearray(word.ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
+        return [bytes(told.tolist()).rstrip(b"\0") for told in self._gather_rows(row, label)]
+
+    def _gather_rows(self, row: torch.Tensor, label: str) -> torch.Tensor:
+        """Return a row of each rank, by rank. A part of a launch, so it is not recorded as one of its own."""
+        rows = row.new_zeros(self.size, row.numel())
+        own = rows[self.rank].copy_(row)
+        self._launch([AllGather(rows.view(-1), own)], label).wait()
+        return rows
 
     def _gloo_plan(self, calls: Sequence[Call], *, is_kept: bool) -> Plan:
         room_bytes = self._room_bytes if is_kept else None
@@ -208,11 +230,11 @@ class ProcessGroupCommunicator(Communicator):
 
     def clock_for(self, device: torch.device) -> Clock:
         """Return the clock by which this group's collectives on a device are timed: its own where they run in its queue."""
-        return self._timer.clock(on_device=device.type == "cuda" and not self._ask(has_gloo_works, device))
+        return self.timer.clock(on_device=device.type == "cuda" and not self._ask(has_gloo_works, device))
 
     def collect_times(self) -> None:
         """Hand intervals to the recorder that a device owed when they were measured. Never waits."""
-        self._timer.collect()
+        self.timer.collect()
 
     def _ask(self, question: Callable[[dist.ProcessGroup, torch.device], bool], device: torch.device) -> bool:
         """Return what holds for the group and one kind of device; torch is asked once."""
@@ -254,6 +276,24 @@ class ProcessGroupCommunicator(Communicator):
             work = dist.all_to_all_single(start.received, start.sent, *sizes, group=group, async_op=True)
         return cast("dist.Work", work)
 
+    def _later(self, plan: Plan) -> list[tuple[Iterator[dist.Work], Iterator[object]]]:
+        """Return what is done when what was started is complete, as iterators whose every step is one call in C.
+
+        So no interrupt comes between a start and the note that it was made.
+        """
+        if not plan.later:
+            return []
+        group, options = cast("dist.ProcessGroup", self._group or dist.group.WORLD), dist.AllToAllOptions()
+        options.asyncOp = True
+        exchange = getattr(group, "all_to_all_single", None) or group.alltoall_base  # torch 2.13 renamed it
+        return [
+            (
+                starmap(exchange, [(s.received, s.sent, s.received_sizes, s.sent_sizes, options) for s in later.starts]),
+                steps(later.operations),
+            )
+            for later in plan.later
+        ]
+
     def _start_coalesced(self, calls: Sequence[Call]) -> list[dist.Work]:
         # NCCL batches what is launched between group start and end; other back-ends have *_coalesced collectives.
         device = calls[0].full.device if calls[0].full.is_cuda else None
@@ -265,66 +305,3 @@ class ProcessGroupCommunicator(Communicator):
             forget_coalescing(self._group or dist.group.WORLD)
             raise
         return list(manager.works)
-
-
-def _uses_of(plan: Plan) -> list[tuple[torch.Tensor, int]]:
-    """Return the tensors that gloo's threads will hold, and how often C++ holds each."""
-    return [(tensor, use_count(tensor)) for tensor in plan.tensors]
-
-
-def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
-    """Return when C++ holds the tensors as often as before the launch, or after a fifth of a second.
-
-    Nobody else holds the tensors of calls that were not prepared, so a thread of gloo may need Python's lock to let go of them:
-    see gloo_paths.Anchor. It gets it here.
-    """
-    deadline_s = time.monotonic() + _RELEASE_S
-    while any(use_count(tensor) > count for tensor, count in tensors) and time.monotonic() < deadline_s:
-        time.sleep(0.0001)
-
-
-class _WorkHandle(Handle):
-    """Waits for the works of one batch.
-
-    The plan stays referenced until ``wait`` has returned: on CUDA the allocator could otherwise hand the memory of its tensors
-    to somebody else while a collective still reads it.
-    """
-
-    def __init__(
-        self,
-        works: Sequence[dist.Work],
-        plan: Plan,
-        owner: ProcessGroupCommunicator,
-        label: str,
-        *,
-        watch: PeerWatch | None,
-        passing: Sequence[tuple[torch.Tensor, int]],
-    ) -> None:
-        self._works: Sequence[dist.Work] | None = works
-        self._plan: Plan | None = plan
-        self._finish = plan.finish()
-        self._device = plan.device
-        self._owner = owner
-        self._label = label
-        self._watch = watch
-        self._passing = passing
-        self._number = owner.progress.num_launched
-
-    def wait(self) -> None:
-        if self._works is None:
-            return
-        owner = self._owner
-        clock = owner.clock_for(self._device) if owner.recorder.records_time else None
-        start = None if clock is None else clock.stamp()
-        if self._watch is not None:
-            self._watch.wait(self._works, label=self._label, number=self._number)
-        else:
-            for work in self._works:
-                work.wait()  # over NCCL: the current stream waits, not the host
-        run_through(self._finish)
-        self._works = self._plan = None
-        _await_release(self._passing)
-        self._passing = ()
-        if clock is not None:
-            owner._timer.record(owner.recorder, clock, Lane.WAIT, label=self._label, start=start)
-            owner.collect_times()

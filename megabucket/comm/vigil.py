@@ -105,6 +105,10 @@ class PeerWatch:
                     continue
                 raise self._hold_inquest(vigil or self._begin_vigil(label, number), str(failure)) from failure
 
+    def give_up(self, reason: str, *, label: str, number: int) -> PeerLostError:
+        """Return the error to raise because another rank cannot be reached in another way than over gloo."""
+        return self._hold_inquest(self._begin_vigil(label, number), reason)
+
     def _begin_vigil(self, label: str, number: int) -> _Vigil:
         heartbeat = self._heartbeat
         evidence = Evidence(

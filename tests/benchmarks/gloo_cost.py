@@ -2,7 +2,8 @@
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tests/benchmarks/gloo_cost.py
 
-All of ``reduce_scatter``, ``all_gather`` and ``all_reduce``, or those that are named. Times of a call and its wait, CPU time of
+All of ``reduce_scatter``, ``all_gather`` and ``all_reduce``, or those that are named. "sent" goes through sockets, "read" is
+what the port does where ranks may read each other's memory, here whatever the size. Times of a call and its wait, CPU time of
 one process, and how long the launch keeps the caller, all in milliseconds.
 """
 
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceScatter
+from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceScatter, reading_paths
 
 SIZES_KIB = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
@@ -46,8 +47,12 @@ def candidates(kind: str, full: torch.Tensor, communicator: ProcessGroupCommunic
     else:
         torch_start = lambda: dist.all_reduce(flat, async_op=True).wait  # noqa: E731
         calls = [AllReduce(flat)]
-    batch = communicator.prepare(calls)
-    return {"torch": torch_start, "ours": lambda: communicator.launch(batch, label=kind).wait}
+    sent, read = communicator.prepare(calls), communicator.prepare(calls, reads_peers=True)
+    return {
+        "torch": torch_start,
+        "sent": lambda: communicator.launch(sent, label=kind).wait,
+        "read": lambda: communicator.launch(read, label=kind).wait,
+    }
 
 
 def timed(start: Start) -> Cost:
@@ -67,28 +72,31 @@ def measure(kind: str, size_kib: int, communicator: ProcessGroupCommunicator) ->
     starts = candidates(kind, full, communicator)
     costs: dict[str, list[Cost]] = {name: [] for name in starts}
     for index in range(62 if size_kib <= 1024 else 22):
-        for name in sorted(starts, reverse=bool(index % 2)):
+        names = list(starts)
+        for name in names[index % 3 :] + names[: index % 3]:
             cost = timed(starts[name])
             if index >= 2:
                 costs[name].append(cost)
     if dist.get_rank() == 0:
-        ratios = [
-            statistics.median(ours[which] / torchs[which] for ours, torchs in zip(costs["ours"], costs["torch"], strict=True))
-            for which in (0, 1)
-        ]
-        figures = {
-            name: [statistics.median(cost[which] for cost in found) * 1e3 for which in (0, 1, 2)]
-            for name, found in costs.items()
-        }
-        texts = [f"{name} {wall:8.2f} ({cpu:7.2f} CPU, launch {launch:6.2f})" for name, (wall, cpu, launch) in figures.items()]
-        print(
-            f"{num_ranks} ranks {kind:<14} {size_kib:>6} KiB: {', '.join(texts)}; ratio {ratios[0]:.2f} (CPU {ratios[1]:.2f})",
-            flush=True,
-        )
+        texts = [text_of(name, found, costs["torch"]) for name, found in costs.items()]
+        print(f"{num_ranks} ranks {kind:<14} {size_kib:>6} KiB: {'; '.join(texts)}", flush=True)
+
+
+def text_of(name: str, found: list[Cost], torchs: list[Cost]) -> str:
+    """Return medians in milliseconds, and those of the ratios to what torch took in the same turn."""
+    wall, cpu, launch = (statistics.median(cost[which] for cost in found) * 1e3 for which in (0, 1, 2))
+    text = f"{name} {wall:.2f} ({cpu:.2f} CPU, launch {launch:.2f})"
+    if name == "torch":
+        return text
+    ratios = [
+        statistics.median(cost[i] / torch_cost[i] for cost, torch_cost in zip(found, torchs, strict=True)) for i in (0, 1)
+    ]
+    return f"{text} = {ratios[0]:.2f} ({ratios[1]:.2f} CPU)"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    reading_paths._LEAST_BYTES = 0
     dist.init_process_group("gloo")
     with_peers = ProcessGroupCommunicator(None)
     for chosen in sys.argv[1:] or ["reduce_scatter", "all_gather", "all_reduce"]:

@@ -11,7 +11,7 @@ from pool import Rank
 
 import megabucket as mb
 from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceOp, ReduceScatter, gloo_paths
-from megabucket.comm.gloo_paths import AllToAll
+from megabucket.comm.plan import AllToAll
 from megabucket.comm.port import Batch, Call
 from megabucket.planning import memory
 

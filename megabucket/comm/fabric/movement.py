@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megabucket.comm.gloo_paths import AllToAll, gloo_plan, run_through
+from megabucket.comm.gloo_paths import gloo_plan
+from megabucket.comm.plan import AllToAll, run_through
 from megabucket.comm.port import AllReduce, ReduceOp, ReduceScatter
 
 _EXCHANGED: Final = ((dist.ReduceOp.SUM, ReduceOp.SUM), (dist.ReduceOp.AVG, ReduceOp.AVG))

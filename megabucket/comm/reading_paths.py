@@ -1,0 +1,147 @@
+"""Collectives of ranks on one host that read each other's memory. The bits are those of gloo's own collectives.
+
+======================  =================================================================================================
+reduce-scatter          each rank reads the others' values of its part, block by block, and adds them to its own
+all-reduce              the same, then each rank reads the parts that the others have added up
+all-gather              each rank reads the others' parts, each to its place
+======================  =================================================================================================
+
+Around that, rounds of messages of one byte over gloo: what a rank reads must be there, and must stay until it was read. So
+memory of a rank is its own again when all ranks have waited, and every ``wait`` needs the other ranks' ``wait``. See
+docs/decisions/reading-peers.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megabucket.comm.gloo_paths import add, additions_of, divide, lies_in_place
+from megabucket.comm.peer_memory import BLOCK_BYTES, PeerMemory
+from megabucket.comm.plan import AllToAll, Anchor, Later, Operation, Pair, Plan, Read
+from megabucket.comm.port import AllGather, AllReduce, Call, ReduceOp, ReduceScatter
+from megabucket.comm.ring_order import blocks
+
+_LEAST_BYTES = 1 << 21  # below, messages are faster: tests/benchmarks/gloo_cost.py
+
+_Step = tuple[Operation, Read | None]
+
+
+def can_read(calls: Sequence[Call]) -> bool:
+    """Whether a batch of like calls can be done by reading, and that is worth it. The same on all ranks."""
+    return sum(call.full.nbytes for call in calls) >= _LEAST_BYTES and all(_is_readable(call) for call in calls)
+
+
+def _is_readable(call: Call) -> bool:
+    if call.full.device.type != "cpu":
+        return False
+    if isinstance(call, ReduceScatter):
+        return lies_in_place(call) and call.op is not ReduceOp.MAX and not call.in_fp32
+    if isinstance(call, AllReduce):
+        return call.op is not ReduceOp.MAX and call.full.is_floating_point()
+    return isinstance(call, AllGather)
+
+
+def addresses_of(calls: Sequence[Call]) -> list[int]:
+    """Return where the memory begins that the other ranks read."""
+    return [call.full.data_ptr() for call in calls]
+
+
+class ReadingPlan:
+    """Makes the plan of one batch.
+
+    Args:
+        addresses: by rank, those of its calls.
+    """
+
+    def __init__(
+        self, calls: Sequence[Call], memory: PeerMemory, addresses: Sequence[Sequence[int]], *, rank: int, size: int
+    ) -> None:
+        self._calls, self._memory, self._addresses = calls, memory, addresses
+        self._rank, self._size = rank, size
+        self._others = [(rank + hops) % size for hops in range(1, size)]
+        self._anchor = Anchor()
+
+    def plan(self) -> Plan:
+        """Return it."""
+        gathers = [self._gather_steps(index) for index in range(len(self._calls))]
+        gathered = [step for steps in gathers for step in steps]
+        is_gather = isinstance(self._calls[0], AllGather)
+        first = gathered if is_gather else list(self._sum_steps())
+        later = [Later([self._round()], [operation for operation, _ in gathered])] if self._is_all_reduce else []
+        steps = [*first, *(gathered if self._is_all_reduce else [])]
+        return Plan(
+            [self._round()],
+            [copy for call in self._calls if isinstance(call, AllGather) for copy in self._own_copy(call)],
+            [operation for operation, _ in first],
+            [*self._anchor.views, *(call.full for call in self._calls)],
+            [*later, Later([self._round()], [])],
+            [read for _, read in steps if read is not None],
+        )
+
+    @property
+    def _is_all_reduce(self) -> bool:
+        return isinstance(self._calls[0], AllReduce)
+
+    def _round(self) -> AllToAll:
+        """Return a message of one byte from everybody to everybody: who has all of them knows how far all are."""
+        sent, received = torch.zeros(2, self._size, dtype=torch.uint8)
+        sizes = [1] * self._size
+        return AllToAll(self._anchor.bytes_of(sent), self._anchor.bytes_of(received), sizes, sizes)
+
+    def _own_copy(self, call: AllGather) -> list[Pair]:
+        own = self._part(call.full.data, self._rank)
+        return [] if own.data_ptr() == call.shard.data_ptr() else [(own, call.shard.data)]
+
+    def _part(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the part of a buffer that a rank adds up, or owns."""
+        numel = full.numel()
+        return full.view(-1)[rank * numel // self._size : (rank + 1) * numel // self._size]
+
+    def _gather_steps(self, index: int) -> Iterator[_Step]:
+        """Yield the reads that bring the parts of all other ranks, each to its place."""
+        full = self._calls[index].full.data
+        for rank in self._others:
+            part = self._part(full, rank)
+            offset_bytes = part.data_ptr() - full.data_ptr()
+            yield from self._memory.read(part, rank, self._addresses[rank][index] + offset_bytes)
+
+    def _sum_steps(self) -> Iterator[_Step]:
+        """Yield the reads and additions that leave the sum in this rank's part."""
+        # Where gloo all-reduces several tensors as one, their order of addition is that of all of them, end to end.
+        numels: dict[tuple[torch.dtype, object], int] = {}
+        starts = []
+        for call in self._calls:
+            key = call.full.dtype, getattr(call, "op", None)
+            starts.append(numels.get(key, 0))
+            numels[key] = starts[-1] + call.full.numel()
+        for index, call in enumerate(self._calls):
+            numel = numels[call.full.dtype, getattr(call, "op", None)]
+            yield from self._sum_of_call(index, start=starts[index], numel=numel)
+            own = self._part(call.full.data, self._rank)
+            if getattr(call, "op", None) is ReduceOp.AVG:
+                yield (divide, [(own, self._size)]), None
+
+    def _sum_of_call(self, index: int, *, start: int, numel: int) -> Iterator[_Step]:
+        full = self._calls[index].full.data.view(-1)
+        own, itemsize = self._part(full, self._rank), full.element_size()
+        offset = (own.data_ptr() - full.data_ptr()) // itemsize
+        for block in blocks(
+            start=start + offset,
+            stop=start + offset + own.numel(),
+            numel=numel,
+            itemsize_bytes=itemsize,
+            num_ranks=self._size,
+            block_numel=BLOCK_BYTES // itemsize,
+        ):
+            pieces = []
+            for rank in block.ranks:
+                piece = own[block.start : block.stop]
+                if rank != self._rank:
+                    piece = self._memory.block(rank, full.dtype)[: piece.numel()]
+                    address = self._addresses[rank][index] + (offset + block.start) * itemsize
+                    yield from self._memory.read(piece, rank, address)
+                pieces.append(piece)
+            for pair in additions_of(pieces, block.ranks, own_rank=self._rank):
+                yield (add, [pair]), None

@@ -1,0 +1,132 @@
+"""The handle of one batch on a process group: waits for works, does what is left to do, and says when a rank cannot be read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.distributed as dist
+
+from megabucket.comm.plan import Plan
+from megabucket.comm.port import Handle
+from megabucket.comm.torch_probes import use_count
+from megabucket.comm.vigil import PeerWatch
+from megabucket.errors import CollectiveError
+from megabucket.trace.recorder import Lane
+
+if TYPE_CHECKING:
+    from megabucket.comm.torch_group import ProcessGroupCommunicator
+
+_RELEASE_S: Final = 0.2
+
+
+def uses_of(plan: Plan) -> list[tuple[torch.Tensor, int]]:
+    """Return the tensors that gloo's threads will hold, and how often C++ holds each."""
+    return [(tensor, use_count(tensor)) for tensor in plan.tensors]
+
+
+def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Return when C++ holds the tensors as often as before the launch, or after a fifth of a second.
+
+    Nobody else holds the tensors of calls that were not prepared, so a thread of gloo may need Python's lock to let go of them:
+    see plan.Anchor. It gets it here.
+    """
+    deadline_s = time.monotonic() + _RELEASE_S
+    while any(use_count(tensor) > count for tensor, count in tensors) and time.monotonic() < deadline_s:
+        time.sleep(0.0001)
+
+
+class WorkHandle(Handle):
+    """Waits for the works of one batch.
+
+    The plan stays referenced until ``wait`` has returned: on CUDA the allocator could otherwise hand the memory of its tensors
+    to somebody else while a collective still reads it.
+
+    Args:
+        works: what was started.
+        watch: finds out who is lost when they do not end; ``None`` where nobody can.
+        passing: from ``uses_of``, where nobody else keeps the tensors.
+        later: what to start when all before is done, and what to do then. A wait that is begun again goes on where it was.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        plan: Plan,
+        owner: ProcessGroupCommunicator,
+        label: str,
+        *,
+        watch: PeerWatch | None,
+        passing: Sequence[tuple[torch.Tensor, int]],
+        later: Sequence[tuple[Iterator[dist.Work], Iterator[object]]],
+    ) -> None:
+        self._works: list[dist.Work] | None = list(works)
+        self._plan: Plan | None = plan
+        self._finish = plan.finish()
+        self._later = later
+        self._results: list[object] = []
+        self._device = plan.device
+        self._owner = owner
+        self._label = label
+        self._watch = watch
+        self._passing = passing
+        self._number = owner.progress.num_launched
+
+    def wait(self) -> None:
+        """Return when the results are there.
+
+        Raises:
+            PeerLostError: a rank died, froze, left without its part of the batch, or cannot be read.
+            CollectiveError: a rank cannot be read, where nobody can say what has become of it.
+        """
+        if self._works is None or self._plan is None:
+            return
+        owner, plan = self._owner, self._plan
+        clock = owner.clock_for(self._device) if owner.recorder.records_time else None
+        start = None if clock is None else clock.stamp()
+        self._await(self._works)
+        reading = start if clock is None else clock.stamp()
+        self._results.extend(self._finish)
+        for starts, operations in self._later:
+            self._works.extend(starts)
+            self._await(self._works)
+            self._results.extend(operations)
+        self._check_reads(plan)
+        self._works = self._plan = None
+        self._results = []
+        _await_release(self._passing)
+        self._passing = ()
+        if clock is not None:
+            if plan.reads:
+                owner.timer.record(owner.recorder, clock, Lane.COMM, label=self._label, start=reading)
+            owner.timer.record(owner.recorder, clock, Lane.WAIT, label=self._label, start=start)
+            owner.collect_times()
+
+    def abandon(self) -> None:
+        """Start what the other ranks wait for, and do nothing with what comes."""
+        if self._works is None or self._plan is None or not self._later:
+            return
+        for starts, _ in self._later:
+            self._works.extend(starts)
+        self._finish, self._later, self._results = iter(()), (), []
+        self._plan = Plan(self._plan.starts, keeps=self._plan.keeps)
+
+    def _await(self, works: Sequence[dist.Work]) -> None:
+        if self._watch is not None:
+            self._watch.wait(works, label=self._label, number=self._number)
+        else:
+            for work in works:
+                work.wait()  # over NCCL: the current stream waits, not the host
+
+    def _check_reads(self, plan: Plan) -> None:
+        """Return when all that was to be read was read. A process that has ended or let go of its memory cannot be."""
+        numbers = [result for result in self._results if isinstance(result, int)]
+        failed = next((read for read, number in zip(plan.reads, numbers, strict=True) if number != read.nbytes), None)
+        if failed is None:
+            return
+        reason = f"rank {self._owner.rank} could not read {failed.nbytes} bytes of the memory of rank {failed.rank}"
+        if self._watch is not None:
+            raise self._watch.give_up(reason, label=self._label, number=self._number)
+        raise CollectiveError(f"{self._label}: {reason}. Its process has ended, or has given up the wrapper; end the run.")
