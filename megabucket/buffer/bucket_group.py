@@ -110,8 +110,9 @@ class _ParamAndGradBucketGroup:
 
     def _prepare_calls(self) -> None:
         communicator, policy, rank = self.communicator, self.policy, self.communicator.rank
+        grads = [(bucket.grad_data, scale.divisor_after) for bucket, scale in zip(self.buckets, self._scales, strict=True)]
         self._reduce_calls = communicator.prepare(
-            [AllReduce(bucket.grad_data, policy.op) for bucket in self.buckets], reads_peers=policy.reads_peers
+            [AllReduce(grad, policy.op, divisor=divisor) for grad, divisor in grads], reads_peers=policy.reads_peers
         )
         if policy.reduce_scatters:
             self._grad_shards = [bucket.shard(bucket.grad_data, rank) for bucket in self.buckets]
@@ -119,12 +120,13 @@ class _ParamAndGradBucketGroup:
                 [
                     ReduceScatter(
                         shard,
-                        bucket.grad_data,
+                        grad,
                         policy.op,
                         in_fp32=policy.accumulates_in_fp32 and shard.element_size() == 2,
                         in_place=policy.reduces_in_place,
+                        divisor=divisor,
                     )
-                    for shard, bucket in zip(self._grad_shards, self.buckets, strict=True)
+                    for shard, (grad, divisor) in zip(self._grad_shards, grads, strict=True)
                 ],
                 reads_peers=policy.reads_peers,
             )
@@ -260,8 +262,8 @@ class _ParamAndGradBucketGroup:
         if self._grads.current is GradPhase.REDUCED:
             return
         if self._grads.current is GradPhase.IN_FLIGHT:
-            self._wait(self._grad_handle)
-            run_through(self._divisions)
+            if not self._wait(self._grad_handle).has_divided:
+                run_through(self._divisions)
             self.sum_test.forget()
             if self.policy.tests_finite and self._is_everywhere:
                 self.sum_test.run()
@@ -370,7 +372,7 @@ class _ParamAndGradBucketGroup:
         for slot, nans in zip(self.slots, self._nans, strict=True):
             slot.param.data = nans
 
-    def _wait(self, handle: Handle | None) -> None:
+    def _wait(self, handle: Handle | None) -> Handle:
         if handle is None:
             raise CollectiveError(
                 f"[rank {self.communicator.rank}] a collective of {self.label} of {self.num_groups} could not be launched (the "
@@ -378,3 +380,4 @@ class _ParamAndGradBucketGroup:
                 "End the run and start again."
             )
         handle.wait()
+        return handle

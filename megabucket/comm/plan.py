@@ -59,7 +59,7 @@ class Plan:
     """Live as long as the plan: see ``anchor``."""
     later: Sequence[Later] = ()
     reads: Sequence[Read] = ()
-    """What operations read from other processes, in their order."""
+    """What operations read from other processes, in their order. Where they do, sums are divided by the calls' divisors."""
 
     def __add__(self, other: Plan) -> Plan:
         """Return the plan that does what both do."""

@@ -45,6 +45,7 @@ class AllReduce:
 
     tensor: torch.Tensor  # 1D, contiguous
     op: ReduceOp = ReduceOp.SUM
+    divisor: float = 1.0  # a wish: see Handle.has_divided
     kind = CollectiveKind.ALL_REDUCE
 
     @property
@@ -65,6 +66,7 @@ class ReduceScatter:
     op: ReduceOp = ReduceOp.SUM
     in_fp32: bool = False  # whether 16-bit elements are added up in float32 and rounded once, whatever the back-end does
     in_place: bool = False  # whether no memory beside ``full`` may be taken, also where that would be faster
+    divisor: float = 1.0  # a wish: see Handle.has_divided
     kind = CollectiveKind.REDUCE_SCATTER
 
 
@@ -105,6 +107,9 @@ class Batch(tuple[Call, ...]):  # noqa: SLOT001 - a tuple has no room for an att
 
 class Handle(ABC):
     """A launched batch of collectives."""
+
+    has_divided = False
+    """Whether the results come divided by the ``divisor`` of their calls. Who adds up anyway does that in the same pass."""
 
     @abstractmethod
     def wait(self) -> None:

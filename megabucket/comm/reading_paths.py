@@ -65,24 +65,20 @@ class ReadingPlan:
 
     def plan(self) -> Plan:
         """Return it."""
-        gathers = [self._gather_steps(index) for index in range(len(self._calls))]
-        gathered = [step for steps in gathers for step in steps]
-        is_gather = isinstance(self._calls[0], AllGather)
-        first = gathered if is_gather else list(self._sum_steps())
-        later = [Later([self._round()], [operation for operation, _ in gathered])] if self._is_all_reduce else []
-        steps = [*first, *(gathered if self._is_all_reduce else [])]
+        sums = [call for call in self._calls if isinstance(call, AllReduce | ReduceScatter)]
+        is_gathered = not isinstance(self._calls[0], ReduceScatter)
+        gathered = [step for index in range(len(self._calls)) for step in self._gather_steps(index) if is_gathered]
+        stages = [list(self._sum_steps(sums)), gathered] if sums and is_gathered else [list(self._sum_steps(sums)) or gathered]
+        operations = [[operation for operation, _ in stage] for stage in stages]
         return Plan(
             [self._round()],
             [copy for call in self._calls if isinstance(call, AllGather) for copy in self._own_copy(call)],
-            [operation for operation, _ in first],
-            [*self._anchor.views, *(call.full for call in self._calls)],
-            [*later, Later([self._round()], [])],
-            [read for _, read in steps if read is not None],
+            operations[0],
+            self._anchor.views,
+            # The last round tells that nobody reads this rank's memory any more.
+            later=[Later([self._round()], after) for after in [*operations[1:], []]],
+            reads=[read for stage in stages for _, read in stage if read is not None],
         )
-
-    @property
-    def _is_all_reduce(self) -> bool:
-        return isinstance(self._calls[0], AllReduce)
 
     def _round(self) -> AllToAll:
         """Return a message of one byte from everybody to everybody: who has all of them knows how far all are."""
@@ -107,25 +103,24 @@ class ReadingPlan:
             offset_bytes = part.data_ptr() - full.data_ptr()
             yield from self._memory.read(part, rank, self._addresses[rank][index] + offset_bytes)
 
-    def _sum_steps(self) -> Iterator[_Step]:
-        """Yield the reads and additions that leave the sum in this rank's part."""
+    def _sum_steps(self, calls: Sequence[AllReduce | ReduceScatter]) -> Iterator[_Step]:
+        """Yield the reads, additions and divisions that leave the result in this rank's part."""
         # Where gloo all-reduces several tensors as one, their order of addition is that of all of them, end to end.
-        numels: dict[tuple[torch.dtype, object], int] = {}
+        numels: dict[tuple[torch.dtype, ReduceOp], int] = {}
         starts = []
-        for call in self._calls:
-            key = call.full.dtype, getattr(call, "op", None)
-            starts.append(numels.get(key, 0))
-            numels[key] = starts[-1] + call.full.numel()
-        for index, call in enumerate(self._calls):
-            numel = numels[call.full.dtype, getattr(call, "op", None)]
-            yield from self._sum_of_call(index, start=starts[index], numel=numel)
-            own = self._part(call.full.data, self._rank)
-            if getattr(call, "op", None) is ReduceOp.AVG:
-                yield (divide, [(own, self._size)]), None
+        for call in calls:
+            starts.append(numels.get((call.full.dtype, call.op), 0))
+            numels[call.full.dtype, call.op] = starts[-1] + call.full.numel()
+        for index, call in enumerate(calls):
+            addresses = [of_rank[index] for of_rank in self._addresses]
+            yield from self._sum_of_call(call, addresses, start=starts[index], numel=numels[call.full.dtype, call.op])
 
-    def _sum_of_call(self, index: int, *, start: int, numel: int) -> Iterator[_Step]:
-        full = self._calls[index].full.data.view(-1)
+    def _sum_of_call(
+        self, call: AllReduce | ReduceScatter, addresses: Sequence[int], *, start: int, numel: int
+    ) -> Iterator[_Step]:
+        full = call.full.data.view(-1)
         own, itemsize = self._part(full, self._rank), full.element_size()
+        divisors = [divisor for divisor in (self._size if call.op is ReduceOp.AVG else 1.0, call.divisor) if divisor != 1]
         offset = (own.data_ptr() - full.data_ptr()) // itemsize
         for block in blocks(
             start=start + offset,
@@ -140,8 +135,10 @@ class ReadingPlan:
                 piece = own[block.start : block.stop]
                 if rank != self._rank:
                     piece = self._memory.block(rank, full.dtype)[: piece.numel()]
-                    address = self._addresses[rank][index] + (offset + block.start) * itemsize
+                    address = addresses[rank] + (offset + block.start) * itemsize
                     yield from self._memory.read(piece, rank, address)
                 pieces.append(piece)
             for pair in additions_of(pieces, block.ranks, own_rank=self._rank):
                 yield (add, [pair]), None
+            for divisor in divisors:
+                yield (divide, [(own[block.start : block.stop], divisor)]), None

@@ -73,6 +73,7 @@ class WorkHandle(Handle):
         self._watch = watch
         self._passing = passing
         self._number = owner.progress.num_launched
+        self.has_divided = bool(plan.reads)
 
     def wait(self) -> None:
         """Return when the results are there.
