@@ -103,9 +103,10 @@ class PendingFence:
         self.stop_is_wanted = report.wants_stop
         """Whether some rank wants to stop, once ``is_whole`` has returned: the same on all ranks."""
         self._exchange: Exchange | None = None
-        if report.failure is not None:
-            # The fence cannot hold, so the exchange will follow on every rank. This one need not wait to take part in it.
-            self._exchange = fence.exchange(report)
+
+    def send_report(self) -> None:
+        """Take part in the exchange of reports without waiting for the fence: it cannot hold, so all ranks will do so."""
+        self._exchange = self._fence.exchange(self._report)
 
     def is_whole(self) -> bool:
         """Wait; return whether all ranks agree and none reports a fault."""

@@ -64,7 +64,13 @@ class StepAgreement:
         self._force_all_reduce, self._is_committing = force_all_reduce, is_committing
         self._ends_step = ends_step
         flags = [group.finite_test.flag for group in self._groups if group.finite_test.flag is not None]
-        self._pending = self._fence.launch(self._report(), nonfinite=torch.stack(flags).any() if flags else None)
+        report = self._report()
+        self._pending = self._fence.launch(report, nonfinite=torch.stack(flags).any() if flags else None)
+        if report.failure is not None:
+            # This rank may never wait, so it does now, in the order of the others, whatever they would wait for.
+            for group in self._groups:
+                group.abandon_grad_sync()
+            self._pending.send_report()
 
     def launch_failure(self, phase: str, error: BaseException | str | None, *, force_all_reduce: bool, ends_step: bool) -> None:
         """Send word that this rank cannot finish the step, without waiting.

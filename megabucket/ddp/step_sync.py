@@ -242,8 +242,6 @@ class StepSync:
             self._agreement.launch_failure(
                 phase, error, force_all_reduce=self.force_all_reduce, ends_step=not self._awaits_vote
             )
-            for group in self._groups:
-                group.abandon_grad_sync()  # the others would wait for this rank to wait
         except Exception as cause:  # the group is gone: there is nobody to tell
             self.has_failed = True
             if isinstance(cause, MegabucketError):

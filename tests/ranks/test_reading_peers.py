@@ -1,0 +1,440 @@
+"""Ranks that read each other's memory get the bits of gloo's own collectives, and nobody waits for a rank that gave up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Rank
+
+import megabucket as mb
+from megabucket.comm import (
+    AllGather,
+    AllReduce,
+    ProcessGroupCommunicator,
+    ReduceOp,
+    ReduceScatter,
+    peer_memory,
+    reading_paths,
+)
+from megabucket.comm.port import Batch, Call
+from megabucket.errors import PeerFailedError, PeerLostError
+from megabucket.trace.recorder import Lane, ListRecorder
+
+pytestmark = pytest.mark.dist
+
+OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG}
+NO_DATA = ValueError("no more data")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@contextlib.contextmanager
+def reading_anything() -> Iterator[None]:
+    """Read small tensors, too."""
+    with mock.patch.object(reading_paths, "_LEAST_BYTES", 0):
+        yield
+
+
+def values_of(rank: Rank, numel: int, dtype: torch.dtype, *, salt: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1_000 * salt + 97 * rank.index + numel)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def part_of(full: torch.Tensor, rank: Rank) -> torch.Tensor:
+    return full.view(rank.size, -1)[rank.index]
+
+
+def launched(communicator: ProcessGroupCommunicator, batch: Batch, values: list[torch.Tensor]) -> None:
+    """Launch a batch that is read, twice, on the values."""
+    for _ in range(2):
+        for call, value in zip(batch, values, strict=True):
+            call.full.copy_(value)
+        handle = communicator.launch(batch, label="sum")
+        assert batch.plan.reads
+        handle.wait()
+        handle.wait()
+
+
+def differing_sums(rank: Rank) -> list[str]:
+    communicator = ProcessGroupCommunicator(rank.group)
+    differing = []
+    with reading_anything():
+        for dtype, numel, op in product(DTYPES, (1, 3, 128, 400_001), OPS):
+            values = values_of(rank, numel * rank.size, dtype)
+            expected = values.clone()
+            dist.all_reduce(expected, op=OPS[op], group=rank.group)
+            scattered, reduced = torch.empty_like(values), torch.empty_like(values)
+            scatter: list[Call] = [ReduceScatter(part_of(scattered, rank), scattered, op)]
+            launched(communicator, communicator.prepare(scatter, reads_peers=True), [values])
+            launched(communicator, communicator.prepare([AllReduce(reduced, op)], reads_peers=True), [values])
+            if not torch.equal(bits(part_of(scattered, rank)), bits(part_of(expected, rank))):
+                differing.append(f"reduce-scatter {dtype} {numel} {op}")
+            if not torch.equal(bits(reduced), bits(expected)):
+                differing.append(f"all-reduce {dtype} {numel} {op}")
+    return differing
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_and_means_have_the_bits_of_the_all_reduce_of_gloo(pool, ranks):
+    assert pool.run(differing_sums, ranks=ranks) == [[]] * ranks
+
+
+def differing_batches(rank: Rank) -> list[str]:
+    """A batch of one dtype is all-reduced as one tensor, so where a tensor lies in it decides the order of its sums."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    differing = []
+    for numels in ((128, 128), (384, 1, 40_000), (7,), (300_001, 5)):
+        dtypes = (torch.float32, torch.float64, torch.float32)[: len(numels)]
+        values = [
+            values_of(rank, numel * rank.size, dtype, salt=salt)
+            for salt, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
+        ]
+        expected = [value.clone() for value in values]
+        communicator.launch([AllReduce(value) for value in expected], label="all-reduce").wait()
+        with reading_anything():
+            reduced = [torch.empty_like(value) for value in values]
+            launched(communicator, communicator.prepare([AllReduce(full) for full in reduced], reads_peers=True), values)
+            fulls = [torch.empty_like(value) for value in values]
+            scatters: list[Call] = [ReduceScatter(part_of(full, rank), full) for full in fulls]
+            launched(communicator, communicator.prepare(scatters, reads_peers=True), values)
+        for index, total in enumerate(expected):
+            if not torch.equal(bits(reduced[index]), bits(total)):
+                differing.append(f"all-reduce, tensor {index} of {numels}")
+            if not torch.equal(bits(part_of(fulls[index], rank)), bits(part_of(total, rank))):
+                differing.append(f"reduce-scatter, tensor {index} of {numels}")
+    return differing
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_batch_has_the_bits_of_the_all_reduce_of_that_batch(pool, ranks):
+    assert pool.run(differing_batches, ranks=ranks) == [[]] * ranks
+
+
+def sums_of_odd_length(rank: Rank) -> list[list[float]]:
+    """Reduce tensors that no number of ranks divides, also ones shorter than there are ranks."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    totals = []
+    with reading_anything():
+        for numel in (1, 2, 5, 300_007):
+            full = torch.arange(numel, dtype=torch.float64) + rank.index
+            communicator.launch(communicator.prepare([AllReduce(full)], reads_peers=True), label="sum").wait()
+            totals.append((full - rank.size * torch.arange(numel)).unique().tolist())
+    return totals
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_parts_need_not_be_equal(pool, ranks):
+    assert pool.run(sums_of_odd_length, ranks=ranks) == [[[sum(range(ranks))]] * 4] * ranks
+
+
+def divided(rank: Rank, divisor: float) -> list[bool]:
+    """Return whether sums were divided as ``div_`` does it, and who says so."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    values = values_of(rank, 200_000 * rank.size, torch.float32)
+    expected = values.clone()
+    dist.all_reduce(expected, group=rank.group)
+    expected.div_(divisor)
+    told = []
+    for reads in (True, False):
+        reduced, scattered = values.clone(), values.clone()
+        reduce: list[Call] = [AllReduce(reduced, divisor=divisor)]
+        scatter: list[Call] = [ReduceScatter(part_of(scattered, rank), scattered, divisor=divisor)]
+        with reading_anything():
+            for calls in (reduce, scatter):
+                handle = communicator.launch(communicator.prepare(calls, reads_peers=reads), label="mean")
+                handle.wait()
+                told.append(handle.has_divided is reads)
+        if reads:
+            told += [torch.equal(reduced, expected), torch.equal(part_of(scattered, rank), part_of(expected, rank))]
+    return told
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_who_adds_up_divides_in_the_same_pass_and_says_so(pool, ranks):
+    assert pool.run(divided, 6.0, ranks=ranks) == [[True] * 6] * ranks
+
+
+def gathered(rank: Rank, part_numel: int, in_place: bool) -> bool:
+    communicator = ProcessGroupCommunicator(rank.group)
+    parts = [torch.randn(part_numel, generator=torch.Generator().manual_seed(index)) for index in range(rank.size)]
+    full = torch.zeros(part_numel * rank.size)
+    own = part_of(full, rank) if in_place else torch.zeros(part_numel)
+    batch = communicator.prepare([AllGather(full, own)], reads_peers=True)
+    is_right = True
+    with reading_anything():
+        for factor in (1, 2):
+            own.copy_(parts[rank.index] * factor)
+            communicator.launch(batch, label="gather").wait()
+            assert batch.plan.reads
+            is_right = is_right and torch.equal(full, torch.cat(parts) * factor)
+            own.zero_()  # nobody reads it any more
+    return is_right
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("part_numel", [5, 100_003])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gathers_bring_every_part(pool, ranks, part_numel, in_place):
+    assert pool.run(gathered, part_numel, in_place, ranks=ranks) == [True] * ranks
+
+
+def overwritten_at_once(rank: Rank) -> float:
+    """Write to what was sent as soon as the wait is over, while other ranks may be slow; return how wrong the sum is."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    full = torch.empty(1 << 20)
+    batch = communicator.prepare([AllReduce(full)], reads_peers=True)
+    worst = 0.0
+    for step in range(20):
+        full.fill_(step + rank.index)
+        handle = communicator.launch(batch, label="sum")
+        handle.wait()
+        expected = float(rank.size * step + sum(range(rank.size)))
+        worst = max(worst, float((full - expected).abs().max()))
+        full.fill_(torch.nan)
+    return worst
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_memory_is_its_owners_again_when_the_wait_is_over(pool, ranks):
+    assert pool.run(overwritten_at_once, ranks=ranks) == [0.0] * ranks
+
+
+# Who may read #
+
+
+def ways(rank: Rank, blind: int | None, calls_of: str) -> bool:
+    """Return whether a batch was read, when one rank cannot read the others."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    full = torch.ones(12 * rank.size)
+    calls: dict[str, list[Call]] = {
+        "sum": [AllReduce(full)],
+        "largest": [AllReduce(full, ReduceOp.MAX)],
+        "integers": [AllReduce(torch.ones(4, dtype=torch.int64))],
+        "elsewhere": [ReduceScatter(torch.zeros(12), full)],
+        "in float32": [ReduceScatter(part_of(full.bfloat16(), rank), full.bfloat16(), in_fp32=True)],
+    }
+    batch = communicator.prepare(calls[calls_of], reads_peers=True)
+    sees = mock.patch.object(
+        peer_memory, "_reads_nonce", (lambda _: False) if rank.index == blind else peer_memory._reads_nonce
+    )
+    with reading_anything(), sees:
+        communicator.launch(batch, label="sum").wait()
+    if calls_of == "sum":
+        assert full.unique().tolist() == [float(rank.size)]
+    return bool(batch.plan.reads)
+
+
+@pytest.mark.parametrize("calls_of", ["largest", "integers", "elsewhere", "in float32"])
+def test_what_is_never_read(pool, calls_of):
+    assert pool.run(ways, None, calls_of, ranks=2) == [False] * 2
+
+
+@pytest.mark.parametrize(("blind", "reads"), [(None, True), (0, False), (2, False)])
+def test_either_every_rank_reads_or_none_does(pool, blind, reads):
+    assert pool.run(ways, blind, "sum", ranks=3) == [reads] * 3
+
+
+def read_sizes(rank: Rank) -> list[bool]:
+    communicator = ProcessGroupCommunicator(rank.group)
+    read = []
+    for numel, is_wanted in ((1 << 19, True), ((1 << 19) - 2, True), (1 << 19, False)):
+        batch = communicator.prepare([AllReduce(torch.zeros(numel))], reads_peers=is_wanted)
+        communicator.launch(batch, label="sum").wait()
+        read.append(bool(batch.plan.reads))
+    return read
+
+
+def test_small_buckets_and_those_of_nobody_who_asked_are_sent(pool):
+    assert pool.run(read_sizes, ranks=2) == [[True, False, False]] * 2
+
+
+# Waits that do not come to their end #
+
+
+def abandoned(rank: Rank, kind: str) -> bool:
+    """Rank 0 never waits but abandons; the others get to the end of theirs, and the next batch is right on all."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    full = torch.full((1_000 * rank.size,), 1.0 + rank.index)
+    calls: list[Call] = [AllReduce(full)] if kind == "all-reduce" else [ReduceScatter(part_of(full, rank), full)]
+    with reading_anything():
+        batches = [communicator.prepare(calls, reads_peers=True), communicator.prepare(calls, reads_peers=True)]
+        handles = [communicator.launch(batch, label="sum") for batch in batches]
+        for handle in handles:
+            if rank.index == 0:
+                handle.abandon()
+            else:
+                handle.wait()
+        if rank.index == 0:
+            before = full.clone()
+            for handle in handles:
+                handle.wait()
+            assert torch.equal(full, before)  # and nothing is read or added
+        full.fill_(1.0)
+        communicator.launch(batches[0], label="sum").wait()
+    return part_of(full, rank).unique().tolist() == [float(rank.size)]
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nobody_waits_for_a_rank_that_has_abandoned_a_batch(pool, ranks, kind):
+    assert pool.run(abandoned, kind, ranks=ranks) == [True] * ranks
+
+
+def interrupted(rank: Rank) -> bool:
+    """Wait again when some operations were done; return whether the sum is right."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    values = values_of(rank, 1_200_000, torch.float32)  # several blocks
+    expected = values.clone()
+    dist.all_reduce(expected, group=rank.group)
+    batch = communicator.prepare([AllReduce(values)], reads_peers=True)
+    handle = communicator.launch(batch, label="sum")
+    handle._works[0].wait()  # type: ignore[attr-defined]
+    for _ in range(3 + rank.index):
+        handle._results.append(next(handle._finish))  # type: ignore[attr-defined]
+    handle.wait()
+    return torch.equal(values, expected)
+
+
+def test_a_wait_that_is_begun_again_adds_nothing_twice(pool):
+    assert pool.run(interrupted, ranks=3) == [True] * 3
+
+
+def unreadable(rank: Rank) -> str:
+    """Rank 1 says that its memory is where it is not."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    full = torch.ones(1_000_000)
+    told = [8] if rank.index == 1 else [full.data_ptr()]
+    batch = communicator.prepare([AllReduce(full)], reads_peers=True)
+    with mock.patch("megabucket.comm.torch_group.addresses_of", return_value=told):
+        handle = communicator.launch(batch, label="bucket 3")
+    try:
+        handle.wait()
+    except PeerLostError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_cannot_be_read_is_named(pool):
+    first, second, third = pool.run(unreadable, ranks=3)
+
+    assert second == ""  # it can read the others
+    for text in (first, third):
+        assert "bytes of the memory of rank 1" in text
+        assert "while waiting for bucket 3" in text
+
+
+# Training #
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(*(torch.nn.Linear(24, 24) for _ in range(4)))
+
+
+def train(rank: Rank, fields: dict[str, Any], reads: bool) -> tuple[list[torch.Tensor], list[str]]:
+    """Train four steps; return the weights, and the labels of what was read."""
+    recorder = ListRecorder()
+    config = mb.DistributedDataParallelConfig(bucket_size=1_500, read_peer_memory=reads, **fields)
+    with reading_anything():
+        ddp = mb.DistributedDataParallel(model(), config, process_group=rank.group, recorder=recorder)
+        read = read_labels(ddp)
+        inner = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        optimizer = mb.DistributedOptimizer(inner, ddp) if fields.get("use_distributed_optimizer") else inner
+        for step in range(4):
+            data = torch.randn(3, 24, generator=torch.Generator().manual_seed(10 * step + rank.index))
+            ddp(data).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ddp.finish_param_sync()
+        assert {interval.label for interval in recorder.intervals if interval.lane is Lane.WAIT}
+        weights = [param.detach().clone() for param in ddp.parameters()]
+        ddp.detach()
+    return weights, sorted(read)
+
+
+def read_labels(ddp: mb.DistributedDataParallel) -> set[str]:
+    """Return a set that the labels of batches are added to when they are read."""
+    labels: set[str] = set()
+    launch = ddp.communicator.launch
+
+    def noting(calls: Any, *, label: str) -> Any:
+        handle = launch(calls, label=label)
+        if isinstance(calls, Batch) and calls.plan is not None and calls.plan.reads:
+            labels.add(label.rstrip("0123456789 "))
+        return handle
+
+    ddp.communicator.launch = noting  # type: ignore[method-assign]
+    return labels
+
+
+@pytest.mark.parametrize(
+    ("fields", "labels"),
+    [
+        ({}, ["bucket"]),
+        ({"average_in_collective": True}, ["bucket"]),
+        ({"bucket_groups": "single"}, ["bucket"]),
+        ({"use_distributed_optimizer": True}, ["bucket", "param gather"]),
+        ({"use_distributed_optimizer": True, "reduce_in_place": True}, ["bucket", "param gather"]),
+        ({"use_distributed_optimizer": True, "overlap_param_gather": True}, ["bucket"]),
+    ],
+    ids=["all-reduce", "avg", "single", "reduce-scatter", "in-place", "overlap"],
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_does_not_depend_on_it(pool, ranks, fields, labels):
+    reading, sending = (pool.run(train, fields, reads, ranks=ranks) for reads in (True, False))
+
+    for (weights, read), (expected, nothing) in zip(reading, sending, strict=True):
+        assert (read, nothing) == (labels, [])
+        assert all(torch.equal(weight, other) for weight, other in zip(weights, expected, strict=True))
+
+
+def fail(*_: Any) -> None:
+    raise NO_DATA
+
+
+def fail_and_stay_away(rank: Rank, sharded: bool, phase: str) -> tuple[list[str], float]:
+    """Rank 1 fails in the first of two steps and does not touch the wrapper until the others have been told."""
+    config = mb.DistributedDataParallelConfig(bucket_size=1_500, use_distributed_optimizer=sharded)
+    with reading_anything():
+        ddp = mb.DistributedDataParallel(model(), config, process_group=rank.group)
+        errors = []
+        for step in range(2):
+            fails = rank.index == 1 and step == 0
+            place = ddp.module[1]
+            hook = place.register_forward_pre_hook(fail) if fails and phase == "forward" else None
+            hook = place.register_full_backward_hook(fail) if fails and phase == "backward" else hook
+            try:
+                ddp(torch.full((2, 24), 1.0)).sum().backward()
+                ddp.finish_grad_sync()
+            except (PeerFailedError, ValueError) as error:
+                errors.append(str(error))
+                dist.barrier(group=rank.group)  # the failed rank comes here without a wait
+            if hook is not None:
+                hook.remove()
+            if step == 0:
+                ddp.zero_grad()
+        total = float(sum(bucket.shard(bucket.grad_data, rank.index).sum() for bucket in ddp.param_and_grad_buffers[0].buckets))
+        ddp.detach()
+    return errors, total
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_nobody_waits_for_the_wait_of_a_rank_that_has_failed(pool, sharded, phase):
+    (first, total), (failed, _), (third, _) = pool.run(fail_and_stay_away, sharded, phase, ranks=3, timeout_s=20)
+
+    assert failed == ["no more data"]
+    for text in (*first, *third):
+        assert f"rank 1 failed in {phase}" in text
+    assert len(first) == len(third) == 1
+    assert total != 0  # the second step is whole
