@@ -21,6 +21,8 @@ _STEP_COUNT_BYTES: Final = 4  # Adam keeps one float32 per tensor
 _FENCE_BYTES: Final = 288  # two vectors, in turn, of 18 integers of 8 bytes
 _NORM_BYTES: Final = 8  # float64
 _MOST_EXCHANGING_RANKS: Final = 8  # as in comm.gloo_paths
+_LEAST_READ_BYTES: Final = 1 << 21  # as in comm.reading_paths
+_BLOCK_BYTES: Final = 1 << 19  # as in comm.peer_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +115,25 @@ def rank_memory(
     return total
 
 
-def exchange_memory(layout: ModelLayout) -> RankMemory:
+def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False) -> RankMemory:
     """Return what comes on top of ``rank_memory`` in reduce-scatter mode over gloo, unless the config says ``reduce_in_place``.
 
     Other ranks' gradients are received in it: see docs/decisions/gloo-exchanges.md.
+
+    Args:
+        reads_peers: whether the ranks read each other's memory, bucket by bucket (``read_peer_memory``, all ranks on one host).
+            Then only small buckets are received, and a block from each other rank.
     """
-    exchange_bytes = 0
+    exchange_bytes = block_bytes = 0
     for buffer in layout.buffers:
         if 1 < buffer.num_shards <= _MOST_EXCHANGING_RANKS:
-            grad_bytes = buffer.numel * dtype_bytes(buffer.key.grad_dtype)
-            exchange_bytes += grad_bytes // 2 if buffer.num_shards == 2 else grad_bytes
-    return RankMemory(exchange_bytes=exchange_bytes)
+            for bucket in buffer.buckets:
+                grad_bytes = bucket.numel * dtype_bytes(buffer.key.grad_dtype)
+                if reads_peers and grad_bytes >= _LEAST_READ_BYTES:
+                    block_bytes = max(block_bytes, (buffer.num_shards - 1) * _BLOCK_BYTES)
+                else:
+                    exchange_bytes += grad_bytes // 2 if buffer.num_shards == 2 else grad_bytes
+    return RankMemory(exchange_bytes=exchange_bytes + block_bytes)
 
 
 def memory_by_mode(

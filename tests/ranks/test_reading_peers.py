@@ -25,6 +25,7 @@ from megabucket.comm import (
 )
 from megabucket.comm.port import Batch, Call
 from megabucket.errors import PeerFailedError, PeerLostError
+from megabucket.planning.memory import exchange_memory
 from megabucket.trace.recorder import Lane, ListRecorder
 
 pytestmark = pytest.mark.dist
@@ -334,6 +335,37 @@ def test_a_rank_that_cannot_be_read_is_named(pool):
 
 
 # Training #
+
+
+def received_bytes(rank: Rank) -> tuple[int, int]:
+    """Return what two steps have taken to receive in, with two buckets that are read and one that is not; and the formula."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(width, 1_100) for width in (3, 600, 600)))
+    module.forward = lambda data: sum(layer(data[:, : layer.in_features]).sum() for layer in module)  # type: ignore[method-assign]
+    cuts = ["0.bias", "1.bias", "2.bias"]
+    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_cuts=cuts)
+    ddp = mb.DistributedDataParallel(module, config, process_group=rank.group)
+    for _ in range(2):
+        ddp(torch.ones(1, 600)).backward()
+        ddp.finish_grad_sync()
+        ddp.zero_grad()
+    given = {buffer.grad_data.untyped_storage().data_ptr() for buffer in ddp.param_and_grad_buffers}
+    taken = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for group in ddp.bucket_groups
+        for tensor in group._scatter_calls.plan.tensors
+        if not group._scatter_calls.plan.reads
+    }
+    memory = ddp.communicator._peer_memory[0]
+    total = sum(taken[place] for place in taken.keys() - given) + memory._blocks.nbytes
+    formula = exchange_memory(ddp.layout, reads_peers=True).exchange_bytes
+    ddp.detach()
+    return total, formula
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reading_takes_what_the_formula_says(pool, ranks):
+    for taken, formula in pool.run(received_bytes, ranks=ranks):
+        assert taken == formula > 0
 
 
 def model() -> torch.nn.Module:

@@ -115,8 +115,8 @@ def memory_cell(options: Options, model: str, ranks: int) -> dict[str, Any]:
     """
     rows, absent, problems = {}, {}, []
     for name in (BASELINE, *options.systems):
-        if name != BASELINE and SYSTEMS[name].needs_cuts:
-            continue  # holds what it holds without cuts, but for padding
+        if name != BASELINE and SYSTEMS[name].only_on:
+            continue  # another way of something else in the table
         job = {
             "part": "memory",
             "model": model,

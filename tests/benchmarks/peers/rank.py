@@ -48,13 +48,11 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
     case, link = MODELS[job["model"]], LinkCase(**job["link"])
     setup = Setup(job["bucket_bytes"], case.blocks_per_group, moves_data=link.moves_data)
     course = Course(job["warmups"], job["turns"], job["steps"])
-    wanted = [name for name in job["systems"] if not SYSTEMS[name].needs_cuts]
-    planned = [name for name in job["systems"] if SYSTEMS[name].needs_cuts]
+    wanted = [name for name in job["systems"] if SYSTEMS[name].only_on in ("", "fabric" if link.is_fabric else "loopback")]
     workload, absent = None, {}
     if link.is_fabric:
         workload, bare = _profile(job, setup)
         setup = replace(setup, cuts=bound.planned_cuts(bound.settings(workload, bare.module, link)))
-        wanted += planned
     systems: dict[str, System] = {}
     for name in wanted:
         built = _on_all(lambda name=name: SYSTEMS[name].builder()(case.module(), setup))

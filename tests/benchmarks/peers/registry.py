@@ -28,14 +28,14 @@ class SystemCase:
         title: in tables.
         where: module and name of the function that builds it. Imported on demand: a peer that is not there is reported.
         expected: bytes per parameter on one of n ranks: parameters, gradients, optimizer state.
-        needs_cuts: runs only where the planner has found cuts.
+        only_on: the one kind of link it runs on: "fabric", where the planner has found cuts, or "loopback".
     """
 
     title: str
     where: str
     role: Role
     expected: Callable[[int], float]
-    needs_cuts: bool = False
+    only_on: str = ""
 
     def builder(self) -> Callable[[Any, Any], Any]:
         module, _, function = self.where.partition(":")
@@ -76,19 +76,29 @@ SYSTEMS = MappingProxyType(
         "mb-rs-both": SystemCase(
             "megabucket reduce-scatter, overlap both", "systems_megabucket:reduce_scatter_overlapped", Role.OURS, zero_1
         ),
+        "mb-ar-sent": SystemCase(
+            "megabucket all-reduce, over sockets", "systems_megabucket:all_reduce_sent", Role.OURS, whole, only_on="loopback"
+        ),
+        "mb-rs-sent": SystemCase(
+            "megabucket reduce-scatter, over sockets",
+            "systems_megabucket:reduce_scatter_sent",
+            Role.OURS,
+            zero_1,
+            only_on="loopback",
+        ),
         "mb-ar-cuts": SystemCase(
             "megabucket all-reduce, planned cuts",
             "systems_megabucket:all_reduce_planned",
             Role.OURS,
             whole,
-            needs_cuts=True,
+            only_on="fabric",
         ),
         "mb-rs-cuts": SystemCase(
             "megabucket reduce-scatter, planned cuts",
             "systems_megabucket:reduce_scatter_planned",
             Role.OURS,
             zero_1,
-            needs_cuts=True,
+            only_on="fabric",
         ),
     }
 )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import megabucket as mb
-from megabucket.planning.memory import exchange_memory, rank_memory
+from megabucket.planning.memory import RankMemory, exchange_memory, rank_memory
 from peers.system import Setup, System, fused_adamw
 
 
@@ -23,6 +23,7 @@ class Megabucket(System):
         config = self.module.ddp_config
         layout = self.module.layout
         exchanges = config.use_distributed_optimizer and dist.get_backend() == "gloo"
+        received = exchange_memory(layout, reads_peers=config.read_peer_memory) if exchanges else RankMemory()
         memory = rank_memory(
             layout,
             rank=dist.get_rank(),
@@ -30,12 +31,21 @@ class Megabucket(System):
             has_main_params=isinstance(self.optimizer, mb.DistributedOptimizer),
             has_fence=config.fence and dist.get_world_size() > 1,
         )
-        return memory.total_bytes + (exchange_memory(layout).total_bytes if exchanges else 0)
+        return (memory + received).total_bytes
 
 
 def all_reduce(module: torch.nn.Module, setup: Setup) -> System:
     wrapped = _wrapped(module, setup)
     return Megabucket(wrapped, fused_adamw(wrapped.parameters()))
+
+
+def all_reduce_sent(module: torch.nn.Module, setup: Setup) -> System:
+    wrapped = _wrapped(module, setup, read_peer_memory=False)
+    return Megabucket(wrapped, fused_adamw(wrapped.parameters()))
+
+
+def reduce_scatter_sent(module: torch.nn.Module, setup: Setup) -> System:
+    return _flat(module, setup, use_distributed_optimizer=True, read_peer_memory=False)
 
 
 def all_reduce_flat(module: torch.nn.Module, setup: Setup) -> System:
