@@ -248,9 +248,14 @@ class _ParamAndGradBucketGroup:
         )
 
     def abandon_grad_sync(self) -> None:
-        """Let the other ranks finish although this one may never do so. Nobody uses the gradients of this step."""
+        """Wait for nobody in ``advance_grad_sync``: nobody uses the gradients of this step."""
         if self._grad_handle is not None:
             self._grad_handle.abandon()
+
+    def advance_grad_sync(self, num_parts: int) -> None:
+        """Do the first parts of the wait of ``finish_grad_sync``."""
+        if self._grad_handle is not None:
+            self._grad_handle.advance(num_parts)
 
     def finish_grad_sync(self) -> None:
         """Wait for the collective and leave reduced gradients behind. Does nothing when they are there already.
@@ -341,6 +346,11 @@ class _ParamAndGradBucketGroup:
             return
         self._params.enter(ParamPhase.IN_FLIGHT)
         self._param_handle = self.communicator.launch(self._gather_calls, label=f"param gather {self.index}")
+
+    def advance_param_sync(self, num_parts: int) -> None:
+        """Do the first parts of the wait of ``finish_param_sync``."""
+        if self._param_handle is not None:
+            self._param_handle.advance(num_parts)
 
     def finish_param_sync(self) -> None:
         """Return when every parameter of the group may be read, gathering first where needed.

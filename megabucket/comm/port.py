@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -105,6 +105,10 @@ class Batch(tuple[Call, ...]):  # noqa: SLOT001 - a tuple has no room for an att
     """Whether ranks on one host may read each other's memory for them."""
 
 
+MOST_PARTS: Final = 2
+"""How many parts a wait has at most, before its last one."""
+
+
 class Handle(ABC):
     """A launched batch of collectives."""
 
@@ -115,8 +119,15 @@ class Handle(ABC):
     def wait(self) -> None:
         """Return when the results may be used by the caller's thread (CPU) or current stream (CUDA). Idempotent."""
 
+    def advance(self, num_parts: int) -> None:  # noqa: B027  (most waits have one part)
+        """Do the first parts of a wait, of which there are few; what was done is not done again.
+
+        Who has several handles to wait for does so part by part, so that no part waits for an answer that was asked for just
+        before. All ranks in the same order.
+        """
+
     def abandon(self) -> None:  # noqa: B027  (most need nothing of this rank any more)
-        """Let other ranks' waits end although this rank may never wait. The results are of no use then, there and here."""
+        """Let ``advance`` not wait for anybody, because this rank may never wait. The results are of no use, here or there."""
 
 
 class DoneHandle(Handle):

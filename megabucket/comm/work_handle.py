@@ -14,6 +14,7 @@ from megabucket.comm.port import Handle
 from megabucket.comm.torch_probes import use_count
 from megabucket.comm.vigil import PeerWatch
 from megabucket.errors import CollectiveError
+from megabucket.trace.clock import Stamp
 from megabucket.trace.recorder import Lane
 
 if TYPE_CHECKING:
@@ -64,10 +65,13 @@ class WorkHandle(Handle):
     ) -> None:
         self._works: list[dist.Work] | None = list(works)
         self._plan: Plan | None = plan
-        self._finish = plan.finish()
-        self._later = later
+        self._starts = [starts for starts, _ in later]
+        self._operations = [plan.finish(), *(operations for _, operations in later)]
+        self._num_parts_done = 0
+        self._is_abandoned = False
         self._results: list[object] = []
-        self._device = plan.device
+        self._clock = owner.clock_for(plan.device) if owner.recorder.records_time else None
+        self._stamps: list[Stamp] = []  # when somebody first waited, and when the first works were done
         self._owner = owner
         self._label = label
         self._watch = watch
@@ -84,35 +88,44 @@ class WorkHandle(Handle):
         """
         if self._works is None or self._plan is None:
             return
-        owner, plan = self._owner, self._plan
-        clock = owner.clock_for(self._device) if owner.recorder.records_time else None
-        start = None if clock is None else clock.stamp()
-        self._await(self._works)
-        reading = start if clock is None else clock.stamp()
-        self._results.extend(self._finish)
-        for starts, operations in self._later:
-            self._works.extend(starts)
-            self._await(self._works)
-            self._results.extend(operations)
-        self._check_reads(plan)
+        self.advance(len(self._starts))
+        self._go_on(self._works)
+        self._check_reads(self._plan)
+        owner, has_read = self._owner, bool(self._plan.reads)
         self._works = self._plan = None
         self._results = []
         _await_release(self._passing)
         self._passing = ()
-        if clock is not None:
-            if plan.reads:
-                owner.timer.record(owner.recorder, clock, Lane.COMM, label=self._label, start=reading)
-            owner.timer.record(owner.recorder, clock, Lane.WAIT, label=self._label, start=start)
+        if self._clock is not None:
+            begun, read = self._stamps
+            if has_read:
+                owner.timer.record(owner.recorder, self._clock, Lane.COMM, label=self._label, start=read)
+            owner.timer.record(owner.recorder, self._clock, Lane.WAIT, label=self._label, start=begun)
             owner.collect_times()
 
+    def advance(self, num_parts: int) -> None:
+        """Do so many parts of the wait, but for those that were done."""
+        while self._works is not None and self._num_parts_done < min(num_parts, len(self._starts)):
+            self._go_on(self._works)
+            self._works.extend(self._starts[self._num_parts_done])
+            self._num_parts_done += 1
+
     def abandon(self) -> None:
-        """Start what the other ranks wait for, and do nothing with what comes."""
-        if self._works is None or self._plan is None or not self._later:
-            return
-        for starts, _ in self._later:
-            self._works.extend(starts)
-        self._finish, self._later, self._results = iter(()), (), []
-        self._plan = Plan(self._plan.starts, keeps=self._plan.keeps)
+        """Do nothing with what comes, and wait for nobody before the last part."""
+        self._is_abandoned = True
+        self._results = []
+
+    def _go_on(self, works: Sequence[dist.Work]) -> None:
+        """Wait for what was started, and do what comes then. Done twice, it goes on where it was."""
+        is_last = self._num_parts_done == len(self._starts)
+        if self._clock is not None and not self._stamps:
+            self._stamps.append(self._clock.stamp())
+        if is_last or not self._is_abandoned:
+            self._await(works)
+        if self._clock is not None and len(self._stamps) == 1:
+            self._stamps.append(self._clock.stamp())
+        if not self._is_abandoned:
+            self._results.extend(self._operations[self._num_parts_done])
 
     def _await(self, works: Sequence[dist.Work]) -> None:
         if self._watch is not None:
@@ -123,6 +136,8 @@ class WorkHandle(Handle):
 
     def _check_reads(self, plan: Plan) -> None:
         """Return when all that was to be read was read. A process that has ended or let go of its memory cannot be."""
+        if self._is_abandoned:
+            return
         numbers = [result for result in self._results if isinstance(result, int)]
         failed = next((read for read, number in zip(plan.reads, numbers, strict=True) if number != read.nbytes), None)
         if failed is None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megabucket.buffer import _ParamAndGradBucketGroup
+from megabucket.comm import MOST_PARTS
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.fence import Fence, PendingFence
 from megabucket.ddp.step_report import Failure, StepReport
@@ -70,6 +71,7 @@ class StepAgreement:
             # This rank may never wait, so it does now, in the order of the others, whatever they would wait for.
             for group in self._groups:
                 group.abandon_grad_sync()
+            advance_grad_sync(self._groups)
             self._pending.send_report()
 
     def launch_failure(self, phase: str, error: BaseException | str | None, *, force_all_reduce: bool, ends_step: bool) -> None:
@@ -149,6 +151,13 @@ class StepAgreement:
             interrupted=tuple(name for group in self._groups for name in group.interrupted),
             is_detailed=is_detailed,
         )
+
+
+def advance_grad_sync(groups: Sequence[_ParamAndGradBucketGroup]) -> None:
+    """Do all but the last part of the waits of all groups, which all ranks do in this order."""
+    for num_parts in range(1, MOST_PARTS + 1):
+        for group in groups:
+            group.advance_grad_sync(num_parts)
 
 
 def describe(error: BaseException | str | None) -> str:

@@ -16,7 +16,7 @@ from megabucket.ddp.hyperparameters import Hyperparameters
 from megabucket.ddp.launcher import InOrderLauncher
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.patience import insist
-from megabucket.ddp.step_agreement import StepAgreement, describe
+from megabucket.ddp.step_agreement import StepAgreement, advance_grad_sync, describe
 from megabucket.ddp.step_report import Failure
 from megabucket.ddp.step_tally import unused_params
 from megabucket.errors import MegabucketError, PhaseError
@@ -255,6 +255,7 @@ class StepSync:
         """
         if not self._agreement.is_pending:
             return None
+        advance_grad_sync(self._groups)
         for group in self._groups:
             group.finish_grad_sync()
         was_late = self.tally.late is not None and self.tally.late.phase == GradPhase.IN_FLIGHT.value

@@ -15,6 +15,7 @@ from pool import Rank
 
 import megabucket as mb
 from megabucket.comm import (
+    MOST_PARTS,
     AllGather,
     AllReduce,
     ProcessGroupCommunicator,
@@ -273,6 +274,7 @@ def abandoned(rank: Rank, kind: str) -> bool:
         for handle in handles:
             if rank.index == 0:
                 handle.abandon()
+                handle.advance(MOST_PARTS)
             else:
                 handle.wait()
         if rank.index == 0:
@@ -301,7 +303,7 @@ def interrupted(rank: Rank) -> bool:
     handle = communicator.launch(batch, label="sum")
     handle._works[0].wait()  # type: ignore[attr-defined]
     for _ in range(3 + rank.index):
-        handle._results.append(next(handle._finish))  # type: ignore[attr-defined]
+        handle._results.append(next(handle._operations[0]))  # type: ignore[attr-defined]
     handle.wait()
     return torch.equal(values, expected)
 
