@@ -71,16 +71,17 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
     counted = {name: _count(run, name, link) for name in systems}
     run.next_step += COUNTED_STEPS
     run.run()
-    bounds = None
+    bounds = optima = None
     if workload is not None:
         alone = [sum(parts) for parts in run.samples["none"].parts_s] if "none" in systems else [workload.compute_s]
-        bounds = bound.bounds_s(workload, case.module(), link, _slowest(statistics.median(alone)))
+        bounds, optima = bound.bounds_s(workload, case.module(), link, _slowest(statistics.median(alone)))
     return {
         "numel": sum(param.numel() for param in case.module().parameters()),
         "tensors": len(list(case.module().parameters())),
         "absent": absent,
         "counts": counted,
         "bounds_s": bounds,
+        "optima_s": optima,
         "buckets": {mode: len(cuts) + 1 for mode, cuts in setup.cuts},
         "samples": {name: _of_all(samples.to_dict()) for name, samples in run.samples.items()},
     }

@@ -74,15 +74,17 @@ def steps_row(name: str, figures: dict[str, Any], *, is_best: bool) -> list[str]
 
 
 def bound_lines(cell: dict[str, Any]) -> list[str]:
-    """Return the planner's lower bound of each mode, and how far above it each of our systems is."""
+    """Return the planner's lower bound of each mode and its best plan, and how far above these each of our systems is."""
     lines = []
     for mode, bound_s in cell["bounds_s"].items():
         ours = [name for name in cell["systems"] if name.startswith("mb-rs" if mode == "reduce_scatter" else "mb-ar")]
-        over = [f"{SYSTEMS[name].title} {cell['systems'][name]['step_s']['median'] / bound_s:.3f}" for name in ours]
-        buckets = cell["planned_buckets"].get(mode)
-        plan = f" ({buckets} buckets planned)" if buckets else ""
+        optimum_s, buckets = cell["optima_s"][mode], cell["planned_buckets"].get(mode)
+        steps_s = {SYSTEMS[name].title: cell["systems"][name]["step_s"]["median"] for name in ours}
+        over = [f"{title} {step_s / bound_s:.3f} and {step_s / optimum_s:.3f}" for title, step_s in steps_s.items()]
+        plan = f", {buckets} buckets" if buckets else ""
         lines.append(
-            f"lower bound, {mode.replace('_', '-')}: {bound_s * MS:.1f} ms{plan}; step over it: {', '.join(over) or '-'}"
+            f"{mode.replace('_', '-')}: lower bound {bound_s * MS:.1f} ms, best plan {optimum_s * MS:.1f} ms{plan}; step over "
+            f"these: {', '.join(over) or '-'}"
         )
     return [line for joined in lines for line in (joined, "")][:-1]
 
