@@ -148,11 +148,12 @@ class TestWhatIsSent:
 
         assert world.run(play) == [[StepReport(0), found]] * 2
 
-    def test_a_rank_that_failed_sends_its_report_at_once_and_only_once(self):
+    def test_a_rank_that_failed_can_send_its_report_without_waiting_and_sends_it_only_once(self):
         world, fences = ranks_of(2)
         failed = StepReport(0, failure=FAULTS["failure"])
 
         first = fences[0].launch(failed)
+        first.send_report()
         schedule_at_once = world.schedule(0)
         second = fences[1].launch(StepReport(1, failure=FAULTS["failure"]))
 
