@@ -156,6 +156,7 @@ class TestWhatIsSent:
         first.send_report()
         schedule_at_once = world.schedule(0)
         second = fences[1].launch(StepReport(1, failure=FAULTS["failure"]))
+        second.send_report()
 
         assert schedule_at_once == (FENCE, RECORDS)
         assert first.reports(StepReport(0, num_microbatches=9)) == second.reports()
