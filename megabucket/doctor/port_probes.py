@@ -21,6 +21,8 @@ SECTION: Final = "collectives"
 _NUMEL: Final = 60
 """Elements of a rank's part; more are used where the code of many ranks is longer."""
 _LARGE: Final = 2**62
+_LARGE_BYTES: Final = 1 << 21
+"""From here on ranks of one host read each other's memory."""
 
 
 def port_probes(config: DistributedDataParallelConfig) -> list[Probe]:
@@ -36,6 +38,7 @@ def port_probes(config: DistributedDataParallelConfig) -> list[Probe]:
         *(_average_probe(dtype, config) for dtype in gradient_dtypes),
         _broadcast_probe(),
         _batch_probe(),
+        _large_probe(config),
     ]
 
 
@@ -170,6 +173,34 @@ def _max_probe(config: DistributedDataParallelConfig) -> Probe:
         right_or("the fence works: ranks agree on every step", wrong="the fence would miss errors of other ranks"),
         refusal="ranks cannot agree on a step" + ("" if config.fence else "; the config has switched the fence off"),
         is_required=config.fence,
+    )
+
+
+def _large_probe(config: DistributedDataParallelConfig) -> Probe:
+    def observe(bench: Bench) -> Fact:
+        code, _ = _code(bench, "float32")
+        tensor = _coded(bench, code, _LARGE_BYTES // 4, "float32")
+        batch = bench.communicator.prepare([AllReduce(tensor)], reads_peers=config.read_peer_memory)
+        bench.communicator.launch(batch, label="doctor").wait()
+        is_read = batch.plan is not None and bool(batch.plan.reads)
+        return {**_explained(code, tensor, start=0), "is_read": is_read}
+
+    def judge(facts: Sequence[Fact]) -> Judgement:
+        found = right_or("every rank is in the sum exactly once", wrong="gradients would be wrong")(facts)
+        if found.verdict is not Verdict.HOLDS:
+            return found
+        if facts[0]["is_read"]:
+            meaning = "ranks of one host read each other's memory, which is faster than sending"
+            return Judgement(Verdict.HOLDS, "exact; read", meaning)
+        meaning = "nobody reads: several hosts, the kernel forbids it, or config or back-end have no use for it"
+        return Judgement(Verdict.HOLDS, "exact; sent", meaning)
+
+    return Probe(
+        SECTION,
+        "all-reduce of a large bucket",
+        observe,
+        judge,
+        refusal="ranks lose each other in buckets of 2 MiB; try ddp.read_peer_memory=false",
     )
 
 

@@ -117,6 +117,7 @@ class TestUnderTorchrun:
         answers = {line["probe"]: line["answer"] for line in report["lines"]}
         assert answers["as configured"] == "exact"
         assert answers["all ranks hold the same bits"] == "yes"
+        assert answers["all-reduce of a large bucket"] in ("exact; read", "exact; sent")  # as the kernel permits
         assert answers["all-reduce = reduce-scatter + all-gather"] == "bit by bit"
         assert answers["store"] == "TCPStore, can be cloned"
         assert answers["a wait may be given up"] == "yes, and waited for again"

@@ -40,6 +40,7 @@ def test_an_honest_world_is_healthy(size):
     gradients = [line for line in report.lines if line.section == "gradients"]
     assert len(gradients) == 1 + 2 * 2 * 2 * 4  # as configured, then mode x overlap x grouping x reduction
     assert {line.answer for line in gradients} == {"exact"}
+    assert [line.answer for line in report.lines if line.probe == "all-reduce of a large bucket"] == ["exact; sent"]
 
 
 def test_what_needs_a_process_group_is_not_tried_without_one():
