@@ -82,8 +82,9 @@ def get_to_know(tell_all: Callable[[bytes], list[bytes]], *, rank: int) -> PeerM
     """
     nonce = os.urandom(_NONCE_BYTES)
     kept = ctypes.create_string_buffer(nonce, _NONCE_BYTES)
-    _allow_siblings_to_read()
     process = identify_this_process()
+    if process.pid_space:  # Linux
+        _allow_siblings_to_read()
     own = _Introduction(process.pid_space, process.pid, ctypes.addressof(kept), nonce.hex())
     peers = [_Introduction(**json.loads(word)) for word in tell_all(json.dumps(asdict(own)).encode())]
     can_read = bool(own.pid_space) and all(

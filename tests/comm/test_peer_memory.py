@@ -1,0 +1,95 @@
+"""Who may be read: found out with real processes, without a process group."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from megabucket.comm import peer_memory
+from megabucket.comm.peer_memory import get_to_know
+from megabucket.comm.peers import identify_this_process
+
+
+def hold_nonce(connection):
+    """Another process: says where it has a number, and keeps it there until it is told to go."""
+    nonce = bytes(range(16))
+    kept = ctypes.create_string_buffer(nonce, len(nonce))
+    process = identify_this_process()
+    said = {"pid_space": process.pid_space, "pid": process.pid, "nonce_address": ctypes.addressof(kept), "nonce": nonce.hex()}
+    connection.send(said)
+    connection.recv()
+
+
+@pytest.fixture
+def peer():
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=hold_nonce, args=(theirs,))
+    process.start()
+    yield ours.recv()
+    ours.send("go")
+    process.join()
+
+
+def telling(answers):
+    """Return what stands for two ranks that tell each other: the other one says the answers, in turn."""
+    said = iter(answers)
+    words = []
+
+    def tell_all(word):
+        words.append(word)
+        return [word, next(said)]
+
+    return tell_all, words
+
+
+def meet(peer, vote=b"yes", **changes):
+    tell_all, words = telling([json.dumps({**peer, **changes}).encode(), vote])
+    found = get_to_know(tell_all, rank=0)
+    assert len(words) == 2  # every rank votes, whatever it has found, so nobody waits for a vote that never comes
+    assert all(len(word) <= peer_memory.WORD_BYTES for word in words)
+    return found, words[1]
+
+
+def test_a_process_of_this_host_can_be_read_or_is_not(peer):
+    found, vote = meet(peer)
+
+    if vote == b"no":
+        pytest.skip("here the kernel lets no process read another one's memory")
+    assert found is not None
+    assert found.pids == (identify_this_process().pid, peer["pid"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pid_space": "another boot pid:[1]"},
+        {"nonce": "00" * 16},
+        {"nonce_address": 8},
+        {"pid": 2**22 + 1},  # nobody
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_who_is_not_what_it_says_is_not_read(peer, changes):
+    assert meet(peer, **changes) == (None, b"no")
+
+
+def test_one_rank_that_cannot_read_keeps_all_from_it(peer):
+    found, _ = meet(peer, vote=b"no")
+
+    assert found is None
+
+
+def test_where_processes_cannot_be_told_apart_nobody_is_read(peer):
+    unknown = replace(identify_this_process(), pid_space="")
+    with mock.patch.object(peer_memory, "identify_this_process", return_value=unknown):
+        assert meet(peer, pid_space="") == (None, b"no")
+
+
+def test_where_the_system_has_no_such_call_nobody_is_read(peer):
+    with mock.patch.object(peer_memory, "_process_vm_readv", side_effect=AttributeError("process_vm_readv")):
+        assert meet(peer) == (None, b"no")
