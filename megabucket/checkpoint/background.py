@@ -13,9 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from megabucket.checkpoint.cut import FileCutter
+from megabucket.checkpoint.data_files import content_of
 from megabucket.checkpoint.pieces import Snapshot
 from megabucket.checkpoint.ranks import Ranks
-from megabucket.checkpoint.save import Save, SaveSettings, content_from
+from megabucket.checkpoint.save import Save, SaveSettings
 
 WhenBusy = Literal["wait", "skip"]
 
@@ -31,6 +33,7 @@ class BackgroundWriter:
         if when_busy not in {"wait", "skip"}:
             raise ValueError(f"when_busy is {when_busy!r}, and can be 'wait' or 'skip'")
         self._root, self._ranks, self._settings, self._when_busy = Path(root), ranks, settings, when_busy
+        self._cutter = FileCutter(settings.max_file_bytes)
         self._under_way: tuple[Save, threading.Thread] | None = None
 
     @property
@@ -43,11 +46,12 @@ class BackgroundWriter:
 
         Args:
             take: gives the values as they are now, in memory that nobody else writes until the save is done. Called
-                only if the save is begun.
+                only if the save is begun; no collective.
             overwrite: whether a step that was saved already may be saved again, also where the settings say no.
 
         Raises:
             CheckpointNotSavedError: of the save before, which is over then and can be made anew, or of this one.
+            MegabucketError: what ``take`` has raised on some rank.
         """
         if self._under_way is not None:
             if self._when_busy == "skip" and not self._all_written(self._under_way[1]):
@@ -56,7 +60,7 @@ class BackgroundWriter:
         settings = replace(self._settings, overwrite=overwrite or self._settings.overwrite)
         save = Save(self._root, step, self._ranks, settings)
         try:
-            save.begin(lambda: content_from(take(), self._ranks, self._settings))
+            save.begin(lambda: content_of(take(), rank=self._ranks.rank, size=self._ranks.size, cutter=self._cutter))
         except BaseException:
             save.release()
             raise

@@ -53,7 +53,7 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     (1, 2, 0)
     """
     row_major = tuple(range(tensor.dim()))
-    if tensor.numel() == 0:
+    if tensor.is_contiguous():  # also when it has no elements
         return row_major
     wide = [dim for dim in row_major if tensor.shape[dim] > 1]
     by_stride = sorted(wide, key=tensor.stride, reverse=True)

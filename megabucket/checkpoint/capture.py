@@ -6,7 +6,6 @@ host, before the next step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -19,11 +18,11 @@ from megabucket.checkpoint.pieces import Json, Piece, Snapshot
 from megabucket.checkpoint.plain_values import encode
 from megabucket.checkpoint.rng import PREFIX as RNG_PREFIX
 from megabucket.checkpoint.rng import capture_rng
-from megabucket.checkpoint.together import GroupRanks, together
+from megabucket.checkpoint.together import GroupRanks, tell, together
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.replicas import checksum
+from megabucket.errors import OptimizerParametersError, PeerFailedError
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.described import Description
 
 MODEL_PREFIX: Final = "model."
 EXTRA_PREFIX: Final = "extra."
@@ -80,14 +79,7 @@ def name_schedulers(schedulers: Any) -> dict[str, Stateful]:
 def capture(
     parts: TrainingParts, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, with_rng: bool = True
 ) -> Snapshot:
-    """Return what this rank writes. A collective call, between two steps.
-
-    Model values are split over the ranks, shards of the optimizer are written by those who own them, module buffers by the
-    first rank; where other ranks hold others (running statistics), they write theirs, too.
-
-    Args:
-        data_position: plain values that say which data comes next; the same on every rank.
-        extras: plain values and tensors by name; the same on every rank.
+    """Return what this rank writes; see ``take``. A collective call, between two steps.
 
     Raises:
         PhaseError: a step is open on some rank.
@@ -95,26 +87,58 @@ def capture(
         ConfigError: something is no plain value.
         CheckpointError: what else failed on some rank.
     """
+    told = tell_state(parts)
+    return together(told.ranks, lambda: take(parts, told, data_position=data_position, extras=extras, with_rng=with_rng))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToldState:
+    """What ranks must have told one another before each can take its part."""
+
+    ranks: GroupRanks
+    described: Sequence[Any]
+    """What the shards of each rank hold, by rank."""
+    differing: Sequence[str]
+    """Names of the module buffers that are not the same on all ranks: running statistics, which every rank has of its own."""
+
+
+def tell_state(parts: TrainingParts) -> ToldState:
+    """Make sure that every rank is between two steps, and return what ``take`` needs. A collective call.
+
+    Raises:
+        PhaseError: a step is open on some rank.
+        OptimizerParametersError: some optimizer state cannot be told apart by parameter, alike on all ranks.
+        PeerFailedError: it cannot on some rank.
+        CheckpointError: what else failed on some rank.
+    """
     ranks = GroupRanks.of(parts.ddp)
-    together(ranks, lambda: settle(parts, "saving a checkpoint"))
-    described = describe_shards(parts.optimizer) if isinstance(parts.optimizer, DistributedOptimizer) else []
-    local = _differing_buffers(parts.ddp.module, ranks)
-    snapshot = together(ranks, lambda: _capture(parts, described, ranks, (data_position, extras or {}, with_rng)))
-    if not ranks.rank:
-        return snapshot
-    own = [whole_piece(f"{LOCAL_PREFIX}{ranks.rank}.{name}", buffer) for name, buffer in local.items()]
-    return Snapshot([*snapshot.pieces, *own], snapshot.values)
+    unfit: list[OptimizerParametersError] = []
+    by_rank = tell(ranks, lambda: _state_to_tell(parts, ranks, unfit))
+    texts = [told["unfit"] for told in by_rank]
+    if any(texts):
+        if unfit and len(set(texts)) == 1:
+            raise unfit[0]
+        rank = next(rank for rank, text in enumerate(texts) if text)
+        raise PeerFailedError(step=0, rank=rank, phase="save_checkpoint()", cause=texts[rank]) from next(iter(unfit), None)
+    sums = zip(*(told["buffers"] for told in by_rank), strict=True)
+    names = list(named_buffers(parts.ddp.module)) if ranks.size > 1 else []
+    differing = [name for name, of_ranks in zip(names, sums, strict=True) if len(set(of_ranks)) > 1]
+    return ToldState(ranks, [told["described"] for told in by_rank], differing)
 
 
-def _differing_buffers(module: torch.nn.Module, ranks: GroupRanks) -> dict[str, torch.Tensor]:
-    """Return the module buffers that are not the same on all ranks: running statistics, which every rank has of its own."""
-    buffers = named_buffers(module)
-    sums = [checksum(buffer) if buffer.numel() else 0 for buffer in buffers.values()]
-    by_rank = [json.loads(heard) for heard in ranks.exchange(json.dumps(sums).encode())]
+def _state_to_tell(parts: TrainingParts, ranks: GroupRanks, unfit: list[OptimizerParametersError]) -> dict[str, Any]:
+    settle(parts, "saving a checkpoint")
+    described: list[Any] = []
+    if isinstance(parts.optimizer, DistributedOptimizer):
+        try:
+            described = describe_shards(parts.optimizer)
+        except OptimizerParametersError as error:
+            unfit.append(error)
+    buffers = named_buffers(parts.ddp.module).values() if ranks.size > 1 else ()  # alone, nobody has others
     return {
-        name: buffer
-        for name, buffer, *of_ranks in zip(buffers, buffers.values(), *by_rank, strict=True)
-        if len(set(of_ranks)) > 1
+        "described": described,
+        "buffers": [checksum(buffer) if buffer.numel() else 0 for buffer in buffers],
+        "unfit": "".join(f"{type(error).__name__}: {error}" for error in unfit),
     }
 
 
@@ -131,12 +155,30 @@ def settle(parts: TrainingParts, operation: str) -> None:
         parts.ddp.finish_param_sync()
 
 
-def _capture(
-    parts: TrainingParts, described: Sequence[Mapping[str, Description]], ranks: GroupRanks, more: tuple[Any, Any, bool]
+def take(
+    parts: TrainingParts,
+    told: ToldState,
+    *,
+    data_position: Any = None,
+    extras: Mapping[str, Any] | None = None,
+    with_rng: bool = True,
 ) -> Snapshot:
-    module, (data_position, extras, with_rng) = parts.ddp.module, more
+    """Return what this rank writes. No collective; nothing of the run may have changed since ``tell_state``.
+
+    Model values are split over the ranks, shards of the optimizer are written by those who own them, module buffers by the
+    first rank; where other ranks hold others (running statistics), they write theirs, too.
+
+    Args:
+        data_position: plain values that say which data comes next; the same on every rank.
+        extras: plain values and tensors by name; the same on every rank.
+
+    Raises:
+        OptimizerParametersError: some optimizer state belongs to no parameter, or ranks hold different numbers for one.
+        ConfigError: something is no plain value.
+    """
+    module, ranks = parts.ddp.module, told.ranks
     if isinstance(parts.optimizer, DistributedOptimizer):
-        held = hold_shards(parts.optimizer, module, described)
+        held = hold_shards(parts.optimizer, module, told.described)
     else:
         held = HeldState() if parts.optimizer is None else hold_plain(parts.optimizer, module)
     shared = {f"{MODEL_PREFIX}{name}": param.detach() for name, param in named_params(module).items()}
@@ -151,12 +193,15 @@ def _capture(
             for name, submodule in with_extra_state(module).items()
         },
         "data_position": encode(data_position, f"{RUN_PREFIX}data_position", keep),
-        "extras": {str(name): encode(value, f"{EXTRA_PREFIX}{name}", keep) for name, value in extras.items()},
+        "extras": {str(name): encode(value, f"{EXTRA_PREFIX}{name}", keep) for name, value in (extras or {}).items()},
         "rng_ranks": ranks.size if with_rng else 0,
     }
     pieces: list[Piece] = [*held.own, *split_evenly(shared, rank=ranks.rank, size=ranks.size)]
-    if ranks.rank == 0:
-        pieces += [whole_piece(f"{MODEL_PREFIX}{name}", buffer) for name, buffer in named_buffers(module).items()]
+    for name, buffer in named_buffers(module).items():
+        if ranks.rank == 0:
+            pieces.append(whole_piece(f"{MODEL_PREFIX}{name}", buffer))
+        elif name in told.differing:
+            pieces.append(whole_piece(f"{LOCAL_PREFIX}{ranks.rank}.{name}", buffer))
     if with_rng:
         device = parts.ddp.param_and_grad_buffers[0].param_data.device
         pieces += [whole_piece(f"{RNG_PREFIX}{ranks.rank}.{what}", state) for what, state in capture_rng(device).items()]

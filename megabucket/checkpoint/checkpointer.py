@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 
 from megabucket.checkpoint.background import BackgroundWriter, WhenBusy
-from megabucket.checkpoint.capture import Stateful, TrainingParts, capture, name_schedulers, to_host
+from megabucket.checkpoint.capture import Stateful, TrainingParts, name_schedulers, take, tell_state, to_host
 from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.pieces import Snapshot
 from megabucket.checkpoint.restore import LoadedCheckpoint, mismatches, restore
-from megabucket.checkpoint.save import SaveSettings, save_now
+from megabucket.checkpoint.save import SaveSettings, save_taken
 from megabucket.checkpoint.stored import StoredCheckpoint
 from megabucket.checkpoint.together import GroupRanks, together
 from megabucket.ddp import DistributedDataParallel
@@ -65,9 +65,10 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
     """
     settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key, overwrite=overwrite)
     parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
-    snapshot = capture(parts, data_position=data_position, extras=extras)
-    ranks = GroupRanks.of(ddp)
-    return save_now(Path(root), step, snapshot, ranks, settings)
+    told = tell_state(parts)
+    return save_taken(
+        Path(root), step, lambda: take(parts, told, data_position=data_position, extras=extras), told.ranks, settings
+    )
 
 
 def load_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per choice, most of them rarely used
@@ -203,11 +204,15 @@ class Checkpointer:
             CheckpointNotSavedError: this save, or the one before in the background, has failed; what was saved before is there.
             MegabucketError: as ``save_checkpoint``.
         """
-        snapshot = capture(self.parts, data_position=data_position, extras=extras)
+        told = tell_state(self.parts)
+
+        def taken() -> Snapshot:
+            return take(self.parts, told, data_position=data_position, extras=extras)
+
         overwrite = overwrite or (self._loaded_step is not None and step > self._loaded_step)
         if self._is_asynchronous:
-            return self._writer.save(step, lambda: self._copy(snapshot), overwrite=overwrite)
-        save_now(self.root, step, snapshot, self._ranks, replace(self._settings, overwrite=overwrite))
+            return self._writer.save(step, lambda: self._copy(taken()), overwrite=overwrite)
+        save_taken(self.root, step, taken, self._ranks, replace(self._settings, overwrite=overwrite))
         return True
 
     def _copy(self, snapshot: Snapshot) -> Snapshot:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 from megabucket.checkpoint.dtypes import ITEM_BYTES
 from megabucket.checkpoint.header import entry_bytes_bound
@@ -19,6 +20,9 @@ DEFAULT_FILE_BYTES = 64 * MIB
 MAX_FILE_BYTES = 4096 * MIB
 _EMPTY_HEADER_BYTES = 64
 MAX_PARTS = 50_000
+
+Range: TypeAlias = tuple[TensorInfo, int, int]
+"""The elements from a start to a stop of a tensor."""
 
 
 @dataclass(frozen=True)  # without slots: what a save asks for again and again is kept
@@ -49,7 +53,7 @@ class Part:
         """The shape of this part in the file."""
         return self.info.shape if self.is_whole else (self.stop - self.start,)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """The bytes of its values."""
         return (self.stop - self.start) * ITEM_BYTES[self.info.dtype]
@@ -60,7 +64,36 @@ class Part:
         return entry_bytes_bound(self.key, self.info.dtype, self.shape)
 
 
-def cut_into_files(ranges: Sequence[tuple[TensorInfo, int, int]], max_file_bytes: int) -> list[tuple[Part, ...]]:
+class FileCutter:
+    """Cuts a rank's pieces into files again and again, and remembers the last cut: a run mostly saves the same pieces."""
+
+    def __init__(self, max_file_bytes: int) -> None:
+        self._max_file_bytes = max_file_bytes
+        self._ranges: list[Range] = []
+        self._files: list[tuple[Part, ...]] = []
+
+    def cut(self, ranges: Sequence[Range]) -> list[tuple[Part, ...]]:
+        """Return the parts of each file; see ``cut_into_files``.
+
+        Raises:
+            ValueError: a range that is none, or that no file can hold.
+        """
+        if not self._ranges or self._ranges != list(ranges):
+            for info, start, stop in ranges:
+                _check_range(info, start, stop)
+            self._files = cut_into_files(ranges, self._max_file_bytes)
+            self._ranges = list(ranges)
+        return self._files
+
+
+def _check_range(info: TensorInfo, start: int, stop: int) -> None:
+    if not 0 <= start <= stop <= info.numel:
+        raise ValueError(f"{info.name!r} {start}:{stop} is not within its {info.numel} elements")
+    if sorted(info.order) != list(range(len(info.shape))):
+        raise ValueError(f"{info.name!r} {start}:{stop} has order {info.order} for {len(info.shape)} dimensions")
+
+
+def cut_into_files(ranges: Sequence[Range], max_file_bytes: int) -> list[tuple[Part, ...]]:
     """Return the parts of each file, with the widest dtypes first so that all values are aligned.
 
     Raises:

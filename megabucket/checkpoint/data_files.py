@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from megabucket.checkpoint.cut import Part, cut_into_files
+from megabucket.buffer.views import dtype_name
+from megabucket.checkpoint.cut import FileCutter, Part
 from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_all
 from megabucket.checkpoint.header import encode_header
 from megabucket.checkpoint.manifest import StoredFile
@@ -59,16 +60,21 @@ class Content:
     write: Callable[[FileSystem, Path], list[StoredFile]]
     num_writers: int
 
+    @property
+    def bytes_bound(self) -> int:
+        """No less than what the files take."""
+        return sum(part.num_bytes + part.header_bound for file in self.files for part in file.parts)
 
-def content_of(snapshot: Snapshot, *, rank: int, size: int, max_file_bytes: int) -> Content:
+
+def content_of(snapshot: Snapshot, *, rank: int, size: int, cutter: FileCutter) -> Content:
     """Return what ``rank`` of ``size`` writes for its snapshot.
 
     Raises:
         ValueError: pieces that are not what they say, or that no file can hold.
     """
     pieces = snapshot.pieces
-    _check_pieces(pieces)
-    cut = cut_into_files([(piece.info, piece.start, piece.stop) for piece in pieces], max_file_bytes)
+    _check_values(pieces)
+    cut = cutter.cut([(piece.info, piece.start, piece.stop) for piece in pieces])
     files = [DataFile(file_name(rank, index), parts) for index, parts in enumerate(cut)]
     return Content(snapshot.values, files, partial(_write_files, files, pieces), size)
 
@@ -78,18 +84,18 @@ def file_name(rank: int, index: int) -> str:
     return f"rank-{rank:05d}-{index:05d}.safetensors"
 
 
-def _check_pieces(pieces: Sequence[Piece]) -> None:
+def _check_values(pieces: Sequence[Piece]) -> None:
     """Raise ``ValueError`` for a piece whose values are not what it says."""
     for piece in pieces:
-        values, what = piece.values, f"{piece.info.name!r} {piece.start}:{piece.stop}"
-        if not 0 <= piece.start <= piece.stop <= piece.info.numel:
-            raise ValueError(f"{what} is not within its {piece.info.numel} elements")
-        if sorted(piece.info.order) != list(range(len(piece.info.shape))):
-            raise ValueError(f"{what} has order {piece.info.order} for {len(piece.info.shape)} dimensions")
+        values = piece.values
         if values.dim() != 1 or values.numel() != piece.stop - piece.start or not values.is_contiguous():
-            raise ValueError(f"{what} has values of shape {tuple(values.shape)}, stride {values.stride()}")
-        if str(values.dtype) != f"torch.{piece.info.dtype}":
-            raise ValueError(f"{what} says {piece.info.dtype} and has {values.dtype}")
+            raise ValueError(f"{_named(piece)} has values of shape {tuple(values.shape)}, stride {values.stride()}")
+        if dtype_name(values.dtype) != piece.info.dtype:
+            raise ValueError(f"{_named(piece)} says {piece.info.dtype} and has {values.dtype}")
+
+
+def _named(piece: Piece) -> str:
+    return f"{piece.info.name!r} {piece.start}:{piece.stop}"
 
 
 def _write_files(

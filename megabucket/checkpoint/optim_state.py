@@ -22,7 +22,7 @@ from megabucket.errors import OptimizerParametersError
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.described import NUMBER_TYPES, Description, StateEntry, describe_number
 from megabucket.optim.shards import MainShard, main_dtype
-from megabucket.optim.unshard import exchange_descriptions
+from megabucket.optim.unshard import ShardHolder, describe_runs, merge_descriptions
 from megabucket.optim.whole_state import KNOWN_NUMBERS
 
 MAIN_PREFIX = "optim.main."
@@ -92,28 +92,28 @@ def hold_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> Hel
     return held
 
 
-def describe_shards(optimizer: DistributedOptimizer) -> list[dict[str, Description]]:
-    """Return what the shards of all ranks hold, by buffer and parameter. A collective call.
+def describe_shards(optimizer: DistributedOptimizer) -> list[Any]:
+    """Return what this rank's shards hold, for ``hold_shards`` of all ranks; it may travel as JSON.
 
     Raises:
         OptimizerParametersError: some state is neither one value per element nor one number.
-        PeerFailedError: some other rank's is not.
     """
-    holder = optimizer.sharding.holder._replace(label="save_checkpoint()")
-    names = [list(buffer.layout.params) for buffer in holder.buffers]
-    return exchange_descriptions(optimizer.sharding.shards, optimizer.state, holder, names)
+    sharding = optimizer.sharding
+    return describe_runs(sharding.shards, optimizer.state, sharding.holder, _names_of(sharding.holder))
 
 
-def hold_shards(
-    optimizer: DistributedOptimizer, module: torch.nn.Module, described: Sequence[Mapping[str, Description]]
-) -> HeldState:
+def _names_of(holder: ShardHolder) -> list[list[str]]:
+    return [list(buffer.layout.params) for buffer in holder.buffers]
+
+
+def hold_shards(optimizer: DistributedOptimizer, module: torch.nn.Module, described: Sequence[Any]) -> HeldState:
     """Return the state of a distributed optimizer: this rank's shards where they are sharded.
 
     Args:
-        described: what ``describe_shards`` has returned.
+        described: what ``describe_shards`` has returned on every rank.
 
     Raises:
-        OptimizerParametersError: a parameter is not the module's.
+        OptimizerParametersError: a parameter is not the module's, or ranks hold different numbers for one parameter.
         ConfigError: a hyperparameter is of a kind that no file can hold.
     """
     sharding = optimizer.sharding
@@ -123,7 +123,9 @@ def hold_shards(
     by_name = _hold_whole(others.values, names, held.shared)
     held.shared.update({f"{MAIN_PREFIX}{names[param]}": main for param, main in others.main_values.items()})
     computed_in = {names[param]: dtype_name(dtype) for param, dtype in others.dtypes.items() if param in names}
-    for of_buffer in described:
+    # Where nothing is sharded, each rank speaks for itself: that they differ, the digest of all values shows.
+    by_rank = described if sharding.holder.is_sharded else [described[sharding.holder.communicator.rank]]
+    for of_buffer in merge_descriptions(by_rank, _names_of(sharding.holder)):
         by_name.update({canonical_name(name): description for name, description in of_buffer.items()})
     for shard in sharding.shards:
         _hold_shard(shard, optimizer.state.get(shard.main) or {}, held, is_sharded=sharding.holder.is_sharded)

@@ -24,14 +24,14 @@ from typing import Any
 
 from megabucket.checkpoint.catalog import LOCK, MAX_STEP, Latest, step_directories
 from megabucket.checkpoint.commit import CheckpointWarning, RootDirectory, latest_if_any, merge_reports
-from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES
+from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES, FileCutter
 from megabucket.checkpoint.data_files import Content, FileFailedError, content_of
 from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, remove_tree
 from megabucket.checkpoint.manifest import StoredFile, encode_manifest
 from megabucket.checkpoint.pieces import Json, Snapshot
-from megabucket.checkpoint.ranks import Ranks
+from megabucket.checkpoint.ranks import Ranks, as_error, written
 from megabucket.checkpoint.strict_json import check_json
-from megabucket.errors import CheckpointNotSavedError, InvariantError
+from megabucket.errors import CheckpointNotSavedError, InvariantError, MegabucketError
 
 __all__ = ["CheckpointWarning", "Save", "SaveSettings", "content_from", "save_content", "save_now", "write_checkpoint"]
 
@@ -85,12 +85,21 @@ def write_checkpoint(
 
 def save_now(root: Path, step: int, snapshot: Snapshot, ranks: Ranks, settings: SaveSettings) -> Path:
     """Save a checkpoint; see ``write_checkpoint``."""
-    return save_content(root, step, lambda: content_from(snapshot, ranks, settings), ranks, settings)
+    return save_taken(root, step, lambda: snapshot, ranks, settings)
+
+
+def save_taken(root: Path, step: int, take: Callable[[], Snapshot], ranks: Ranks, settings: SaveSettings) -> Path:
+    """Save what ``take`` gives, which is no collective; see ``write_checkpoint``.
+
+    Raises:
+        MegabucketError: what ``take`` has raised on some rank, too.
+    """
+    return save_content(root, step, lambda: content_from(take(), ranks, settings), ranks, settings)
 
 
 def content_from(snapshot: Snapshot, ranks: Ranks, settings: SaveSettings) -> Content:
     """Return what this rank writes for its snapshot; see ``content_of``."""
-    return content_of(snapshot, rank=ranks.rank, size=ranks.size, max_file_bytes=settings.max_file_bytes)
+    return content_of(snapshot, rank=ranks.rank, size=ranks.size, cutter=FileCutter(settings.max_file_bytes))
 
 
 def save_content(root: Path, step: int, take: Callable[[], Content], ranks: Ranks, settings: SaveSettings) -> Path:
@@ -124,8 +133,9 @@ class Save:
 
         Raises:
             CheckpointNotSavedError: some rank cannot save, or the ranks do not want to save the same.
+            MegabucketError: what ``take`` has raised on some rank.
         """
-        facts = self._agree(lambda: self._plan(take))
+        facts = self._agree(lambda: self._plan(take), keeps_errors=True)
         self._staging = self._root / facts[0]["staging"]
         for rank, other in enumerate(facts):
             for what in ("step", "world_size", "values"):
@@ -176,18 +186,29 @@ class Save:
 
     # What each rank says, and what all conclude
 
-    def _agree(self, act: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return what ``act`` gave on each rank, or raise the same error on all if it failed on any."""
+    def _agree(self, act: Callable[[], Mapping[str, Any]], *, keeps_errors: bool = False) -> list[dict[str, Any]]:
+        """Return what ``act`` gave on each rank, or raise the same error on all if it failed on any.
+
+        Args:
+            keeps_errors: whether an error of this library is raised as it is.
+        """
         said: dict[str, Any] = {}
+        own: Exception | None = None
         try:
             said["facts"] = act()
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            own = error
             path, cause = self._failure or (_path_of(error, self._staging), error)
             said["failure"] = [str(path), reason_of(cause)]
+            if keeps_errors and isinstance(error, MegabucketError):
+                said["error"] = written(error, self._ranks.rank)
         said["last_good_step"] = self._last_good_step
         heard = [json.loads(payload) for payload in self._ranks.exchange(json.dumps(said).encode())]
         self._last_good_step = heard[0]["last_good_step"]
         failed = [rank for rank, other in enumerate(heard) if "failure" in other]
+        if failed and "error" in heard[failed[0]]:
+            self.discard()
+            raise as_error(heard[failed[0]]["error"]) from own
         if failed:
             self._give_up(failed, *heard[failed[0]]["failure"])
         return [other["facts"] for other in heard]
@@ -221,7 +242,7 @@ class Save:
             "step": self.step,
             "world_size": content.num_writers,
             "values": _digest(content.values),
-            "needs": sum(part.num_bytes + part.header_bound for file in content.files for part in file.parts),
+            "needs": content.bytes_bound,
             "free": self._files.free_bytes(self._root),
         }
 

@@ -8,14 +8,15 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-import megabucket.errors
-from megabucket.checkpoint.ranks import Ranks
-from megabucket.comm import Communicator, exchange_bytes
+from megabucket.checkpoint.ranks import Ranks, as_error, written
+from megabucket.comm import Communicator, Exchange
 from megabucket.ddp import DistributedDataParallel
-from megabucket.errors import CheckpointError, MegabucketError
 
 _Result = TypeVar("_Result")
 _LABEL: Final = "checkpoint"
+_LENGTH_BYTES: Final = 8
+_SHORT_BYTES: Final = 1024
+"""What ranks say about a save mostly fits into this, and is heard after one collective."""
 
 
 class GroupRanks:
@@ -35,8 +36,40 @@ class GroupRanks:
         return cls(ddp.communicator, ddp.param_and_grad_buffers[0].grad_data.device)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Return what each rank gave, by rank; a collective."""
-        return exchange_bytes(self._communicator, payload, device=self._device, label=_LABEL)
+        """Return what each rank gave, by rank: one collective, or two where some rank gives more than a little."""
+        if self.size == 1:
+            return [payload]
+        beginning = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[:_SHORT_BYTES]
+        heard = self._exchange(beginning, capacity_bytes=_LENGTH_BYTES + _SHORT_BYTES)
+        longest = max(int.from_bytes(message[:_LENGTH_BYTES], "little") for message in heard)
+        beginnings = [message[_LENGTH_BYTES:] for message in heard]
+        if longest <= _SHORT_BYTES:
+            return beginnings
+        ends = self._exchange(payload[_SHORT_BYTES:], capacity_bytes=longest - _SHORT_BYTES)
+        return [beginning + end for beginning, end in zip(beginnings, ends, strict=True)]
+
+    def _exchange(self, payload: bytes, *, capacity_bytes: int) -> list[bytes]:
+        exchange = Exchange(self._communicator, payload, capacity_bytes=capacity_bytes, device=self._device, label=_LABEL)
+        return exchange.wait()
+
+
+def tell(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
+    """Call ``act``, which is no collective, and return what it gave on each rank; plain values only.
+
+    Raises:
+        MegabucketError: it has failed on some rank; as ``together``.
+    """
+    said: dict[str, Any] = {}
+    cause = None
+    try:
+        said["result"] = act()
+    except Exception as error:
+        said["error"], cause = written(error, ranks.rank), error
+    heard = [json.loads(payload) for payload in ranks.exchange(json.dumps(said).encode())]
+    for other in heard:
+        if "error" in other:
+            raise as_error(other["error"]) from cause
+    return [other["result"] for other in heard]
 
 
 def together(ranks: Ranks, act: Callable[[], _Result]) -> _Result:
@@ -47,26 +80,5 @@ def together(ranks: Ranks, act: Callable[[], _Result]) -> _Result:
             this library becomes a ``CheckpointError`` that names the rank.
     """
     result: list[_Result] = []
-    said, cause = b"", None
-    try:
-        result.append(act())
-    except Exception as error:
-        said, cause = json.dumps(_written(error, ranks.rank)).encode(), error
-    for heard in ranks.exchange(said):
-        if heard:
-            raise _read(json.loads(heard)) from cause
+    tell(ranks, lambda: result.append(act()))
     return result[0]
-
-
-def _written(error: Exception, rank: int) -> dict[str, Any]:
-    if not isinstance(error, MegabucketError):
-        error = CheckpointError(f"rank {rank}: {type(error).__name__}: {error}. Nothing was changed on any rank.")
-    return {"kind": type(error).__name__, "text": str(error), "fields": vars(error)}
-
-
-def _read(said: dict[str, Any]) -> MegabucketError:
-    kind = getattr(megabucket.errors, said["kind"], CheckpointError)
-    error: MegabucketError = kind.__new__(kind)
-    error.args = (said["text"],)
-    vars(error).update({name: tuple(value) if isinstance(value, list) else value for name, value in said["fields"].items()})
-    return error

@@ -77,13 +77,9 @@ def exchange_descriptions(
     names: Sequence[Sequence[str]],
 ) -> list[dict[str, Description]]:
     """Return, by buffer and parameter, what the shards of all ranks hold. Parameters that are in no shard are left out."""
-    positions = [{name: position for position, name in enumerate(of_buffer)} for of_buffer in names]
     own, failure = [], None
     try:
-        for index, buffer in enumerate(holder.buffers):
-            for shard in (shard for shard in shards if shard.buffer is buffer):
-                members = [positions[index][name] for name in shard.run.params]
-                own.append((index, members, describe_state(state.get(shard.main) or {}, shard)))
+        own = describe_runs(shards, state, holder, names)
     except OptimizerParametersError as error:
         failure = error
     device = holder.buffers[0].param_data.device
@@ -91,10 +87,41 @@ def exchange_descriptions(
     texts = [json.dumps(own).encode()]
     if holder.is_sharded:
         texts = exchange_bytes(holder.communicator, texts[0], device=device, label=f"{holder.label}: optimizer state")
-    return _merge([json.loads(text) for text in texts], names)
+    return merge_descriptions([json.loads(text) for text in texts], names)
 
 
-def _merge(answers: Iterable[Any], names: Sequence[Sequence[str]]) -> list[dict[str, Description]]:
+def describe_runs(
+    shards: Sequence[MainShard],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    holder: ShardHolder,
+    names: Sequence[Sequence[str]],
+) -> list[Any]:
+    """Return what this rank's shards hold, for ``merge_descriptions``; it may travel as JSON.
+
+    Args:
+        names: of the parameters of each buffer.
+
+    Raises:
+        OptimizerParametersError: some state is neither one value per element nor one number.
+    """
+    own = []
+    for index, buffer in enumerate(holder.buffers):
+        positions = {name: position for position, name in enumerate(names[index])}
+        for shard in (shard for shard in shards if shard.buffer is buffer):
+            members = [positions[name] for name in shard.run.params]
+            own.append((index, members, describe_state(state.get(shard.main) or {}, shard)))
+    return own
+
+
+def merge_descriptions(answers: Iterable[Any], names: Sequence[Sequence[str]]) -> list[dict[str, Description]]:
+    """Return, by buffer and parameter, what the shards of all ranks hold.
+
+    Args:
+        answers: what ``describe_runs`` has returned on each rank.
+
+    Raises:
+        OptimizerParametersError: ranks hold different numbers for pieces of one parameter.
+    """
     found: list[dict[str, Description]] = [{} for _ in names]
     differing: list[str] = []
     for index, members, entries in (run for answer in answers for run in answer):
