@@ -69,6 +69,8 @@ def info_of(name: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> 
 
 def flat(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Return the values of a tensor in one dimension, in an order of its dimensions: a view where it lies so in memory."""
+    if tensor.is_contiguous() and tuple(order) == tuple(range(tensor.dim())):
+        return tensor.detach().flatten()
     return tensor.detach().permute(tuple(order)).reshape(-1)
 
 
@@ -94,7 +96,8 @@ def split_evenly(tensors: Mapping[str, torch.Tensor], *, rank: int, size: int) -
         offset += numel * item_bytes
         if start < stop or (numel == 0 and rank == 0):
             info = info_of(name, tensor)
-            yield Piece(info, start, stop, flat(tensor, info.order)[start:stop])
+            values = flat(tensor, info.order)
+            yield Piece(info, start, stop, values if stop - start == numel else values[start:stop])
 
 
 def total_bytes(pieces: Iterable[Piece]) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from megabucket.checkpoint.canonical import canonical_name, named_buffers, named_params, split_evenly, whole_piece
-from megabucket.checkpoint.optim_state import HeldState, describe_shards, hold_plain, hold_shards
+from megabucket.checkpoint.optim_state import HeldState, ShardContents, describe_shards, hold_plain, hold_shards
 from megabucket.checkpoint.pieces import Json, Piece, Snapshot
 from megabucket.checkpoint.plain_values import encode
 from megabucket.checkpoint.rng import PREFIX as RNG_PREFIX
@@ -162,6 +162,7 @@ def take(
     data_position: Any = None,
     extras: Mapping[str, Any] | None = None,
     with_rng: bool = True,
+    contents: ShardContents | None = None,
 ) -> Snapshot:
     """Return what this rank writes. No collective; nothing of the run may have changed since ``tell_state``.
 
@@ -171,6 +172,7 @@ def take(
     Args:
         data_position: plain values that say which data comes next; the same on every rank.
         extras: plain values and tensors by name; the same on every rank.
+        contents: kept by the caller from one call to the next; spares planning.
 
     Raises:
         OptimizerParametersError: some optimizer state belongs to no parameter, or ranks hold different numbers for one.
@@ -178,7 +180,7 @@ def take(
     """
     module, ranks = parts.ddp.module, told.ranks
     if isinstance(parts.optimizer, DistributedOptimizer):
-        held = hold_shards(parts.optimizer, module, told.described)
+        held = hold_shards(parts.optimizer, module, told.described, contents)
     else:
         held = HeldState() if parts.optimizer is None else hold_plain(parts.optimizer, module)
     shared = {f"{MODEL_PREFIX}{name}": param.detach() for name, param in named_params(module).items()}
@@ -221,11 +223,13 @@ def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
         reuse: values of an earlier copy that nobody needs: where they fit, no memory is taken anew.
     """
     free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
-    for values in reuse:
+    for values in reversed(reuse):  # taken from the end: each piece gets the memory it had
         free.setdefault((values.dtype, values.numel()), []).append(values)
-    pieces = []
-    for piece in snapshot.pieces:
-        fitting = free.get((piece.values.dtype, piece.values.numel()))
-        own = fitting.pop() if fitting else torch.empty(piece.values.shape, dtype=piece.values.dtype)
-        pieces.append(Piece(piece.info, piece.start, piece.stop, own.copy_(piece.values)))
+    theirs, own = [piece.values for piece in snapshot.pieces], []
+    for values in theirs:
+        fitting = free.get((values.dtype, values.numel()))
+        own.append(fitting.pop() if fitting else torch.empty(values.shape, dtype=values.dtype))
+    if own:
+        torch._foreach_copy_(own, theirs)
+    pieces = [Piece(piece.info, piece.start, piece.stop, mine) for piece, mine in zip(snapshot.pieces, own, strict=True)]
     return Snapshot(pieces, snapshot.values)

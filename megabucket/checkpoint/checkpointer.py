@@ -14,6 +14,7 @@ from megabucket.checkpoint.background import BackgroundWriter, WhenBusy
 from megabucket.checkpoint.capture import Stateful, TrainingParts, name_schedulers, take, tell_state, to_host
 from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES
 from megabucket.checkpoint.opening import open_checkpoint
+from megabucket.checkpoint.optim_state import ShardContents
 from megabucket.checkpoint.pieces import Snapshot
 from megabucket.checkpoint.restore import LoadedCheckpoint, mismatches, restore
 from megabucket.checkpoint.save import SaveSettings, save_taken
@@ -187,6 +188,7 @@ class Checkpointer:
         self._ranks = GroupRanks.of(ddp)
         self._writer = BackgroundWriter(self.root, self._ranks, self._settings, when_busy=when_busy)
         self._is_asynchronous = asynchronous
+        self._contents = ShardContents()
         self._on_host: Snapshot | None = None
         self._loaded_step: int | None = None
 
@@ -207,7 +209,7 @@ class Checkpointer:
         told = tell_state(self.parts)
 
         def taken() -> Snapshot:
-            return take(self.parts, told, data_position=data_position, extras=extras)
+            return take(self.parts, told, data_position=data_position, extras=extras, contents=self._contents)
 
         overwrite = overwrite or (self._loaded_step is not None and step > self._loaded_step)
         if self._is_asynchronous:

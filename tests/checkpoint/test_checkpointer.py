@@ -56,6 +56,7 @@ class Run:
             overlap_param_gather=sharded and overlaps,
             bucket_size=bucket_size,
         )
+        self.config = config
         self.ddp = mb.DistributedDataParallel(model, config, communicator=communicator)
         self.optimizer = optimizer if plain else mb.DistributedOptimizer(optimizer, self.ddp, clip_grad=1.0)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
@@ -417,6 +418,71 @@ class TestCheckpointer:
             assert first
             assert len(set(second) & set(third)) >= len(first) - 4  # random numbers and text may have another length
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    @MODES
+    def test_what_a_save_remembers_never_outlives_a_change_of_what_is_saved(self, tmp_path, sharded, asynchronous, dtype):
+        """Each save is compared with one that remembers nothing."""
+
+        def bucket_size(run, size):
+            run.ddp.rebuild(run.config.model_copy(update={"bucket_size": size}))
+
+        def frozen(run, *, is_frozen):
+            run.ddp.module.first.weight.requires_grad_(not is_frozen)
+            run.ddp.rebuild()
+
+        def other_state(run):
+            for held in run.optimizer.state.values():
+                if "exp_avg" in held:
+                    held["exp_avg"] = held["exp_avg"].double()
+                    held["more"] = torch.ones_like(held["exp_avg_sq"])
+
+        def new_parameter(run):
+            run.ddp.module.extra = torch.nn.Parameter(torch.ones(3, 2, dtype=dtype))
+            run.optimizer.add_param_group({"params": [run.ddp.module.extra], "lr": 0.5})
+            run.ddp.rebuild()
+
+        changes = [
+            lambda _: None,
+            lambda run: run.train(1),
+            lambda run: run.train(1),
+            lambda run: bucket_size(run, 17),
+            lambda run: frozen(run, is_frozen=True),
+            lambda run: run.train(1),
+            lambda run: frozen(run, is_frozen=False),
+            lambda run: run.train(1),
+            other_state,
+            new_parameter,
+        ]
+
+        def program(run):
+            with run.checkpointer(tmp_path / "kept", asynchronous=asynchronous, keep_last=None) as checkpointer:
+                for step, change in enumerate(changes):
+                    change(run)
+                    checkpointer.save(step, data_position={"sample": run.sample})
+                    run.save(tmp_path / "fresh", step, keep_last=None)
+
+        run_ranks(2, program, sharded=sharded, dtype=dtype)
+
+        for step in range(len(changes)):
+            kept, fresh = (mb.open_checkpoint(tmp_path / name, step) for name in ("kept", "fresh"))
+            assert (kept.tensors, kept.values, kept.files) == (fresh.tensors, fresh.values, fresh.files), step
+        assert len({tuple(mb.open_checkpoint(tmp_path / "kept", step).tensors) for step in (0, 1, 8, 9)}) == 4
+
+    def test_a_save_in_the_background_begins_with_three_collectives(self, tmp_path, monkeypatch):
+        def program(run):
+            launched, launch = [], run.ddp.communicator.launch
+            monkeypatch.setattr(
+                run.ddp.communicator, "launch", lambda *calls, **more: launched.append(1) or launch(*calls, **more)
+            )
+            with run.train(1).checkpointer(tmp_path, asynchronous=True) as checkpointer:
+                run.ddp.finish_param_sync()
+                launched.clear()
+                checkpointer.save(1)
+                return len(launched)
+
+        assert run_ranks(2, program, sharded=True) == [3, 3]  # what the optimizer holds takes two, whether all can save one
+
     def test_what_failed_in_the_background_is_told_at_the_next_call_on_all_ranks(self, tmp_path):
         barrier = threading.Barrier(2)
 
@@ -425,7 +491,7 @@ class TestCheckpointer:
             checkpointer.save(1)
             checkpointer.close()
             checkpointer.save(2)
-            checkpointer._writer._under_way[1].join()
+            checkpointer._writer._under_way.wait()
             barrier.wait()
             if run.rank == 0:
                 for staged in tmp_path.glob(".tmp-*"):
