@@ -1,11 +1,14 @@
 """What saving and loading cost against plain files with hashing, and a reshard in memory and time.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/checkpoint_cost.py [--mib 512] [--repetitions 7] [--reshard-gib 0] [--dir DIR]
+    OMP_NUM_THREADS=1 python tests/benchmarks/checkpoint_cost.py --async-save [--repetitions 7] [--dir DIR]
 
 Everything is paired within one run. "plain" writes (reads) the same bytes as files of 64 MiB with open and write (readinto),
 hashes them with SHA-256 from the same memory and waits for the disk with fsync; "plain, threads" does that with as many
 threads as the library. Loads come from the page cache, where the disk hides nothing. The snapshot of an asynchronous save
-is against a copy of the same tensors into memory that is there already.
+is against a copy of the same tensors into memory that is there already. ``--async-save`` measures what a whole
+``Checkpointer.save`` of a model with AdamW costs the thread that trains, planning and exchanges included, against such a copy,
+and what the commit costs it once all is written.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import hashlib
 import os
 import resource
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +26,9 @@ from pathlib import Path
 import torch
 from paired import interleave, ratio, timed
 
+import megabucket as mb
 from megabucket.checkpoint.background import BackgroundWriter
+from megabucket.checkpoint.capture import TrainingParts, capture
 from megabucket.checkpoint.file_system import num_file_threads
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
@@ -166,6 +172,47 @@ def background(base: Path, total_bytes: int, repetitions: int) -> None:
     report("save in background / copy", seconds, "save in background", "copy")
 
 
+def async_save(base: Path, layers: int, width: int, dtype: torch.dtype, repetitions: int) -> None:
+    """Save a model of linear layers with AdamW again and again, and compare with a copy of all that is saved."""
+    module = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)]).to(dtype)
+    ddp = mb.DistributedDataParallel(module, mb.DistributedDataParallelConfig(use_distributed_optimizer=True))
+    optimizer = mb.DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=True), ddp)
+    ddp(torch.randn(4, width, dtype=dtype)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    values = [piece.values for piece in capture(TrainingParts(ddp, optimizer)).pieces]
+    memory = [torch.empty_like(one).copy_(one) for one in values]
+    root, step, commits = base / "async", iter(range(10**6)), []
+
+    def copy() -> None:
+        for one, mine in zip(values, memory, strict=True):
+            mine.copy_(one)
+
+    with mb.Checkpointer(root, ddp, optimizer, asynchronous=True, keep_last=1) as checkpointer:
+
+        def save() -> float:
+            start_s = time.perf_counter()
+            checkpointer.save(next(step))
+            took_s = time.perf_counter() - start_s
+            path, polled_s = None, start_s
+            while path is None:
+                time.sleep(0.01)
+                polled_s = time.perf_counter()
+                path = checkpointer.poll()
+            commits.append(time.perf_counter() - polled_s)
+            return took_s
+
+        candidates = {"copy": timed(copy), "save": save}
+        interleave(candidates, repetitions=2)
+        seconds = interleave(candidates, repetitions=repetitions)
+    num_bytes, num_params = sum(one.nbytes for one in values), sum(1 for _ in module.parameters())
+    print(f"{str(dtype).removeprefix('torch.')}, {num_bytes / 1e6:.0f} MB in {num_params} parameters, {len(values)} tensors")
+    show(seconds, num_bytes)
+    report("Checkpointer.save in background / copy", seconds, "save", "copy")
+    print(f"  the commit, by the poll that finds all written: median {statistics.median(commits[2:]) * 1e3:.1f} ms")
+    shutil.rmtree(root)
+
+
 def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -211,8 +258,14 @@ def main() -> None:
         "--reshard-gib", type=float, default=0, help="also reshard a checkpoint of this size; it needs twice that on the disk"
     )
     parser.add_argument("--dir", type=Path, default=None, help="where to write (default: a temporary directory)")
+    parser.add_argument("--async-save", action="store_true", help="only what Checkpointer.save in the background costs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.dir) as base:
+        if arguments.async_save:
+            for dtype in (torch.float32, torch.bfloat16):
+                for layers, width in ((26, 1024), (52, 724), (104, 1024)):
+                    async_save(Path(base), layers, width, dtype, arguments.repetitions)
+            return
         if arguments.reshard_gib:
             resharded(Path(base), arguments.reshard_gib)
         save_and_load(Path(base), arguments.mib * MIB, arguments.repetitions)
