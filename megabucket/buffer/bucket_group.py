@@ -23,6 +23,7 @@ from megabucket.buffer.streams import GradStreams
 from megabucket.buffer.withheld_grad import WithheldGrad
 from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp, ReduceScatter
 from megabucket.comm.plan import run_through
+from megabucket.comm.port import Batch
 from megabucket.errors import CollectiveError
 
 
@@ -111,9 +112,7 @@ class _ParamAndGradBucketGroup:
     def _prepare_calls(self) -> None:
         communicator, policy, rank = self.communicator, self.policy, self.communicator.rank
         grads = [(bucket.grad_data, scale.divisor_after) for bucket, scale in zip(self.buckets, self._scales, strict=True)]
-        self._reduce_calls = communicator.prepare(
-            [AllReduce(grad, policy.op, divisor=divisor) for grad, divisor in grads], reads_peers=policy.reads_peers
-        )
+        self._reduce_calls = communicator.prepare([AllReduce(grad, policy.op, divisor=divisor) for grad, divisor in grads])
         if policy.reduce_scatters:
             self._grad_shards = [bucket.shard(bucket.grad_data, rank) for bucket in self.buckets]
             self._scatter_calls = communicator.prepare(
@@ -127,12 +126,10 @@ class _ParamAndGradBucketGroup:
                         divisor=divisor,
                     )
                     for shard, (grad, divisor) in zip(self._grad_shards, grads, strict=True)
-                ],
-                reads_peers=policy.reads_peers,
+                ]
             )
             self._gather_calls = communicator.prepare(
-                [AllGather(bucket.param_data, bucket.shard(bucket.param_data, rank)) for bucket in self.buckets],
-                reads_peers=policy.gathers_by_reading,
+                [AllGather(bucket.param_data, bucket.shard(bucket.param_data, rank)) for bucket in self.buckets]
             )
 
     def _make_finite_tests(self) -> tuple[FiniteTest, FiniteTest]:
@@ -152,6 +149,13 @@ class _ParamAndGradBucketGroup:
             FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets], headrooms),
             FiniteTest([slot for bucket in halves for slot in bucket.slots], [bucket.grad_data for bucket in halves]),
         )
+
+    @property
+    def readable_batches(self) -> list[Batch]:
+        """What the ranks may do by reading each other's memory."""
+        policy = self.policy
+        grads = [self._scatter_calls if policy.reduce_scatters else self._reduce_calls] if policy.reads_peers else []
+        return grads + ([self._gather_calls] if policy.gathers_by_reading else [])
 
     @property
     def grad_phase(self) -> GradPhase:

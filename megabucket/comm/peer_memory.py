@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -26,7 +25,6 @@ BLOCK_BYTES: Final = 1 << 19
 
 _LONGEST_READ_BYTES: Final = 1 << 30  # the kernel's limit is a little below 2 GiB
 _NONCE_BYTES: Final = 16
-_PR_SET_PTRACER: Final = 0x59616D61
 
 
 class _Piece(ctypes.Structure):
@@ -54,7 +52,7 @@ class PeerMemory:
         self._rank = rank
         self._readv = _process_vm_readv()
         others = len(pids) - 1
-        self._blocks = torch.empty(others, BLOCK_BYTES, dtype=torch.uint8)
+        self._blocks = torch.empty(others, BLOCK_BYTES, dtype=torch.uint8, device="cpu")
 
     def block(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory, 1D, that blocks of another rank are read into; there is one for each."""
@@ -83,8 +81,6 @@ def get_to_know(tell_all: Callable[[bytes], list[bytes]], *, rank: int) -> PeerM
     nonce = os.urandom(_NONCE_BYTES)
     kept = ctypes.create_string_buffer(nonce, _NONCE_BYTES)
     process = identify_this_process()
-    if process.pid_space:  # Linux
-        _allow_siblings_to_read()
     own = _Introduction(process.pid_space, process.pid, ctypes.addressof(kept), nonce.hex())
     peers = [_Introduction(**json.loads(word)) for word in tell_all(json.dumps(asdict(own)).encode())]
     can_read = bool(own.pid_space) and all(
@@ -107,15 +103,9 @@ def _reads_nonce(peer: _Introduction) -> bool:
 
 
 def _process_vm_readv() -> Callable[..., int]:
-    function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    function = ctypes.CDLL(None).process_vm_readv
     function.restype = ctypes.c_ssize_t
     pieces = ctypes.POINTER(_Piece)
     function.argtypes = [ctypes.c_int, pieces, ctypes.c_ulong, pieces, ctypes.c_ulong, ctypes.c_ulong]
     found: Callable[..., int] = function
     return found
-
-
-def _allow_siblings_to_read() -> None:
-    """Let the processes that the same launcher has started read this one, where the kernel (Yama) asks for consent."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)

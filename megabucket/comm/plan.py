@@ -32,9 +32,9 @@ Start = Call | AllToAll
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Later:
-    """What is done when all before is complete: collectives, and operations when these are complete, too."""
+    """What is done when all before is complete: a round of words, and operations when it is complete, too."""
 
-    starts: Sequence[AllToAll]
+    exchange: AllToAll
     operations: Sequence[Operation]
 
 

@@ -101,8 +101,6 @@ class Batch(tuple[Call, ...]):  # noqa: SLOT001 - a tuple has no room for an att
 
     plan: Any = None
     """What a back-end has made of them: see ``Communicator.prepare``."""
-    reads_peers: bool = False
-    """Whether ranks on one host may read each other's memory for them."""
 
 
 MOST_PARTS: Final = 2
@@ -196,19 +194,23 @@ class Communicator(ABC):
         self.progress.num_launched += 1
         return self._launch(calls, label)
 
-    def prepare(self, calls: Sequence[Call], *, reads_peers: bool = False) -> Batch:
+    def prepare(self, calls: Sequence[Call]) -> Batch:
         """Return the calls as a batch that is best launched again and again.
 
         A back-end does once, at the first launch of a batch, what it does at every launch of other calls, and may keep memory
         for it. Calls on empty tensors are left out.
-
-        Args:
-            reads_peers: whether ranks on one host may read each other's memory, where that is faster. Then a wait may need
-                the other ranks to wait, too, or to abandon the handle: all of them, for such batches in one order.
         """
-        batch = Batch(call for call in calls if call.full.numel())
-        batch.reads_peers = reads_peers
-        return batch
+        return Batch(call for call in calls if call.full.numel())
+
+    def introduce(self, batches: Sequence[Batch]) -> None:  # noqa: B027  (most back-ends send everything)
+        """Let ranks on one host read each other's memory for these batches, where that is faster. All ranks call it alike.
+
+        Then a wait may need the other ranks to wait, too, or to abandon the handle: for such batches in one order. What any of
+        them launches after the memory was let go of is lost.
+
+        Raises:
+            PeerLostError: a rank went away meanwhile.
+        """
 
     def close(self) -> None:  # noqa: B027  (most implementations have nothing to end)
         """End what runs in the background on behalf of this communicator. Idempotent; nothing may be launched afterwards."""

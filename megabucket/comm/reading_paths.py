@@ -43,11 +43,6 @@ def _is_readable(call: Call) -> bool:
     return isinstance(call, AllGather)
 
 
-def addresses_of(calls: Sequence[Call]) -> list[int]:
-    """Return where the memory begins that the other ranks read."""
-    return [call.full.data_ptr() for call in calls]
-
-
 class ReadingPlan:
     """Makes the plan of one batch.
 
@@ -62,6 +57,8 @@ class ReadingPlan:
         self._rank, self._size = rank, size
         self._others = [(rank + hops) % size for hops in range(1, size)]
         self._anchor = Anchor()
+        for call in calls:
+            self._anchor.alias(call.full)  # operations know addresses only
 
     def plan(self) -> Plan:
         """Return it."""
@@ -76,13 +73,13 @@ class ReadingPlan:
             operations[0],
             self._anchor.views,
             # The last round tells that nobody reads this rank's memory any more.
-            later=[Later([self._round()], after) for after in [*operations[1:], []]],
+            later=[Later(self._round(), after) for after in [*operations[1:], []]],
             reads=[read for stage in stages for _, read in stage if read is not None],
         )
 
     def _round(self) -> AllToAll:
-        """Return a message of one byte from everybody to everybody: who has all of them knows how far all are."""
-        sent, received = torch.zeros(2, self._size, dtype=torch.uint8)
+        """Return a word of one byte from everybody to everybody: who has heard all of them knows how far all are."""
+        sent, received = torch.zeros(2, self._size, dtype=torch.uint8, device="cpu")
         sizes = [1] * self._size
         return AllToAll(self._anchor.bytes_of(sent), self._anchor.bytes_of(received), sizes, sizes)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from itertools import starmap
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Final, cast
 
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from megabucket.comm.gloo_paths import alike, can_exchange_among, fp32_plan, gloo_plan, plain_plan, small_room_bytes
 from megabucket.comm.heartbeat import Heartbeat
 from megabucket.comm.liveness import Liveness
-from megabucket.comm.peer_memory import WORD_BYTES, PeerMemory, get_to_know
-from megabucket.comm.plan import AllToAll, Plan, Start, steps
+from megabucket.comm.peer_memory import WORD_BYTES, get_to_know
+from megabucket.comm.plan import AllToAll, Plan, Start
 from megabucket.comm.port import (
     AllGather,
     AllReduce,
@@ -29,7 +28,7 @@ from megabucket.comm.port import (
     ReduceOp,
     ReduceScatter,
 )
-from megabucket.comm.reading_paths import ReadingPlan, addresses_of, can_read
+from megabucket.comm.reading_paths import ReadingPlan, can_read
 from megabucket.comm.timing import CollectiveTimer
 from megabucket.comm.torch_probes import (
     existence_of,
@@ -112,7 +111,6 @@ class ProcessGroupCommunicator(Communicator):
         self.timer = CollectiveTimer()
         """Times what is launched."""
         self._room_bytes = _ROOM_BYTES
-        self._peer_memory: list[PeerMemory | None] = []  # empty until the ranks have found out
         self._heartbeat: Heartbeat | None = None
         self._watch: PeerWatch | None = None
         if self.size > 1 and has_gloo_works(living, torch.device("cpu")):
@@ -163,7 +161,7 @@ class ProcessGroupCommunicator(Communicator):
         clock = self.clock_for(device) if self.recorder.records_time else None
         start = None if clock is None else clock.stamp()
         has_gloo_threads = self._ask(has_gloo_works, device)
-        plan = self._plan(calls, label, is_anchored=has_gloo_threads)
+        plan = self._plan(calls, is_anchored=has_gloo_threads)
         # A batch keeps its plan, and the plan what gloo's threads hold. Nobody keeps that of other calls.
         passing = uses_of(plan) if has_gloo_threads and not isinstance(calls, Batch) else []
         for target, source in plan.copies:
@@ -172,12 +170,10 @@ class ProcessGroupCommunicator(Communicator):
         if clock is not None and not plan.reads:
             self.timer.time_completion(works, self.recorder, clock, label=label, start=start)
         watch = self._watch if has_gloo_threads else None
-        return WorkHandle(works, plan, self, label, watch=watch, passing=passing, later=self._later(plan))
+        return WorkHandle(works, plan, self, label, watch=watch, passing=passing)
 
-    def _plan(self, calls: Sequence[Call], label: str, *, is_anchored: bool) -> Plan:
+    def _plan(self, calls: Sequence[Call], *, is_anchored: bool) -> Plan:
         plan: Plan | None = calls.plan if isinstance(calls, Batch) else None
-        if plan is None:
-            plan = self._reading_plan(calls, label)
         if plan is None:
             wide = [call for call in calls if isinstance(call, ReduceScatter) and call.in_fp32]
             rest = [call for call in calls if call not in wide]
@@ -186,34 +182,9 @@ class ProcessGroupCommunicator(Communicator):
                 plan += self._gloo_plan(rest, is_kept=isinstance(calls, Batch))
             elif rest:
                 plan += plain_plan(rest, is_anchored=is_anchored)
-        if isinstance(calls, Batch):
-            calls.plan = plan
+            if isinstance(calls, Batch):
+                calls.plan = plan
         return plan
-
-    def _reading_plan(self, calls: Sequence[Call], label: str) -> Plan | None:
-        """Return the plan that reads what other ranks have; ``None``: it cannot be read, or that is not wanted."""
-        is_wanted = isinstance(calls, Batch) and calls.reads_peers and can_exchange_among(self.size) and can_read(calls)
-        if not (is_wanted and self._ask(is_gloo, calls[0].full.device)):
-            return None
-        if not self._peer_memory:
-            self._peer_memory.append(get_to_know(lambda word: self._tell_all(word, label), rank=self.rank))
-        memory = self._peer_memory[0]
-        if memory is None:
-            return None
-        addresses = self._gather_rows(torch.tensor(addresses_of(calls), dtype=torch.int64), label).tolist()
-        return ReadingPlan(calls, memory, addresses, rank=self.rank, size=self.size).plan()
-
-    def _tell_all(self, word: bytes, label: str) -> list[bytes]:
-        """Return what each rank says, by rank: at most ``WORD_BYTES`` without zeros at the end."""
-        row = torch.frombuffer(bytearray(word.ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
-        return [bytes(told.tolist()).rstrip(b"\0") for told in self._gather_rows(row, label)]
-
-    def _gather_rows(self, row: torch.Tensor, label: str) -> torch.Tensor:
-        """Return a row of each rank, by rank. A part of a launch, so it is not recorded as one of its own."""
-        rows = row.new_zeros(self.size, row.numel())
-        own = rows[self.rank].copy_(row)
-        self._launch([AllGather(rows.view(-1), own)], label).wait()
-        return rows
 
     def _gloo_plan(self, calls: Sequence[Call], *, is_kept: bool) -> Plan:
         room_bytes = self._room_bytes if is_kept else None
@@ -222,6 +193,35 @@ class ProcessGroupCommunicator(Communicator):
             # All ranks launch the same batches in the same order, so they run out of room at the same one.
             self._room_bytes -= small_room_bytes(calls[0], size=self.size)
         return plan
+
+    # Reading what other ranks of this host have #
+
+    def introduce(self, batches: Sequence[Batch]) -> None:
+        """Find out with the other ranks which batches are done by reading, and where the memory of each rank is."""
+        read = [batch for batch in batches if batch and can_exchange_among(self.size) and can_read(batch)]
+        if self.size == 1 or not read or not self._ask(is_gloo, read[0][0].full.device):
+            return
+        memory = get_to_know(self._tell_all, rank=self.rank)
+        if memory is None:
+            return
+        addresses = [call.full.data_ptr() for batch in read for call in batch]
+        rows = self._gather_rows(torch.tensor(addresses, dtype=torch.int64, device="cpu")).tolist()
+        for batch in read:
+            of_batch = [row[: len(batch)] for row in rows]
+            rows = [row[len(batch) :] for row in rows]
+            batch.plan = ReadingPlan(batch, memory, of_batch, rank=self.rank, size=self.size).plan()
+
+    def _tell_all(self, word: bytes) -> list[bytes]:
+        """Return what each rank says, by rank: at most ``WORD_BYTES`` without zeros at the end."""
+        row = torch.frombuffer(bytearray(word.ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
+        return [bytes(told.tolist()).rstrip(b"\0") for told in self._gather_rows(row)]
+
+    def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Return a row of each rank, by rank. No collective of a step, so it is not recorded."""
+        rows = row.new_zeros(self.size, row.numel())
+        own = rows[self.rank].copy_(row)
+        self._launch([AllGather(rows.view(-1), own)], "peer memory").wait()
+        return rows
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -276,23 +276,12 @@ class ProcessGroupCommunicator(Communicator):
             work = dist.all_to_all_single(start.received, start.sent, *sizes, group=group, async_op=True)
         return cast("dist.Work", work)
 
-    def _later(self, plan: Plan) -> list[tuple[Iterator[dist.Work], Iterator[object]]]:
-        """Return what is done when what was started is complete, as iterators whose every step is one call in C.
-
-        So no interrupt comes between a start and the note that it was made.
-        """
-        if not plan.later:
-            return []
-        group, options = cast("dist.ProcessGroup", self._group or dist.group.WORLD), dist.AllToAllOptions()
-        options.asyncOp = True
-        exchange = getattr(group, "all_to_all_single", None) or group.alltoall_base  # torch 2.13 renamed it
-        return [
-            (
-                starmap(exchange, [(s.received, s.sent, s.received_sizes, s.sent_sizes, options) for s in later.starts]),
-                steps(later.operations),
-            )
-            for later in plan.later
-        ]
+    @property
+    def exchange(self) -> Callable[..., dist.Work]:
+        """What starts an all-to-all, in one call in C. Not to be kept: it holds the group, which may have to end."""
+        group = cast("dist.ProcessGroup", self._group or dist.group.WORLD)
+        # torch 2.13 renamed it.
+        return cast("Callable[..., dist.Work]", getattr(group, "all_to_all_single", None) or group.alltoall_base)
 
     def _start_coalesced(self, calls: Sequence[Call]) -> list[dist.Work]:
         # NCCL batches what is launched between group start and end; other back-ends have *_coalesced collectives.

@@ -105,9 +105,14 @@ class PeerWatch:
                     continue
                 raise self._hold_inquest(vigil or self._begin_vigil(label, number), str(failure)) from failure
 
-    def give_up(self, reason: str, *, label: str, number: int) -> PeerLostError:
-        """Return the error to raise because another rank cannot be reached in another way than over gloo."""
-        return self._hold_inquest(self._begin_vigil(label, number), reason)
+    def give_up(self, states: Mapping[int, str], *, label: str) -> PeerLostError:
+        """Return the error to raise because ranks cannot be reached in another way than over gloo. All ranks know the same.
+
+        Args:
+            states: by rank, what is the matter with it.
+        """
+        during = f"noticed while waiting for {label} of step {self._progress.step} ({self._progress.phase})"
+        return self._conclude(Finding(tuple(states), tuple(states.values()), during, ""))
 
     def _begin_vigil(self, label: str, number: int) -> _Vigil:
         heartbeat = self._heartbeat

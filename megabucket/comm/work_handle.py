@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import starmap
 from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.plan import Plan
+from megabucket.comm.plan import AllToAll, Plan, steps
 from megabucket.comm.port import Handle
 from megabucket.comm.torch_probes import use_count
 from megabucket.comm.vigil import PeerWatch
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from megabucket.comm.torch_group import ProcessGroupCommunicator
 
 _RELEASE_S: Final = 0.2
+_FINE, _ABANDONED, _CANNOT_READ = 0, 1, 2  # the last one plus the rank that cannot be read
+
+
+def _arguments(exchange: AllToAll) -> tuple[object, ...]:
+    options = dist.AllToAllOptions()
+    options.asyncOp = True
+    return exchange.received, exchange.sent, exchange.received_sizes, exchange.sent_sizes, options
 
 
 def uses_of(plan: Plan) -> list[tuple[torch.Tensor, int]]:
@@ -49,7 +57,6 @@ class WorkHandle(Handle):
         works: what was started.
         watch: finds out who is lost when they do not end; ``None`` where nobody can.
         passing: from ``uses_of``, where nobody else keeps the tensors.
-        later: what to start when all before is done, and what to do then. A wait that is begun again goes on where it was.
     """
 
     def __init__(
@@ -61,12 +68,13 @@ class WorkHandle(Handle):
         *,
         watch: PeerWatch | None,
         passing: Sequence[tuple[torch.Tensor, int]],
-        later: Sequence[tuple[Iterator[dist.Work], Iterator[object]]],
     ) -> None:
         self._works: list[dist.Work] | None = list(works)
         self._plan: Plan | None = plan
-        self._starts = [starts for starts, _ in later]
-        self._operations = [plan.finish(), *(operations for _, operations in later)]
+        self._rounds = [part.exchange for part in plan.later]
+        # Each with a single step, so that a wait that is begun again starts no round twice.
+        self._starts = [iter([_arguments(exchange)]) for exchange in self._rounds]
+        self._operations = [plan.finish(), *(steps(part.operations) for part in plan.later)]
         self._num_parts_done = 0
         self._is_abandoned = False
         self._results: list[object] = []
@@ -80,17 +88,17 @@ class WorkHandle(Handle):
         self.has_divided = bool(plan.reads)
 
     def wait(self) -> None:
-        """Return when the results are there.
+        """Return when the results are there, or when a rank has abandoned the batch, which the fence tells.
 
         Raises:
             PeerLostError: a rank died, froze, left without its part of the batch, or cannot be read.
-            CollectiveError: a rank cannot be read, where nobody can say what has become of it.
+            CollectiveError: a rank cannot be read, where nobody watches the others.
         """
         if self._works is None or self._plan is None:
             return
         self.advance(len(self._starts))
         self._go_on(self._works)
-        self._check_reads(self._plan)
+        self._check_words()
         owner, has_read = self._owner, bool(self._plan.reads)
         self._works = self._plan = None
         self._results = []
@@ -107,13 +115,14 @@ class WorkHandle(Handle):
         """Do so many parts of the wait, but for those that were done."""
         while self._works is not None and self._num_parts_done < min(num_parts, len(self._starts)):
             self._go_on(self._works)
-            self._works.extend(self._starts[self._num_parts_done])
+            self._rounds[self._num_parts_done].sent.fill_(self._own_word())
+            # In C from one end to the other: no interrupt comes between a start and the note that it was made.
+            self._works.extend(starmap(self._owner.exchange, self._starts[self._num_parts_done]))
             self._num_parts_done += 1
 
     def abandon(self) -> None:
         """Do nothing with what comes, and wait for nobody before the last part."""
         self._is_abandoned = True
-        self._results = []
 
     def _go_on(self, works: Sequence[dist.Work]) -> None:
         """Wait for what was started, and do what comes then. Done twice, it goes on where it was."""
@@ -121,28 +130,48 @@ class WorkHandle(Handle):
         if self._clock is not None and not self._stamps:
             self._stamps.append(self._clock.stamp())
         if is_last or not self._is_abandoned:
-            self._await(works)
+            # Who has not launched what this rank has does not wait either, and a wait needs the other ranks' waits.
+            number = self._owner.progress.num_launched if self._num_parts_done else self._number
+            self._await(works, number)
         if self._clock is not None and len(self._stamps) == 1:
             self._stamps.append(self._clock.stamp())
-        if not self._is_abandoned:
+        if not (self._is_abandoned or any(map(any, self._heard()))):
             self._results.extend(self._operations[self._num_parts_done])
 
-    def _await(self, works: Sequence[dist.Work]) -> None:
+    def _await(self, works: Sequence[dist.Work], number: int) -> None:
         if self._watch is not None:
-            self._watch.wait(works, label=self._label, number=self._number)
+            self._watch.wait(works, label=self._label, number=number)
         else:
             for work in works:
                 work.wait()  # over NCCL: the current stream waits, not the host
 
-    def _check_reads(self, plan: Plan) -> None:
-        """Return when all that was to be read was read. A process that has ended or let go of its memory cannot be."""
+    # What ranks tell each other in the rounds #
+
+    def _own_word(self) -> int:
+        """Return what this rank says in the next round: how it fares."""
         if self._is_abandoned:
-            return
+            return _ABANDONED
+        reads = self._plan.reads if self._plan is not None else ()
         numbers = [result for result in self._results if isinstance(result, int)]
-        failed = next((read for read, number in zip(plan.reads, numbers, strict=True) if number != read.nbytes), None)
-        if failed is None:
+        failed = (read.rank for read, number in zip(reads, numbers, strict=False) if number != read.nbytes)
+        rank = next(failed, None)
+        return _FINE if rank is None else _CANNOT_READ + rank
+
+    def _heard(self) -> list[list[int]]:
+        """Return what the ranks have said, by round and rank."""
+        return [exchange.received.tolist() for exchange in self._rounds[: self._num_parts_done]]
+
+    def _check_words(self) -> None:
+        words = self._heard()
+        if self._is_abandoned or not any(map(any, words)) or any(_ABANDONED in said for said in words):
             return
-        reason = f"rank {self._owner.rank} could not read {failed.nbytes} bytes of the memory of rank {failed.rank}"
+        # All ranks have heard the same, so they say the same.
+        states: dict[int, str] = {}
+        for said in words:
+            for reader, word in enumerate(said):
+                if word >= _CANNOT_READ:
+                    states.setdefault(word - _CANNOT_READ, f"is there, but rank {reader} could not read its memory")
         if self._watch is not None:
-            raise self._watch.give_up(reason, label=self._label, number=self._number)
-        raise CollectiveError(f"{self._label}: {reason}. Its process has ended, or has given up the wrapper; end the run.")
+            raise self._watch.give_up(states, label=self._label)
+        text = "; ".join(f"rank {rank} {state}" for rank, state in states.items())
+        raise CollectiveError(f"{self._label}: {text}. End the run, and start it again with read_peer_memory=False.")

@@ -75,6 +75,7 @@ class Wiring:
         self.buffers = _attach(self.layout, found, communicator)
         self._is_attached = True
         self.groups = _make_groups(self.layout, self.buffers, config, communicator)
+        self._introduce(communicator)
         watch = ModelWatch(module, found.trainable, self.groups) if config.check_model_changes else None
         self.sync = GradSync(self.groups, config, watch)
         self.gather = ParamGather(self.groups, module, overlaps=config.overlap_param_gather)
@@ -82,6 +83,14 @@ class Wiring:
             found.trainable, self.sync, reduce_scatters=config.use_distributed_optimizer, communicator=communicator
         )
         self._handles = _register_hooks(module, self.groups, self.sync, on_load)
+
+    def _introduce(self, communicator: Communicator) -> None:
+        try:
+            communicator.introduce([batch for group in self.groups for batch in group.readable_batches])
+        except BaseException:
+            for buffer in self.buffers:
+                buffer.detach()
+            raise
 
     @property
     def description(self) -> str:
@@ -295,8 +304,11 @@ def _make_groups(
         tests_finite=config.nonfinite_gradients != "allow",
         accumulates_in_fp32=config.reduce_scatter_with_fp32_accumulation,
         reduces_in_place=config.reduce_in_place,
-        reads_peers=config.read_peer_memory,
-        gathers_by_reading=config.read_peer_memory and not config.overlap_param_gather,
+        # Without a fence nobody would hear that a rank has abandoned what the others have read.
+        reads_peers=config.read_peer_memory and config.fence,
+        gathers_by_reading=(
+            config.read_peer_memory and config.fence and config.use_distributed_optimizer and not config.overlap_param_gather
+        ),
         withholds_because=_why_withheld(config),
     )
     buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]

@@ -180,7 +180,9 @@ def _large_probe(config: DistributedDataParallelConfig) -> Probe:
     def observe(bench: Bench) -> Fact:
         code, _ = _code(bench, "float32")
         tensor = _coded(bench, code, _LARGE_BYTES // 4, "float32")
-        batch = bench.communicator.prepare([AllReduce(tensor)], reads_peers=config.read_peer_memory)
+        batch = bench.communicator.prepare([AllReduce(tensor)])
+        if config.read_peer_memory:
+            bench.communicator.introduce([batch])
         bench.communicator.launch(batch, label="doctor").wait()
         is_read = batch.plan is not None and bool(batch.plan.reads)
         return {**_explained(code, tensor, start=0), "is_read": is_read}

@@ -47,7 +47,8 @@ def candidates(kind: str, full: torch.Tensor, communicator: ProcessGroupCommunic
     else:
         torch_start = lambda: dist.all_reduce(flat, async_op=True).wait  # noqa: E731
         calls = [AllReduce(flat)]
-    sent, read = communicator.prepare(calls), communicator.prepare(calls, reads_peers=True)
+    sent, read = communicator.prepare(calls), communicator.prepare(calls)
+    communicator.introduce([read])
     return {
         "torch": torch_start,
         "sent": lambda: communicator.launch(sent, label=kind).wait,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -44,16 +44,21 @@ def reading_anything() -> Iterator[None]:
 
 
 def can_read(rank: Rank) -> bool:
-    batch = ProcessGroupCommunicator(rank.group).prepare([AllReduce(torch.zeros(4))], reads_peers=True)
     with reading_anything():
-        ProcessGroupCommunicator(rank.group).launch(batch, label="sum").wait()
-    return bool(batch.plan.reads)
+        return bool(prepared(ProcessGroupCommunicator(rank.group), [AllReduce(torch.zeros(4))]).plan)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _readable(pool):
     if not all(pool.run(can_read, ranks=2)):
         pytest.skip("here the kernel lets no process read another one's memory; everything is sent then")
+
+
+def prepared(communicator: ProcessGroupCommunicator, calls: Sequence[Call]) -> Batch:
+    """Return a batch of which the ranks know how to read it."""
+    batch = communicator.prepare(calls)
+    communicator.introduce([batch])
+    return batch
 
 
 def values_of(rank: Rank, numel: int, dtype: torch.dtype, *, salt: int = 0) -> torch.Tensor:
@@ -90,8 +95,8 @@ def differing_sums(rank: Rank) -> list[str]:
             dist.all_reduce(expected, op=OPS[op], group=rank.group)
             scattered, reduced = torch.empty_like(values), torch.empty_like(values)
             scatter: list[Call] = [ReduceScatter(part_of(scattered, rank), scattered, op)]
-            launched(communicator, communicator.prepare(scatter, reads_peers=True), [values])
-            launched(communicator, communicator.prepare([AllReduce(reduced, op)], reads_peers=True), [values])
+            launched(communicator, prepared(communicator, scatter), [values])
+            launched(communicator, prepared(communicator, [AllReduce(reduced, op)]), [values])
             if not torch.equal(bits(part_of(scattered, rank)), bits(part_of(expected, rank))):
                 differing.append(f"reduce-scatter {dtype} {numel} {op}")
             if not torch.equal(bits(reduced), bits(expected)):
@@ -118,10 +123,10 @@ def differing_batches(rank: Rank) -> list[str]:
         communicator.launch([AllReduce(value) for value in expected], label="all-reduce").wait()
         with reading_anything():
             reduced = [torch.empty_like(value) for value in values]
-            launched(communicator, communicator.prepare([AllReduce(full) for full in reduced], reads_peers=True), values)
+            launched(communicator, prepared(communicator, [AllReduce(full) for full in reduced]), values)
             fulls = [torch.empty_like(value) for value in values]
             scatters: list[Call] = [ReduceScatter(part_of(full, rank), full) for full in fulls]
-            launched(communicator, communicator.prepare(scatters, reads_peers=True), values)
+            launched(communicator, prepared(communicator, scatters), values)
         for index, total in enumerate(expected):
             if not torch.equal(bits(reduced[index]), bits(total)):
                 differing.append(f"all-reduce, tensor {index} of {numels}")
@@ -142,7 +147,7 @@ def sums_of_odd_length(rank: Rank) -> list[list[float]]:
     with reading_anything():
         for numel in (1, 2, 5, 300_007):
             full = torch.arange(numel, dtype=torch.float64) + rank.index
-            communicator.launch(communicator.prepare([AllReduce(full)], reads_peers=True), label="sum").wait()
+            communicator.launch(prepared(communicator, [AllReduce(full)]), label="sum").wait()
             totals.append((full - rank.size * torch.arange(numel)).unique().tolist())
     return totals
 
@@ -166,7 +171,9 @@ def divided(rank: Rank, divisor: float) -> list[bool]:
         scatter: list[Call] = [ReduceScatter(part_of(scattered, rank), scattered, divisor=divisor)]
         with reading_anything():
             for calls in (reduce, scatter):
-                handle = communicator.launch(communicator.prepare(calls, reads_peers=reads), label="mean")
+                handle = communicator.launch(
+                    prepared(communicator, calls) if reads else communicator.prepare(calls), label="mean"
+                )
                 handle.wait()
                 told.append(handle.has_divided is reads)
         if reads:
@@ -184,9 +191,9 @@ def gathered(rank: Rank, part_numel: int, in_place: bool) -> bool:
     parts = [torch.randn(part_numel, generator=torch.Generator().manual_seed(index)) for index in range(rank.size)]
     full = torch.zeros(part_numel * rank.size)
     own = part_of(full, rank) if in_place else torch.zeros(part_numel)
-    batch = communicator.prepare([AllGather(full, own)], reads_peers=True)
     is_right = True
     with reading_anything():
+        batch = prepared(communicator, [AllGather(full, own)])
         for factor in (1, 2):
             own.copy_(parts[rank.index] * factor)
             communicator.launch(batch, label="gather").wait()
@@ -207,7 +214,7 @@ def overwritten_at_once(rank: Rank) -> float:
     """Write to what was sent as soon as the wait is over, while other ranks may be slow; return how wrong the sum is."""
     communicator = ProcessGroupCommunicator(rank.group)
     full = torch.empty(1 << 20)
-    batch = communicator.prepare([AllReduce(full)], reads_peers=True)
+    batch = prepared(communicator, [AllReduce(full)])
     worst = 0.0
     for step in range(20):
         full.fill_(step + rank.index)
@@ -238,11 +245,11 @@ def ways(rank: Rank, blind: int | None, calls_of: str) -> bool:
         "elsewhere": [ReduceScatter(torch.zeros(12), full)],
         "in float32": [ReduceScatter(part_of(full.bfloat16(), rank), full.bfloat16(), in_fp32=True)],
     }
-    batch = communicator.prepare(calls[calls_of], reads_peers=True)
     sees = mock.patch.object(
         peer_memory, "_reads_nonce", (lambda _: False) if rank.index == blind else peer_memory._reads_nonce
     )
     with reading_anything(), sees:
+        batch = prepared(communicator, calls[calls_of])
         communicator.launch(batch, label="sum").wait()
     if calls_of == "sum":
         assert full.unique().tolist() == [float(rank.size)]
@@ -263,7 +270,8 @@ def read_sizes(rank: Rank) -> list[bool]:
     communicator = ProcessGroupCommunicator(rank.group)
     read = []
     for numel, is_wanted in ((1 << 19, True), ((1 << 19) - 2, True), (1 << 19, False)):
-        batch = communicator.prepare([AllReduce(torch.zeros(numel))], reads_peers=is_wanted)
+        calls: list[Call] = [AllReduce(torch.zeros(numel))]
+        batch = prepared(communicator, calls) if is_wanted else communicator.prepare(calls)
         communicator.launch(batch, label="sum").wait()
         read.append(bool(batch.plan.reads))
     return read
@@ -282,7 +290,7 @@ def abandoned(rank: Rank, kind: str) -> bool:
     full = torch.full((1_000 * rank.size,), 1.0 + rank.index)
     calls: list[Call] = [AllReduce(full)] if kind == "all-reduce" else [ReduceScatter(part_of(full, rank), full)]
     with reading_anything():
-        batches = [communicator.prepare(calls, reads_peers=True), communicator.prepare(calls, reads_peers=True)]
+        batches = [prepared(communicator, calls), prepared(communicator, calls)]
         handles = [communicator.launch(batch, label="sum") for batch in batches]
         for handle in handles:
             if rank.index == 0:
@@ -312,7 +320,7 @@ def interrupted(rank: Rank) -> bool:
     values = values_of(rank, 1_200_000, torch.float32)  # several blocks
     expected = values.clone()
     dist.all_reduce(expected, group=rank.group)
-    batch = communicator.prepare([AllReduce(values)], reads_peers=True)
+    batch = prepared(communicator, [AllReduce(values)])
     handle = communicator.launch(batch, label="sum")
     handle._works[0].wait()  # type: ignore[attr-defined]
     for _ in range(3 + rank.index):
@@ -325,14 +333,26 @@ def test_a_wait_that_is_begun_again_adds_nothing_twice(pool):
     assert pool.run(interrupted, ranks=3) == [True] * 3
 
 
-def unreadable(rank: Rank) -> str:
-    """Rank 1 says that its memory is where it is not."""
+def unreadable(rank: Rank, kind: str) -> str:
+    """Rank 1 has told the others that its memory is where it is not."""
     communicator = ProcessGroupCommunicator(rank.group)
-    full = torch.ones(1_000_000)
-    told = [8] if rank.index == 1 else [full.data_ptr()]
-    batch = communicator.prepare([AllReduce(full)], reads_peers=True)
-    with mock.patch("megabucket.comm.torch_group.addresses_of", return_value=told):
-        handle = communicator.launch(batch, label="bucket 3")
+    full = torch.ones(300_000 * rank.size)
+    calls: dict[str, list[Call]] = {
+        "all-reduce": [AllReduce(full)],
+        "reduce-scatter": [ReduceScatter(part_of(full, rank), full)],
+        "all-gather": [AllGather(full, part_of(full, rank))],
+    }
+    gather_rows = communicator._gather_rows
+
+    def gather_wrong_rows(row: torch.Tensor) -> torch.Tensor:
+        rows = gather_rows(row)
+        if rows.dtype == torch.int64:
+            rows[1] = 8
+        return rows
+
+    with mock.patch.object(communicator, "_gather_rows", gather_wrong_rows), reading_anything():
+        batch = prepared(communicator, calls[kind])
+    handle = communicator.launch(batch, label="bucket 3")
     try:
         handle.wait()
     except PeerLostError as error:
@@ -340,13 +360,13 @@ def unreadable(rank: Rank) -> str:
     return ""
 
 
-def test_a_rank_that_cannot_be_read_is_named(pool):
-    first, second, third = pool.run(unreadable, ranks=3)
+@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather"])
+def test_a_rank_that_cannot_be_read_is_named_on_all_ranks_in_the_same_words(pool, kind):
+    texts = pool.run(unreadable, kind, ranks=3)
 
-    assert second == ""  # it can read the others
-    for text in (first, third):
-        assert "bytes of the memory of rank 1" in text
-        assert "while waiting for bucket 3" in text
+    assert len(set(texts)) == 1
+    assert "rank 1 is there, but rank 0 could not read its memory" in texts[0]
+    assert "while waiting for bucket 3" in texts[0]
 
 
 # Training #
@@ -370,8 +390,15 @@ def received_bytes(rank: Rank) -> tuple[int, int]:
         for tensor in group._scatter_calls.plan.tensors
         if not group._scatter_calls.plan.reads
     }
-    memory = ddp.communicator._peer_memory[0]
-    total = sum(taken[place] for place in taken.keys() - given) + memory._blocks.nbytes
+    blocks = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for group in ddp.bucket_groups
+        if group._scatter_calls.plan.reads
+        for function, arguments in group._scatter_calls.plan.after
+        if function is torch.Tensor.add_
+        for tensor in arguments[0]
+    }
+    total = sum(taken[place] for place in taken.keys() - given) + sum(blocks[place] for place in blocks.keys() - given)
     formula = exchange_memory(ddp.layout, reads_peers=True).exchange_bytes
     ddp.detach()
     return total, formula
