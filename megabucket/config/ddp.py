@@ -150,12 +150,13 @@ class DistributedDataParallelConfig(Section):
     reduce_in_place: bool = False
     """Take no memory for a reduce-scatter beside the gradients. Over gloo with up to 8 ranks it otherwise receives the other
     ranks' gradients in memory of its own, half of the gradient buffer with 2 ranks and all of it with more, and sends half as
-    much. Other back-ends need none, and neither does all-reduce mode."""
+    much. Other back-ends need none, and neither does all-reduce mode. ``read_peer_memory`` takes 512 KiB for each other rank
+    in place of that, with this field, too."""
 
     read_peer_memory: bool = True
     """Let the ranks of a gloo group read each other's memory in place of sending over sockets, where all of them (at most 8)
-    run on one host and the kernel permits it: buckets of 2 MiB and more, and not for ``overlap_param_gather``. A wait for
-    gradients then needs the other ranks to wait, too. The result does not depend on it."""
+    run on one host and the kernel permits it: buckets of 2 MiB and more, not for ``overlap_param_gather``, and not with
+    ``fence=False``. A wait for gradients then needs the other ranks to wait, too. The result does not depend on it."""
 
     layout: Literal["stable", "megatron"] = "stable"
     """``stable``: one padded layout, whatever is switched on. ``megatron``: Megatron's own choices, that is no padding

@@ -115,12 +115,14 @@ def rank_memory(
     return total
 
 
-def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False) -> RankMemory:
-    """Return what comes on top of ``rank_memory`` in reduce-scatter mode over gloo, unless the config says ``reduce_in_place``.
+def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives: bool = True) -> RankMemory:
+    """Return what comes on top of ``rank_memory`` over gloo.
 
     Other ranks' gradients are received in it: see docs/decisions/gloo-exchanges.md.
 
     Args:
+        receives: whether what is sent is received beside the gradients: in reduce-scatter mode, unless the config says
+            ``reduce_in_place``.
         reads_peers: whether the ranks read each other's memory, bucket by bucket (``read_peer_memory``, all ranks on one host).
             Then only small buckets are received, and a block from each other rank.
     """
@@ -131,7 +133,7 @@ def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False) -> RankMe
                 grad_bytes = bucket.numel * dtype_bytes(buffer.key.grad_dtype)
                 if reads_peers and grad_bytes >= _LEAST_READ_BYTES:
                     block_bytes = max(block_bytes, (buffer.num_shards - 1) * _BLOCK_BYTES)
-                else:
+                elif receives:
                     exchange_bytes += grad_bytes // 2 if buffer.num_shards == 2 else grad_bytes
     return RankMemory(exchange_bytes=exchange_bytes + block_bytes)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
@@ -512,3 +515,53 @@ def test_nobody_waits_for_the_wait_of_a_rank_that_has_failed(pool, sharded, phas
         assert f"rank 1 failed in {phase}" in text
     assert len(first) == len(third) == 1
     assert total != 0  # the second step is whole
+
+
+ENDS_WITH_A_TRACEBACK = """
+import sys, time
+import torch, torch.distributed as dist
+import megabucket as mb
+from megabucket.errors import PeerFailedError
+
+rank, place = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=3)
+ddp = mb.DistributedDataParallel(torch.nn.Linear(800, 800), mb.DistributedDataParallelConfig())
+assert ddp.bucket_groups[0]._reduce_calls.plan.reads
+
+
+def fail(*_):
+    raise ValueError("no data")
+
+
+if rank == 1:
+    ddp.module.register_forward_pre_hook(fail)
+else:
+    time.sleep(0.5)  # until its program has come to the end
+try:
+    ddp(torch.ones(4, 800)).sum().backward()
+except PeerFailedError as error:
+    print(str(error))
+    dist.destroy_process_group()
+"""
+
+
+def test_a_program_that_ends_with_an_exception_tells_the_others_which(tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS_WITH_A_TRACEBACK)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    programs = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    texts = [program.communicate(timeout=60) for program in programs]
+
+    assert "ValueError: no data" in texts[1][1]
+    for rank in (0, 2):
+        assert "rank 1 failed in forward: ValueError: no data" in texts[rank][0], texts[rank]

@@ -22,8 +22,10 @@ class Megabucket(System):
     def memory_bytes(self) -> int:
         config = self.module.ddp_config
         layout = self.module.layout
-        exchanges = config.use_distributed_optimizer and dist.get_backend() == "gloo"
-        received = exchange_memory(layout, reads_peers=config.read_peer_memory) if exchanges else RankMemory()
+        received = RankMemory()
+        if dist.get_backend() == "gloo":
+            is_sharded = config.use_distributed_optimizer
+            received = exchange_memory(layout, reads_peers=config.read_peer_memory, receives=is_sharded)
         memory = rank_memory(
             layout,
             rank=dist.get_rank(),
