@@ -1,8 +1,8 @@
 """Save while training goes on: files are written in a thread, everything collective stays on the thread that trains.
 
-The thread writes, hashes and waits for the disk; the exchange before and the votes and the rename after it are made by
-``save``, ``poll`` and ``close``, which every rank calls at the same places. So no collective of a save can ever meet one
-of training in another order on another rank.
+The thread writes, hashes, waits for the disk, renames and removes; the exchanges before, between and after are made by
+``save``, ``poll`` and ``close``, which every rank calls at the same places. So no collective of a save can ever meet one of
+training in another order on another rank.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megabucket.checkpoint.save import Save, SaveSettings
 WhenBusy = Literal["wait", "skip"]
 
 
-class _Writing:
-    """A save that another thread writes."""
+class _Task:
+    """Something that another thread does; it keeps for itself what fails."""
 
-    def __init__(self, save: Save) -> None:
-        self.save = save
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
         self._is_over = threading.Event()
 
     def run(self) -> None:
-        """Write; what fails is kept by the save."""
+        """Do it."""
         try:
-            self.save.write()
+            self._act()
         finally:
             self._is_over.set()
 
@@ -48,7 +48,7 @@ class _Writing:
         self._is_over.wait()
 
 
-_Tasks: TypeAlias = SimpleQueue[_Writing | None]
+_Tasks: TypeAlias = SimpleQueue[_Task | None]
 
 
 def _run_all(tasks: _Tasks) -> None:
@@ -70,13 +70,15 @@ class BackgroundWriter:
             raise ValueError(f"when_busy is {when_busy!r}, and can be 'wait' or 'skip'")
         self._root, self._ranks, self._settings, self._when_busy = Path(root), ranks, settings, when_busy
         self._cutter = FileCutter(settings.max_file_bytes)
-        self._under_way: _Writing | None = None
+        self._save: Save | None = None
+        self._is_voted = False
+        self._task = _Task(lambda: None)
         self._tasks: _Tasks | None = None
 
     @property
     def step(self) -> int | None:
         """The step that is being saved, or None."""
-        return self._under_way.save.step if self._under_way is not None else None
+        return self._save.step if self._save is not None else None
 
     def save(self, step: int, take: Callable[[], Snapshot], *, overwrite: bool = False) -> bool:
         """Begin to save, and return whether it was begun: not when another is under way and this one is skipped.
@@ -90,10 +92,10 @@ class BackgroundWriter:
             CheckpointNotSavedError: of the save before, which is over then and can be made anew, or of this one.
             MegabucketError: what ``take`` has raised on some rank.
         """
-        if self._under_way is not None:
-            if self._when_busy == "skip" and not self._all_written(self._under_way):
-                return False
-            self._commit(self._under_way)
+        is_writing = self._save is not None and not self._is_voted
+        if is_writing and self._when_busy == "skip" and not self._is_over_everywhere():
+            return False
+        self.close()
         settings = replace(self._settings, overwrite=overwrite or self._settings.overwrite)
         save = Save(self._root, step, self._ranks, settings)
         try:
@@ -101,9 +103,13 @@ class BackgroundWriter:
         except BaseException:
             save.release()
             raise
-        self._under_way = _Writing(save)
-        self._thread_tasks().put(self._under_way)
+        self._save, self._is_voted = save, False
+        self._do(save.write)
         return True
+
+    def _do(self, act: Callable[[], None]) -> None:
+        self._task = _Task(act)
+        self._thread_tasks().put(self._task)
 
     def _thread_tasks(self) -> _Tasks:
         """Return what the thread is given; there is one from the first save on, because to start one takes its time."""
@@ -115,14 +121,15 @@ class BackgroundWriter:
         return self._tasks
 
     def poll(self) -> Path | None:
-        """Commit the save that is under way if every rank has written its part; return its directory then.
+        """Go on with the save that is under way as far as that takes no waiting; return its directory once it is committed.
 
         Raises:
             CheckpointNotSavedError: it failed on some rank.
         """
-        if self._under_way is None or not self._all_written(self._under_way):
-            return None
-        return self._commit(self._under_way)
+        path = None
+        while self._save is not None and self._is_over_everywhere():
+            path = self._go_on(self._save)
+        return path
 
     def close(self) -> Path | None:
         """Wait for the save that is under way, commit it, and return its directory.
@@ -130,15 +137,31 @@ class BackgroundWriter:
         Raises:
             CheckpointNotSavedError: it failed on some rank.
         """
-        return self._commit(self._under_way) if self._under_way is not None else None
+        path = None
+        while self._save is not None:
+            path = self._go_on(self._save)
+        return path
 
-    def _all_written(self, writing: _Writing) -> bool:
-        return all(said == b"0" for said in self._ranks.exchange(b"0" if writing.is_over else b"1"))
+    def _is_over_everywhere(self) -> bool:
+        return all(said == b"0" for said in self._ranks.exchange(b"0" if self._task.is_over else b"1"))
 
-    def _commit(self, writing: _Writing) -> Path:
-        self._under_way = None
+    def _go_on(self, save: Save) -> Path | None:
+        """Take the next step of a save: the vote when this rank has written, its end when all is done."""
+        self._task.wait()  # interrupted here, the save stays under way: the thread goes on with it
         try:
-            writing.wait()
-            return writing.save.commit()
-        finally:
-            writing.save.release()
+            if self._is_voted:
+                path = save.conclude()
+                self._forget()
+                return path
+            save.vote()
+        except BaseException:
+            self._forget()
+            raise
+        self._is_voted = True
+        self._do(save.publish)
+        return None
+
+    def _forget(self) -> None:
+        if self._save is not None:
+            self._save.release()
+        self._save, self._task = None, _Task(lambda: None)

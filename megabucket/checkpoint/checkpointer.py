@@ -154,8 +154,9 @@ class Checkpointer:
     """Saves one run again and again, in the background if wanted, and loads it.
 
     All methods are collective calls, between two steps. A save in the background costs the training thread a copy of the state
-    to host memory; it is committed at the next ``save``, ``poll`` or ``close``, so call ``poll`` now and then, in every step if
-    you like, on every rank. What has failed in the background is raised there, on every rank.
+    to host memory. That all have written, and that it is committed, ranks tell one another in the next ``save``, ``poll`` or
+    ``close``, so call ``poll`` now and then, in every step if you like, on every rank. What has failed in the background is
+    raised there, on every rank.
 
     Args:
         keep_last: how many checkpoints stay.
@@ -223,7 +224,7 @@ class Checkpointer:
         return self._on_host
 
     def poll(self) -> Path | None:
-        """Commit the save in the background if every rank has written its part, and return its directory then.
+        """Go on with the save in the background as far as that takes no waiting; return its directory once it is committed.
 
         Raises:
             CheckpointNotSavedError: it has failed on some rank.

@@ -2,14 +2,14 @@
 
 ::
 
-    every rank   begin ----- write ------------- commit
-    rank 0       lock, stage                     manifest, fsync, rename, latest, remove old
-    exchange            ^                      ^                                  ^
-                        plans, space           what each rank wrote               it is there
+    every rank   begin ----- write ------------- vote ----- publish -------------------------------- conclude
+    rank 0       lock, stage                                manifest, fsync, rename, latest, remove old
+    exchange            ^                          ^                                                    ^
+                        plans, space               what each rank wrote                                 it is there
 
-``begin`` and ``commit`` are collective; ``write`` is not, and may run in another thread. Whatever fails on a rank is
-said in the next exchange, so all ranks raise the same error and nothing is committed. A process may die at any call:
-what was committed before is never touched, and a name appears in the root only for a whole checkpoint.
+``begin``, ``vote`` and ``conclude`` are collective; ``write`` and ``publish`` are not, and may run in another thread.
+Whatever fails on a rank is said in the next exchange, so all ranks raise the same error and nothing is committed. A process
+may die at any call: what was committed before is never touched, and a name appears in the root only for a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -108,13 +108,15 @@ def save_content(root: Path, step: int, take: Callable[[], Content], ranks: Rank
     try:
         save.begin(take)
         save.write()
-        return save.commit()
+        save.vote()
+        save.publish()
+        return save.conclude()
     finally:
         save.release()
 
 
 class Save:
-    """One save: ``begin``, ``write``, ``commit`` in this order, and ``release`` in any case."""
+    """One save: ``begin``, ``write``, ``vote``, ``publish``, ``conclude`` in this order, and ``release`` in any case."""
 
     def __init__(self, root: Path, step: int, ranks: Ranks, settings: SaveSettings) -> None:
         self._root, self._ranks, self._settings, self.step = root, ranks, settings, step
@@ -126,6 +128,8 @@ class Save:
         self._last_good_step = -1
         self._content: Content | None = None
         self._written: list[StoredFile] = []
+        self._reports: Sequence[Mapping[str, Any]] = ()
+        self._published: str | None = None
         self._failure: tuple[Path, Exception] | None = None
 
     def begin(self, take: Callable[[], Content]) -> None:
@@ -147,7 +151,7 @@ class Save:
             self._give_up([short], self._root, f"{needed} bytes are needed and {free} are free")
 
     def write(self) -> None:
-        """Write this rank's files. What fails is kept for ``commit``."""
+        """Write this rank's files. What fails is kept for ``vote``."""
         try:
             self._written = self._taken.write(self._files, self._staging)
         except FileFailedError as error:
@@ -159,20 +163,36 @@ class Save:
         except Exception as error:  # a thread has nobody to raise to
             self._failure = self._staging, error
 
-    def commit(self) -> Path:
-        """Make the checkpoint appear, if every rank has written its part; a collective.
+    def vote(self) -> None:
+        """Hear whether every rank has written its part; a collective.
 
         Raises:
-            CheckpointNotSavedError: some rank could not write, or rank 0 could not commit.
+            CheckpointNotSavedError: some rank could not.
         """
-        facts = self._agree(self._report)
-        done = self._agree(lambda: {"name": self._publish(facts)} if self._ranks.rank == 0 else {})
-        path = self._root / str(done[0]["name"])
-        if self._ranks.rank == 0 and self._settings.keep_last is not None:
-            with suppress(CheckpointWarning):  # an error, to some; but the checkpoint is there, and the other ranks go on
-                self._root_directory.remove_old(path.name, keep_last=self._settings.keep_last)
+        self._reports = self._agree(self._report)
+
+    def publish(self) -> None:
+        """Make the checkpoint appear, and old ones go, if this is rank 0. What fails is kept for ``conclude``."""
+        if self._ranks.rank != 0:
+            return
+        try:
+            self._published = self._publish(self._reports)
+        except Exception as error:  # a thread has nobody to raise to
+            self._failure = _path_of(error, self._staging), error
+            return
+        if self._settings.keep_last is not None:
+            with suppress(CheckpointWarning):  # an error, to some; but the checkpoint is there, and all ranks go on
+                self._root_directory.remove_old(self._published, keep_last=self._settings.keep_last)
+
+    def conclude(self) -> Path:
+        """Hear whether the checkpoint is there, and return its directory; a collective.
+
+        Raises:
+            CheckpointNotSavedError: rank 0 could not commit it.
+        """
+        done = self._agree(self._outcome)
         self.release()
-        return path
+        return self._root / str(done[0]["name"])
 
     def release(self) -> None:
         """Let go of the lock, if this rank holds it."""
@@ -278,6 +298,13 @@ class Save:
         if self._content is None:
             raise InvariantError("a save was written before it was begun; please report this")
         return self._content
+
+    def _outcome(self) -> dict[str, Any]:
+        if self._failure is not None:
+            raise self._failure[1]
+        if self._ranks.rank == 0 and self._published is None:
+            raise InvariantError("a save was concluded before it was published; please report this")
+        return {"name": self._published}
 
     def _publish(self, reports: Sequence[Mapping[str, Any]]) -> str:
         """Write the manifest and make the checkpoint appear; return its name."""

@@ -102,7 +102,6 @@ def test_an_idle_writer_has_nothing_to_poll_or_close(tmp_path):
     assert writer.close() is None
 
 
-@pytest.mark.parametrize("when", ["poll", "save", "close"])
 def poll_until_done(writer):
     while writer.poll() is None:
         pass
@@ -138,6 +137,66 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_all_ranks(tmp
     assert (first.step, first.ranks, first.last_good_step) == (2, (1,), 1)
     assert first.path.endswith("rank-00001-00000.safetensors")
     assert sample.loaded_step(tmp_path) == 3
+
+
+class GatedRename(FaultyFileSystem):
+    """Nothing is renamed before the gate is open, or renaming fails with an error number."""
+
+    __slots__ = ("gate",)
+
+    def __init__(self, code=None):
+        self.gate = threading.Event()
+
+        def act(_index, name):
+            if name == "rename":
+                assert self.gate.wait(30)
+                if code is not None:
+                    raise OSError(code, os.strerror(code))
+
+        super().__init__(act)
+
+
+def poll_until_voted(writer):
+    while not writer._is_voted:
+        assert writer.poll() is None
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+def test_the_commit_happens_in_the_background_and_the_next_save_waits_for_it(tmp_path, when_busy):
+    files = GatedRename()
+    writer = alone(tmp_path, files, when_busy=when_busy)
+    writer.save(1, sample_of(1))
+    poll_until_voted(writer)
+
+    assert writer.poll() is None
+    assert not (tmp_path / "latest").exists()
+    threading.Timer(0.05, files.gate.set).start()
+    assert writer.save(2, sample_of(2))
+    assert open_checkpoint(tmp_path).step == 1
+    writer.close()
+
+    assert sample.loaded_step(tmp_path) == 2
+
+
+def test_a_commit_that_fails_in_the_background_is_an_error_of_all_ranks(tmp_path):
+    def act(ranks):
+        sample.save(tmp_path, 1, ranks, SaveSettings())
+        files = GatedRename(errno.EIO)
+        files.gate.set()
+        writer = BackgroundWriter(tmp_path, ranks, SaveSettings(file_system=files))
+        writer.save(2, lambda: sample.snapshot(2, rank=ranks.rank, size=2))
+        with pytest.raises(CheckpointNotSavedError) as caught:
+            poll_until_done(writer)
+        assert writer.step is None
+        return caught.value
+
+    first, second = in_threads(2, act)
+
+    assert isinstance(first, CheckpointNotSavedError), first
+    assert str(first) == str(second)
+    assert (first.step, first.ranks, first.last_good_step) == (2, (0,), 1)
+    assert sample.loaded_step(tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
 
 
 def test_a_snapshot_that_cannot_be_taken_is_an_error_of_all_ranks(tmp_path):

@@ -491,7 +491,7 @@ class TestCheckpointer:
             checkpointer.save(1)
             checkpointer.close()
             checkpointer.save(2)
-            checkpointer._writer._under_way.wait()
+            checkpointer._writer._task.wait()
             barrier.wait()
             if run.rank == 0:
                 for staged in tmp_path.glob(".tmp-*"):

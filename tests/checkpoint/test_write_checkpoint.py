@@ -151,7 +151,9 @@ def test_two_saves_into_one_directory_do_not_meet(tmp_path):
     with pytest.raises(CheckpointNotSavedError, match="another save into this directory is going on"):
         save(tmp_path, 3)
     first.write()
-    first.commit()
+    first.vote()
+    first.publish()
+    first.conclude()
 
     assert sample.loaded_step(tmp_path) == 2
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import megabucket as mb
+from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.catalog import StepDirectory
 from megabucket.checkpoint.compare import compare
 from megabucket.checkpoint.opening import open_checkpoint
@@ -52,9 +52,6 @@ class Acting(SilentView):
         self.texts.append(text)
 
     def show(self, metrics):
-        for thread in threading.enumerate():
-            if self.at >= 0 and thread.name.startswith("megabucket-save"):
-                thread.join()  # what is saved in the background is there when something happens
         if metrics.step == self.at:
             self.act()
 
@@ -71,6 +68,18 @@ def seed_generators(seed):
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture
+def nothing_is_pending(monkeypatch):
+    """What is done in the background is done when something happens."""
+    begin = BackgroundWriter._do
+
+    def begin_and_wait(writer, act):
+        begin(writer, act)
+        writer._task.wait()
+
+    monkeypatch.setattr(BackgroundWriter, "_do", begin_and_wait)
 
 
 @pytest.fixture
@@ -118,6 +127,7 @@ def assert_same_end(tmp_path, first, second):
 @pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.usefixtures("nothing_is_pending")
 def test_a_crashed_run_goes_on_bit_by_bit(run, log, tmp_path, is_sharded, dtype, asynchronous):
     sections = {"ddp": {"use_distributed_optimizer": is_sharded}, "model": {"dtype": dtype}}
     checkpoint = {"asynchronous": asynchronous}
