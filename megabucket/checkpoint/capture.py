@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from megabucket.checkpoint.canonical import canonical_name, named_buffers, named_params, split_evenly, whole_piece
-from megabucket.checkpoint.optim_state import HeldState, ShardContents, describe_shards, hold_plain, hold_shards
+from megabucket.checkpoint.canonical import canonical_name, named_buffers, split_evenly, whole_piece
+from megabucket.checkpoint.optim_state import ShardContents, describe_shards, hold_nothing, hold_plain, hold_shards
 from megabucket.checkpoint.pieces import Json, Piece, Snapshot
 from megabucket.checkpoint.plain_values import encode
 from megabucket.checkpoint.rng import PREFIX as RNG_PREFIX
@@ -182,8 +182,8 @@ def take(
     if isinstance(parts.optimizer, DistributedOptimizer):
         held = hold_shards(parts.optimizer, module, told.described, contents)
     else:
-        held = HeldState() if parts.optimizer is None else hold_plain(parts.optimizer, module)
-    shared = {f"{MODEL_PREFIX}{name}": param.detach() for name, param in named_params(module).items()}
+        held = hold_nothing(module) if parts.optimizer is None else hold_plain(parts.optimizer, module)
+    shared = {f"{MODEL_PREFIX}{name}": param.detach() for param, name in held.names.items() if not param.is_meta}
     shared |= held.shared
     keep = shared.__setitem__
     values: dict[str, Json] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,13 @@ class RootDirectory:
     def __init__(self, root: Path, file_system: FileSystem) -> None:
         self._root, self._files = root, file_system
 
-    def stage(self, step: int) -> Path:
-        """Remove what dead saves have left, and return a new directory to write into."""
-        for name in self._files.names(self._root.resolve()):
+    def stage(self, step: int, names: Iterable[str]) -> Path:
+        """Remove what dead saves have left, and return a new directory to write into.
+
+        Args:
+            names: what the root holds.
+        """
+        for name in names:
             if name.startswith(TEMPORARY):
                 attempt(partial(remove_tree, self._files, self._root / name))
         staging = self._temporary(StepDirectory(step).name)

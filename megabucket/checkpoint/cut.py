@@ -6,7 +6,7 @@ that fit into one stay whole, and larger ones are cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -71,6 +71,8 @@ class FileCutter:
         self._max_file_bytes = max_file_bytes
         self._ranges: list[Range] = []
         self._files: list[tuple[Part, ...]] = []
+        self.bytes_bound = 0
+        """No less than what the files of the last cut take."""
 
     def cut(self, ranges: Sequence[Range]) -> list[tuple[Part, ...]]:
         """Return the parts of each file; see ``cut_into_files``.
@@ -82,6 +84,7 @@ class FileCutter:
             for info, start, stop in ranges:
                 _check_range(info, start, stop)
             self._files = cut_into_files(ranges, self._max_file_bytes)
+            self.bytes_bound = bytes_bound(self._files)
             self._ranges = list(ranges)
         return self._files
 
@@ -120,6 +123,11 @@ def cut_into_files(ranges: Sequence[Range], max_file_bytes: int) -> list[tuple[P
             keys.add(part.key)
             room -= needed
     return [*files, tuple(parts)] if parts else files
+
+
+def bytes_bound(files: Iterable[Sequence[Part]]) -> int:
+    """Return no less than what files take."""
+    return sum(part.num_bytes + part.header_bound for parts in files for part in parts)
 
 
 def _parts_that_fit(index: int, info: TensorInfo, start: int, stop: int, room: int) -> Iterator[Part]:

@@ -53,17 +53,14 @@ class Content:
         write: writes the files into a directory and returns what they are when they are on the disk, in their order;
             raises ``FileFailedError``.
         num_writers: of how many ranks the files are.
+        bytes_bound: no less than what the files take.
     """
 
     values: Mapping[str, Json]
     files: Sequence[DataFile]
     write: Callable[[FileSystem, Path], list[StoredFile]]
     num_writers: int
-
-    @property
-    def bytes_bound(self) -> int:
-        """No less than what the files take."""
-        return sum(part.num_bytes + part.header_bound for file in self.files for part in file.parts)
+    bytes_bound: int
 
 
 def content_of(snapshot: Snapshot, *, rank: int, size: int, cutter: FileCutter) -> Content:
@@ -76,7 +73,7 @@ def content_of(snapshot: Snapshot, *, rank: int, size: int, cutter: FileCutter) 
     _check_values(pieces)
     cut = cutter.cut([(piece.info, piece.start, piece.stop) for piece in pieces])
     files = [DataFile(file_name(rank, index), parts) for index, parts in enumerate(cut)]
-    return Content(snapshot.values, files, partial(_write_files, files, pieces), size)
+    return Content(snapshot.values, files, partial(_write_files, files, pieces), size, cutter.bytes_bound)
 
 
 def file_name(rank: int, index: int) -> str:

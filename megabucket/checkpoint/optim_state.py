@@ -40,6 +40,8 @@ class HeldState:
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
     """What every rank has, whole, by name."""
     values: dict[str, Json] = field(default_factory=dict)
+    names: Mapping[torch.Tensor, str] = field(default_factory=dict)
+    """What the parameters of the module are called."""
 
 
 def state_name(param: str, key: str) -> str:
@@ -55,7 +57,7 @@ def members_by_name(
     Raises:
         OptimizerParametersError: a parameter is not the module's.
     """
-    names: dict[torch.Tensor, str] = {param: canonical_name(name) for name, param in module.named_parameters()}
+    names = _names_in(module)
     foreign = [
         f"group {index}, parameter {position}, shape {tuple(param.shape)}"
         for index, group in enumerate(members)
@@ -72,11 +74,20 @@ def members_by_name(
     return [[names[param] for param in group] for group in members], names
 
 
+def _names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    return {param: canonical_name(name) for name, param in module.named_parameters()}
+
+
 def members_of(optimizer: torch.optim.Optimizer) -> Sequence[Sequence[torch.Tensor]]:
     """Return the whole parameters of each group."""
     if isinstance(optimizer, DistributedOptimizer):
         return optimizer.sharding.members
     return [group["params"] for group in optimizer.param_groups]
+
+
+def hold_nothing(module: torch.nn.Module) -> HeldState:
+    """Return the state of no optimizer."""
+    return HeldState(names=_names_in(module))
 
 
 def hold_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> HeldState:
@@ -87,7 +98,7 @@ def hold_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> Hel
         ConfigError: some state is of a kind that no file can hold.
     """
     groups, names = members_by_name(members_of(optimizer), module)
-    held = HeldState()
+    held = HeldState(names=names)
     described = _hold_whole(optimizer.state, names, held.shared)
     named = list(zip(groups, optimizer.param_groups, strict=True))
     held.values.update(optimizer_values(type(optimizer).__name__, named, described, {}, held.shared.__setitem__))
@@ -173,7 +184,7 @@ def hold_shards(
     sharding = optimizer.sharding
     groups, names = members_by_name(sharding.members, module)
     others = sharding.state_of_others
-    held = HeldState()
+    held = HeldState(names=names)
     by_name = _hold_whole(others.values, names, held.shared)
     held.shared.update({f"{MAIN_PREFIX}{names[param]}": main for param, main in others.main_values.items()})
     computed_in = {names[param]: dtype_name(dtype) for param, dtype in others.dtypes.items() if param in names}
@@ -216,7 +227,9 @@ def _contents_of(shard: MainShard, kinds: _Kinds) -> _Contents:
     end = 0
     for piece in shard.pieces():
         like, name = shard.buffer.slots[piece.param].view, canonical_name(piece.param)
-        lengths += [piece.in_run.start - end, piece.in_run.numel]
+        if piece.in_run.start > end:
+            lengths.append(piece.in_run.start - end)
+        lengths.append(piece.in_run.numel)
         end = piece.in_run.stop
         for key, dtype in kinds:
             parts.append(_Part(key, info_of(_tensor_name(name, key), like, dtype), piece.in_param, len(lengths) - 1))

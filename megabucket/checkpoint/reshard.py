@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megabucket.checkpoint.cut import Part, cut_into_files
+from megabucket.checkpoint.cut import Part, bytes_bound, cut_into_files
 from megabucket.checkpoint.data_files import Content, DataFile, FileFailedError, file_name
 from megabucket.checkpoint.dtypes import ITEM_BYTES
 from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_all
@@ -60,7 +60,9 @@ def _content(source: StoredCheckpoint, num_writers: int, max_file_bytes: int) ->
         for writer, ranges in enumerate(_shares(source.tensors, num_writers))
         for index, parts in enumerate(cut_into_files(ranges, max_file_bytes))
     ]
-    return Content(source.values, files, partial(_write, source, files), num_writers)
+    return Content(
+        source.values, files, partial(_write, source, files), num_writers, bytes_bound([file.parts for file in files])
+    )
 
 
 def _shares(tensors: Mapping[str, TensorInfo], num_writers: int) -> list[list[tuple[TensorInfo, int, int]]]:

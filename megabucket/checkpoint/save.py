@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megabucket.checkpoint.catalog import LOCK, MAX_STEP, Latest, step_directories
+from megabucket.checkpoint.catalog import LOCK, MAX_STEP, Latest, StepDirectory
 from megabucket.checkpoint.commit import CheckpointWarning, RootDirectory, latest_if_any, merge_reports
 from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES, FileCutter
 from megabucket.checkpoint.data_files import Content, FileFailedError, content_of
@@ -274,10 +274,11 @@ class Save:
             self._lock = files.lock(root / LOCK)
         except BlockingIOError:
             raise ValueError("another save into this directory is going on") from None
-        saved = {directory.step for directory in step_directories(files, root)}
-        if self.step in saved and self.step <= self._last_good_step and not self._settings.overwrite:
+        names = files.names(root.resolve())
+        is_saved = any(found is not None and found.step == self.step for found in map(StepDirectory.parse, names))
+        if is_saved and self.step <= self._last_good_step and not self._settings.overwrite:
             raise ValueError(f"step {self.step} is saved already; overwrite=True saves it again")
-        self._staging = self._root_directory.stage(self.step)
+        self._staging = self._root_directory.stage(self.step, names)
 
     # commit
 
