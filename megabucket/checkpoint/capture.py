@@ -220,15 +220,14 @@ def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
     """Return a snapshot with values of its own in host memory, which training cannot change any more.
 
     Args:
-        reuse: values of an earlier copy that nobody needs: where they fit, no memory is taken anew.
+        reuse: values of an earlier copy that nobody needs: those that fit their places are written again, so that a run that
+            saves the same again takes no new memory.
     """
-    free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
-    for values in reversed(reuse):  # taken from the end: each piece gets the memory it had
-        free.setdefault((values.dtype, values.numel()), []).append(values)
-    theirs, own = [piece.values for piece in snapshot.pieces], []
-    for values in theirs:
-        fitting = free.get((values.dtype, values.numel()))
-        own.append(fitting.pop() if fitting else torch.empty(values.shape, dtype=values.dtype))
+    theirs = [piece.values for piece in snapshot.pieces]
+    own = list(reuse) if len(reuse) == len(theirs) else [torch.empty(0)] * len(theirs)
+    for index, values in enumerate(theirs):
+        if own[index].dtype is not values.dtype or own[index].numel() != values.numel():
+            own[index] = torch.empty(values.shape, dtype=values.dtype)
     if own:
         torch._foreach_copy_(own, theirs)
     pieces = [Piece(piece.info, piece.start, piece.stop, mine) for piece, mine in zip(snapshot.pieces, own, strict=True)]
