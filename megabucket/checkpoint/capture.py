@@ -186,9 +186,8 @@ def take(
     shared = {f"{MODEL_PREFIX}{name}": param.detach() for param, name in held.names.items() if not param.is_meta}
     shared |= held.shared
     keep = shared.__setitem__
-    values: dict[str, Json] = {
-        "version": VALUES_VERSION,
-        "optimizer": held.values or None,
+    values = {
+        **values_of_state(held.values or None),
         "stateful": {name: encode(item.state_dict(), f"{RUN_PREFIX}{name}", keep) for name, item in parts.stateful.items()},
         "module_extra_state": {
             name: encode(submodule.get_extra_state(), f"{RUN_PREFIX}module.{name}", keep)
@@ -208,6 +207,19 @@ def take(
         device = parts.ddp.param_and_grad_buffers[0].param_data.device
         pieces += [whole_piece(f"{RNG_PREFIX}{ranks.rank}.{what}", state) for what, state in capture_rng(device).items()]
     return Snapshot(pieces, values)
+
+
+def values_of_state(optimizer: Json = None) -> dict[str, Json]:
+    """Return what a checkpoint has beside its tensors where nothing of a run is known but weights and an optimizer's state."""
+    return {
+        "version": VALUES_VERSION,
+        "optimizer": optimizer,
+        "stateful": {},
+        "module_extra_state": {},
+        "data_position": None,
+        "extras": {},
+        "rng_ranks": 0,
+    }
 
 
 def with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:

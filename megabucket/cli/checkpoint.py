@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from megabucket.checkpoint.compare import Comparison
     from megabucket.checkpoint.stored import StoredCheckpoint
+    from megabucket.training.can_load import LoadFindings
 
 app = typer.Typer(help="Inspect, verify, compare and rewrite checkpoints.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -160,26 +161,27 @@ def can_load(
 ) -> None:
     """Name everything that keeps 'megabucket train -c CONFIG' from loading a checkpoint; nothing is read or changed."""
     from megabucket.config.load import load_config
-    from megabucket.training.can_load import load_problems
+    from megabucket.training.can_load import load_findings
 
     run = load_config(config, overrides or [])
     stored = _open(path, step, key_file)
-    problems = load_problems(run, stored, cast=cast)
+    found = load_findings(run, stored, cast=cast)
     if json:
-        _print_json({"path": str(stored.path), "step": stored.step, "problems": problems})
+        _print_json({"path": str(stored.path), "step": stored.step, "problems": found.problems, "changes": found.changes})
     else:
-        for line in _problem_lines(stored, problems):
+        for line in _finding_lines(stored, found):
             typer.echo(line)
-    if problems:
+    if found.problems:
         raise typer.Exit(ExitCode.CHECKPOINT)
 
 
-def _problem_lines(stored: StoredCheckpoint, problems: list[str]) -> Iterator[str]:
+def _finding_lines(stored: StoredCheckpoint, found: LoadFindings) -> Iterator[str]:
     from megabucket.config.text import printable
 
-    yield from (printable(problem, 300) for problem in problems)
-    found = f"{len(problems)} things do not fit" if problems else "everything fits"
-    yield f"{stored.path}: step {stored.step}, {len(stored.tensors)} tensors: {found}"
+    yield from (printable(problem, 300) for problem in found.problems)
+    yield from (printable(f"changed: {change}", 300) for change in found.changes)
+    outcome = f"{len(found.problems)} things do not fit" if found.problems else "everything fits"
+    yield f"{stored.path}: step {stored.step}, {len(stored.tensors)} tensors: {outcome}"
 
 
 def _open(path: Path, step: int | None, key_file: Path | None) -> StoredCheckpoint:

@@ -9,19 +9,25 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from megabucket.checkpoint.catalog import LATEST, StepDirectory, whole_steps
 from megabucket.checkpoint.checkpointer import load_checkpoint
 from megabucket.checkpoint.file_system import FileSystem, reason_of
 from megabucket.checkpoint.restore import LoadedCheckpoint
 from megabucket.checkpoint.together import GroupRanks, together
+from megabucket.config.architecture import GptConfig
 from megabucket.config.checkpoint import CheckpointConfig
+from megabucket.config.run import RunConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
 from megabucket.optim import DistributedOptimizer
 from megabucket.training.metrics import jsonable
 from megabucket.training.task import Task
+
+NOT_OURS: Final = "it was not saved by megabucket train, so it does not say which data comes next; that of its step is taken"
+CORPUS_FACT: Final = "the corpus (SHA-256)"
+BATCH_FACT: Final = "train.microbatch_size * train.num_microbatches * ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +57,18 @@ class _Origin:
 
 def run_facts(task: Task) -> dict[str, Any]:
     """Return, by the name a user knows, what a run must not change if it is to go on as if it had not been interrupted."""
-    config = task.config
+    return {
+        **config_facts(task.config, task.model),
+        CORPUS_FACT: task.corpus.fingerprint,
+        BATCH_FACT: task.num_windows_per_step,
+    }
+
+
+def config_facts(config: RunConfig, model: GptConfig) -> dict[str, Any]:
+    """Return those of ``run_facts`` that need neither corpus nor ranks."""
     facts: dict[str, Any] = {
-        "the corpus (SHA-256)": task.corpus.fingerprint,
-        "model.sequence_length": task.model.sequence_length,
+        "model.sequence_length": model.sequence_length,
         "train.seed": config.train.seed,
-        "train.microbatch_size * train.num_microbatches * ranks": task.num_windows_per_step,
         "ddp.grad_reduction": config.ddp.grad_reduction,
         **{f"optimizer.{name}": value for name, value in config.optimizer.model_dump(mode="json").items()},
     }
@@ -88,7 +100,8 @@ def resume(task: Task, model: DistributedDataParallel, optimizer: DistributedOpt
     hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     loaded = load_checkpoint(origin.root, model, optimizer, step=origin.step, allow_fallback=config.allow_fallback)
     _check_directory(origin, loaded, config)
-    changes = _differences(task, loaded)
+    saved = saved_facts(loaded.data_position)
+    changes = [NOT_OURS] if saved is None else fact_changes(saved, run_facts(task))
     if changes and config.changes == "refuse":
         raise ConfigError(_refusal(loaded, changes), problems=changes)
     if loaded.step > task.config.train.steps:
@@ -175,11 +188,14 @@ def _check_directory(origin: _Origin, loaded: LoadedCheckpoint, config: Checkpoi
         )
 
 
-def _differences(task: Task, loaded: LoadedCheckpoint) -> list[str]:
-    position, facts = loaded.data_position, run_facts(task)
-    if not isinstance(position, Mapping) or not isinstance(position.get("run"), Mapping):
-        return ["it was not saved by megabucket train, so it does not say which data comes next; that of its step is taken"]
-    saved = position["run"]
+def saved_facts(position: Any) -> Mapping[str, Any] | None:
+    """Return what ``run_facts`` was when a checkpoint was saved, from its ``data_position``; None if that is of others."""
+    found = position.get("run") if isinstance(position, Mapping) else None
+    return found if isinstance(found, Mapping) else None
+
+
+def fact_changes(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """Return in words in what facts differ."""
     return [
         f"{name}: {_shown(saved, name)} in the checkpoint, {_shown(facts, name)} now"
         for name in sorted(saved.keys() | facts.keys())

@@ -104,7 +104,12 @@ class RunSaver:
         position = data_position(self._task, num_steps)
         before, self._step_under_way = self._step_under_way, None
         # After going back ``latest`` names a later step, and this one may be there: the first save takes its place.
-        is_begun = self._checkpointer.save(num_steps, data_position=position, overwrite=self._goes_back)
+        try:
+            is_begun = self._checkpointer.save(num_steps, data_position=position, overwrite=self._goes_back)
+        except CheckpointNotSavedError as error:
+            if before is not None and error.step != before:
+                self._note_saved(before)  # it was committed, and then this one could not begin
+            raise
         if not is_begun:
             self._step_under_way = before
             self._view.note(f"step {num_steps} is not saved: step {before} is still being written (checkpoint.when_busy=skip)")

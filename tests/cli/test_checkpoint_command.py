@@ -19,6 +19,7 @@ from megabucket.cli.main import app
 from megabucket.config.load import load_config
 from megabucket.training.bytegpt import next_byte_loss
 from megabucket.training.optimizer import make_optimizer
+from megabucket.training.resume import BATCH_FACT, CORPUS_FACT, config_facts
 from megabucket.training.task import initial_model
 
 
@@ -186,7 +187,10 @@ def trained(tmp_path):
     optimizer = mb.DistributedOptimizer(make_optimizer(config.optimizer, model.parameters()), model)
     next_byte_loss(model, torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)).backward()
     optimizer.step()
-    mb.save_checkpoint(tmp_path / "run", model, optimizer, step=1)
+    position = {"run": {**config_facts(config, config.model), BATCH_FACT: 2 * config.train.microbatch_size, CORPUS_FACT: "a"}}
+    mb.save_checkpoint(tmp_path / "run", model, optimizer, step=1, data_position=position)
+    mb.save_checkpoint(tmp_path / "later", model, optimizer, step=3, data_position=position)
+    mb.save_checkpoint(tmp_path / "others", model, optimizer, step=1)
     model.detach()
     return tmp_path
 
@@ -206,6 +210,10 @@ def test_can_load_says_that_everything_fits(trained):
         ("optimizer.name=sgd", "the optimizer was AdamW and is SGD"),
         ("model.dtype=bfloat16", "cast=True"),
         ("optimizer.weight_decay=0.5", "group"),
+        ("train.seed=5", "train.seed: 0 in the checkpoint, 5 now"),
+        ("optimizer.lr=0.5", "optimizer.lr: "),
+        ("train.microbatch_size=64", "times the number of ranks now"),
+        ("model.sequence_length=16", "model.sequence_length: 8 in the checkpoint, 16 now"),
     ],
 )
 def test_can_load_names_what_does_not_fit_and_exits_with_6(trained, override, problem):
@@ -219,6 +227,33 @@ def test_can_load_names_what_does_not_fit_and_exits_with_6(trained, override, pr
     assert "things do not fit" in result.stdout
     assert len(json.loads(as_json.stdout)["problems"]) == len(result.stdout.splitlines()) - 1
     assert sorted(path.stat().st_mtime_ns for path in (trained / "run").rglob("*")) == before
+
+
+def test_can_load_treats_another_run_as_a_resume_does(trained):
+    arguments = ["can-load", trained / "run", "-c", trained / "run.yaml", "train.seed=5"]
+    allowed = invoke(*arguments, "checkpoint.changes=allow")
+    as_json = json.loads(invoke(*arguments, "checkpoint.changes=allow", "--json").stdout)
+
+    assert allowed.exit_code == 0
+    assert allowed.stdout.splitlines()[0] == "changed: train.seed: 0 in the checkpoint, 5 now"
+    assert (as_json["problems"], as_json["changes"]) == ([], ["train.seed: 0 in the checkpoint, 5 now"])
+
+
+def test_can_load_says_that_a_checkpoint_is_not_of_this_program(trained):
+    arguments = ["can-load", trained / "others", "-c", trained / "run.yaml"]
+    refused, allowed = invoke(*arguments), invoke(*arguments, "checkpoint.changes=allow")
+
+    assert (refused.exit_code, allowed.exit_code) == (6, 0)
+    assert "it was not saved by megabucket train" in refused.stdout
+    assert "changed: it was not saved by megabucket train" in allowed.stdout
+
+
+def test_can_load_refuses_a_checkpoint_beyond_the_last_step(trained):
+    arguments = ["can-load", trained / "later", "-c", trained / "run.yaml", "checkpoint.changes=allow"]
+    beyond, at_the_end = invoke(*arguments, "train.steps=2"), invoke(*arguments, "train.steps=3")
+
+    assert (beyond.exit_code, at_the_end.exit_code) == (6, 0)
+    assert beyond.stdout.splitlines()[0] == "it is of step 3, and train.steps=2 ends before"
 
 
 def test_can_load_with_a_cast_takes_another_precision(trained):

@@ -495,6 +495,25 @@ def test_a_save_that_fails_may_be_a_warning(run, full_at, log, tmp_path, asynchr
     assert_same_end(tmp_path, "run", "whole")
 
 
+@pytest.mark.usefixtures("nothing_is_pending")
+def test_a_save_that_commits_while_the_next_cannot_begin_is_told(run, log, tmp_path, monkeypatch):
+    begin = Save.begin
+
+    def begin_or_fail(save, take):
+        if save.step == 10:
+            raise CheckpointNotSavedError(step=10, ranks=[0], path="", reason="no room", last_good_step=5)
+        begin(save, take)
+
+    monkeypatch.setattr(Save, "begin", begin_or_fail)
+    monkeypatch.setattr(BackgroundWriter, "poll", lambda _: None)  # so that the next save finds it written and not committed
+
+    with pytest.raises(CheckpointNotSavedError, match="step 10"):
+        run(checkpoint={"asynchronous": True, "when_busy": "skip"})
+
+    assert open_checkpoint(tmp_path / "run").step == 5
+    assert [(line["step"], bool(line["error"])) for line in log() if line["kind"] == "checkpoint"] == [(5, False), (10, True)]
+
+
 def test_the_last_save_must_succeed(run, full_at):
     full_at(12)
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megabucket.buffer.views import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
-from megabucket.checkpoint.capture import MODEL_PREFIX, VALUES_VERSION, TrainingParts, capture
+from megabucket.checkpoint.capture import MODEL_PREFIX, TrainingParts, capture, values_of_state
 from megabucket.checkpoint.doors.flat_range import FlatRange
 from megabucket.checkpoint.optim_state import MAIN_PREFIX, STATE_PREFIX, state_name
 from megabucket.checkpoint.pieces import Json, Piece, Snapshot, TensorInfo
@@ -205,16 +205,7 @@ def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
     if _VALUES_KEY in read:
         values = {**json.loads(read[_VALUES_KEY]), "rng_ranks": 0, "stateful": {}}
         return _StoredDcp(path, tensors, values)
-    values = {
-        "version": VALUES_VERSION,
-        "optimizer": _optimizer_values(path, parts, tensors, read),
-        "stateful": {},
-        "module_extra_state": {},
-        "data_position": None,
-        "extras": {},
-        "rng_ranks": 0,
-    }
-    return _StoredDcp(path, tensors, values)
+    return _StoredDcp(path, tensors, values_of_state(_optimizer_values(path, parts, tensors, read)))
 
 
 def _load(state_dict: dict[str, Any], path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from megabucket.buffer.views import dtype_name
 from megabucket.checkpoint.canonical import canonical_name, flat, named_buffers, named_params, whole_piece
-from megabucket.checkpoint.capture import MODEL_PREFIX, VALUES_VERSION, TrainingParts
+from megabucket.checkpoint.capture import MODEL_PREFIX, TrainingParts, values_of_state
 from megabucket.checkpoint.doors.dp_zero import MOMENTS, PARAM, DpZeroState
 from megabucket.checkpoint.optim_state import MAIN_PREFIX, members_by_name, members_of, optimizer_values, state_name
 from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
@@ -143,18 +143,8 @@ def _snapshot(found: DpZeroState, groups: Groups | None, kind: str, others: Mapp
     if groups is not None:
         described = dict.fromkeys(found.params, _description(found.step))
         optimizer = optimizer_values(kind, groups, described, dict.fromkeys(found.params, "float32"), tensors.__setitem__)
-    return Snapshot(
-        [whole_piece(name, tensor) for name, tensor in sorted(tensors.items())],
-        {
-            "version": VALUES_VERSION,
-            "optimizer": optimizer,
-            "stateful": {},
-            "module_extra_state": {},
-            "data_position": None,
-            "extras": {},
-            "rng_ranks": 0,
-        },
-    )
+    pieces = [whole_piece(name, tensor) for name, tensor in sorted(tensors.items())]
+    return Snapshot(pieces, values_of_state(optimizer))
 
 
 def _description(step: float) -> Description:

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from megabucket.buffer.views import dtype_named
-from megabucket.checkpoint.capture import MODEL_PREFIX, VALUES_VERSION
+from megabucket.checkpoint.capture import MODEL_PREFIX, values_of_state
 from megabucket.checkpoint.doors.huggingface import INDEX_NAME
 from megabucket.checkpoint.header import Entry, decode_header
-from megabucket.checkpoint.pieces import Json, Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings, save_now
 from megabucket.checkpoint.strict_json import parse_strict
@@ -42,21 +42,8 @@ def import_weights(source: Path | str, root: Path | str, *, step: int = 0, setti
             if piece.info.name in pieces:
                 raise ConfigError(f"{path}: {piece.info.name.removeprefix(MODEL_PREFIX)!r} is in another file, too")
             pieces[piece.info.name] = piece
-    snapshot = Snapshot([pieces[name] for name in sorted(pieces)], _values())
+    snapshot = Snapshot([pieces[name] for name in sorted(pieces)], values_of_state())
     return save_now(Path(root), step, snapshot, AloneRanks(), settings or SaveSettings())
-
-
-def _values() -> dict[str, Json]:
-    """Return what a save of weights alone has beside its tensors."""
-    return {
-        "version": VALUES_VERSION,
-        "optimizer": None,
-        "stateful": {},
-        "module_extra_state": {},
-        "data_position": None,
-        "extras": {},
-        "rng_ranks": 0,
-    }
 
 
 def _files(source: Path) -> list[Path]:
