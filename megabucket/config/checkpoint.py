@@ -50,6 +50,10 @@ class CheckpointConfig(Section):
     """What it means that the config says another data order, batch or optimizer than the run that was saved: an error that
     lists the differences, or a line that says so; the config counts then."""
 
+    key_file: Annotated[str, at.MinLen(1)] | None = None
+    """File with a secret of 16 bytes or more, which every rank reads. Checkpoints are signed with it, and only those that are
+    signed with it are gone on from. ``None`` signs nothing."""
+
     ask_every_steps: PositiveCount = 10
     """With ``ddp.fence=false``: how often ranks ask each other whether one of them got a signal. The fence carries that for
     nothing in every step."""

@@ -27,7 +27,7 @@ from megabucket.training.launch import Launch, Ranks, joined_ranks
 from megabucket.training.metrics import MetricsLog, jsonable
 from megabucket.training.optimizer import group_of, make_optimizer, num_moments
 from megabucket.training.progress import View
-from megabucket.training.resume import describe_start, resume
+from megabucket.training.resume import describe_start, resume, signing_key
 from megabucket.training.saving import RunSaver
 from megabucket.training.signals import StopSignals
 from megabucket.training.steps import StepLoop, Trainee
@@ -131,7 +131,8 @@ class _Run:
             make_optimizer(config.optimizer, self.model.parameters()), self.model, clip_grad=config.optimizer.clip_grad
         )
         self.setup = _describe_setup(task, self.model)
-        self.start = resume(task, self.model, self.optimizer)
+        self._key = signing_key(task, self.model)
+        self.start = resume(task, self.model, self.optimizer, key=self._key)
         self._log_start()
 
     def _log_start(self) -> None:
@@ -151,7 +152,7 @@ class _Run:
         task, ranks, model, optimizer = self.task, self.task.ranks, self.model, self.optimizer
         saver, signals = None, StopSignals(lambda: None)
         if task.config.checkpoint.folder is not None:
-            saver = RunSaver(task, model, optimizer, start=self.start, view=self.view, log=self.log)
+            saver = RunSaver(task, model, optimizer, start=self.start, view=self.view, log=self.log, key=self._key)
             signals = StopSignals(saver.stop.request)
         trainee = Trainee(
             "train",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from megabucket.checkpoint.catalog import LATEST, StepDirectory, whole_steps
+from megabucket.checkpoint.catalog import LATEST, StepDirectory, read_key, whole_steps
 from megabucket.checkpoint.checkpointer import load_checkpoint
 from megabucket.checkpoint.file_system import FileSystem, reason_of
 from megabucket.checkpoint.restore import LoadedCheckpoint
@@ -83,8 +83,21 @@ def data_position(task: Task, step: int) -> dict[str, Any]:
     return {"step": step, "windows": step * task.num_windows_per_step, "run": run_facts(task)}
 
 
-def resume(task: Task, model: DistributedDataParallel, optimizer: DistributedOptimizer) -> Start:
+def signing_key(task: Task, model: DistributedDataParallel) -> bytes | None:
+    """Return what checkpoints are signed with, if anything. All ranks must call it.
+
+    Raises:
+        ConfigError: some rank finds no key in ``checkpoint.key_file``.
+    """
+    path = task.config.checkpoint.key_file
+    return None if path is None else together(GroupRanks.of(model), lambda: read_key(Path(path)))
+
+
+def resume(task: Task, model: DistributedDataParallel, optimizer: DistributedOptimizer, *, key: bytes | None = None) -> Start:
     """Load the checkpoint that ``task.config.checkpoint`` means, if any. All ranks must call it.
+
+    Args:
+        key: the checkpoint must be signed with it.
 
     Raises:
         ConfigError: the checkpoint is of another run, or beyond the last step; or a new run would begin in a folder that holds
@@ -98,7 +111,7 @@ def resume(task: Task, model: DistributedDataParallel, optimizer: DistributedOpt
     if origin is None:
         return Start()
     hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    loaded = load_checkpoint(origin.root, model, optimizer, step=origin.step, allow_fallback=config.allow_fallback)
+    loaded = load_checkpoint(origin.root, model, optimizer, step=origin.step, allow_fallback=config.allow_fallback, key=key)
     _check_directory(origin, loaded, config)
     saved = saved_facts(loaded.data_position)
     changes = [NOT_OURS] if saved is None else fact_changes(saved, run_facts(task))

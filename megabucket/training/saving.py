@@ -27,6 +27,7 @@ class RunSaver:
         start: where the run begins.
         view: what is shown.
         log: what is written.
+        key: what checkpoints are signed with.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RunSaver:
         start: Start,
         view: View,
         log: MetricsLog,
+        key: bytes | None = None,
     ) -> None:
         config: CheckpointConfig = task.config.checkpoint
         self.folder = Path(config.folder or "")
@@ -52,6 +54,7 @@ class RunSaver:
             keep_last=config.keep_last,
             asynchronous=config.asynchronous,
             when_busy=config.when_busy,
+            key=key,
         )
         self._goes_back = bool(start.later_steps)
         self._saved_step = start.step

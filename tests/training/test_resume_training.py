@@ -514,6 +514,25 @@ def test_a_save_that_commits_while_the_next_cannot_begin_is_told(run, log, tmp_p
     assert [(line["step"], bool(line["error"])) for line in log() if line["kind"] == "checkpoint"] == [(5, False), (10, True)]
 
 
+def test_a_run_with_a_key_signs_its_checkpoints_and_goes_on_from_signed_ones_alone(run, tmp_path):
+    (tmp_path / "key").write_bytes(b"0123456789abcdef\n")
+    (tmp_path / "other").write_bytes(b"0123456789abcdeX\n")
+    run("whole")
+    run("unsigned", steps=5)
+
+    run(view=Acting(at=6, act=terminate), checkpoint={"key_file": str(tmp_path / "key")})
+    with pytest.raises(CheckpointInvalidError, match="its signature was not made with the key"):
+        run(checkpoint={"key_file": str(tmp_path / "other")})
+    with pytest.raises(CheckpointInvalidError, match="it is not signed"):
+        run("unsigned", checkpoint={"key_file": str(tmp_path / "key")})
+    with pytest.raises(ConfigError, match="the key cannot be read"):
+        run(checkpoint={"key_file": str(tmp_path / "none")})
+    run(checkpoint={"key_file": str(tmp_path / "key")})
+
+    assert open_checkpoint(tmp_path / "run", key=b"0123456789abcdef").step == STEPS
+    assert_same_end(tmp_path, "run", "whole")
+
+
 def test_the_last_save_must_succeed(run, full_at):
     full_at(12)
 
