@@ -55,10 +55,10 @@ commit.RootDirectory._replace_latest = removing
         CRASH,
         """
 stage = commit.RootDirectory.stage
-def in_place(self, step):
+def in_place(self, step, names):
     path = self._root / catalog.StepDirectory(step - 1).name
     if not path.exists():
-        return stage(self, step)
+        return stage(self, step, names)
     for file in path.iterdir():
         file.unlink()
     return path
@@ -128,9 +128,9 @@ save.Save.write = write
         IO_ERRORS,
         """
 agree = save.Save._agree
-def alone(self, act):
+def alone(self, act, **more):
     try:
-        return agree(self, act)
+        return agree(self, act, **more)
     except Exception as error:
         if self._ranks.rank == 0:
             raise
