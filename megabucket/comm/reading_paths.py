@@ -62,10 +62,11 @@ class ReadingPlan:
 
     def plan(self) -> Plan:
         """Return it."""
-        sums = [call for call in self._calls if isinstance(call, AllReduce | ReduceScatter)]
-        is_gathered = not isinstance(self._calls[0], ReduceScatter)
-        gathered = [step for index in range(len(self._calls)) for step in self._gather_steps(index) if is_gathered]
-        stages = [list(self._sum_steps(sums)), gathered] if sums and is_gathered else [list(self._sum_steps(sums)) or gathered]
+        stages: list[list[_Step]] = []
+        if not isinstance(self._calls[0], AllGather):
+            stages.append(list(self._sum_steps()))
+        if not isinstance(self._calls[0], ReduceScatter):
+            stages.append([step for index in range(len(self._calls)) for step in self._gather_steps(index)])
         operations = [[operation for operation, _ in stage] for stage in stages]
         return Plan(
             [self._round()],
@@ -100,8 +101,9 @@ class ReadingPlan:
             offset_bytes = part.data_ptr() - full.data_ptr()
             yield from self._memory.read(part, rank, self._addresses[rank][index] + offset_bytes)
 
-    def _sum_steps(self, calls: Sequence[AllReduce | ReduceScatter]) -> Iterator[_Step]:
+    def _sum_steps(self) -> Iterator[_Step]:
         """Yield the reads, additions and divisions that leave the result in this rank's part."""
+        calls = [call for call in self._calls if isinstance(call, AllReduce | ReduceScatter)]
         # Where gloo all-reduces several tensors as one, their order of addition is that of all of them, end to end.
         numels: dict[tuple[torch.dtype, ReduceOp], int] = {}
         starts = []
