@@ -23,14 +23,15 @@ from megabucket.comm.plan import AllToAll, Anchor, Later, Operation, Pair, Plan,
 from megabucket.comm.port import AllGather, AllReduce, Call, ReduceOp, ReduceScatter
 from megabucket.comm.ring_order import blocks
 
-_LEAST_BYTES = 1 << 21  # below, messages are faster: tests/benchmarks/gloo_cost.py
+LEAST_BYTES = 1 << 21
+"""Of a batch that is read. Below, messages are faster: tests/benchmarks/gloo_cost.py."""
 
 _Step = tuple[Operation, Read | None]
 
 
 def can_read(calls: Sequence[Call]) -> bool:
     """Whether a batch of like calls can be done by reading, and that is worth it. The same on all ranks."""
-    return sum(call.full.nbytes for call in calls) >= _LEAST_BYTES and all(_is_readable(call) for call in calls)
+    return sum(call.full.nbytes for call in calls) >= LEAST_BYTES and all(_is_readable(call) for call in calls)
 
 
 def _is_readable(call: Call) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter
 from megabucket.comm.port import Call
+from megabucket.comm.reading_paths import LEAST_BYTES
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, by_rank, odd_ones_out, right_or
 from megabucket.doctor.rank_code import WIDTHS, RankCode, Reading
@@ -21,8 +22,6 @@ SECTION: Final = "collectives"
 _NUMEL: Final = 60
 """Elements of a rank's part; more are used where the code of many ranks is longer."""
 _LARGE: Final = 2**62
-_LARGE_BYTES: Final = 1 << 21
-"""From here on ranks of one host read each other's memory."""
 
 
 def port_probes(config: DistributedDataParallelConfig) -> list[Probe]:
@@ -179,7 +178,7 @@ def _max_probe(config: DistributedDataParallelConfig) -> Probe:
 def _large_probe(config: DistributedDataParallelConfig) -> Probe:
     def observe(bench: Bench) -> Fact:
         code, _ = _code(bench, "float32")
-        tensor = _coded(bench, code, _LARGE_BYTES // 4, "float32")
+        tensor = _coded(bench, code, LEAST_BYTES // 4, "float32")
         batch = bench.communicator.prepare([AllReduce(tensor)])
         if config.read_peer_memory:
             bench.communicator.introduce([batch])

@@ -42,7 +42,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @contextlib.contextmanager
 def reading_anything() -> Iterator[None]:
     """Read small tensors, too."""
-    with mock.patch.object(reading_paths, "_LEAST_BYTES", 0):
+    with mock.patch.object(reading_paths, "LEAST_BYTES", 0):
         yield
 
 
