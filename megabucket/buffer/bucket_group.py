@@ -16,6 +16,7 @@ import torch
 
 from megabucket.buffer.buffer import _ParamAndGradBucket
 from megabucket.buffer.finite import FiniteTest
+from megabucket.buffer.intake import GradIntake
 from megabucket.buffer.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, PhaseMachine
 from megabucket.buffer.readiness import Readiness
 from megabucket.buffer.scaling import GradScale
@@ -86,6 +87,7 @@ class _ParamAndGradBucketGroup:
         """Those of ``missing`` whose place held values of an earlier step, and zeros are reduced instead."""
         self.interrupted: list[str] = []
         """Parameters whose gradient of this step was cleared or replaced before the step was over."""
+        self.intake = GradIntake(self.slots, self.readiness, self.interrupted, self._streams)
         self._grads = PhaseMachine(f"the gradients of bucket group {index}", GradPhase.ACCUMULATING, GRAD_TRANSITIONS)
         self._params = PhaseMachine(f"the parameters of bucket group {index}", ParamPhase.GATHERED, PARAM_TRANSITIONS)
         self._grad_handle: Handle | None = None
@@ -186,15 +188,10 @@ class _ParamAndGradBucketGroup:
             position: of the parameter in ``slots``. The group is accumulating.
             counts: whether this is the backward that is going to be reduced.
         """
-        slot = self.slots[position]
-        if slot.store():
-            self.interrupted.append(slot.name)
-        if self._streams is not None:
-            self._streams.note()
-        if not (counts and self.readiness.mark(position)):
-            return False
-        self.communicator.tell_ready(self.label)
-        return True
+        is_complete = self.intake.receive(position, counts=counts)
+        if is_complete:
+            self.communicator.tell_ready(self.label)
+        return is_complete
 
     def start_grad_sync(self) -> None:
         """Hand the gradients to a collective. Parameters without a gradient are reduced as zeros and listed in ``missing``.
@@ -206,18 +203,7 @@ class _ParamAndGradBucketGroup:
         """
         if self._grads.current is not GradPhase.IN_FLIGHT or self._grad_handle is not None:
             self._grads.enter(GradPhase.IN_FLIGHT)
-        if self._streams is not None:
-            self._streams.join()
-        missing, cleared = [], []
-        for slot in self.slots:
-            was_clean = slot.is_clean
-            if not slot.hand_over():
-                missing.append(slot.name)
-                if not was_clean:
-                    cleared.append(slot.name)
-                    if slot.was_cleared:
-                        self.interrupted.append(slot.name)
-        self.missing, self.cleared = tuple(missing), tuple(cleared)
+        self.missing, self.cleared = self.intake.hand_over()
         if self.policy.tests_finite:
             self.finite_test.run()
         for scale, bucket in zip(self._scales, self.buckets, strict=True):
@@ -231,6 +217,7 @@ class _ParamAndGradBucketGroup:
         """
         if self._grads.current is GradPhase.IN_FLIGHT and self._grad_handle is not None:
             return
+        self.intake.drop()
         if self._grads.current is not GradPhase.IN_FLIGHT:
             self._grads.enter(GradPhase.IN_FLIGHT)
         if self._streams is not None:
@@ -326,6 +313,7 @@ class _ParamAndGradBucketGroup:
         Raises:
             PhaseError: a collective still owns the gradients.
         """
+        self.intake.drop()
         if self._grads.current is not GradPhase.ACCUMULATING:
             self._grads.enter(GradPhase.ACCUMULATING)
         self.interrupted.clear()

@@ -22,7 +22,7 @@ Kernels that ask before they write (``megabucket.fused``) need no zeros: ``prepa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -42,6 +42,7 @@ class GradSlot:
         "accumulates",
         "has_received",
         "is_clean",
+        "is_released",
         "name",
         "param",
         "view",
@@ -63,6 +64,8 @@ class GradSlot:
         self._dummy_address = 0
         self.has_received = False
         """Whether a backward of this step brought a gradient. A view that was zeroed in place is one that brought nothing."""
+        self.is_released = False
+        """Whether the view holds the gradient of this step and ``param.grad`` shows it no more. Only within a backward."""
         self.was_cleared = False
         """Whether ``hand_over`` found nothing any more of what this step had brought."""
         self.withheld: WithheldGrad | None = None
@@ -71,7 +74,7 @@ class GradSlot:
     @property
     def has_grad(self) -> bool:
         """Whether there is a gradient: of this step, or of the last one, if nobody has cleared it."""
-        return self._added_by_kernel or self.param.grad is not None
+        return self._added_by_kernel or self.is_released or self.param.grad is not None
 
     def store(self) -> bool:
         """Bring the gradient that autograd has just accumulated into the buffer.
@@ -86,6 +89,9 @@ class GradSlot:
         self.has_received = True
         if self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self._store_fused()
+            return False
+        if self.is_released:
+            self._add_to_released()
             return False
         # With create_graph=True autograd makes a new sum instead of adding in place.
         return self._store_grad() and not (is_first or torch.is_grad_enabled())
@@ -114,13 +120,24 @@ class GradSlot:
         self.param.grad = self.view
         return True
 
+    def _add_to_released(self) -> None:
+        grad = self.param.grad
+        if grad is not None:
+            self.view.add_(grad.detach())
+            self.param.grad = None
+
+    def reclaim(self) -> None:
+        """Show a released gradient again."""
+        self.is_released = False
+        self.param.grad = self.view
+
     def prepare_kernel(self) -> float | None:
         """Return what a kernel must multiply ``main_grad`` by before it adds a gradient: 0 overwrites, 1 adds.
 
         ``None`` where it must not write: a collective owns the view, or autograd has accumulated in this step, or what has is
         still to be looked at. Then the gradient goes the way of any other.
         """
-        if self.param.grad is not None or not (self.accumulates is None or self.accumulates()):
+        if self.is_released or self.param.grad is not None or not (self.accumulates is None or self.accumulates()):
             return None
         return 1.0 if self.is_clean or self._added_by_kernel else 0.0
 
@@ -219,3 +236,51 @@ class GradSlot:
         if self._uses_fused_kernel:
             self.view.zero_()
             self.is_clean = True
+
+
+def store_all(slots: Sequence[GradSlot], interrupted: list[str], *, releases: bool) -> list[GradSlot]:
+    """Do what ``store`` does for several slots, in one call of torch where it is plain copying.
+
+    Args:
+        interrupted: the names of those of which ``store`` says so are added here.
+        releases: whether to release those that are plain, so that nothing is left to do when they are handed over.
+
+    Returns:
+        Those that were released.
+
+    Raises:
+        PhaseError: as ``store``.
+    """
+    views: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
+    released = []
+    for slot in slots:
+        param, view, grad = slot.param, slot.view, slot.param.grad
+        if (
+            type(grad) is not torch.Tensor
+            or slot.is_clean
+            or slot.is_released
+            or slot._added_by_kernel
+            or grad.is_sparse
+            or not grad.is_same_size(view)  # the parameter's shape has changed; a copy would broadcast
+            or param.grad_added_to_main_grad  # type: ignore[attr-defined]
+        ):
+            if slot.store():
+                interrupted.append(slot.name)
+            continue
+        if grad is not view:
+            if slot.has_received:
+                interrupted.append(slot.name)
+            views.append(view)
+            grads.append(grad)
+        slot.has_received = True
+        if releases:
+            param.grad = None
+            slot.is_released = True
+            released.append(slot)
+        else:
+            param.grad = view
+    if views:
+        with torch.no_grad():
+            torch._foreach_copy_(views, grads)
+    return released

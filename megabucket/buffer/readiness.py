@@ -10,29 +10,55 @@ A step with fewer gradients is still right: the group is sent at the end of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class Readiness:
     """Counts gradients of the parameters ``0 .. num_params - 1`` within one step. Every call is O(1) but the resets."""
 
-    __slots__ = ("_counts", "_expected", "_num_complete")
+    __slots__ = ("_counts", "_expected", "_expects_one_each", "_num_complete")
 
     def __init__(self, num_params: int) -> None:
         self._counts = [0] * num_params
         self._expected: list[int] | None = None
+        self._expects_one_each = False
         self._num_complete = 0
 
     def mark(self, param: int) -> bool:
         """Count one gradient; return whether it makes the group complete."""
-        count = self._counts[param] + 1
-        self._counts[param] = count
-        if self._expected is None or count != self._expected[param]:
-            return False
-        self._num_complete += 1
-        return self._num_complete == len(self._counts)
+        return self.mark_all((param,))
+
+    def mark_all(self, params: Sequence[int]) -> bool:
+        """Count one gradient of each; return whether one of them makes the group complete."""
+        counts, expected = self._counts, self._expected
+        num_complete = 0
+        for param in params:
+            count = counts[param] + 1
+            counts[param] = count
+            if expected is not None and count == expected[param]:
+                num_complete += 1
+        self._num_complete += num_complete
+        return num_complete > 0 and self._num_complete == len(counts)
+
+    @property
+    def num_incomplete(self) -> int:
+        """How many parameters have received fewer gradients than expected; all of them while nothing is known."""
+        return len(self._counts) - self._num_complete
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether it is known how many gradients to expect."""
+        return self._expected is not None
+
+    @property
+    def expects_one_each(self) -> bool:
+        """Whether it is known that each parameter receives one gradient, if any."""
+        return self._expects_one_each
 
     def unlearn(self) -> None:
         """Go back to before the first step, because this one brought more gradients than that one had."""
         self._expected = None
+        self._expects_one_each = False
         self.abandon_step()
 
     def abandon_step(self) -> None:
@@ -45,4 +71,5 @@ class Readiness:
         if self._expected is None and any(self._counts):
             # A parameter without a gradient still holds its group back: sending early could only lose a later gradient.
             self._expected = [max(count, 1) for count in self._counts]
+            self._expects_one_each = max(self._counts) == 1
         self.abandon_step()

@@ -8,6 +8,7 @@ stream, which is the rule, a gradient costs one call into C and nothing is waite
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -27,12 +28,18 @@ class GradStreams:
     Args:
         current_handle: returns a number that tells the current stream from others of the device. Called for each gradient.
         current: returns the current stream.
+        on: returns a context in which a stream is the current one.
     """
 
-    __slots__ = ("_current", "_current_handle", "_last_handle", "_streams")
+    __slots__ = ("_current", "_current_handle", "_last_handle", "_on", "_streams")
 
-    def __init__(self, current_handle: Callable[[], int], current: Callable[[], Stream]) -> None:
-        self._current_handle, self._current = current_handle, current
+    def __init__(
+        self,
+        current_handle: Callable[[], int],
+        current: Callable[[], Stream],
+        on: Callable[[Any], AbstractContextManager[object]],
+    ) -> None:
+        self._current_handle, self._current, self._on = current_handle, current, on
         self._last_handle: int | None = None
         self._streams: dict[int, Stream] = {}
 
@@ -42,7 +49,9 @@ class GradStreams:
         if device.type != "cuda":
             return None
         index = device.index if device.index is not None else torch.cuda.current_device()
-        return GradStreams(lambda: torch._C._cuda_getCurrentRawStream(index), lambda: torch.cuda.current_stream(index))
+        return GradStreams(
+            lambda: torch._C._cuda_getCurrentRawStream(index), lambda: torch.cuda.current_stream(index), torch.cuda.stream
+        )
 
     def note(self) -> None:
         """Note that a gradient was just stored, on the current stream."""
@@ -50,6 +59,14 @@ class GradStreams:
         if handle != self._last_handle:
             self._last_handle = handle
             self._streams[handle] = self._current()
+
+    def is_here(self) -> bool:
+        """Return whether the last gradient was stored on the stream that is current now."""
+        return self._current_handle() == self._last_handle
+
+    def last(self) -> AbstractContextManager[object]:
+        """Return a context in which the stream of the last ``note`` is the current one."""
+        return nullcontext() if self._last_handle is None or self.is_here() else self._on(self._streams[self._last_handle])
 
     def join(self) -> None:
         """Let the current stream wait for all others that stored something, and forget them."""

@@ -1,4 +1,4 @@
-"""The hook of one parameter: hands each gradient to the gradient sync."""
+"""The hooks of parameters: they hand each gradient to the gradient sync, or leave it where it may wait."""
 
 from __future__ import annotations
 
@@ -7,29 +7,43 @@ from collections.abc import Callable
 
 import torch
 
+from megabucket.buffer import _ParamAndGradBucketGroup
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.errors import PhaseError
 
+GradHook = Callable[[torch.Tensor], None]
 
-def grad_hook(sync: GradSync, index: int, position: int) -> Callable[[torch.Tensor], None]:
-    """Return the hook of the parameter at ``position`` of bucket group ``index``.
 
-    The hook knows ``sync`` weakly: Python's garbage collector does not see cycles through hooks of tensors.
+def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook]:
+    """Return the hook of each parameter of a bucket group.
+
+    They know ``sync`` weakly: Python's garbage collector does not see cycles through hooks of tensors. And they are the same
+    few functions for all parameters, not one for each: thousands of functions do not stay in the cache.
     """
+    reference, index, intake = weakref.ref(sync), group.index, group.intake
+    position_of, waiting, streams = intake.position_of, intake.waiting, intake.streams  # none of them leads to a parameter
 
-    # As defaults, not as a closure: one tuple instead of a cell each, so thousands of hooks stay in the cache longer.
-    def receive(
-        _: torch.Tensor,
-        reference: weakref.ref[GradSync] = weakref.ref(sync),  # noqa: B008 - one per hook is meant
-        index: int = index,
-        position: int = position,
-    ) -> None:
+    def receive(param: torch.Tensor) -> None:
         sync = reference()
         if sync is None:
             raise PhaseError(
                 "a parameter received a gradient, but the DistributedDataParallel wrapper that should reduce it is gone. "
                 "Keep the wrapper or the wrapped module alive, or call detach() on the wrapper before dropping it."
             )
-        sync.receive(index, position)
+        sync.receive(index, position_of[id(param)])
 
-    return receive
+    def leave(param: torch.Tensor) -> None:
+        # All that most small gradients cost in Python, so not a call more.
+        if len(waiting) < waiting.room:
+            waiting.append(param)
+        else:
+            receive(param)
+
+    def leave_on_stream(param: torch.Tensor) -> None:
+        if streams is not None and streams.is_here():
+            leave(param)
+        else:
+            receive(param)
+
+    leave_small = leave if streams is None else leave_on_stream
+    return [leave_small if is_small else receive for is_small in intake.is_small]

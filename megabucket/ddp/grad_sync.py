@@ -64,11 +64,16 @@ class GradSync(StepSync):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate in backwards that run inside. May be nested; an exception inside leaves nothing behind."""
-        self._no_sync_depth += 1
+        self._change_no_sync(+1)
         try:
             yield
         finally:
-            self._no_sync_depth -= 1
+            self._change_no_sync(-1)
+
+    def _change_no_sync(self, change: int) -> None:
+        for group in self._groups:
+            group.intake.close()  # in the middle of a backward, too, what has come belongs to before
+        self._no_sync_depth += change
 
     def begin_forward(self) -> None:
         """Note that a training forward begins.
@@ -136,13 +141,23 @@ class GradSync(StepSync):
         reached, self._reached = self._reached, []
         if self._has_received or (reached and self._counts_without_gradients(reached)):
             self.tally.num_microbatches += 1
-        self._between.note_end(accumulates=not self.awaits_finish)
-        if self.awaits_finish:
-            if self._finishes_with_backward:
-                self.finish()
-            else:
+        if self.awaits_finish and self._finishes_with_backward:
+            self._between.note_end(accumulates=False)
+            self.finish()  # which takes what still waits
+        else:
+            self._close_intakes()
+            self._between.note_end(accumulates=not self.awaits_finish)
+            if self.awaits_finish:
                 self._withhold_grads()
         self._communicator.tell_pause()
+
+    def _close_intakes(self) -> None:
+        try:
+            for group in self._groups:
+                group.intake.close()
+        except BaseException as error:
+            self.fail("backward", error)  # autograd would not say so: for it this backward is over
+            raise
 
     def _withhold_grads(self) -> None:
         for group in self._groups:
@@ -150,6 +165,8 @@ class GradSync(StepSync):
 
     def abandon_backward(self) -> None:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
+        for group in self._groups:
+            group.intake.drop()
         refusal, self._refusal = self._refusal, None
         self._reached.clear()
         if refusal is None:

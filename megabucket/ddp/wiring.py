@@ -19,7 +19,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.agreement import Entry, agree, agree_on_model, exchange_device
 from megabucket.ddp.discovery import DiscoveredParams
 from megabucket.ddp.forward_watch import watch_forwards
-from megabucket.ddp.grad_hook import grad_hook
+from megabucket.ddp.grad_hook import grad_hooks
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guard import PlainOptimizerGuard
 from megabucket.ddp.model_watch import ModelWatch, is_set_to
@@ -340,9 +340,9 @@ def _register_hooks(
     module: torch.nn.Module, groups: list[_ParamAndGradBucketGroup], sync: GradSync, on_load: Callable[[], None]
 ) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = [
-        slot.param.register_post_accumulate_grad_hook(grad_hook(sync, group.index, position))
+        slot.param.register_post_accumulate_grad_hook(hook)
         for group in groups
-        for position, slot in enumerate(group.slots)
+        for slot, hook in zip(group.slots, grad_hooks(sync, group), strict=True)
     ]
     handles += watch_forwards(module, sync)
     submodules = set(module.modules())

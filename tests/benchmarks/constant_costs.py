@@ -17,7 +17,7 @@ from paired import interleave, ratio, timed
 
 import megabucket as mb
 from megabucket.ddp.agreement import digest_of, model_entries
-from megabucket.ddp.grad_hook import grad_hook
+from megabucket.ddp.grad_hook import grad_hooks
 from megabucket.layout import ParamSpec, build_layout
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
     params = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(16)) for _ in range(num_params)])
     ddp = mb.DistributedDataParallel(params, mb.DistributedDataParallelConfig())
     (group,) = ddp.bucket_groups
-    hooks = [grad_hook(ddp.sync, group.index, position) for position in range(num_params)]
+    hooks = grad_hooks(ddp.sync, group)
     grads = [torch.ones(16) for _ in range(num_params)]
     rounds = max(1, 5_000 // num_params)
 

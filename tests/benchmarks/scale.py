@@ -26,7 +26,7 @@ import torch
 import megabucket as mb
 from megabucket.config import load_config
 from megabucket.ddp.fence import Fence
-from megabucket.ddp.grad_hook import grad_hook
+from megabucket.ddp.grad_hook import grad_hooks
 from megabucket.ddp.step_report import StepReport
 from megabucket.errors import MegabucketError
 from megabucket.layout import ParamSpec, build_layout
@@ -103,8 +103,8 @@ class Rank:
         self.optimizer = mb.DistributedOptimizer(inner, self.ddp)
         self.optimizer_s = time.process_time() - start_s
         self.setup = list(self.recorder.collectives)
-        slots = [(group, position, slot) for group in self.ddp.bucket_groups for position, slot in enumerate(group.slots)]
-        self.hooks = [(grad_hook(self.ddp.sync, group.index, position), slot.param) for group, position, slot in slots]
+        groups = self.ddp.bucket_groups
+        self.hooks = [pair for group in groups for pair in zip(grad_hooks(self.ddp.sync, group), group.params, strict=True)]
         self.grads = [torch.ones(NUMEL) for _ in self.hooks]
 
     def step_s(self) -> list[float]:

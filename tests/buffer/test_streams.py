@@ -1,5 +1,7 @@
 """Gradients of one bucket that were stored on several streams: the launching stream waits for the others, and for no more."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -25,8 +27,14 @@ class Device:
         self.num_streams_made += 1
         return self.streams[self.current]
 
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
     def grad_streams(self):
-        return GradStreams(lambda: self.current, self.stream)
+        return GradStreams(lambda: self.current, self.stream, self.on)
 
 
 def noted(*handles, launches_on):
