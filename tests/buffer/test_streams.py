@@ -86,3 +86,25 @@ def test_with_one_stream_no_stream_object_is_made_for_each_gradient():
 
 def test_a_cpu_has_none():
     assert GradStreams.of(torch.device("cpu")) is None
+
+
+def test_the_stream_of_the_last_gradient_can_be_gone_back_to():
+    device = Device()
+    streams = device.grad_streams()
+    device.current = 2
+    streams.note()
+    assert streams.is_here()
+
+    device.current = 1
+    assert not streams.is_here()
+    with streams.last():
+        assert device.current == 2
+    assert device.current == 1
+
+
+def test_without_a_gradient_there_is_no_stream_to_go_back_to():
+    device, streams = noted(launches_on=1)
+
+    assert not streams.is_here()
+    with streams.last():
+        assert device.current == 1

@@ -1,0 +1,259 @@
+"""Small gradients wait in ``param.grad`` and come into the buffer many in one call; nobody outside of backward can tell."""
+
+import pytest
+import torch
+from loop_ranks import Ranks, Weights, main_grads
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from megabucket.buffer import GradPhase
+from megabucket.buffer.intake import MOST_WAITING, SMALL_BYTES
+
+MANY = 3 * MOST_WAITING + 1
+
+
+class Counting(TorchDispatchMode):
+    """Counts calls of torch by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name):
+        return self.calls.count(name)
+
+
+class Many(torch.nn.Module):
+    """Many small vectors and, if asked for, large ones between them."""
+
+    def __init__(self, num_small=MANY, num_large=0, dtype=torch.float32):
+        super().__init__()
+        self.small = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(16, dtype=dtype)) for _ in range(num_small)])
+        self.large = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(SMALL_BYTES // 4 + 1)) for _ in range(num_large)])
+
+    def forward(self, factor=1.0):
+        large = [(param * factor).sum() for param in self.large]
+        return torch.stack([(param * factor).sum() for param in self.small] + large).sum()
+
+
+def stored(calls):
+    """How often gradients came into the buffer: one at a time, and many in one call."""
+    return calls.count("copy_"), calls.count("_foreach_copy_")
+
+
+def learned(ddp, **factors):
+    """Run the first step, which learns how many gradients to expect: in the next one gradients wait."""
+    ddp(**factors).backward()
+    ddp.finish_grad_sync()
+    ddp.zero_grad()
+
+
+def counted_backward(ddp, *, factor=1.0):
+    loss = ddp(factor)
+    with Counting() as calls:
+        loss.backward()
+    return stored(calls)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_group_of_small_parameters_is_stored_in_few_calls(sharded):
+    ranks = Ranks(1, Many(), use_distributed_optimizer=sharded)
+    (ddp,) = ranks.ddps
+
+    learned(ddp)
+    calls = counted_backward(ddp, factor=3.0)
+    ddp.finish_grad_sync()
+
+    assert calls == (0, 4)
+    assert all(torch.equal(param.main_grad, torch.full((16,), 3.0)) for param in ddp.module.small)
+
+
+def test_large_gradients_are_stored_at_once():
+    (ddp,) = Ranks(1, Many(num_small=5, num_large=3)).ddps
+    learned(ddp)
+
+    assert counted_backward(ddp) == (3, 1)
+
+
+def test_gradients_that_only_accumulate_wait_too_and_are_shown_after_backward():
+    (ddp,) = Ranks(1, Many(num_small=10)).ddps
+    learned(ddp)
+
+    with ddp.no_sync():
+        assert counted_backward(ddp, factor=2.0) == (0, 1)
+        assert all(param.grad is param.main_grad for param in ddp.module.small)
+        assert counted_backward(ddp, factor=3.0) == (0, 0)  # autograd adds in place
+        assert all(param.main_grad[0] == 5 for param in ddp.module.small)
+
+
+def test_a_group_is_sent_with_its_last_gradient():
+    """Groups are launched as d, c, b, a. Here gradients come as c, d, b, a."""
+    (ddp,) = Ranks(1, Weights("abcd"), bucket_size=1).ddps
+    learned(ddp, a=1.0, b=1.0, c=1.0, d=1.0)
+    num_sent_at = {}
+
+    def note(name):
+        def hook(_):
+            num_sent_at[name] = sum(group.grad_phase is GradPhase.IN_FLIGHT for group in ddp.bucket_groups)
+
+        return hook
+
+    terms = {}
+    for name in "abdc":
+        terms[name] = getattr(ddp.module, name) * 2.0
+        terms[name].register_hook(note(name))  # runs just before the gradient of the parameter comes
+    sum(term.sum() for term in terms.values()).backward()
+
+    assert num_sent_at == {"c": 0, "d": 0, "b": 2, "a": 3}
+    assert main_grads(ddp.module) == dict.fromkeys("abcd", 2.0)
+
+
+def test_who_has_a_hook_of_its_own_finds_the_gradient_in_main_grad():
+    (ddp,) = Ranks(1, Weights("abc")).ddps
+    learned(ddp, a=1.0, b=1.0, c=1.0)
+    seen = []
+    handle = ddp.module.b.register_post_accumulate_grad_hook(lambda param: seen.append(param.main_grad[0].item()))
+
+    ddp(a=2.0, b=3.0, c=4.0).backward()
+    handle.remove()
+    ddp.zero_grad()
+    ddp(a=5.0, b=6.0, c=7.0).backward()
+
+    assert seen == [3.0]
+    assert main_grads(ddp.module) == {"a": 5.0, "b": 6.0, "c": 7.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_layer_that_is_rerun_twice_brings_the_sum(dtype, sharded):
+    """Reentrant checkpointing of a shared layer: two gradients in one backward, whose sum bfloat16 cannot hold."""
+
+    class Shared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used_twice = torch.nn.Parameter(torch.ones(16, dtype=dtype))
+            self.others = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(16, dtype=dtype)) for _ in range(5)])
+
+        def forward(self, x):
+            y = checkpoint(lambda x: self.used_twice * x, x, use_reentrant=True)
+            for other in self.others:
+                y = y + other * x
+            return (y.float() + checkpoint(lambda x: self.used_twice * x, x / 256, use_reentrant=True).float()).sum()
+
+    (ddp,) = Ranks(1, Shared(), use_distributed_optimizer=sharded).ddps
+    x = torch.ones(16, dtype=dtype, requires_grad=True)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(x).backward()
+        ddp.finish_grad_sync()
+
+        assert torch.equal(ddp.module.used_twice.main_grad, torch.full((16,), 1 + 1 / 256))
+
+
+def test_a_gradient_more_than_expected_is_added_to_those_that_came_before():
+    """It comes while its group waits for another one, after the place was filled and ``param.grad`` cleared for the launch."""
+    (ddp,) = Ranks(1, Many(num_small=2 * MOST_WAITING)).ddps
+    learned(ddp)
+    small = ddp.module.small
+    x = torch.ones(16, requires_grad=True)
+
+    # Backward runs the last term first. What is rerun brings a gradient of its own, far behind the first one.
+    y = 0.0
+    for index, param in enumerate(small):
+        y = y + (param * 2.0).sum()
+        if index == 20:
+            y = y + checkpoint(lambda x: small[-1] * x, x, use_reentrant=True).sum()
+    y.backward()
+
+    assert [param.main_grad[0].item() for param in small] == [2.0] * (len(small) - 1) + [3.0]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_waits_when_a_backward_fails_is_forgotten_on_all_ranks(sharded):
+    ranks = Ranks(2, Many(num_small=10), use_distributed_optimizer=sharded)
+
+    def run(rank, ddp):
+        learned(ddp)
+        x = torch.ones((), requires_grad=True)
+        y = x * 1.0
+
+        def boom(_):
+            raise KeyError("boom")
+
+        if rank == 1:
+            y.register_hook(boom)
+        told = []
+        try:
+            (ddp(1.0) + (sum(param.sum() for param in ddp.module.small) * y if rank else 0)).backward()
+            ddp.finish_grad_sync()
+        except Exception as error:
+            told.append(type(error).__name__)
+        ddp.zero_grad()
+        ddp(5.0).backward()
+        ddp.finish_grad_sync()
+        return told, len(ddp.bucket_groups[0].intake.waiting), ddp.bucket_groups[0].intake.waiting.room
+
+    results = ranks.run(run)
+
+    assert results == [(["PeerFailedError"], 0, 0), (["KeyError"], 0, 0)]
+    for ddp in ranks.ddps:
+        shard = [param.main_grad[0].item() for param in ddp.module.small]
+        assert 5.0 in shard if sharded else shard == [5.0] * 10
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_fault_that_is_found_only_when_waiting_gradients_are_stored_is_told_to_the_others(sharded):
+    """A kernel that was not announced has written into a place of the last step: only the end of backward comes to look."""
+    ranks = Ranks(2, Weights("abcd"), use_distributed_optimizer=sharded, unused_parameters="zero")
+
+    def run(rank, ddp):
+        learned(ddp, a=1.0, b=1.0, c=1.0, d=1.0)
+        try:
+            loss = ddp(b=1.0, c=1.0, d=1.0)  # without a, so nothing but the end of backward completes the group
+            if rank == 1:
+                loss.register_hook(lambda _: setattr(ddp.module.c, "grad_added_to_main_grad", True))
+            loss.backward()
+            ddp.finish_grad_sync()
+        except Exception as error:
+            return type(error).__name__, "'c'" in str(error)
+
+    assert ranks.run(run) == [("PeerFailedError", True), ("PhaseError", True)]
+
+
+def test_no_sync_that_is_entered_in_a_backward_counts_from_there():
+    (ddp,) = Ranks(1, Weights("abc"), finish="explicit").ddps
+    learned(ddp, a=1.0, b=1.0, c=1.0)
+    ways = []
+
+    def enter(_):
+        ways.append(ddp.no_sync())
+        ways[0].__enter__()
+
+    first, middle, last = ddp.module.a * 2.0, ddp.module.b * 3.0, ddp.module.c * 4.0
+    middle.register_hook(enter)  # runs after the gradient of c has come, before those of b and a
+    (first.sum() + middle.sum() + last.sum()).backward()
+    ways[0].__exit__(None, None, None)
+
+    assert ddp.bucket_groups[0].readiness.num_incomplete == 2
+    ddp.finish_grad_sync()
+    assert main_grads(ddp.module) == {"a": 2.0, "b": 3.0, "c": 4.0}
+
+
+def test_the_place_of_a_gradient_that_waits_or_is_stored_is_not_offered_to_a_kernel():
+    (ddp,) = Ranks(1, Many(num_small=2 * MOST_WAITING)).ddps
+    learned(ddp)
+    slots = {id(slot.param): slot for slot in ddp.bucket_groups[0].slots}
+    small, offers = ddp.module.small, []
+    middle = small[0] * 1.0
+    # The gradients of the others have come: the first ones are stored, the last ones wait.
+    middle.register_hook(
+        lambda _: offers.extend(slots[id(param)].prepare_kernel() for param in (small[-1], small[1], small[0]))
+    )
+
+    sum([middle.sum()] + [(param * 1.0).sum() for param in small[1:]]).backward()
+
+    assert offers == [None, None, 0.0]
