@@ -208,7 +208,8 @@ def test_each_gradient_passes_over_memory_once_and_the_mean_once_per_step(pool, 
 
     where = [(0, 100), (128, 200), (384, 300)]  # c, b, a
     for rank, writes in enumerate(by_rank):
-        passes = {("copy_", start, numel): 1 for start, numel in where}  # the first microbatch: no zeroing before it
+        # The first microbatch: no zeroing before it.
+        passes = {("_foreach_copy_", start, numel): 1 for start, numel in where}
         if microbatches > 1:
             passes |= {("add_", start, numel): microbatches - 1 for start, numel in where}  # the others, by autograd itself
         if reduce_scatters:
