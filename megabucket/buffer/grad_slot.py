@@ -1,13 +1,15 @@
 """One parameter's place in the gradient buffer, and the rule that brings each gradient there in one pass over memory.
 
-The rule needs no flag, because ``param.grad`` is the state:
+The rule needs no flag between backwards, because ``param.grad`` is the state:
 
-* ``None`` before backward: nothing accumulated in this step. Autograd hands its gradient over without copying, and the hook
+* ``None`` before backward: nothing accumulated in this step. Autograd hands its gradient over without copying, and ``store``
   copies it into the buffer (casting to the buffer's dtype). One pass, and no zeroing before it. Into a view that was zeroed on
   purpose it is added instead, because others may have added there by hand.
-* the buffer view: autograd adds the next gradient in place, into the buffer. One pass, nothing left for the hook.
+* the buffer view: autograd adds the next gradient in place, into the buffer. One pass, nothing left to store.
 * anything else: the caller put it there (or ``create_graph=True`` made a new sum); it already contains what was accumulated,
   so it is copied.
+
+Within a backward a gradient may be released: the view holds it, and ``param.grad`` is ``None`` already, for the launch.
 
 While a collective owns the buffer ``param.grad`` is ``None``, so a late gradient lands in memory of its own and is found. After
 a backward that leaves gradients nobody may use yet it is a ``WithheldGrad``, which stands for what the buffer has.
