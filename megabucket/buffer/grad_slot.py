@@ -40,6 +40,7 @@ class GradSlot:
         "_added_by_kernel",
         "_dummy_address",
         "_kernel_asks",
+        "_numel",
         "_uses_fused_kernel",
         "accumulates",
         "has_received",
@@ -56,6 +57,7 @@ class GradSlot:
         self.name = name
         self.param = param
         self.view = view  # ND, gradient dtype, memory order of the parameter
+        self._numel = view.numel()
         self.is_clean = True
         """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
         self.accumulates: Callable[[], bool] | None = None
@@ -264,7 +266,7 @@ def store_all(slots: Sequence[GradSlot], interrupted: list[str], *, releases: bo
             or slot.is_released
             or slot._added_by_kernel
             or grad.is_sparse
-            or not grad.is_same_size(view)  # the parameter's shape has changed; a copy would broadcast
+            or grad.numel() != slot._numel  # the parameter's shape has changed; a copy could broadcast
             or param.grad_added_to_main_grad  # type: ignore[attr-defined]
         ):
             if slot.store():
