@@ -24,7 +24,7 @@ Kernels that ask before they write (``megabucket.fused``) need no zeros: ``prepa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -37,17 +37,18 @@ class GradSlot:
 
     __slots__ = (
         "__weakref__",
-        "_added_by_kernel",
         "_dummy_address",
         "_kernel_asks",
-        "_numel",
         "_uses_fused_kernel",
         "accumulates",
+        "added_by_kernel",
         "has_received",
         "is_clean",
         "is_released",
         "name",
+        "numel",
         "param",
+        "settle",
         "view",
         "was_cleared",
         "withheld",
@@ -57,13 +58,14 @@ class GradSlot:
         self.name = name
         self.param = param
         self.view = view  # ND, gradient dtype, memory order of the parameter
-        self._numel = view.numel()
+        self.numel = view.numel()
         self.is_clean = True
         """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
         self.accumulates: Callable[[], bool] | None = None
         """Whether the view may be written to; ``None``: always. It must not lead back to the parameter."""
         self._uses_fused_kernel = False
-        self._added_by_kernel = False
+        self.added_by_kernel = False
+        """Whether a fused kernel has added to the view in this step."""
         self._kernel_asks = False
         self._dummy_address = 0
         self.has_received = False
@@ -72,13 +74,15 @@ class GradSlot:
         """Whether the view holds the gradient of this step and ``param.grad`` shows it no more. Only within a backward."""
         self.was_cleared = False
         """Whether ``hand_over`` found nothing any more of what this step had brought."""
+        self.settle: Callable[[torch.Tensor], None] | None = None
+        """Brings here what has come for the parameter and waits elsewhere."""
         self.withheld: WithheldGrad | None = None
         """Stands in for ``param.grad`` from backward to its reduction, where the caller must not use it."""
 
     @property
     def has_grad(self) -> bool:
         """Whether there is a gradient: of this step, or of the last one, if nobody has cleared it."""
-        return self._added_by_kernel or self.is_released or self.param.grad is not None
+        return self.added_by_kernel or self.is_released or self.param.grad is not None
 
     def store(self) -> bool:
         """Bring the gradient that autograd has just accumulated into the buffer.
@@ -95,7 +99,7 @@ class GradSlot:
             self._store_fused()
             return False
         if self.is_released:
-            self._add_to_released()
+            self._store_again()
             return False
         # With create_graph=True autograd makes a new sum instead of adding in place.
         return self._store_grad() and not (is_first or torch.is_grad_enabled())
@@ -110,7 +114,7 @@ class GradSlot:
             return False
         if grad.requires_grad:
             grad = grad.detach()  # create_graph=True: the graph must not grow into the buffer
-        if self._added_by_kernel:
+        if self.added_by_kernel:
             self.view.add_(grad)  # this layer's kernel ran for another microbatch or another use; this one came by autograd
             self.param.grad = None
             return False
@@ -124,11 +128,24 @@ class GradSlot:
         self.param.grad = self.view
         return True
 
-    def _add_to_released(self) -> None:
+    def _store_again(self) -> None:
+        """Add a second gradient of one backward, which autograd could not add itself."""
         grad = self.param.grad
         if grad is not None:
             self.view.add_(grad.detach())
             self.param.grad = None
+
+    def put_back(self, grad: torch.Tensor | None) -> None:
+        """Give back to ``param.grad`` what was taken out of it before a kernel can have written, for ``store``."""
+        self.param.grad = self.view if self.param.grad_added_to_main_grad else grad  # type: ignore[attr-defined]
+
+    def release(self) -> bool:
+        """Show a gradient that is in the view no more; return whether it was shown."""
+        if self.param.grad is not self.view:
+            return False
+        self.param.grad = None
+        self.is_released = True
+        return True
 
     def reclaim(self) -> None:
         """Show a released gradient again."""
@@ -141,14 +158,16 @@ class GradSlot:
         ``None`` where it must not write: a collective owns the view, or autograd has accumulated in this step, or what has is
         still to be looked at. Then the gradient goes the way of any other.
         """
+        if self.settle is not None:
+            self.settle(self.param)
         if self.is_released or self.param.grad is not None or not (self.accumulates is None or self.accumulates()):
             return None
-        return 1.0 if self.is_clean or self._added_by_kernel else 0.0
+        return 1.0 if self.is_clean or self.added_by_kernel else 0.0
 
     def note_kernel(self, dummy: torch.Tensor) -> None:
         """Note that a kernel which has asked has added a gradient, and what it hands to autograd in its place."""
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        self._added_by_kernel = self._kernel_asks = True
+        self.added_by_kernel = self._kernel_asks = True
         self.is_clean = False  # so if this step is dropped, the next one overwrites
         self._dummy_address = dummy.data_ptr()
 
@@ -176,13 +195,13 @@ class GradSlot:
                 self._check_dummy()
         else:
             self._uses_fused_kernel = True  # from the next forget() on there are zeros to add to
-        if param.grad is self.view or not (self.is_clean or self._added_by_kernel):
+        if param.grad is self.view or not (self.is_clean or self.added_by_kernel):
             raise PhaseError(
                 f"a fused kernel added the gradient of {self.name!r} to main_grad, which was not prepared for it: "
                 "the first gradient of a parameter that sometimes comes from a fused kernel needs zeros to add to. "
                 "Call zero_grad_buffer() before each step of such a model, and use the fused kernel in every microbatch."
             )
-        self._added_by_kernel = True
+        self.added_by_kernel = True
         if param.grad is not None and getattr(param, "zero_out_wgrad", False):
             self.view.add_(param.grad.detach())
         param.grad = None
@@ -194,7 +213,7 @@ class GradSlot:
         afterwards, unless somebody wrote into a clean view on purpose.
         """
         grad = self.param.grad
-        if grad is self.view and not self._added_by_kernel:  # nearly always, so without what is for the other cases
+        if grad is self.view and not self.added_by_kernel:  # nearly always, so without what is for the other cases
             self.param.grad = None
             has_received, self.has_received = self.has_received, False
             self.was_cleared = self.is_clean = False
@@ -204,13 +223,13 @@ class GradSlot:
         if is_set_by_caller:
             self._store_grad()
         has_grad = self.has_grad
-        has_brought = (self.has_received and has_grad) or self._added_by_kernel or is_set_by_caller
+        has_brought = (self.has_received and has_grad) or self.added_by_kernel or is_set_by_caller
         self.was_cleared = self.has_received and not has_grad
         if not has_grad and not self.is_clean:
             self.view.zero_()
         if not is_withheld:
             self.param.grad = None
-        self._added_by_kernel = self.has_received = False
+        self.added_by_kernel = self.has_received = False
         self.is_clean = False
         return has_brought
 
@@ -236,55 +255,7 @@ class GradSlot:
         """Start a step: the next gradient overwrites. Costs no pass over memory, except for fused kernels."""
         self.param.grad = None
         self.param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        self._added_by_kernel = self.has_received = self._kernel_asks = False
+        self.added_by_kernel = self.has_received = self._kernel_asks = False
         if self._uses_fused_kernel:
             self.view.zero_()
             self.is_clean = True
-
-
-def store_all(slots: Sequence[GradSlot], interrupted: list[str], *, releases: bool) -> list[GradSlot]:
-    """Do what ``store`` does for several slots, in one call of torch where it is plain copying.
-
-    Args:
-        interrupted: the names of those of which ``store`` says so are added here.
-        releases: whether to release those that are plain, so that nothing is left to do when they are handed over.
-
-    Returns:
-        Those that were released.
-
-    Raises:
-        PhaseError: as ``store``.
-    """
-    views: list[torch.Tensor] = []
-    grads: list[torch.Tensor] = []
-    released = []
-    for slot in slots:
-        param, view, grad = slot.param, slot.view, slot.param.grad
-        if (
-            type(grad) is not torch.Tensor
-            or slot.is_clean
-            or slot.is_released
-            or slot._added_by_kernel
-            or grad.is_sparse
-            or grad.numel() != slot._numel  # the parameter's shape has changed; a copy could broadcast
-            or param.grad_added_to_main_grad  # type: ignore[attr-defined]
-        ):
-            if slot.store():
-                interrupted.append(slot.name)
-            continue
-        if grad is not view:
-            if slot.has_received:
-                interrupted.append(slot.name)
-            views.append(view)
-            grads.append(grad)
-        slot.has_received = True
-        if releases:
-            param.grad = None
-            slot.is_released = True
-            released.append(slot)
-        else:
-            param.grad = view
-    if views:
-        with torch.no_grad():
-            torch._foreach_copy_(views, grads)
-    return released

@@ -1,9 +1,9 @@
 """How the gradients of a bucket group come into its buffer: large ones at once, small ones many in one call.
 
-A small gradient costs more in Python and in calls of torch than in memory traffic. So it may wait where autograd has left it,
-in ``param.grad``, while its hook does nothing but append to a list; the gradient that finds no more room there comes the long
-way, by ``receive``, and sees to the others. Nothing waits longer than its backward lasts, or its group accumulates. So only
-what runs inside a backward can tell the difference, and where others have hooks on parameters of the group, nothing waits.
+A small gradient costs more in Python and in calls of torch than in memory traffic. So its hook takes it out of ``param.grad``,
+appends it to a list and returns; the gradient that finds no more room there comes the long way, by ``receive``, and brings all
+of them into the buffer. Nothing waits longer than its backward lasts, or its group accumulates. So only what runs inside a
+backward can tell the difference, and where others have hooks on parameters of the group, nothing waits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Final
 
 import torch
 
-from megabucket.buffer.grad_slot import GradSlot, store_all
+from megabucket.buffer.grad_slot import GradSlot
 from megabucket.buffer.readiness import Readiness
+from megabucket.buffer.store_all import store_all
 from megabucket.buffer.streams import GradStreams
 
 SMALL_BYTES: Final = 128 << 10
@@ -25,18 +26,33 @@ MOST_WAITING: Final = 64
 """So many wait at most: all that is touched for them is still in the cache when they are stored."""
 
 WAITING_BYTES: Final = 512 << 10
-"""About so many bytes wait at most."""
+"""So many bytes wait at most, if all of them are as large as the average."""
 
 
 class Waiting(list[torch.Tensor]):
-    """The parameters whose gradients wait. Hooks hold this, where no garbage collector looks, so only a backward fills it."""
+    """Parameters whose gradients wait. Hooks hold this, where no garbage collector looks, so nothing may stay in it."""
 
-    __slots__ = ("room",)
+    __slots__ = ("grads", "room")
 
     def __init__(self) -> None:
         super().__init__()
+        self.grads: list[torch.Tensor | None] = []
+        """Their gradients."""
         self.room = 0
         """How many may wait without anybody looking; 0 while nothing is known about the backward."""
+
+    def add(self, param: torch.Tensor) -> None:
+        """Take the gradient out of ``param.grad``, so that a second one in this backward is not added to it there."""
+        self.append(param)
+        self.grads.append(param.grad)
+        param.grad = None
+
+    def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Return the parameters and their gradients, in the order in which they came, and forget them."""
+        taken = self.copy(), self.grads
+        self.clear()
+        self.grads = []
+        return taken
 
 
 class GradIntake:
@@ -62,16 +78,16 @@ class GradIntake:
         """Where each parameter stands in the group. By identity, so that hooks may hold it as they hold ``waiting``."""
         small_bytes = [slot.param.nbytes for slot, is_small in zip(slots, self.is_small, strict=True) if is_small]
         self._most_waiting = min(MOST_WAITING, WAITING_BYTES * len(small_bytes) // max(sum(small_bytes), 1))
-        # Of two gradients in one backward the second is added to the first where that is: in its dtype.
-        self._keeps_dtypes = all(slot.view.dtype == slot.param.dtype for slot in slots)
         self._hooks: Sequence[Sized] = ()
         self._is_open = self._counts = False
         self._limit = 0
         self._released: list[GradSlot] = []
         self.waiting = Waiting()
+        for slot in slots:
+            slot.settle = self._settle
 
     def receive(self, position: int, *, counts: bool) -> bool:
-        """Take the gradient of one parameter, and look at those that wait if they could be the last ones.
+        """Take the gradient of one parameter, and store those that wait if they could be the last ones.
 
         Returns whether the group is complete now.
 
@@ -86,29 +102,36 @@ class GradIntake:
             self._limit = self._most_waiting if self._may_wait() else 0
         is_complete = False
         if self.streams is not None and not self.streams.is_here():
-            is_complete = self._take()  # on the stream that has computed them
+            is_complete = self._store_waiting()  # on the stream that has computed them
             self.streams.note()
-        if self._limit and self.is_small[position]:
-            self.waiting.append(self._slots[position].param)
+        slot = self._slots[position]
+        if self._limit and self.is_small[position] and not slot.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            self.waiting.add(slot.param)
         else:
-            is_complete = self._store(position) or is_complete
+            self._settle(slot.param)
+            if slot.store():
+                self._interrupted.append(slot.name)
+            is_complete = (counts and self._readiness.mark(position)) or is_complete
         if len(self.waiting) >= self._num_awaited():
-            is_complete = self._take() or is_complete
+            is_complete = self._store_waiting() or is_complete
         self.waiting.room = self._num_awaited() - 1
         return is_complete
 
     def close(self) -> None:
         """Store what waits, and show all gradients. What comes next may belong to another backward."""
-        self._take()
+        self._store_waiting()
+        if self.streams is not None:
+            self.streams.follow()  # whoever uses the gradients now does so on the current stream
         for slot in self._released:
             slot.reclaim()
         self._end()
 
     def drop(self) -> None:
         """Forget what waits: nobody uses the gradients of this step."""
-        self.waiting.clear()
-        for slot in self._released:
-            slot.is_released = False
+        self.waiting.take()
+        if self._is_open:
+            for slot in self._slots:  # an error in the middle may have kept some out of the list
+                slot.is_released = False
         self._end()
 
     def hand_over(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -116,7 +139,7 @@ class GradIntake:
 
         Returns the names of the parameters without a gradient, and of those among them whose view had to be zeroed.
         """
-        self._take()
+        self._store_waiting()
         if self.streams is not None:
             self.streams.join()
         has_rest = len(self._released) < len(self._slots)
@@ -140,9 +163,8 @@ class GradIntake:
         self._is_open, self.waiting.room = False, 0
 
     def _may_wait(self) -> bool:
-        readiness = self._readiness
-        is_exact = readiness.expects_one_each or (readiness.is_learned and self._keeps_dtypes)
-        if torch.is_grad_enabled() or not is_exact:
+        # The first step counts; and with create_graph=True a sum is a new tensor, which the next gradient must find.
+        if torch.is_grad_enabled() or not self._readiness.is_learned:
             return False
         if not self._hooks:  # the dicts, which stay the same
             hooks = [slot.param._post_accumulate_grad_hooks for slot in self._slots]
@@ -155,19 +177,18 @@ class GradIntake:
         """Return with how many waiting gradients somebody must look at them."""
         return min(self._limit, self._readiness.num_incomplete) if self._counts else self._limit
 
-    def _store(self, position: int) -> bool:
-        slot = self._slots[position]
-        if slot.store():
-            self._interrupted.append(slot.name)
-        return self._counts and self._readiness.mark(position)
+    def _settle(self, param: torch.Tensor) -> None:
+        """Store what waits if it is a gradient of ``param``: somebody is about to write into its place."""
+        if any(waiting is param for waiting in self.waiting):
+            self._store_waiting()
 
-    def _take(self) -> bool:
+    def _store_waiting(self) -> bool:
         """Store and count what waits; return whether the group is complete now."""
         if not self.waiting:
             return False
-        positions = [self.position_of[id(param)] for param in self.waiting]
-        self.waiting.clear()
+        params, grads = self.waiting.take()
+        positions = [self.position_of[id(param)] for param in params]
         slots = [self._slots[position] for position in positions]
         with nullcontext() if self.streams is None else self.streams.last():
-            self._released += store_all(slots, self._interrupted, releases=self._counts)
+            store_all(slots, grads, released=self._released, interrupted=self._interrupted)
         return self._counts and self._readiness.mark_all(positions)

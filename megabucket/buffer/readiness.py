@@ -16,12 +16,11 @@ from collections.abc import Sequence
 class Readiness:
     """Counts gradients of the parameters ``0 .. num_params - 1`` within one step. Every call is O(1) but the resets."""
 
-    __slots__ = ("_counts", "_expected", "_expects_one_each", "_num_complete")
+    __slots__ = ("_counts", "_expected", "_num_complete")
 
     def __init__(self, num_params: int) -> None:
         self._counts = [0] * num_params
         self._expected: list[int] | None = None
-        self._expects_one_each = False
         self._num_complete = 0
 
     def mark(self, param: int) -> bool:
@@ -50,15 +49,9 @@ class Readiness:
         """Whether it is known how many gradients to expect."""
         return self._expected is not None
 
-    @property
-    def expects_one_each(self) -> bool:
-        """Whether it is known that each parameter receives one gradient, if any."""
-        return self._expects_one_each
-
     def unlearn(self) -> None:
         """Go back to before the first step, because this one brought more gradients than that one had."""
         self._expected = None
-        self._expects_one_each = False
         self.abandon_step()
 
     def abandon_step(self) -> None:
@@ -71,5 +64,4 @@ class Readiness:
         if self._expected is None and any(self._counts):
             # A parameter without a gradient still holds its group back: sending early could only lose a later gradient.
             self._expected = [max(count, 1) for count in self._counts]
-            self._expects_one_each = max(self._counts) == 1
         self.abandon_step()

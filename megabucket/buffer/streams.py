@@ -68,6 +68,11 @@ class GradStreams:
         """Return a context in which the stream of the last ``note`` is the current one."""
         return nullcontext() if self._last_handle is None or self.is_here() else self._on(self._streams[self._last_handle])
 
+    def follow(self) -> None:
+        """Let the current stream wait for that of the last ``note``."""
+        if self._last_handle is not None and not self.is_here():
+            self._current().wait_stream(self._streams[self._last_handle])
+
     def join(self) -> None:
         """Let the current stream wait for all others that stored something, and forget them."""
         here = self._current_handle()

@@ -1,4 +1,4 @@
-"""The hooks of parameters: they hand each gradient to the gradient sync, or leave it where it may wait."""
+"""The hooks of parameters: they hand each gradient to the gradient sync, or let it wait."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
             )
         sync.receive(index, position_of[id(param)])
 
-    def leave(param: torch.Tensor) -> None:
+    def let_wait(param: torch.Tensor) -> None:
         # All that most small gradients cost in Python, so not a call more.
-        if len(waiting) < waiting.room:
-            waiting.append(param)
+        if len(waiting) < waiting.room and not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            waiting.add(param)
         else:
             receive(param)
 
-    def leave_on_stream(param: torch.Tensor) -> None:
+    def let_wait_on_stream(param: torch.Tensor) -> None:
         if streams is not None and streams.is_here():
-            leave(param)
+            let_wait(param)
         else:
             receive(param)
 
-    leave_small = leave if streams is None else leave_on_stream
-    return [leave_small if is_small else receive for is_small in intake.is_small]
+    hook_of_small = let_wait if streams is None else let_wait_on_stream
+    return [hook_of_small if is_small else receive for is_small in intake.is_small]

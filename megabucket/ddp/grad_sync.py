@@ -64,16 +64,11 @@ class GradSync(StepSync):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate in backwards that run inside. May be nested; an exception inside leaves nothing behind."""
-        self._change_no_sync(+1)
+        self._no_sync_depth += 1
         try:
             yield
         finally:
-            self._change_no_sync(-1)
-
-    def _change_no_sync(self, change: int) -> None:
-        for group in self._groups:
-            group.intake.close()  # in the middle of a backward, too, what has come belongs to before
-        self._no_sync_depth += change
+            self._no_sync_depth -= 1
 
     def begin_forward(self) -> None:
         """Note that a training forward begins.
@@ -156,8 +151,13 @@ class GradSync(StepSync):
             for group in self._groups:
                 group.intake.close()
         except BaseException as error:
+            self._drop_intakes()
             self.fail("backward", error)  # autograd would not say so: for it this backward is over
             raise
+
+    def _drop_intakes(self) -> None:
+        for group in self._groups:
+            group.intake.drop()
 
     def _withhold_grads(self) -> None:
         for group in self._groups:
@@ -165,8 +165,7 @@ class GradSync(StepSync):
 
     def abandon_backward(self) -> None:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
-        for group in self._groups:
-            group.intake.drop()
+        self._drop_intakes()
         refusal, self._refusal = self._refusal, None
         self._reached.clear()
         if refusal is None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fake_device import Device
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,39 +12,10 @@ from megabucket.buffer.intake import GradIntake
 from megabucket.buffer.readiness import Readiness
 
 
-class Streams:
-    """Streams of a device that is not there: those of the real ones' methods that an intake calls, with a log."""
-
-    def __init__(self):
-        self.current, self.last_noted, self.log = 0, None, []
-
-    def note(self):
-        self.last_noted = self.current
-
-    def is_here(self):
-        return self.current == self.last_noted
-
-    def join(self):
-        self.last_noted = None
-
-    def last(self):
-        streams = self
-
-        class On:
-            def __enter__(self):
-                self.before, streams.current = streams.current, streams.last_noted
-                streams.log.append(streams.current)
-
-            def __exit__(self, *_):
-                streams.current = self.before
-
-        return On()
-
-
 class Group:
     """Parameters of three elements, their places, and what hooks do with gradients. Places hold values of an earlier step."""
 
-    def __init__(self, num_params, *, dtype=torch.float32, streams=None, waits=True):
+    def __init__(self, num_params, *, zeroed=(), dtype=torch.float32, streams=None, waits=True):
         self.params = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(num_params)]
         for param in self.params:
             param.grad_added_to_main_grad = False
@@ -51,8 +23,10 @@ class Group:
             if waits:
                 param.register_post_accumulate_grad_hook(lambda _: None)
         self.slots = [GradSlot(str(i), param, torch.full((3,), 99.0)) for i, param in enumerate(self.params)]
-        for slot in self.slots:
-            slot.is_clean = False
+        for position, slot in enumerate(self.slots):
+            slot.is_clean = position in zeroed
+            if slot.is_clean:
+                slot.view.zero_()
         self.readiness, self.interrupted = Readiness(num_params), []
         self.readiness.mark_all(range(num_params))
         self.readiness.finish_step()
@@ -61,12 +35,13 @@ class Group:
     def arrive(self, position, value, *, counts=True):
         """Do what autograd and the hook do; return whether the group is complete."""
         param, waiting = self.params[position], self.intake.waiting
+        grad = torch.full((3,), float(value), dtype=param.dtype)
         if param.grad is None:
-            param.grad = torch.full((3,), float(value), dtype=param.dtype)
+            param.grad = grad
         else:
-            param.grad.add_(value)
+            param.grad.add_(grad)
         if len(waiting) < waiting.room:
-            waiting.append(param)
+            waiting.add(param)
             return False
         with torch.no_grad():
             return self.intake.receive(position, counts=counts)
@@ -85,13 +60,16 @@ def _small_room(monkeypatch):
     monkeypatch.setattr(intake_module, "MOST_WAITING", 4)
 
 
-arrivals = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=30)
+arrivals = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 3, 1 / 256, 1e30, 2 / 3])), max_size=30)
 
 
-@given(st.lists(st.tuples(arrivals, st.booleans()), max_size=4), st.sets(st.integers(0, 5)))
-def test_whatever_comes_in_whatever_order_the_places_hold_what_storing_at_once_gives(backwards, cleared):
+some = st.sets(st.integers(0, 5))
+
+
+@given(st.lists(st.tuples(arrivals, st.booleans()), max_size=4), some, some, st.sampled_from([torch.float32, torch.bfloat16]))
+def test_whatever_comes_in_whatever_order_the_places_hold_what_storing_at_once_gives(backwards, cleared, zeroed, dtype):
     """And the group is complete at the same gradient; and the caller's meddling between backwards is found alike."""
-    waiting, at_once = Group(6), Group(6, waits=False)
+    waiting, at_once = (Group(6, zeroed=zeroed, dtype=dtype, waits=waits) for waits in (True, False))
     for index, (gradients, counts) in enumerate(backwards):
         for position, value in gradients:
             assert waiting.arrive(position, value, counts=counts) == at_once.arrive(position, value, counts=counts)
@@ -139,32 +117,27 @@ def test_what_is_dropped_is_not_stored():
 
 
 def test_gradients_are_stored_on_the_stream_that_has_computed_them():
-    streams = Streams()
-    group = Group(6, streams=streams)
-    group.arrive(0, 1)
-    group.arrive(1, 1)
-    streams.current = 7  # its hook looks first where it is, so it comes the long way
-    with torch.no_grad():
+    device = Device()
+    group = Group(6, streams=device.grad_streams())
+    stores, store_all = [], intake_module.store_all
+
+    def noted(slots, *args, **kwargs):
+        stores.append((device.current, [slot.name for slot in slots]))
+        store_all(slots, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intake_module, "store_all", noted)
+        group.arrive(0, 1)
+        group.arrive(1, 1)
+        device.current = 2
         group.params[2].grad = torch.ones(3)
-        group.intake.receive(2, counts=True)
-    assert streams.log == [0]
-    assert group.stored[:3] == [1.0, 1.0, 99.0]
+        with torch.no_grad():
+            group.intake.receive(2, counts=True)  # its hook looks first where it is, so it comes the long way
+        device.current = 3
+        group.intake.close()
 
-    streams.current = 3
-    group.intake.close()
-
-    assert streams.log == [0, 7]
-    assert group.stored[:3] == [1.0, 1.0, 1.0]
-    assert streams.current == 3
-
-
-def test_a_first_gradient_in_a_narrower_dtype_does_not_wait_where_a_second_may_be_added_to_it():
-    group = Group(2, dtype=torch.bfloat16)
-    group.readiness.unlearn()
-    group.readiness.mark_all([0, 0, 1])
-    group.readiness.finish_step()
-
-    group.arrive(0, 1)
-
-    assert group.stored[0] == 1.0
-    assert group.params[0].grad is group.slots[0].view
+    assert stores == [(0, ["0", "1"]), (2, ["2"])]
+    assert device.current == 3
+    assert device.streams[3].waited_for == [2]  # whoever uses the gradients after backward
+    group.intake.hand_over()
+    assert sorted(device.streams[3].waited_for) == [0, 2, 2]

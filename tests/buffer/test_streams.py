@@ -1,40 +1,10 @@
 """Gradients of one bucket that were stored on several streams: the launching stream waits for the others, and for no more."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
+from fake_device import Device
 
 from megabucket.buffer.streams import GradStreams
-
-
-class FakeStream:
-    def __init__(self, name):
-        self.name, self.waited_for = name, []
-
-    def wait_stream(self, stream):
-        self.waited_for.append(stream.name)
-
-
-class Device:
-    """A device whose current stream is what the test says."""
-
-    def __init__(self):
-        self.streams = {handle: FakeStream(handle) for handle in range(4)}
-        self.current, self.num_streams_made = 0, 0
-
-    def stream(self):
-        self.num_streams_made += 1
-        return self.streams[self.current]
-
-    @contextmanager
-    def on(self, stream):
-        before, self.current = self.current, stream.name
-        yield
-        self.current = before
-
-    def grad_streams(self):
-        return GradStreams(lambda: self.current, self.stream, self.on)
 
 
 def noted(*handles, launches_on):
@@ -108,3 +78,19 @@ def test_without_a_gradient_there_is_no_stream_to_go_back_to():
     assert not streams.is_here()
     with streams.last():
         assert device.current == 1
+
+
+@pytest.mark.parametrize(("here", "waits_for"), [(1, [2]), (2, [])])
+def test_the_current_stream_can_follow_the_last_one(here, waits_for):
+    device = Device()
+    streams = device.grad_streams()
+    for device.current in (0, 2):
+        streams.note()
+    device.current = here
+
+    streams.follow()
+    assert device.streams[here].waited_for == waits_for
+
+    device.current = 3
+    streams.join()
+    assert device.streams[3].waited_for == [0, 2]
