@@ -181,14 +181,15 @@ class _ParamAndGradBucketGroup:
 
     # Gradients #
 
-    def receive_grad(self, position: int, *, counts: bool) -> bool:
+    def receive_grad(self, position: int, *, counts: bool, may_wait: bool = False) -> bool:
         """Store the gradient autograd has just produced for one parameter; return whether the group is complete now.
 
         Args:
             position: of the parameter in ``slots``. The group is accumulating.
             counts: whether this is the backward that is going to be reduced.
+            may_wait: whether small gradients of this backward may wait for each other.
         """
-        is_complete = self.intake.receive(position, counts=counts)
+        is_complete = self.intake.receive(position, counts=counts, may_wait=may_wait)
         if is_complete:
             self.communicator.tell_ready(self.label)
         return is_complete

@@ -86,7 +86,7 @@ class GradIntake:
         for slot in slots:
             slot.settle = self._settle
 
-    def receive(self, position: int, *, counts: bool) -> bool:
+    def receive(self, position: int, *, counts: bool, may_wait: bool) -> bool:
         """Take the gradient of one parameter, and store those that wait if they could be the last ones.
 
         Returns whether the group is complete now.
@@ -94,12 +94,13 @@ class GradIntake:
         Args:
             position: of the parameter in the group, which is accumulating.
             counts: whether this is the backward that is going to be reduced.
+            may_wait: whether gradients of this backward may wait, if nothing here is against it.
         """
         if counts is not self._counts:
             self.close()
         if not self._is_open:
             self._is_open, self._counts = True, counts
-            self._limit = self._most_waiting if self._may_wait() else 0
+            self._limit = self._most_waiting if may_wait and self._is_alone() else 0
         is_complete = False
         if self.streams is not None and not self.streams.is_here():
             is_complete = self._store_waiting()  # on the stream that has computed them
@@ -162,9 +163,9 @@ class GradIntake:
         self._released.clear()
         self._is_open, self.waiting.room = False, 0
 
-    def _may_wait(self) -> bool:
-        # The first step counts; and with create_graph=True a sum is a new tensor, which the next gradient must find.
-        if torch.is_grad_enabled() or not self._readiness.is_learned:
+    def _is_alone(self) -> bool:
+        """Return whether nobody else has hooks on the parameters, and it is known how many gradients to expect."""
+        if not self._readiness.is_learned:
             return False
         if not self._hooks:  # the dicts, which stay the same
             hooks = [slot.param._post_accumulate_grad_hooks for slot in self._slots]

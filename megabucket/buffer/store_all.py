@@ -32,7 +32,7 @@ def store_all(
             and not slot.param.grad_added_to_main_grad  # type: ignore[attr-defined]
         ):
             if grad is not slot.view:
-                if slot.has_received and not grad.requires_grad:
+                if slot.has_received:
                     interrupted.append(slot.name)
                 targets.append(slot.view)
                 sources.append(grad)

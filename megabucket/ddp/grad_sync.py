@@ -6,7 +6,7 @@ Receives every gradient from the hooks, launches bucket groups in order, and fin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ class GradSync(StepSync):
         groups: bucket groups in launch order.
         config: what overlaps, what finishes, and which faults are errors.
         watch: finds out whether the module was changed; ``None`` does not look.
+        backward_hooks: of the module and its parts. While there are any, no gradient waits: they may look at others.
     """
 
     def __init__(
@@ -35,8 +36,12 @@ class GradSync(StepSync):
         groups: Sequence[_ParamAndGradBucketGroup],
         config: DistributedDataParallelConfig,
         watch: ModelWatch | None = None,
+        *,
+        backward_hooks: Sequence[Sized] = (),
     ) -> None:
         super().__init__(groups, config, watch)
+        self._backward_hooks = backward_hooks
+        self._may_wait = False  # gradients of the backward that is running, for each other
         self._no_sync_depth = 0
         self._between = BetweenBackwards(groups, keeps=not config.use_distributed_optimizer)
         self._has_received = False  # in the backward that is running
@@ -102,7 +107,7 @@ class GradSync(StepSync):
             self.awaits_finish = True
         if group.grad_phase is not GradPhase.ACCUMULATING:
             self._note_late(group, position)
-        elif group.receive_grad(position, counts=syncs) and self._config.overlap_grad_reduce:
+        elif group.receive_grad(position, counts=syncs, may_wait=self._may_wait) and self._config.overlap_grad_reduce:
             self._launcher.mark_complete(index)
 
     def begin_backward(self) -> None:
@@ -126,6 +131,8 @@ class GradSync(StepSync):
         self._set_phase("backward")
         self._between.look(is_finished=self._is_finished)  # now, before the first gradient is added to others
         self._backward.open(self)
+        # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
+        self._may_wait = not (torch.is_grad_enabled() or any(self._backward_hooks))
         self.has_failed = self._has_received = False
         self._reached.clear()
 

@@ -77,7 +77,9 @@ class Wiring:
         self.groups = _make_groups(self.layout, self.buffers, config, communicator)
         self._introduce(communicator)
         watch = ModelWatch(module, found.trainable, self.groups) if config.check_model_changes else None
-        self.sync = GradSync(self.groups, config, watch)
+        modules = list(module.modules())
+        backward_hooks = [hooks for part in modules for hooks in (part._backward_hooks, part._backward_pre_hooks)]
+        self.sync = GradSync(self.groups, config, watch, backward_hooks=backward_hooks)
         self.gather = ParamGather(self.groups, module, overlaps=config.overlap_param_gather)
         self._guard = PlainOptimizerGuard(
             found.trainable, self.sync, reduce_scatters=config.use_distributed_optimizer, communicator=communicator

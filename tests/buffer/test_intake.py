@@ -44,7 +44,7 @@ class Group:
             waiting.add(param)
             return False
         with torch.no_grad():
-            return self.intake.receive(position, counts=counts)
+            return self.intake.receive(position, counts=counts, may_wait=True)
 
     @property
     def shown(self):
@@ -132,7 +132,7 @@ def test_gradients_are_stored_on_the_stream_that_has_computed_them():
         device.current = 2
         group.params[2].grad = torch.ones(3)
         with torch.no_grad():
-            group.intake.receive(2, counts=True)  # its hook looks first where it is, so it comes the long way
+            group.intake.receive(2, counts=True, may_wait=True)  # its hook looks first where it is, so it comes the long way
         device.current = 3
         group.intake.close()
 
