@@ -127,6 +127,85 @@ def test_who_has_a_hook_of_its_own_finds_the_gradient_in_main_grad():
     assert main_grads(ddp.module) == {"a": 5.0, "b": 6.0, "c": 7.0}
 
 
+def test_hooks_of_modules_find_all_gradients_that_have_come():
+    (ddp,) = Ranks(1, torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)]), overlap_grad_reduce=False).ddps
+    x = torch.ones(2, 4, requires_grad=True)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+    whole = [param.main_grad.clone() for param in ddp.parameters()]
+    ddp.zero_grad()
+
+    def halve(module, *_):
+        if module.weight.grad is not None:
+            module.weight.grad.mul_(0.5)
+
+    handles = [layer.register_full_backward_hook(lambda *_: halve(ddp.module[2])) for layer in ddp.module[:2]]
+    ddp(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+
+    expected = [*whole[:4], whole[4] / 4, whole[5]]
+    assert all(torch.equal(param.main_grad, grad) for param, grad in zip(ddp.parameters(), expected, strict=True))
+
+
+class Rerun(torch.nn.Module):
+    """Layers that are rerun in backward, as often as there are factors; each time gradients of ``a`` and ``b`` share memory."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abc":
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(2, 2)))
+
+    def forward(self, *factors):
+        y = self.c.view(-1) * 1.0
+        for factor in factors:
+            y = checkpoint(lambda y, factor=factor: y + (self.a.view(-1) + self.b.view(-1)) * factor, y, use_reentrant=True)
+        return y.sum()
+
+
+def test_a_second_gradient_is_not_added_to_what_waits_and_so_not_to_what_shares_its_memory():
+    (ddp,) = Ranks(1, Rerun()).ddps
+    for _ in range(2):
+        ddp(1.0).backward()  # so one gradient each is expected
+        ddp.zero_grad()
+
+    with ddp.no_sync():
+        ddp(2.0, 3.0).backward()
+
+    assert [param.main_grad[0, 0].item() for param in ddp.parameters()] == [5.0, 5.0, 1.0]
+
+
+def test_a_kernel_that_asks_nobody_and_autograd_share_a_weight():
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.weight = weight
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.weight.main_grad.add_(10)
+            ctx.weight.grad_added_to_main_grad = True
+            return grad, torch.zeros_like(ctx.weight)
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tied, self.other = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+
+        def forward(self):
+            x = self.other.sum() + (self.tied * 3).sum()
+            return checkpoint(lambda x: Kernel.apply(x, self.tied), x, use_reentrant=True)
+
+    (ddp,) = Ranks(1, Tied()).ddps
+    for _ in range(4):
+        ddp.zero_grad_buffer()
+        ddp().backward()
+
+        assert (ddp.module.tied.main_grad[0], ddp.module.other.main_grad[0]) == (13.0, 1.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_layer_that_is_rerun_twice_brings_the_sum(dtype, sharded):
