@@ -139,13 +139,10 @@ class GradSlot:
         """Give back to ``param.grad`` what was taken out of it before a kernel can have written, for ``store``."""
         self.param.grad = self.view if self.param.grad_added_to_main_grad else grad  # type: ignore[attr-defined]
 
-    def release(self) -> bool:
-        """Show a gradient that is in the view no more; return whether it was shown."""
-        if self.param.grad is not self.view:
-            return False
-        self.param.grad = None
+    def release(self) -> None:
+        """Show a gradient that is in the view no more."""
         self.is_released = True
-        return True
+        self.param.grad = None
 
     def reclaim(self) -> None:
         """Show a released gradient again."""

@@ -130,9 +130,8 @@ class GradIntake:
     def drop(self) -> None:
         """Forget what waits: nobody uses the gradients of this step."""
         self.waiting.take()
-        if self._is_open:
-            for slot in self._slots:  # an error in the middle may have kept some out of the list
-                slot.is_released = False
+        for slot in self._released:
+            slot.is_released = False
         self._end()
 
     def hand_over(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -164,9 +163,7 @@ class GradIntake:
         self._is_open, self.waiting.room = False, 0
 
     def _is_alone(self) -> bool:
-        """Return whether nobody else has hooks on the parameters, and it is known how many gradients to expect."""
-        if not self._readiness.is_learned:
-            return False
+        """Return whether nobody else has hooks on the parameters."""
         if not self._hooks:  # the dicts, which stay the same
             hooks = [slot.param._post_accumulate_grad_hooks for slot in self._slots]
             if None in hooks:

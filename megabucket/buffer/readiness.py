@@ -44,11 +44,6 @@ class Readiness:
         """How many parameters have received fewer gradients than expected; all of them while nothing is known."""
         return len(self._counts) - self._num_complete
 
-    @property
-    def is_learned(self) -> bool:
-        """Whether it is known how many gradients to expect."""
-        return self._expected is not None
-
     def unlearn(self) -> None:
         """Go back to before the first step, because this one brought more gradients than that one had."""
         self._expected = None

@@ -43,8 +43,9 @@ def store_all(
         slot.put_back(grad)
         if slot.store():
             interrupted.append(slot.name)
-        if slot.release():
+        if slot.param.grad is slot.view:
             released.append(slot)
+            slot.release()
     _copy_all(targets, sources)
 
 

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megabucket.buffer import GradPhase
 from megabucket.buffer.intake import MOST_WAITING, SMALL_BYTES
+from megabucket.errors import PeerFailedError, PhaseError
 
 MANY = 3 * MOST_WAITING + 1
 
@@ -176,34 +177,107 @@ def test_a_second_gradient_is_not_added_to_what_waits_and_so_not_to_what_shares_
     assert [param.main_grad[0, 0].item() for param in ddp.parameters()] == [5.0, 5.0, 1.0]
 
 
-def test_a_kernel_that_asks_nobody_and_autograd_share_a_weight():
-    class Kernel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.weight = weight
-            return x * 1.0
+class Kernel(torch.autograd.Function):
+    """Adds 10 to ``main_grad`` as a fused kernel does that asks nobody; its input passes through."""
 
-        @staticmethod
-        def backward(ctx, grad):
-            ctx.weight.main_grad.add_(10)
-            ctx.weight.grad_added_to_main_grad = True
-            return grad, torch.zeros_like(ctx.weight)
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x * 1.0
 
-    class Tied(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tied, self.other = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.weight.main_grad.add_(10)
+        ctx.weight.grad_added_to_main_grad = True
+        return grad, torch.zeros_like(ctx.weight)
 
-        def forward(self):
-            x = self.other.sum() + (self.tied * 3).sum()
-            return checkpoint(lambda x: Kernel.apply(x, self.tied), x, use_reentrant=True)
 
-    (ddp,) = Ranks(1, Tied()).ddps
+class Tied(torch.nn.Module):
+    """A weight whose gradient comes from a kernel, in a part that is rerun, and by autograd, before or after it."""
+
+    def __init__(self, *, kernel_comes_first):
+        super().__init__()
+        self.kernel_comes_first = kernel_comes_first
+        for name in ("tied", "other", "last"):
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(4)))
+
+    def forward(self):
+        x = self.other.sum() + self.last.sum()
+        if self.kernel_comes_first:
+            return checkpoint(lambda x: Kernel.apply(x, self.tied), x + (self.tied * 3).sum(), use_reentrant=True)
+        return checkpoint(lambda x: Kernel.apply(x, self.tied), x, use_reentrant=True) + (self.tied * 3).sum()
+
+
+def test_a_kernel_that_asks_nobody_and_autograd_after_it_share_a_weight():
+    (ddp,) = Ranks(1, Tied(kernel_comes_first=True)).ddps
     for _ in range(4):
         ddp.zero_grad_buffer()
         ddp().backward()
 
-        assert (ddp.module.tied.main_grad[0], ddp.module.other.main_grad[0]) == (13.0, 1.0)
+        assert [param.main_grad[0].item() for param in ddp.parameters()] == [13.0, 1.0, 1.0]
+
+
+def test_a_kernel_that_asks_nobody_is_refused_where_a_gradient_waits():
+    """The gradient would be taken for the dummy that the kernel hands to autograd, and dropped."""
+    (ddp,) = Ranks(1, Tied(kernel_comes_first=False)).ddps
+    for _ in range(4):
+        ddp.zero_grad_buffer()
+        with pytest.raises(PhaseError, match="a fused kernel added the gradient of 'tied' to main_grad"):
+            ddp().backward()
+
+
+def test_a_gradient_by_autograd_is_added_to_what_a_kernel_has_brought_in_another_microbatch():
+    (ddp,) = Ranks(1, Weights("ab")).ddps
+    learned(ddp, a=1.0, b=1.0)
+    weight = ddp.module.a
+    slot = weight.main_grad_slot()
+
+    with ddp.no_sync():
+        ddp(b=1.0).backward()
+    assert slot.prepare_kernel() == 0.0
+    weight.main_grad.fill_(10.0)
+    weight.grad = torch.empty(100)
+    slot.note_kernel(weight.grad)
+    slot.store()
+    ddp(a=3.0, b=1.0).backward()
+
+    assert main_grads(ddp.module) == {"a": 13.0, "b": 2.0}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_graph_of_gradients_makes_new_sums_that_nobody_has_put_there():
+    """What is rerun comes first, in a backward of its own that makes no graph."""
+    (ddp,) = Ranks(1, Rerun()).ddps
+    for _ in range(3):
+        with ddp.no_sync():
+            ddp(1.0).backward()
+            ddp(1.0).backward(create_graph=True)
+        assert ddp.bucket_groups[0].interrupted == []
+        ddp(1.0).backward()
+        assert [param.main_grad[0, 0].item() for param in ddp.parameters()] == [3.0, 3.0, 3.0]
+        ddp.zero_grad()
+
+
+def test_a_failed_backward_that_a_block_has_caught_leaves_nothing_waiting():
+    (ddp,) = Ranks(1, Weights("abc"), bucket_size=1).ddps
+    learned(ddp, a=1.0, b=1.0, c=1.0)
+    middle = ddp.module.a * 1.0
+
+    def boom(_):
+        raise KeyError("boom")
+
+    middle.register_hook(boom)
+    found = []
+
+    def step():
+        with ddp.step():
+            with ddp.no_sync(), pytest.raises(KeyError):
+                (middle.sum() + ddp(b=1.0, c=1.0)).backward()
+            found.extend((len(group.intake.waiting), group.intake.waiting.room) for group in ddp.bucket_groups)
+
+    with pytest.raises(PeerFailedError):
+        step()
+    assert found == [(0, 0)] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
