@@ -93,11 +93,9 @@ class GradIntake:
 
         Args:
             position: of the parameter in the group, which is accumulating.
-            counts: whether this is the backward that is going to be reduced.
+            counts: whether this is the backward that is going to be reduced. What waits counts as the first gradient does.
             may_wait: whether gradients of this backward may wait, if nothing here is against it.
         """
-        if counts is not self._counts:
-            self.close()
         if not self._is_open:
             self._is_open, self._counts = True, counts
             self._limit = self._most_waiting if may_wait and self._is_alone() else 0
