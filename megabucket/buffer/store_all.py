@@ -29,7 +29,6 @@ def store_all(
             type(grad) is torch.Tensor
             and not (slot.is_clean or slot.is_released or slot.added_by_kernel or grad.is_sparse)
             and grad.numel() == slot.numel  # a copy could broadcast if the parameter's shape has changed
-            and not slot.param.grad_added_to_main_grad  # type: ignore[attr-defined]
         ):
             if grad is not slot.view:
                 if slot.has_received:

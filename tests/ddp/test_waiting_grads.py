@@ -360,21 +360,21 @@ def test_what_waits_when_a_backward_fails_is_forgotten_on_all_ranks(sharded):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_fault_that_is_found_only_when_waiting_gradients_are_stored_is_told_to_the_others(sharded):
-    """A kernel that asks nobody writes into the place of a gradient that waits: only the end of backward comes to look."""
+    """A gradient in another shape than its place: only the end of backward comes to look."""
     ranks = Ranks(2, Weights("abcd"), use_distributed_optimizer=sharded, unused_parameters="zero")
 
     def run(rank, ddp):
         module = ddp.module
         learned(ddp, a=1.0, b=1.0, c=1.0, d=1.0)
-        middle = module.b * 1.0
-        if rank == 1:  # runs when the gradients of d and c wait
-            middle.register_hook(lambda _: setattr(module.c, "grad_added_to_main_grad", True))
-        told = []
+        whole, told = module.c.data, []
+        if rank == 1:
+            module.c.data = whole[:1]
         try:
-            (middle.sum() + (module.c * 1.0).sum() + (module.d * 1.0).sum()).backward()  # without a: never complete
+            ddp(b=1.0, c=1.0, d=1.0).backward()  # without a: never complete
             ddp.finish_grad_sync()
         except Exception as error:
-            told.append((type(error).__name__, "'c'" in str(error)))
+            told.append(type(error).__name__)
+        module.c.data = whole
         ddp.zero_grad()
         ddp(a=1.0, b=2.0, c=3.0, d=4.0).backward()
         ddp.finish_grad_sync()
@@ -382,7 +382,7 @@ def test_a_fault_that_is_found_only_when_waiting_gradients_are_stored_is_told_to
 
     (here, first), (there, second) = ranks.run(run)
 
-    assert (here, there) == ([("PeerFailedError", True)], [("PhaseError", True)])
+    assert (here, there) == (["PeerFailedError"], ["RuntimeError"])
     shown = first if not sharded else {"c": first["c"], "d": first["d"], "a": second["a"], "b": second["b"]}
     assert shown == {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
 
