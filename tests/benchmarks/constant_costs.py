@@ -38,12 +38,13 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
         with ddp.no_sync():
             for _ in range(rounds):
                 ddp.zero_grad()
-                ddp.sync._backward.is_open = True  # as in all hooks of a backward but the first
+                ddp.sync._backward.is_open = ddp.sync._may_wait = True  # as in all hooks of a backward but the first
                 for slot, grad in zip(group.slots, grads, strict=True):
                     slot.param.grad = grad
                 start_s = time.perf_counter()
                 for hook, slot in zip(hooks, group.slots, strict=True):
                     hook(slot.param)
+                group.intake.close()  # as the end of a backward does
                 total_s += time.perf_counter() - start_s
         return total_s / (rounds * num_params)
 

@@ -112,7 +112,7 @@ class Rank:
         times = [time.process_time()]
         for (_, param), grad in zip(self.hooks, self.grads, strict=True):
             param.grad = grad
-        self.ddp.sync._backward.is_open = True  # as in all hooks of a backward but the first
+        self.ddp.sync._backward.is_open = self.ddp.sync._may_wait = True  # as in all hooks of a backward but the first
         self.recorder.clear()
         times[0] = time.process_time()
         for hook, param in self.hooks:
