@@ -90,7 +90,7 @@ class GradSync(StepSync):
     # Called by autograd #
 
     def receive(self, index: int, position: int) -> None:
-        """Take the gradient of one parameter. The cost does not depend on the number of parameters.
+        """Take the gradient of one parameter. The cost does not depend on how many there are, but for the first of each group.
 
         Args:
             index: of the bucket group.

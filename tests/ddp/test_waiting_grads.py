@@ -47,7 +47,7 @@ def stored(calls):
 
 
 def learned(ddp, **factors):
-    """Run the first step, which learns how many gradients to expect: in the next one gradients wait."""
+    """Run the first step, which adds to zeros and learns what to expect: in the next one gradients are copied."""
     ddp(**factors).backward()
     ddp.finish_grad_sync()
     ddp.zero_grad()
@@ -148,6 +148,25 @@ def test_hooks_of_modules_find_all_gradients_that_have_come():
 
     expected = [*whole[:4], whole[4] / 4, whole[5]]
     assert all(torch.equal(param.main_grad, grad) for param, grad in zip(ddp.parameters(), expected, strict=True))
+
+
+def test_sparse_gradients_take_the_place_of_those_of_the_step_before():
+    class Sparse(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(3, 2, sparse=True)
+            self.dense = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, *rows):
+            return self.embedding(torch.tensor(rows)).sum() + self.dense.sum()
+
+    (ddp,) = Ranks(1, Sparse()).ddps
+    for rows, counts in (((0, 0), [2, 0, 0]), ((1, 2), [0, 1, 1]), ((2, 2), [0, 0, 2])):
+        ddp(*rows).backward()
+
+        assert ddp.module.embedding.weight.main_grad[:, 0].tolist() == counts
+        assert ddp.module.dense.main_grad.tolist() == [1.0] * 4
+        ddp.zero_grad()
 
 
 class Rerun(torch.nn.Module):
