@@ -20,7 +20,7 @@ import torch
 from megabucket.comm.gloo_paths import add, additions_of, divide, lies_in_place
 from megabucket.comm.peer_memory import BLOCK_BYTES, PeerMemory
 from megabucket.comm.plan import AllToAll, Anchor, Later, Operation, Pair, Plan, Read
-from megabucket.comm.port import AllGather, AllReduce, Call, ReduceOp, ReduceScatter
+from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
 from megabucket.comm.ring_order import blocks
 
 LEAST_BYTES = 1 << 21
@@ -64,10 +64,12 @@ class ReadingPlan:
     def plan(self) -> Plan:
         """Return it."""
         stages: list[list[_Step]] = []
-        if not isinstance(self._calls[0], AllGather):
+        if isinstance(self._calls[0], AllReduce | ReduceScatter):
             stages.append(list(self._sum_steps()))
-        if not isinstance(self._calls[0], ReduceScatter):
+        if isinstance(self._calls[0], AllReduce | AllGather):
             stages.append([step for index in range(len(self._calls)) for step in self._gather_steps(index)])
+        if isinstance(self._calls[0], Broadcast):
+            stages.append(list(self._copy_steps()))
         operations = [[operation for operation, _ in stage] for stage in stages]
         return Plan(
             [self._round()],
@@ -101,6 +103,12 @@ class ReadingPlan:
             part = self._part(full, rank)
             offset_bytes = part.data_ptr() - full.data_ptr()
             yield from self._memory.read(part, rank, self._addresses[rank][index] + offset_bytes)
+
+    def _copy_steps(self) -> Iterator[_Step]:
+        """Yield the reads that bring what the roots of broadcasts have."""
+        for index, call in enumerate(self._calls):
+            if isinstance(call, Broadcast) and call.root != self._rank:
+                yield from self._memory.read(call.full.data, call.root, self._addresses[call.root][index])
 
     def _sum_steps(self) -> Iterator[_Step]:
         """Yield the reads, additions and divisions that leave the result in this rank's part."""

@@ -47,7 +47,7 @@ def count() -> int:
 
 
 def lateness_s(tensor: torch.Tensor, fabric: EmulatedFabric, observe: Callable[[dist.Work], float]) -> tuple[list[float], int]:
-    """Return the lateness of each repetition on the slowest rank, and how many waited for gloo."""
+    """Return the lateness of each repetition on the slowest rank, and how many waited for data."""
     size = dist.get_world_size()
     link_s = fabric.seconds((Cost(2, tensor.nbytes),), size)
     spans = []
@@ -76,7 +76,7 @@ def main() -> None:
         fabric.init_process_group()
         if dist.get_rank() == 0:
             print(f"{dist.get_world_size()} ranks, {latency_s * 1e6:g} us, {bytes_per_s / 1e9:g} GB/s, ", end="")
-            print("gloo moves the data" if moves_data else "timing only", "; ms late: median (95th percentile)", sep="")
+            print("data moves" if moves_data else "timing only", "; ms late: median (95th percentile)", sep="")
             print(f"{'bytes':>10} {'link ms':>8}", *(f"{name:>20}" for name in observers))
         for num_bytes in SIZES_BYTES:
             cells = []
@@ -90,7 +90,7 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
     if os.environ["RANK"] == "0":
-        print(f"*: of {REPETITIONS} repetitions, those in which the first rank waited for gloo, not for the link")
+        print(f"*: of {REPETITIONS} repetitions, those in which the first rank waited for data, not for the link")
 
 
 if __name__ == "__main__":

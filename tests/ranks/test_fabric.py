@@ -11,7 +11,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from crew import Place, crew
+from fabric_ranks import QUICK, RANKS, joined, run
 from pool import Rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -32,30 +32,7 @@ from megabucket.testing import EmulatedFabric, fabric_lateness
 
 pytestmark = pytest.mark.dist
 
-QUICK = EmulatedFabric(latency_s=1e-5, bytes_per_s=1e9)
 SLOW = EmulatedFabric(latency_s=10e-3, bytes_per_s=1e6)  # 4 KB over 2 ranks: 2 x (10 ms + 2 ms)
-RANKS = 2
-
-
-@contextmanager
-def joined(rank: Rank, fabric: EmulatedFabric, ranks: int = RANKS):
-    """A group of the first ranks on a fabric; all ranks of the pool must come here."""
-    group = dist.new_group(list(range(ranks)), backend=fabric.register(), pg_options=fabric)
-    try:
-        yield group if rank.index < ranks else None
-    finally:
-        if rank.index < ranks:
-            dist.destroy_process_group(group)
-
-
-def on_fabric(rank: Rank, function: Callable[..., Any], fabric: EmulatedFabric, *args: Any) -> Any:
-    with joined(rank, fabric) as group:
-        return None if group is None else function(Rank(rank.index, RANKS, group), *args)
-
-
-def run(pool, function, fabric, *args, timeout_s=60.0):
-    """Return what the function gives on the ranks of a fabric."""
-    return pool.run(on_fabric, function, fabric, *args, ranks=4, timeout_s=timeout_s)[:RANKS]
 
 
 # Training #
@@ -443,23 +420,25 @@ def test_a_wait_may_give_up_and_be_repeated(pool):
 # Lost ranks #
 
 
-def wait_for_the_last(place: Place, moves_data: bool) -> None:
+def wait_for_the_last(place: Place, moves_data: bool, numel: int) -> None:
     """The last rank never launches its part; the others know only what liveness tells them."""
     fabric = EmulatedFabric(latency_s=1e-3, bytes_per_s=1e9, moves_data=moves_data)
     group = dist.new_group(list(range(place.size)), backend=fabric.register(), pg_options=fabric)
     communicator = ProcessGroupCommunicator(group, liveness=Liveness(heartbeat_s=0.3, dead_after_s=20.0))
-    communicator.launch([AllReduce(torch.ones(2000))], label="bucket 1").wait()
+    communicator.launch([AllReduce(torch.ones(numel))], label="bucket 1").wait()
     place.report("ready")
     if place.index == place.size - 1:
         time.sleep(60)
-    handle = communicator.launch([AllReduce(torch.ones(2000))], label="bucket 2")
+    handle = communicator.launch([AllReduce(torch.ones(numel))], label="bucket 2")
     place.report("waiting")
     handle.wait()
 
 
-@pytest.mark.parametrize("moves_data", [True, False])
-def test_a_killed_rank_is_named_on_the_fabric_too(moves_data):
-    with crew(wait_for_the_last, moves_data, ranks=3) as ours:
+@pytest.mark.parametrize(
+    ("moves_data", "numel"), [(True, 2000), (True, 200_000), (False, 2000)], ids=["gloo moves", "read", "timing only"]
+)
+def test_a_killed_rank_is_named_on_the_fabric_too(moves_data, numel):
+    with crew(wait_for_the_last, moves_data, numel, ranks=3) as ours:
         ours.expect_all("ready")
         ours.expect_all("waiting", [0, 1])
         ours.signal(2, signal.SIGKILL)

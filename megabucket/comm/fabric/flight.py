@@ -12,6 +12,8 @@ from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
+from megabucket.comm.fabric.reader import ReadWork
+
 _SHORTEST_PAUSE_S: Final = 100e-6
 _LONGEST_PAUSE_S: Final = 20e-3
 _PATIENCE: Final = 0.02  # who has waited for a second may look twenty milliseconds late
@@ -39,7 +41,7 @@ class Lateness:
         num_done: collectives and messages that completed.
         total_s: sum of their delays, seconds.
         worst_s: the longest delay.
-        num_slow_data: how many were late because gloo had not moved the data yet, so that gloo was measured, not the link.
+        num_slow_data: how many were late because the data was not there yet, so that moving was measured, not the link.
     """
 
     num_done: int = 0
@@ -66,7 +68,7 @@ class Flight:
 
     Attributes:
         clock: when the link delivers.
-        works: of gloo, which move the data; none when nothing is moved.
+        works: which move the data; none when nothing is moved.
         finish: puts the data where the caller wants it; called once, by whoever is first to see that all has arrived.
         result: what a future of the operation holds.
         timeout_s: of the group.
@@ -75,7 +77,7 @@ class Flight:
     """
 
     clock: Clock
-    works: Sequence[dist.Work]
+    works: Sequence[dist.Work | ReadWork]
     finish: Callable[[], None] | None
     result: Any
     timeout_s: float
@@ -118,6 +120,11 @@ class Flight:
 
     def _is_data_here(self) -> bool:
         return self._is_awaited if self.is_message else all(work.is_completed() for work in self.works)
+
+    def hasten(self) -> None:
+        """Have data moved before the link delivers, although nobody waits yet."""
+        for work in self.works:
+            work.is_completed()
 
     def settle(self, *, since_s: float) -> None:
         """Take the result over; ``next_look_s`` has returned ``None``. Idempotent.

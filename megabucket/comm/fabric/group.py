@@ -20,6 +20,7 @@ from megabucket.comm.fabric.flight import Clock, Flight, Lateness
 from megabucket.comm.fabric.ledger import Ledger, Links, ledger_words
 from megabucket.comm.fabric.messages import FixedClock, receive, receive_from_any, send
 from megabucket.comm.fabric.nic import Nic
+from megabucket.comm.fabric.reader import get_reader
 from megabucket.comm.fabric.shared import share_words
 from megabucket.comm.fabric.work import BatchedWork, FabricWork
 from megabucket.comm.torch_probes import FABRIC
@@ -78,13 +79,18 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         self._ledger = Ledger(words, machine.links, rank=rank, members=self._members, timeout_s=self._timeout_s)
         self._gloo = _ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, timeout=options.timeout)
         self._gloo.options.group_name = self._name  # in the flight recorder
-        self._mover = movement.Mover(self._gloo, rank=rank, size=size)
+        reading = c10d.PrefixStore("reading", store)
+        self._reader = get_reader(reading, rank=rank, size=size, timeout_s=self._timeout_s)
+        self._mover = movement.Mover(self._gloo, self._reader, rank=rank, size=size)
         self._batch: list[_Call] | None = None
         self._batched: BatchedWork | None = None
         self._lateness = Lateness()
         self._launching = threading.RLock()
+        # Also when the program ends, or nobody destroys the group.
         if self._owns_machine:
-            weakref.finalize(self, machine.nic.stop)  # also when the program ends, or nobody destroys the group
+            weakref.finalize(self, machine.nic.stop)
+        if self._reader is not None:
+            weakref.finalize(self, self._reader.stop)
 
     # What torch asks a group #
 
@@ -135,7 +141,9 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         return self
 
     def shutdown(self) -> None:
-        """End the thread; called by ``destroy_process_group``."""
+        """End the threads; called by ``destroy_process_group``."""
+        if self._reader is not None:
+            self._reader.stop()
         if self._owns_machine:
             self.machine.nic.stop()
 
@@ -149,12 +157,18 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce to all ranks, in place."""
         opts = opts or c10d.AllreduceOptions()
-        return self._launch(2, tensors, lambda: [self._gloo.allreduce(tensors, opts)])
+        gloo = partial(self._gloo.allreduce, tensors, opts)
+        if len(tensors) > 1:  # gloo adds them up, too
+            return self._launch(2, tensors, lambda: [gloo()])
+        return self._reduce(tensors, opts, gloo)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors to all ranks as one batch."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-        return self._launch(2, tensors, lambda: [self._gloo.allreduce_coalesced(tensors, opts)])
+        return self._reduce(tensors, opts, partial(self._gloo.allreduce_coalesced, tensors, opts))
+
+    def _reduce(self, tensors: Tensors, opts: Any, gloo: Callable[[], dist.Work]) -> dist.Work:
+        return self._launch(2, tensors, lambda: [self._mover.all_reduce(tensors, opts.reduceOp, gloo)])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:  # noqa: ARG002
         """Gather the inputs of all ranks in the outputs, one after the other, as one batch."""
@@ -195,7 +209,8 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Copy the tensors of one rank to all."""
         opts = opts or c10d.BroadcastOptions()
-        return self._launch(1, tensors, lambda: [self._gloo.broadcast(tensors, opts)])
+        gloo = partial(self._gloo.broadcast, tensors, opts)
+        return self._launch(1, tensors, lambda: [self._mover.broadcast(tensors[0], opts.rootRank, gloo)])
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce to one rank."""
@@ -284,7 +299,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         self,
         passes: int,
         tensors: Tensors,
-        move: Callable[[], list[dist.Work]],
+        move: Callable[[], list[movement.Work]],
         result: Any = None,
         *,
         always: bool = False,

@@ -1,8 +1,8 @@
-"""How data moves on the emulated fabric: gloo's collectives whose works can be waited for by two threads.
+"""How data moves on the emulated fabric: large tensors are read, everything else is gloo's.
 
-Gloo's own reduce-scatter copies its result inside of each ``wait``, so a second waiter would write over what the first has
-begun to use; and both it and the gather clone or copy through temporaries. Here a gather is one broadcast of each shard, in
-place. A reduce-scatter whose shard lies in the buffer is an exchange of parts, and any other one an all-reduce of a copy.
+Works can be waited for by two threads. Gloo's own reduce-scatter copies its result inside of each ``wait``, so a second waiter
+would write over what the first has begun to use; and both it and the gather clone or copy through temporaries. Here a gather
+is one broadcast of each shard, in place, and a reduce-scatter an exchange of parts, of a copy where the shard lies elsewhere.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megabucket.comm.fabric.reader import Reader, ReadWork, is_worth_reading
 from megabucket.comm.gloo_paths import gloo_plan
 from megabucket.comm.plan import AllToAll, run_through
-from megabucket.comm.port import AllReduce, ReduceOp, ReduceScatter
+from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
 
-_EXCHANGED: Final = ((dist.ReduceOp.SUM, ReduceOp.SUM), (dist.ReduceOp.AVG, ReduceOp.AVG))
+Work = dist.Work | ReadWork
+
+_OWN_OPS: Final = ((dist.ReduceOp.SUM, ReduceOp.SUM), (dist.ReduceOp.AVG, ReduceOp.AVG))
 
 _MAX_PIECES: Final = 1024
 """Remembered before dead ones are looked for."""
@@ -30,15 +33,20 @@ _MAX_PIECES: Final = 1024
 class Move:
     """Works under way, and what is left to do when they are done."""
 
-    works: Sequence[dist.Work]
+    works: Sequence[Work]
     finish: Callable[[], None] | None = None
 
 
 class Mover:
-    """Moves shards with a gloo group."""
+    """Moves the data of collectives: large tensors by reading them, everything else with a gloo group.
 
-    def __init__(self, gloo: Any, *, rank: int, size: int) -> None:
-        self._gloo, self._rank, self._size = gloo, rank, size
+    Args:
+        reader: ``None``: ranks cannot read each other's memory.
+    """
+
+    def __init__(self, gloo: Any, reader: Reader | None, *, rank: int, size: int) -> None:
+        self._gloo, self._reader = gloo, reader
+        self._rank, self._size = rank, size
         self._filled = _FilledMemory()
         self._spare = _SpareMemory()
 
@@ -49,15 +57,28 @@ class Mover:
             moves: ``False``: only memory that was never gathered into is filled, because it may hold anything; elsewhere what
                 the other ranks sent before stays.
         """
-        works: list[dist.Work] = []
+        calls: list[AllGather] = []
         for output, own in zip(outputs, inputs, strict=True):
-            parts, flat = self._parts(output), own.detach().reshape(-1)
-            if parts[self._rank].data_ptr() != flat.data_ptr():
-                parts[self._rank].copy_(flat)
-            if moves or not self._filled.remember(output):
-                filled = ((rank, part) for rank, part in enumerate(parts) if part.numel())
-                works += [self._gloo.broadcast([part.view(torch.uint8)], _root(rank)) for rank, part in filled]
-        return Move(works)
+            part, flat = self._parts(output)[self._rank], own.detach().reshape(-1)
+            if part.data_ptr() != flat.data_ptr():
+                part.copy_(flat)
+            if (moves or not self._filled.remember(output)) and output.numel():
+                calls.append(AllGather(output.detach().view(-1), part))
+        if work := self._read(calls):
+            return Move([work])
+        parts = ((rank, part) for call in calls for rank, part in enumerate(self._parts(call.full)))
+        return Move([self._gloo.broadcast([part.view(torch.uint8)], _root(rank)) for rank, part in parts])
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any, otherwise: Callable[[], dist.Work]) -> Work:
+        """Reduce one tensor, or several as one batch, over all ranks, in place; ``otherwise`` has gloo do it."""
+        own_op = _own(op, tensors)
+        work = None if own_op is None else self._read([AllReduce(tensor.detach().view(-1), own_op) for tensor in tensors])
+        return work or otherwise()
+
+    def broadcast(self, tensor: torch.Tensor, root: int, otherwise: Callable[[], dist.Work]) -> Work:
+        """Copy the tensor of one rank to all; ``otherwise`` has gloo do it."""
+        work = self._read([Broadcast(tensor.detach().view(-1), root)]) if tensor.is_contiguous() else None
+        return work or otherwise()
 
     def scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any, moves: bool) -> Move:
         """Reduce the inputs over all ranks; each output receives this rank's part.
@@ -65,38 +86,42 @@ class Mover:
         Args:
             moves: ``False``: nothing is reduced, and the output receives what this rank has.
         """
-        exchanged = next((own for theirs, own in _EXCHANGED if op == theirs), None)
-        pairs = [(output.detach(), full.detach()) for output, full in zip(outputs, inputs, strict=True) if full.numel()]
-        if moves and exchanged and all(_lies_in(*pair) for pair in pairs):
-            return self._exchange([ReduceScatter(shard, full, exchanged) for shard, full in pairs], op)
-        works: list[dist.Work] = []
+        buffers: list[torch.Tensor] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for output, full in zip(outputs, inputs, strict=True):
             flat = full.detach().reshape(-1)
             buffer = flat if not moves or _lies_in(output, flat) else flat.clone()
-            if moves and buffer.numel():
-                options = c10d.AllreduceOptions()
-                options.reduceOp = op
-                works.append(self._gloo.allreduce([buffer], options))
             part = self._parts(buffer)[self._rank]
             if part.data_ptr() != output.data_ptr():
                 copies.append((output.detach().view(-1), part))
-        return Move(works, (lambda: _copy_all(copies)) if copies else None)
+            if moves and buffer.numel():
+                buffers.append(buffer)
+        own_op = _own(op, buffers)
+        if own_op is None:
+            move = Move([self._gloo.allreduce([buffer], _reduction(op)) for buffer in buffers])
+        else:
+            calls = [ReduceScatter(self._parts(buffer)[self._rank], buffer, own_op) for buffer in buffers]
+            work = self._read(calls)
+            move = Move([work]) if work else self._exchange(calls, op)
+        if not copies:
+            return move
+        finish = move.finish
+        return Move(move.works, lambda: _finish(finish, copies))
+
+    def _read(self, calls: Sequence[Call]) -> ReadWork | None:
+        """Have like calls done by reading; ``None``: nobody can, or they are too small."""
+        return self._reader.start(calls) if self._reader is not None and is_worth_reading(calls) else None
 
     def _exchange(self, calls: Sequence[ReduceScatter], op: Any) -> Move:
-        if not calls:
-            return Move([])
         taken: list[torch.Tensor] = []
         plan = gloo_plan(calls, rank=self._rank, size=self._size, empty=self._spare.lender(taken))
-        works = []
+        works: list[Work] = []
         for start in plan.starts:
             if isinstance(start, AllToAll):
                 sizes = list(start.received_sizes), list(start.sent_sizes)
                 works.append(self._gloo.alltoall_base(start.received, start.sent, *sizes, c10d.AllToAllOptions()))
             elif isinstance(start, AllReduce):  # too many ranks to exchange parts
-                options = c10d.AllreduceOptions()
-                options.reduceOp = op
-                works.append(self._gloo.allreduce([start.tensor], options))
+                works.append(self._gloo.allreduce([start.tensor], _reduction(op)))
 
         def finish() -> None:
             run_through(plan.finish())
@@ -106,6 +131,19 @@ class Mover:
 
     def _parts(self, full: torch.Tensor) -> list[torch.Tensor]:
         return list(full.detach().view(-1).chunk(self._size)) if full.numel() else [full.detach().view(-1)] * self._size
+
+
+def _own(op: Any, tensors: Sequence[torch.Tensor]) -> ReduceOp | None:
+    """Return our name of what is done with the tensors, ``None`` where gloo has to do it."""
+    if not tensors or not all(tensor.is_floating_point() and tensor.is_contiguous() for tensor in tensors):
+        return None
+    return next((own for theirs, own in _OWN_OPS if op == theirs), None)
+
+
+def _reduction(op: Any) -> Any:
+    options = c10d.AllreduceOptions()
+    options.reduceOp = op
+    return options
 
 
 def _root(rank: int) -> Any:
@@ -119,7 +157,9 @@ def _lies_in(shard: torch.Tensor, flat: torch.Tensor) -> bool:
     return start <= shard.data_ptr() < start + flat.nbytes
 
 
-def _copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _finish(before: Callable[[], None] | None, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if before is not None:
+        before()
     for target, source in copies:
         target.copy_(source)
 

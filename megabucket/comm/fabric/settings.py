@@ -20,7 +20,7 @@ _ALWAYS_MOVED_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class EmulatedFabric:
-    """A network of one machine that takes the time of a slower one: gloo moves the data, an alpha-beta link says when.
+    """A network of one machine that takes the time of a slower one: the data moves, an alpha-beta link says when it is there.
 
     ``n`` ranks, ``S`` bytes of the full buffer: an all-reduce takes ``2 (n-1) latency + 2 S (n-1)/n / bandwidth`` from the
     moment the last rank has launched it and the link of every member is free; every other collective half of that. A message

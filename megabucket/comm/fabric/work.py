@@ -79,6 +79,7 @@ class FabricWork(dist.Work):
                 if self._flight.is_message:
                     raise RuntimeError("a message has no future, as with gloo: wait() for it")
                 self._future = torch.futures.Future()
+                self._flight.hasten()
                 self._nic.promise(self._flight, self._future)
             return self._future
 

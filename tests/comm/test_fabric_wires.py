@@ -1,0 +1,120 @@
+"""Words between the processes of one machine. Threads stand for the processes: each has sockets of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megabucket.comm.fabric.wires import Wires
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "eventfd"), reason="Linux only, as reading other processes is")
+
+
+def on_ranks(function: Callable[[Wires, int], Any], *, ranks: int, timeout_s: float = 20.0, store: Any = None) -> list[Any]:
+    """Return what the function gives on each rank."""
+    store = store or dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+
+    def on_rank(rank: int) -> Any:
+        wires = Wires(store, rank=rank, size=ranks, timeout_s=timeout_s)
+        try:
+            return function(wires, rank)
+        finally:
+            wires.close()
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(on_rank, range(ranks)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_rank_hears_all_words_round_by_round(ranks):
+    def rounds(wires: Wires, rank: int) -> list[list[list[int]]]:
+        return [wires.exchange([rank * 2**40 + number] * length) for number, length in enumerate([1, 3, 1, 700])]
+
+    expected = [[[rank * 2**40 + number] * length for rank in range(ranks)] for number, length in enumerate([1, 3, 1, 700])]
+
+    assert on_ranks(rounds, ranks=ranks) == [expected] * ranks
+
+
+def test_who_listens_wakes_up_at_a_ring_and_at_a_word_and_loses_no_word():
+    may_speak = threading.Event()
+
+    def listen(wires: Wires, rank: int) -> Any:
+        if rank == 1:
+            may_speak.wait(20)
+            return wires.exchange([1])
+        wires.ring()  # before anybody listens
+        heard = [wires.listen()]
+        threading.Timer(0.05, wires.ring).start()
+        heard.append(wires.listen())
+        threading.Timer(0.05, may_speak.set).start()
+        heard.append(wires.listen())
+        return heard, wires.exchange([0])
+
+    assert on_ranks(listen, ranks=2) == [([False, False, True], [[0], [1]]), [[0], [1]]]
+
+
+def test_a_rank_that_is_gone_or_silent_is_an_error():
+    def leave(wires: Wires, rank: int) -> str:
+        if rank == 1:
+            return "left"
+        assert wires.listen()
+        with pytest.raises(ConnectionError):
+            wires.exchange([1])
+        return "noticed"
+
+    def keep_silent(wires: Wires, rank: int) -> str:
+        if rank == 1:
+            done.wait(20)
+            return "silent"
+        with pytest.raises(TimeoutError):
+            wires.exchange([1])
+        done.set()
+        return "noticed"
+
+    done = threading.Event()
+
+    assert on_ranks(leave, ranks=2) == ["noticed", "left"]
+    assert on_ranks(keep_silent, ranks=2, timeout_s=0.1) == ["noticed", "silent"]
+
+
+def test_a_stranger_is_turned_away():
+    class Watched:
+        """A store that lets a stranger in between: it knocks at the first door before any rank does."""
+
+        def __init__(self) -> None:
+            self.store = dist.HashStore()
+            self.stranger = socket.socket(socket.AF_UNIX)
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            self.store.set_timeout(timeout)
+
+        def set(self, key: str, value: str) -> None:
+            if key.endswith("/0"):
+                self.stranger.connect(value[:-32])
+                self.stranger.sendall(b"\0" * 16 + (1).to_bytes(8, "little"))
+            self.store.set(key, value)
+
+        def get(self, key: str) -> bytes:
+            return self.store.get(key)
+
+    store = Watched()
+
+    assert on_ranks(lambda wires, rank: wires.exchange([rank]), ranks=2, store=store) == [[[0], [1]]] * 2
+    with store.stranger as stranger:
+        assert not stranger.recv(1)
+
+
+def test_a_rank_that_never_comes_is_an_error():
+    store = dist.HashStore()
+
+    with pytest.raises(TimeoutError):
+        Wires(store, rank=0, size=2, timeout_s=0.1)

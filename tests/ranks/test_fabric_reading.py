@@ -1,0 +1,276 @@
+"""Large tensors on the fabric: ranks read each other's memory when one of them waits, and the bits are gloo's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from crew import Place, crew
+from fabric_ranks import QUICK, joined, run
+from pool import Rank
+
+from megabucket.comm import ProcessGroupCommunicator, ReduceScatter, peer_memory
+from megabucket.comm.fabric import reader
+from megabucket.testing import EmulatedFabric
+
+pytestmark = pytest.mark.dist
+
+SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
+LARGE = reader.LEAST_BYTES // 4
+"""Float32 elements that are read."""
+
+
+def reader_of(rank: Rank) -> Any:
+    return rank.group._get_backend(torch.device("cpu"))._reader  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _readable(pool):
+    if not all(run(pool, can_read, QUICK)):
+        pytest.skip("here the kernel lets no process read another one's memory; gloo moves everything then")
+
+
+def can_read(rank: Rank) -> bool:
+    return reader_of(rank) is not None
+
+
+@contextmanager
+def counted(rank: Rank) -> Iterator[list[int]]:
+    """Count what is read."""
+    one = reader_of(rank)
+    count: list[int] = []
+    with mock.patch.object(one, "start", side_effect=lambda calls: count.append(len(calls)) or type(one).start(one, calls)):
+        yield count
+
+
+def values(rank: Rank, numel: int, dtype: torch.dtype = torch.float32, salt: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(7 * salt + rank.index)).to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """The bytes of a tensor, added up in eight ways: equal for equal tensors, and small enough to be sent to the test."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    return [int((flat * (torch.arange(flat.numel()) % prime + 1)).sum()) for prime in (2, 3, 5, 7, 11, 13, 17, 19)]
+
+
+# What is read #
+
+
+def large_collectives(rank: Rank) -> dict[str, list[int]]:
+    """Everything that is read where it can be, of a length that not all ranks divide into equal parts where that is allowed."""
+    n, own, seen = rank.size, rank.index, {}
+    for op, dtype in product((SUM, AVG), (torch.float32, torch.bfloat16, torch.float64)):
+        full = values(rank, 2 * LARGE + 1, dtype)
+        dist.all_reduce(full, op=op, group=rank.group)
+        seen[f"all-reduce {op} {dtype}"] = bits(full)
+        full, shard = values(rank, LARGE * n, dtype), torch.empty(LARGE, dtype=dtype)
+        dist.reduce_scatter_single(shard, full, op=op, group=rank.group)
+        seen[f"reduce-scatter {op} {dtype}"] = bits(shard)
+    batch = [values(rank, LARGE + salt, salt=salt) for salt in range(3)]
+    with dist._coalescing_manager(rank.group, async_ops=True) as manager:
+        for tensor in batch:
+            dist.all_reduce(tensor, group=rank.group)
+    manager.wait()
+    seen["batch"] = [number for tensor in batch for number in bits(tensor)]
+    full = values(rank, LARGE * n)
+    ProcessGroupCommunicator(rank.group).launch([ReduceScatter(full.chunk(n)[own], full)], label="in place").wait()
+    seen["in place"] = bits(full.chunk(n)[own])
+    for is_in_place in (True, False):
+        full = torch.zeros(LARGE * n)
+        part = full.chunk(n)[own] if is_in_place else torch.empty(LARGE)
+        part.copy_(values(rank, LARGE))
+        dist.all_gather_single(full, part, group=rank.group)
+        seen[f"all-gather {is_in_place}"] = bits(full)
+    matrix = values(rank, 2 * LARGE).view(2, LARGE)
+    dist.broadcast(matrix, group_src=n - 1, group=rank.group)
+    seen["broadcast"] = bits(matrix)
+    return seen
+
+
+def left_to_gloo(rank: Rank) -> dict[str, list[int]]:
+    """What is large and not read, and what is too small."""
+    cases = [
+        ("largest", MAX, values(rank, LARGE)),
+        ("integers", SUM, torch.arange(LARGE) * (rank.index + 1)),
+        ("small", SUM, values(rank, LARGE - 1)),
+    ]
+    for _, op, tensor in cases:
+        dist.all_reduce(tensor, op=op, group=rank.group)
+    return {name: bits(tensor) for name, _, tensor in cases}
+
+
+def counting(rank: Rank, function: Callable[[Rank], Any]) -> tuple[Any, int]:
+    with counted(rank) as count:
+        return function(rank), len(count)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_large_collectives_have_the_bits_that_gloo_gives(pool, ranks):
+    on_gloo = pool.run(large_collectives, ranks=ranks)
+
+    seen = run(pool, counting, QUICK, large_collectives, ranks=ranks)
+
+    assert [result for result, _ in seen] == on_gloo
+    assert [count for _, count in seen] == [len(on_gloo[0])] * ranks
+
+
+def test_extremes_integers_and_small_tensors_are_left_to_gloo(pool):
+    on_gloo = pool.run(left_to_gloo, ranks=2)
+
+    assert run(pool, counting, QUICK, left_to_gloo) == [(result, 0) for result in on_gloo]
+
+
+def blind_collectives(rank: Rank) -> tuple[dict[str, list[int]], bool]:
+    """A fabric on which the second rank finds that it cannot read the others."""
+    sight = mock.patch.object(peer_memory, "_reads_nonce", return_value=False) if rank.index == 1 else nullcontext()
+    with sight, joined(rank, QUICK) as group:
+        if group is None:
+            return {}, True
+        member = Rank(rank.index, 2, group)
+        return large_collectives(member), reader_of(member) is None
+
+
+def test_where_one_rank_cannot_read_gloo_moves_everything(pool):
+    on_gloo = pool.run(large_collectives, ranks=2)
+
+    seen = pool.run(blind_collectives, ranks=4)[:2]
+
+    assert seen == [(result, True) for result in on_gloo]
+
+
+# When it is read #
+
+
+def waited_for_in_two_orders(rank: Rank) -> list[float]:
+    tensors = [torch.full((LARGE,), float(rank.index + number)) for number in range(4)]
+    works = [dist.all_reduce(tensor, group=rank.group, async_op=True) for tensor in tensors]
+    for work in works if rank.index == 0 else works[::-1]:
+        work.wait()
+    return [tensor.unique().item() for tensor in tensors]
+
+
+def test_ranks_may_wait_in_different_orders(pool):
+    assert run(pool, waited_for_in_two_orders, QUICK) == [[1.0, 3.0, 5.0, 7.0]] * 2
+
+
+def waited_for_by_one_rank(rank: Rank, how: str) -> float:
+    """Only the first rank asks for the result; the other one goes on, to a collective that gloo does."""
+    tensor = torch.full((LARGE,), rank.index + 1.0)
+    work = dist.all_reduce(tensor, group=rank.group, async_op=True)
+    if rank.index == 0:
+        if how == "wait":
+            work.wait()
+        elif how == "future":
+            work.get_future().wait()
+        else:
+            while not work.is_completed():
+                time.sleep(1e-3)
+    dist.barrier(group=rank.group)
+    if rank.index == 1:
+        work.wait()
+    return tensor.unique().item()
+
+
+@pytest.mark.parametrize("how", ["wait", "future", "look"])
+def test_who_waits_needs_nobody_elses_wait(pool, how):
+    assert run(pool, waited_for_by_one_rank, QUICK, how) == [3.0, 3.0]
+
+
+def untouched_until_somebody_waits(rank: Rank) -> tuple[float, float]:
+    tensor = torch.full((LARGE,), rank.index + 1.0)
+    work = dist.all_reduce(tensor, group=rank.group, async_op=True)
+    dist.barrier(group=rank.group)  # later than the end on the link
+    time.sleep(0.05)
+    before = tensor[0].item()
+    dist.barrier(group=rank.group)
+    work.wait()
+    return before, tensor[0].item()
+
+
+def test_cores_that_compute_move_nothing(pool):
+    assert run(pool, untouched_until_somebody_waits, QUICK) == [(1.0, 3.0), (2.0, 3.0)]
+
+
+def owned_again(rank: Rank) -> float:
+    """Who has waited writes to its memory at once, however slow the others are."""
+    tensor = torch.full((LARGE,), rank.index + 1.0)
+    work = dist.all_reduce(tensor, group=rank.group, async_op=True)
+    if rank.index == 1:
+        time.sleep(0.1)
+    work.wait()
+    seen = tensor.sum().item() / LARGE
+    tensor.fill_(-100.0)
+    return seen
+
+
+def test_memory_is_its_owners_again_when_the_wait_is_over(pool):
+    for _ in range(5):
+        assert run(pool, owned_again, QUICK) == [3.0, 3.0]
+
+
+# Faults #
+
+
+def misread(rank: Rank) -> list[str]:
+    """The first rank cannot read any more; what comes after that fails, too."""
+    if rank.index == 0:
+        reader_of(rank)._memory.pids = (-1, -1)
+    texts = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.ones(LARGE), group=rank.group)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_rank_that_cannot_read_fails_all_ranks_from_then_on(pool):
+    text = "ranks [0] of the emulated fabric could not read the memory of others"
+
+    assert run(pool, misread, QUICK) == [[text, text]] * 2
+
+
+def names_of_threads(rank: Rank) -> tuple[list[str], list[str]]:
+    with joined(rank, QUICK) as group:
+        if group is None:
+            return [], []
+        dist.all_reduce(torch.ones(LARGE), group=group)
+        forgotten = dist.all_reduce(torch.ones(LARGE), group=group, async_op=True)
+        during = [thread.name for thread in threading.enumerate()]
+        del group
+    del forgotten
+    return during, [thread.name for thread in threading.enumerate()]
+
+
+def test_the_thread_ends_with_the_group_also_when_nobody_waited(pool):
+    for index, (during, after) in enumerate(pool.run(names_of_threads, ranks=4)[:2]):
+        assert f"megabucket-reader-{index}" in during
+        assert f"megabucket-reader-{index}" not in after
+
+
+def wait_for_a_dead_rank(place: Place) -> str:
+    fabric = EmulatedFabric(latency_s=1e-3, bytes_per_s=1e9)
+    group = dist.new_group(list(range(place.size)), backend=fabric.register(), pg_options=fabric)
+    dist.all_reduce(torch.ones(LARGE), group=group)
+    place.report("ready")
+    if place.index == 1:
+        time.sleep(60)
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(LARGE), group=group)
+    return str(caught.value)
+
+
+def test_a_dead_rank_is_noticed_at_once():
+    with crew(wait_for_a_dead_rank, ranks=2) as ours:
+        ours.expect_all("ready")
+        ours.signal(1, 9)
+        (message,) = ours.expect_all("returned", [0])
+
+    assert message.content == "Connection closed by peer"
