@@ -43,9 +43,9 @@ class GradSyncPolicy:
     reduces_in_place: bool = False
     """Whether a reduce-scatter may take no memory beside the gradients."""
     reads_peers: bool = False
-    """Whether ranks on one host may read each other's gradients."""
-    gathers_by_reading: bool = False
-    """Whether they may read parameters, too: all of them wait for those in one order, before anybody may change them."""
+    """Whether ranks on one host may read each other's memory."""
+    overlaps_gathers: bool = False
+    """Whether parameters are gathered while forward runs already, which may wait for them in another order on each rank."""
     withholds_because: str = ""
     """Why ``param.grad`` is not for the caller from backward to its reduction, and what to do instead; empty where it is."""
 
@@ -157,7 +157,14 @@ class _ParamAndGradBucketGroup:
         """What the ranks may do by reading each other's memory."""
         policy = self.policy
         grads = [self._scatter_calls if policy.reduce_scatters else self._reduce_calls] if policy.reads_peers else []
-        return grads + ([self._gather_calls] if policy.gathers_by_reading else [])
+        gathers = policy.reads_peers and policy.reduce_scatters and not policy.overlaps_gathers
+        return grads + ([self._gather_calls] if gathers else [])
+
+    @property
+    def background_batches(self) -> list[Batch]:
+        """What a thread may do in that way: modules may wait in another order on each rank."""
+        policy = self.policy
+        return [self._gather_calls] if policy.reads_peers and policy.reduce_scatters and policy.overlaps_gathers else []
 
     @property
     def grad_phase(self) -> GradPhase:

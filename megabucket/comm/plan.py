@@ -27,7 +27,14 @@ class AllToAll:
     received_sizes: Sequence[int]
 
 
-Start = Call | AllToAll
+@dataclass(frozen=True, slots=True, eq=False)
+class InBackground:
+    """Have the thread of the group read what these calls need, at once and beside what the caller does next."""
+
+    calls: Sequence[Call]
+
+
+Start = Call | AllToAll | InBackground
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +83,8 @@ class Plan:
         for start in self.starts:
             if isinstance(start, AllToAll):
                 yield from (start.sent, start.received)
+            elif isinstance(start, InBackground):
+                yield from (call.full for call in start.calls)
             else:
                 yield from {start.full, getattr(start, "shard", start.full)}
 

@@ -202,11 +202,16 @@ class Communicator(ABC):
         """
         return Batch(call for call in calls if call.full.numel())
 
-    def introduce(self, batches: Sequence[Batch]) -> None:  # noqa: B027  (most back-ends send everything)
+    def introduce(  # noqa: B027  (most back-ends send everything)
+        self, batches: Sequence[Batch], *, in_background: Sequence[Batch] = ()
+    ) -> None:
         """Let ranks on one host read each other's memory for these batches, where that is faster. All ranks call it alike.
 
-        Then a wait may need the other ranks to wait, too, or to abandon the handle: for such batches in one order. What any of
-        them launches after the memory was let go of is lost.
+        What any of them launches after the memory was let go of is lost.
+
+        Args:
+            batches: whose waits may need the other ranks to wait, too, or to abandon the handle: for such batches in one order.
+            in_background: those that a thread does, so that ranks may wait in any order, or not at all.
 
         Raises:
             PeerLostError: a rank went away meanwhile.

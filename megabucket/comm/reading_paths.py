@@ -13,7 +13,8 @@ docs/decisions/reading-peers.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 import torch
 
@@ -42,6 +43,51 @@ def _is_readable(call: Call) -> bool:
     if isinstance(call, AllReduce):
         return call.op is not ReduceOp.MAX and call.full.is_floating_point()
     return isinstance(call, AllGather)
+
+
+def own_copies(calls: Sequence[Call], *, rank: int, size: int) -> list[Pair]:
+    """Return where gathers need this rank's own part, and where it is, as far as it is not there already."""
+    parts = [(_part(call.full.data, rank, size=size), call.shard.data) for call in calls if isinstance(call, AllGather)]
+    return [(target, source) for target, source in parts if target.data_ptr() != source.data_ptr()]
+
+
+def _part(full: torch.Tensor, rank: int, *, size: int) -> torch.Tensor:
+    """Return the part of a buffer that a rank adds up, or owns."""
+    numel = full.numel()
+    return full.view(-1)[rank * numel // size : (rank + 1) * numel // size]
+
+
+# What ranks tell each other between the stages #
+
+FINE: Final = 0
+ABANDONED: Final = 1
+_CANNOT_READ: Final = 2  # plus the rank that cannot be read
+
+
+def word_of(reads: Sequence[Read], results: Sequence[object]) -> int:
+    """Return how this rank fares.
+
+    Args:
+        results: what operations have returned so far, of which reads return numbers.
+    """
+    numbers = [result for result in results if isinstance(result, int)]
+    failed = (read.rank for read, number in zip(reads, numbers, strict=False) if number != read.nbytes)
+    rank = next(failed, None)
+    return FINE if rank is None else _CANNOT_READ + rank
+
+
+def unread_ranks(words: Iterable[Sequence[int]]) -> dict[int, str]:
+    """Return what is the matter with the ranks that others could not read. All ranks have heard the same.
+
+    Args:
+        words: by round and rank.
+    """
+    states: dict[int, str] = {}
+    for said in words:
+        for reader, word in enumerate(said):
+            if word >= _CANNOT_READ:
+                states.setdefault(word - _CANNOT_READ, f"is there, but rank {reader} could not read its memory")
+    return states
 
 
 class ReadingPlan:
@@ -73,7 +119,7 @@ class ReadingPlan:
         operations = [[operation for operation, _ in stage] for stage in stages]
         return Plan(
             [self._round()],
-            [copy for call in self._calls if isinstance(call, AllGather) for copy in self._own_copy(call)],
+            own_copies(self._calls, rank=self._rank, size=self._size),
             operations[0],
             self._anchor.views,
             # The last round tells that nobody reads this rank's memory any more.
@@ -87,14 +133,8 @@ class ReadingPlan:
         sizes = [1] * self._size
         return AllToAll(self._anchor.bytes_of(sent), self._anchor.bytes_of(received), sizes, sizes)
 
-    def _own_copy(self, call: AllGather) -> list[Pair]:
-        own = self._part(call.full.data, self._rank)
-        return [] if own.data_ptr() == call.shard.data_ptr() else [(own, call.shard.data)]
-
     def _part(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of a buffer that a rank adds up, or owns."""
-        numel = full.numel()
-        return full.view(-1)[rank * numel // self._size : (rank + 1) * numel // self._size]
+        return _part(full, rank, size=self._size)
 
     def _gather_steps(self, index: int) -> Iterator[_Step]:
         """Yield the reads that bring the parts of all other ranks, each to its place."""

@@ -11,11 +11,12 @@ from typing import Final, cast
 import torch
 import torch.distributed as dist
 
+from megabucket.comm.background_reader import BackgroundReader
 from megabucket.comm.gloo_paths import alike, can_exchange_among, fp32_plan, gloo_plan, plain_plan, small_room_bytes
 from megabucket.comm.heartbeat import Heartbeat
 from megabucket.comm.liveness import Liveness
-from megabucket.comm.peer_memory import WORD_BYTES, get_to_know
-from megabucket.comm.plan import AllToAll, Plan, Start
+from megabucket.comm.peer_memory import WORD_BYTES, PeerMemory, get_to_know
+from megabucket.comm.plan import AllToAll, InBackground, Plan, Start
 from megabucket.comm.port import (
     AllGather,
     AllReduce,
@@ -28,7 +29,7 @@ from megabucket.comm.port import (
     ReduceOp,
     ReduceScatter,
 )
-from megabucket.comm.reading_paths import ReadingPlan, can_read
+from megabucket.comm.reading_paths import ReadingPlan, can_read, own_copies
 from megabucket.comm.timing import CollectiveTimer
 from megabucket.comm.torch_probes import (
     existence_of,
@@ -41,14 +42,16 @@ from megabucket.comm.torch_probes import (
     timeout_s_of,
 )
 from megabucket.comm.vigil import PeerWatch
+from megabucket.comm.wires import Wires
 from megabucket.comm.work_handle import WorkHandle, uses_of
-from megabucket.errors import CollectiveError, GroupDestroyedError, ProcessGroupMissingError
+from megabucket.errors import CollectiveError, GroupDestroyedError, InvariantError, ProcessGroupMissingError
 from megabucket.trace.clock import Clock
 from megabucket.trace.recorder import Recorder
 
 _REDUCE_OPS: Final = MappingProxyType(
     {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
 )
+_PATIENCE_S: Final = 1800.0  # torch's, where a group does not say its own
 _ROOM_BYTES: Final = 1 << 25  # for small all-reduces that are launched again and again, all together
 
 
@@ -113,6 +116,7 @@ class ProcessGroupCommunicator(Communicator):
         self._room_bytes = _ROOM_BYTES
         self._heartbeat: Heartbeat | None = None
         self._watch: PeerWatch | None = None
+        self._reader: BackgroundReader | None = None
         if self.size > 1 and has_gloo_works(living, torch.device("cpu")):
             self._start_watching(living, liveness or Liveness(heartbeat_s=None, is_default=True))
 
@@ -148,7 +152,10 @@ class ProcessGroupCommunicator(Communicator):
         weakref.finalize(self, self._heartbeat.stop)
 
     def close(self) -> None:
-        """End the heartbeat of this communicator; the process group stays as it is."""
+        """End the threads of this communicator; the process group stays as it is."""
+        if self._reader is not None:
+            self._reader.stop()
+            self._reader = None
         if self._heartbeat is not None:
             self._heartbeat.stop()
 
@@ -196,14 +203,31 @@ class ProcessGroupCommunicator(Communicator):
 
     # Reading what other ranks of this host have #
 
-    def introduce(self, batches: Sequence[Batch]) -> None:
+    def introduce(self, batches: Sequence[Batch], *, in_background: Sequence[Batch] = ()) -> None:
         """Find out with the other ranks which batches are done by reading, and where the memory of each rank is."""
-        read = [batch for batch in batches if batch and can_exchange_among(self.size) and can_read(batch)]
-        if self.size == 1 or not read or not self._ask(is_gloo, read[0][0].full.device):
+        if self.size == 1 or not can_exchange_among(self.size):
+            return
+        read = [batch for batch in batches if batch and can_read(batch)]
+        left = [batch for batch in in_background if batch and can_read(batch)]
+        if not (read or left) or not self._ask(is_gloo, (read + left)[0][0].full.device):
             return
         memory = get_to_know(self._tell_all, rank=self.rank)
         if memory is None:
             return
+        self._learn_addresses(read, memory)
+        if left and self._reader is None:
+            self._start_reader(memory)
+        for batch in left:
+            # Not the batch itself: buffers would have to wait for the garbage collector.
+            batch.plan = Plan([InBackground(tuple(batch))], own_copies(batch, rank=self.rank, size=self.size))
+
+    def _start_reader(self, memory: PeerMemory) -> None:
+        group = cast("dist.ProcessGroup", self._group or dist.group.WORLD)
+        wires = Wires(self._tell_all, rank=self.rank, size=self.size, timeout_s=timeout_s_of(group) or _PATIENCE_S)
+        self._reader = BackgroundReader(memory, wires, rank=self.rank, size=self.size)
+        weakref.finalize(self, self._reader.stop)
+
+    def _learn_addresses(self, read: Sequence[Batch], memory: PeerMemory) -> None:
         addresses = [call.full.data_ptr() for batch in read for call in batch]
         rows = self._gather_rows(torch.tensor(addresses, dtype=torch.int64, device="cpu")).tolist()
         for batch in read:
@@ -249,7 +273,7 @@ class ProcessGroupCommunicator(Communicator):
         works: list[dist.Work] = []
         coalescible: list[Call] = []
         for start in starts:
-            if isinstance(start, AllToAll) or self._is_alone(start):
+            if isinstance(start, AllToAll | InBackground) or self._is_alone(start):
                 works.append(self._start(start))
             else:
                 coalescible.append(start)
@@ -263,6 +287,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def _start(self, start: Start) -> dist.Work:
         group = self._group
+        if isinstance(start, InBackground):
+            return self._start_reading(start)
         if isinstance(start, AllReduce):
             work = dist.all_reduce(start.tensor, op=_REDUCE_OPS[start.op], group=group, async_op=True)
         elif isinstance(start, ReduceScatter):
@@ -274,6 +300,13 @@ class ProcessGroupCommunicator(Communicator):
         else:
             sizes = start.received_sizes, start.sent_sizes
             work = dist.all_to_all_single(start.received, start.sent, *sizes, group=group, async_op=True)
+        return cast("dist.Work", work)
+
+    def _start_reading(self, start: InBackground) -> dist.Work:
+        if self._reader is None:
+            raise InvariantError("what a thread reads was launched after close()")
+        work = self._reader.start(start.calls)
+        work.hasten()
         return cast("dist.Work", work)
 
     @property

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import starmap
 from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 
+from megabucket.comm.background_reader import UnreadableError
 from megabucket.comm.plan import AllToAll, Plan, steps
 from megabucket.comm.port import Handle
+from megabucket.comm.reading_paths import ABANDONED, unread_ranks, word_of
 from megabucket.comm.torch_probes import use_count
 from megabucket.comm.vigil import PeerWatch
-from megabucket.errors import CollectiveError
+from megabucket.errors import CollectiveError, MegabucketError
 from megabucket.trace.clock import Stamp
 from megabucket.trace.recorder import Lane
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from megabucket.comm.torch_group import ProcessGroupCommunicator
 
 _RELEASE_S: Final = 0.2
-_FINE, _ABANDONED, _CANNOT_READ = 0, 1, 2  # the last one plus the rank that cannot be read
 
 
 def _arguments(exchange: AllToAll) -> tuple[object, ...]:
@@ -139,23 +140,23 @@ class WorkHandle(Handle):
             self._results.extend(self._operations[self._num_parts_done])
 
     def _await(self, works: Sequence[dist.Work], number: int) -> None:
-        if self._watch is not None:
-            self._watch.wait(works, label=self._label, number=number)
-        else:
-            for work in works:
-                work.wait()  # over NCCL: the current stream waits, not the host
+        try:
+            if self._watch is not None:
+                self._watch.wait(works, label=self._label, number=number)
+            else:
+                for work in works:
+                    work.wait()  # over NCCL: the current stream waits, not the host
+        except UnreadableError as error:
+            raise self._unreadable(error.states) from None
 
     # What ranks tell each other in the rounds #
 
     def _own_word(self) -> int:
         """Return what this rank says in the next round: how it fares."""
         if self._is_abandoned:
-            return _ABANDONED
+            return ABANDONED
         reads = self._plan.reads if self._plan is not None else ()
-        numbers = [result for result in self._results if isinstance(result, int)]
-        failed = (read.rank for read, number in zip(reads, numbers, strict=False) if number != read.nbytes)
-        rank = next(failed, None)
-        return _FINE if rank is None else _CANNOT_READ + rank
+        return word_of(reads, self._results)
 
     def _heard(self) -> list[list[int]]:
         """Return what the ranks have said, by round and rank."""
@@ -163,15 +164,12 @@ class WorkHandle(Handle):
 
     def _check_words(self) -> None:
         words = self._heard()
-        if self._is_abandoned or not any(map(any, words)) or any(_ABANDONED in said for said in words):
+        if self._is_abandoned or not any(map(any, words)) or any(ABANDONED in said for said in words):
             return
-        # All ranks have heard the same, so they say the same.
-        states: dict[int, str] = {}
-        for said in words:
-            for reader, word in enumerate(said):
-                if word >= _CANNOT_READ:
-                    states.setdefault(word - _CANNOT_READ, f"is there, but rank {reader} could not read its memory")
+        raise self._unreadable(unread_ranks(words))
+
+    def _unreadable(self, states: Mapping[int, str]) -> MegabucketError:
         if self._watch is not None:
-            raise self._watch.give_up(states, label=self._label)
+            return self._watch.give_up(states, label=self._label)
         text = "; ".join(f"rank {rank} {state}" for rank, state in states.items())
-        raise CollectiveError(f"{self._label}: {text}. End the run, and start it again with read_peer_memory=False.")
+        return CollectiveError(f"{self._label}: {text}. End the run, and start it again with read_peer_memory=False.")

@@ -88,7 +88,10 @@ class Wiring:
 
     def _introduce(self, communicator: Communicator) -> None:
         try:
-            communicator.introduce([batch for group in self.groups for batch in group.readable_batches])
+            communicator.introduce(
+                [batch for group in self.groups for batch in group.readable_batches],
+                in_background=[batch for group in self.groups for batch in group.background_batches],
+            )
         except BaseException:
             for buffer in self.buffers:
                 buffer.detach()
@@ -308,9 +311,7 @@ def _make_groups(
         reduces_in_place=config.reduce_in_place,
         # Without a fence nobody would hear that a rank has abandoned what the others have read.
         reads_peers=config.read_peer_memory and config.fence,
-        gathers_by_reading=(
-            config.read_peer_memory and config.fence and config.use_distributed_optimizer and not config.overlap_param_gather
-        ),
+        overlaps_gathers=config.overlap_param_gather,
         withholds_because=_why_withheld(config),
     )
     buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]

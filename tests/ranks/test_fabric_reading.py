@@ -18,13 +18,13 @@ from fabric_ranks import QUICK, joined, run
 from pool import Rank
 
 from megabucket.comm import ProcessGroupCommunicator, ReduceScatter, peer_memory
-from megabucket.comm.fabric import reader
+from megabucket.comm.fabric import movement
 from megabucket.testing import EmulatedFabric
 
 pytestmark = pytest.mark.dist
 
 SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
-LARGE = reader.LEAST_BYTES // 4
+LARGE = movement.LEAST_READ_BYTES // 4
 """Float32 elements that are read."""
 
 
@@ -232,7 +232,7 @@ def misread(rank: Rank) -> list[str]:
 
 
 def test_a_rank_that_cannot_read_fails_all_ranks_from_then_on(pool):
-    text = "ranks [0] of the emulated fabric could not read the memory of others"
+    text = "rank 1 is there, but rank 0 could not read its memory"
 
     assert run(pool, misread, QUICK) == [[text, text]] * 2
 

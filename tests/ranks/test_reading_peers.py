@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
@@ -27,8 +28,9 @@ from megabucket.comm import (
     peer_memory,
     reading_paths,
 )
+from megabucket.comm.plan import InBackground
 from megabucket.comm.port import Batch, Call
-from megabucket.errors import PeerFailedError, PeerLostError
+from megabucket.errors import InvariantError, PeerFailedError, PeerLostError
 from megabucket.planning.memory import exchange_memory
 from megabucket.trace.recorder import Lane, ListRecorder
 
@@ -57,11 +59,16 @@ def _readable(pool):
         pytest.skip("here the kernel lets no process read another one's memory; everything is sent then")
 
 
-def prepared(communicator: ProcessGroupCommunicator, calls: Sequence[Call]) -> Batch:
+def prepared(communicator: ProcessGroupCommunicator, calls: Sequence[Call], *, in_background: bool = False) -> Batch:
     """Return a batch of which the ranks know how to read it."""
     batch = communicator.prepare(calls)
-    communicator.introduce([batch])
+    communicator.introduce([] if in_background else [batch], in_background=[batch] if in_background else [])
     return batch
+
+
+def is_read(batch: Any) -> bool:
+    plan = batch.plan if isinstance(batch, Batch) else None
+    return plan is not None and (bool(plan.reads) or any(isinstance(start, InBackground) for start in plan.starts))
 
 
 def values_of(rank: Rank, numel: int, dtype: torch.dtype, *, salt: int = 0) -> torch.Tensor:
@@ -189,28 +196,60 @@ def test_who_adds_up_divides_in_the_same_pass_and_says_so(pool, ranks):
     assert pool.run(divided, 6.0, ranks=ranks) == [[True] * 6] * ranks
 
 
-def gathered(rank: Rank, part_numel: int, in_place: bool) -> bool:
+def gathered(rank: Rank, part_numel: int, in_place: bool, in_background: bool) -> bool:
     communicator = ProcessGroupCommunicator(rank.group)
     parts = [torch.randn(part_numel, generator=torch.Generator().manual_seed(index)) for index in range(rank.size)]
     full = torch.zeros(part_numel * rank.size)
     own = part_of(full, rank) if in_place else torch.zeros(part_numel)
     is_right = True
     with reading_anything():
-        batch = prepared(communicator, [AllGather(full, own)])
+        batch = prepared(communicator, [AllGather(full, own)], in_background=in_background)
         for factor in (1, 2):
             own.copy_(parts[rank.index] * factor)
             communicator.launch(batch, label="gather").wait()
-            assert batch.plan.reads
+            assert is_read(batch)
             is_right = is_right and torch.equal(full, torch.cat(parts) * factor)
             own.zero_()  # nobody reads it any more
+    communicator.close()
     return is_right
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("part_numel", [5, 100_003])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gathers_bring_every_part(pool, ranks, part_numel, in_place):
-    assert pool.run(gathered, part_numel, in_place, ranks=ranks) == [True] * ranks
+def test_gathers_bring_every_part(pool, ranks, part_numel, in_place, in_background):
+    assert pool.run(gathered, part_numel, in_place, in_background, ranks=ranks) == [True] * ranks
+
+
+def gathered_by_whom_and_when(rank: Rank) -> list[list[float]]:
+    """The first rank waits backwards, the second one forwards, the third one for nothing until all others are through."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    fulls = [torch.zeros(3 * rank.size) for _ in range(4)]
+    for number, full in enumerate(fulls):
+        part_of(full, rank).fill_(10.0 * number + rank.index)
+    with reading_anything():
+        batches = [prepared(communicator, [AllGather(full, part_of(full, rank))], in_background=True) for full in fulls]
+    handles = [communicator.launch(batch, label=f"param gather {number}") for number, batch in enumerate(batches)]
+    if rank.index == 2:
+        dist.barrier(group=rank.group)
+    for handle in handles[::-1] if rank.index == 0 else handles:
+        handle.wait()
+    if rank.index != 2:
+        dist.barrier(group=rank.group)
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count(f"megabucket-reader-{rank.index}") == 1
+    communicator.close()
+    assert f"megabucket-reader-{rank.index}" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(InvariantError, match="after close"):
+        communicator.launch(batches[0], label="param gather 0")
+    return [full[::3].tolist() for full in fulls]
+
+
+def test_in_the_background_a_wait_needs_nobody_elses(pool):
+    expected = [[10.0 * number + rank for rank in range(3)] for number in range(4)]
+
+    assert pool.run(gathered_by_whom_and_when, ranks=3) == [expected] * 3
 
 
 def overwritten_at_once(rank: Rank) -> float:
@@ -344,6 +383,7 @@ def unreadable(rank: Rank, kind: str) -> str:
         "all-reduce": [AllReduce(full)],
         "reduce-scatter": [ReduceScatter(part_of(full, rank), full)],
         "all-gather": [AllGather(full, part_of(full, rank))],
+        "background": [AllGather(full, part_of(full, rank))],
     }
     gather_rows = communicator._gather_rows
 
@@ -354,7 +394,9 @@ def unreadable(rank: Rank, kind: str) -> str:
         return rows
 
     with mock.patch.object(communicator, "_gather_rows", gather_wrong_rows), reading_anything():
-        batch = prepared(communicator, calls[kind])
+        batch = prepared(communicator, calls[kind], in_background=kind == "background")
+    if kind == "background" and rank.index == 0:
+        communicator._reader._memory.pids = (0, -1, -1)  # type: ignore[union-attr]
     handle = communicator.launch(batch, label="bucket 3")
     try:
         handle.wait()
@@ -363,7 +405,7 @@ def unreadable(rank: Rank, kind: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather"])
+@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather", "background"])
 def test_a_rank_that_cannot_be_read_is_named_on_all_ranks_in_the_same_words(pool, kind):
     texts = pool.run(unreadable, kind, ranks=3)
 
@@ -446,7 +488,7 @@ def read_labels(ddp: mb.DistributedDataParallel) -> set[str]:
 
     def noting(calls: Any, *, label: str) -> Any:
         handle = launch(calls, label=label)
-        if isinstance(calls, Batch) and calls.plan is not None and calls.plan.reads:
+        if is_read(calls):
             labels.add(label.rstrip("0123456789 "))
         return handle
 
@@ -462,7 +504,7 @@ def read_labels(ddp: mb.DistributedDataParallel) -> set[str]:
         ({"bucket_groups": "single"}, ["bucket"]),
         ({"use_distributed_optimizer": True}, ["bucket", "param gather"]),
         ({"use_distributed_optimizer": True, "reduce_in_place": True}, ["bucket", "param gather"]),
-        ({"use_distributed_optimizer": True, "overlap_param_gather": True}, ["bucket"]),
+        ({"use_distributed_optimizer": True, "overlap_param_gather": True}, ["bucket", "param gather"]),
     ],
     ids=["all-reduce", "avg", "single", "reduce-scatter", "in-place", "overlap"],
 )

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
-from megabucket.comm.fabric.reader import ReadWork
+from megabucket.comm.background_reader import ReadWork
 
 _SHORTEST_PAUSE_S: Final = 100e-6
 _LONGEST_PAUSE_S: Final = 20e-3
@@ -124,7 +124,8 @@ class Flight:
     def hasten(self) -> None:
         """Have data moved before the link delivers, although nobody waits yet."""
         for work in self.works:
-            work.is_completed()
+            if isinstance(work, ReadWork):
+                work.hasten()
 
     def settle(self, *, since_s: float) -> None:
         """Take the result over; ``next_look_s`` has returned ``None``. Idempotent.

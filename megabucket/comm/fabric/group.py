@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -14,16 +15,20 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from megabucket.comm.background_reader import BackgroundReader
 from megabucket.comm.fabric import movement
 from megabucket.comm.fabric.costs import Cost
 from megabucket.comm.fabric.flight import Clock, Flight, Lateness
 from megabucket.comm.fabric.ledger import Ledger, Links, ledger_words
 from megabucket.comm.fabric.messages import FixedClock, receive, receive_from_any, send
 from megabucket.comm.fabric.nic import Nic
-from megabucket.comm.fabric.reader import get_reader
 from megabucket.comm.fabric.shared import share_words
+from megabucket.comm.fabric.threads import hurry_this_thread
 from megabucket.comm.fabric.work import BatchedWork, FabricWork
+from megabucket.comm.gloo_paths import can_exchange_among
+from megabucket.comm.peer_memory import get_to_know
 from megabucket.comm.torch_probes import FABRIC
+from megabucket.comm.wires import Wires
 
 if TYPE_CHECKING:
     from megabucket.comm.fabric.settings import EmulatedFabric
@@ -80,7 +85,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         self._gloo = _ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, timeout=options.timeout)
         self._gloo.options.group_name = self._name  # in the flight recorder
         reading = c10d.PrefixStore("reading", store)
-        self._reader = get_reader(reading, rank=rank, size=size, timeout_s=self._timeout_s)
+        self._reader = _reader(reading, rank=rank, size=size, timeout_s=self._timeout_s)
         self._mover = movement.Mover(self._gloo, self._reader, rank=rank, size=size)
         self._batch: list[_Call] | None = None
         self._batched: BatchedWork | None = None
@@ -345,6 +350,24 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> FabricWork:
         flight = Flight(clock, works, finish, result, self._timeout_s, self._lateness, is_message)
         return FabricWork(flight, self.machine.nic, source=source)
+
+
+def _reader(store: Any, *, rank: int, size: int, timeout_s: float) -> BackgroundReader | None:
+    """Return what reads for this rank, or ``None`` when ranks cannot read each other's memory. All ranks call it."""
+    if size == 1 or not can_exchange_among(size):
+        return None
+    rounds = itertools.count()
+
+    def tell_all(word: bytes) -> list[bytes]:
+        number = next(rounds)
+        store.set(f"{number}/{rank}", word.decode())
+        return [bytes(store.get(f"{number}/{other}")) for other in range(size)]
+
+    memory = get_to_know(tell_all, rank=rank)
+    if memory is None:
+        return None
+    wires = Wires(tell_all, rank=rank, size=size, timeout_s=timeout_s)
+    return BackgroundReader(memory, wires, rank=rank, size=size, on_start=hurry_this_thread)
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megabucket.comm.fabric.reader import Reader, ReadWork, is_worth_reading
+from megabucket.comm.background_reader import BackgroundReader, ReadWork
 from megabucket.comm.gloo_paths import gloo_plan
 from megabucket.comm.plan import AllToAll, run_through
 from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
@@ -24,6 +24,9 @@ from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp
 Work = dist.Work | ReadWork
 
 _OWN_OPS: Final = ((dist.ReduceOp.SUM, ReduceOp.SUM), (dist.ReduceOp.AVG, ReduceOp.AVG))
+
+LEAST_READ_BYTES: Final = 1 << 18
+"""Of a collective that is read. Below, gloo's messages are as cheap."""
 
 _MAX_PIECES: Final = 1024
 """Remembered before dead ones are looked for."""
@@ -44,7 +47,7 @@ class Mover:
         reader: ``None``: ranks cannot read each other's memory.
     """
 
-    def __init__(self, gloo: Any, reader: Reader | None, *, rank: int, size: int) -> None:
+    def __init__(self, gloo: Any, reader: BackgroundReader | None, *, rank: int, size: int) -> None:
         self._gloo, self._reader = gloo, reader
         self._rank, self._size = rank, size
         self._filled = _FilledMemory()
@@ -110,7 +113,8 @@ class Mover:
 
     def _read(self, calls: Sequence[Call]) -> ReadWork | None:
         """Have like calls done by reading; ``None``: nobody can, or they are too small."""
-        return self._reader.start(calls) if self._reader is not None and is_worth_reading(calls) else None
+        is_worth_it = sum(call.full.nbytes for call in calls) >= LEAST_READ_BYTES
+        return self._reader.start(calls) if self._reader is not None and is_worth_it else None
 
     def _exchange(self, calls: Sequence[ReduceScatter], op: Any) -> Move:
         taken: list[torch.Tensor] = []

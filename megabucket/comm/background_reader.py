@@ -1,42 +1,39 @@
-"""Large tensors on the emulated fabric: ranks read each other's memory, on a thread, in the order in which they launched.
+"""Collectives of ranks on one host that a thread does: it reads the other ranks' memory, batch by batch, in launch order.
 
-A network card moves data without the cores that compute; gloo takes them for two copies and the network stack of the system.
-Reading (``comm/reading_paths.py``) costs a fraction of that, and is left for when a rank waits: its core is idle then. So what
-is measured is the link, and little of its emulation.
+Where the caller's own thread reads (``comm/torch_group.py``), every wait needs the other ranks' waits. Here it needs nobody:
+ranks may wait when they like and in any order. The threads tell each other over sockets how far they are.
 """
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
-from torch._C._distributed_c10d import Store
+import torch
 
-from megabucket.comm.fabric.threads import hurry_this_thread
-from megabucket.comm.fabric.wires import Wires
-from megabucket.comm.gloo_paths import can_exchange_among
-from megabucket.comm.peer_memory import PeerMemory, get_to_know
+from megabucket.comm.peer_memory import PeerMemory
 from megabucket.comm.plan import steps
 from megabucket.comm.port import Call
-from megabucket.comm.reading_paths import ReadingPlan
-
-LEAST_BYTES: Final = 1 << 18
-"""Of a collective that is read. Below, gloo's messages are as cheap."""
+from megabucket.comm.reading_paths import ReadingPlan, unread_ranks, word_of
+from megabucket.comm.wires import Wires
 
 _JOIN_S: Final = 1.0
 
 
-def is_worth_reading(calls: Sequence[Call]) -> bool:
-    """Whether like calls are large enough, together."""
-    return sum(call.full.nbytes for call in calls) >= LEAST_BYTES
+class UnreadableError(RuntimeError):
+    """Ranks are there and cannot be read; ``states`` says who, as ``unread_ranks`` does. All ranks raise it."""
+
+    def __init__(self, states: Mapping[int, str]) -> None:
+        super().__init__("; ".join(f"rank {rank} {state}" for rank, state in states.items()))
+        self.states = states
 
 
 class ReadWork:
-    """A collective that the thread does; like a work of gloo to those who wait.
+    """A batch that the thread does; like a work of gloo to those who wait.
 
     Args:
         want: asks the thread to begin. It may have begun, because another rank waits.
@@ -45,7 +42,12 @@ class ReadWork:
     def __init__(self, want: Callable[[], None]) -> None:
         self._want = want
         self._is_done = threading.Event()
-        self._failure: str | None = None
+        self._failure: Callable[[], RuntimeError] | None = None
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def hasten(self) -> None:
+        """Have it done although nobody waits yet."""
+        self._want()
 
     def is_completed(self) -> bool:
         """Whether it is done or has failed; who asks wants it to be."""
@@ -62,28 +64,47 @@ class ReadWork:
         if not self._is_done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")  # gloo's text: who waits in slices looks for it
         if self._failure is not None:
-            raise RuntimeError(self._failure)
+            raise self._failure()
         return True
 
-    def end(self, failure: str | None = None) -> None:
-        """Let go on who waits."""
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return what is complete when it is done or has failed, on the thread that does it."""
+        return self._future
+
+    def end(self, failure: Callable[[], RuntimeError] | None) -> None:
+        """Let go on who waits.
+
+        Args:
+            failure: makes the error that each of them raises.
+        """
         self._failure = failure
         self._is_done.set()
+        self._future.set_result(None)
 
 
-class Reader:
-    """Does the large collectives of one group. Its thread starts with the first one."""
+class BackgroundReader:
+    """Does batches for one rank of a group. Its thread starts with the first one.
 
-    def __init__(self, memory: PeerMemory, wires: Wires, *, rank: int, size: int) -> None:
+    Args:
+        on_start: called by the thread before anything else.
+    """
+
+    def __init__(
+        self, memory: PeerMemory, wires: Wires, *, rank: int, size: int, on_start: Callable[[], None] = lambda: None
+    ) -> None:
         self._memory, self._wires = memory, wires
         self._rank, self._size = rank, size
+        self._on_start = on_start
         self._queue: queue.SimpleQueue[tuple[int, Sequence[Call], ReadWork] | None] = queue.SimpleQueue()
         self._num_started = self._num_wanted = 0
         self._wanting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self, calls: Sequence[Call]) -> ReadWork:
-        """Do like calls after all that was started before, when somebody on any rank waits."""
+        """Do like calls after all that was started before, when somebody on any rank wants it.
+
+        What is gathered is in its place already, as far as it is this rank's own.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"megabucket-reader-{self._rank}", daemon=True)
             self._thread.start()
@@ -94,7 +115,7 @@ class Reader:
         return work
 
     def stop(self) -> None:
-        """Do what was started and end the thread. Idempotent."""
+        """Do what was started and end the thread. Idempotent; nothing may be started afterwards."""
         if self._thread is not None:
             self._queue.put(None)
             self._want(self._num_started)
@@ -109,8 +130,8 @@ class Reader:
         self._wires.ring()
 
     def _run(self) -> None:
-        hurry_this_thread()
-        failure: str | None = None
+        self._on_start()
+        failure: Callable[[], RuntimeError] | None = None
         while (job := self._queue.get()) is not None:
             number, calls, work = job
             # After a failure ranks may be at different words, and would take one for another.
@@ -118,17 +139,20 @@ class Reader:
             work.end(failure)
             del job, calls, work
 
-    def _try(self, number: int, calls: Sequence[Call]) -> str | None:
+    def _try(self, number: int, calls: Sequence[Call]) -> Callable[[], RuntimeError] | None:
+        failure: Callable[[], RuntimeError]
         try:
             while number > self._num_wanted and not self._wires.listen():
                 pass
             self._read(calls)
         except ConnectionError:
-            failure = "Connection closed by peer"  # gloo's text
+            failure = partial(RuntimeError, "Connection closed by peer")  # gloo's text
         except TimeoutError:
-            failure = "Timed out waiting for another rank on the emulated fabric"
+            failure = partial(RuntimeError, "Timed out waiting for another rank to read what this one has")
+        except UnreadableError as error:
+            failure = partial(UnreadableError, error.states)
         except (OSError, RuntimeError) as error:
-            failure = str(error)
+            failure = partial(RuntimeError, str(error))
         else:
             return None
         self._wires.close()
@@ -140,26 +164,7 @@ class Reader:
         plan = ReadingPlan(calls, self._memory, addresses, rank=self._rank, size=self._size).plan()
         results: list[object] = list(steps(plan.after))
         for later in plan.later:
-            numbers = [result for result in results if isinstance(result, int)]
-            is_blind = any(number != read.nbytes for number, read in zip(numbers, plan.reads, strict=False))
-            blind = [rank for rank, (word,) in enumerate(self._wires.exchange([is_blind])) if word]
-            if blind:
-                raise RuntimeError(f"ranks {blind} of the emulated fabric could not read the memory of others")
+            words = [word for (word,) in self._wires.exchange([word_of(plan.reads, results)])]
+            if any(words):
+                raise UnreadableError(unread_ranks([words]))
             results += steps(later.operations)
-
-
-def get_reader(store: Store, *, rank: int, size: int, timeout_s: float) -> Reader | None:
-    """Return what reads for this rank, or ``None`` when ranks cannot read each other's memory. All ranks call it."""
-    if size == 1 or not can_exchange_among(size):
-        return None
-    rounds = itertools.count()
-
-    def tell_all(word: bytes) -> list[bytes]:
-        number = next(rounds)
-        store.set(f"{number}/{rank}", word.decode())
-        return [bytes(store.get(f"{number}/{other}")) for other in range(size)]
-
-    memory = get_to_know(tell_all, rank=rank)
-    if memory is None:
-        return None
-    return Reader(memory, Wires(store, rank=rank, size=size, timeout_s=timeout_s), rank=rank, size=size)

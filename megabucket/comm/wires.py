@@ -10,10 +10,8 @@ import secrets
 import select
 import socket
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
-
-from torch._C._distributed_c10d import Store
 
 _TOKEN_BYTES: Final = 16
 _WORD_BYTES: Final = 8
@@ -23,34 +21,34 @@ class Wires:
     """What connects a rank with all others. All ranks make it together; Linux only.
 
     Args:
+        tell_all: sends a short message to all ranks and returns what each has sent, by rank.
         timeout_s: after which a rank that says nothing is an error.
 
     Raises:
         OSError: another rank did not come.
     """
 
-    def __init__(self, store: Store, *, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, tell_all: Callable[[bytes], list[bytes]], *, rank: int, size: int, timeout_s: float) -> None:
         self._rank = rank
         self._bell = os.eventfd(0)
         self._wires: dict[int, socket.socket] = {}
         # A name without a file, which goes with the socket. Whoever finds it out does not know the token.
-        name, token = f"\0megabucket-{secrets.token_hex(8)}", secrets.token_bytes(_TOKEN_BYTES)
+        name, token = f"\0megabucket-{secrets.token_hex(8)}", secrets.token_hex(_TOKEN_BYTES)
         with socket.socket(socket.AF_UNIX) as door:
             door.bind(name)
             door.listen(size)
             door.settimeout(timeout_s)
-            store.set(f"door/{rank}", name + token.hex())
-            for other in range(rank):
-                told = bytes(store.get(f"door/{other}")).decode()
+            doors = [told.decode().split(" ") for told in tell_all(f"{name} {token}".encode())]
+            for other, (name_of_other, token_of_other) in enumerate(doors[:rank]):
                 wire = socket.socket(socket.AF_UNIX)
-                wire.connect(told[: -2 * _TOKEN_BYTES])
-                wire.sendall(bytes.fromhex(told[-2 * _TOKEN_BYTES :]) + rank.to_bytes(_WORD_BYTES, "little"))
+                wire.connect(name_of_other)
+                wire.sendall(bytes.fromhex(token_of_other) + rank.to_bytes(_WORD_BYTES, "little"))
                 self._wires[other] = wire
             while len(self._wires) < size - 1:
                 wire, _ = door.accept()
                 wire.settimeout(timeout_s)
                 said = _receive(wire, _TOKEN_BYTES + _WORD_BYTES)
-                if secrets.compare_digest(said[:_TOKEN_BYTES], token):
+                if secrets.compare_digest(said[:_TOKEN_BYTES], bytes.fromhex(token)):
                     self._wires[int.from_bytes(said[_TOKEN_BYTES:], "little")] = wire
                 else:
                     wire.close()

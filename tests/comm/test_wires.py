@@ -7,24 +7,27 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from megabucket.comm.fabric.wires import Wires
+from megabucket.comm.wires import Wires
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "eventfd"), reason="Linux only, as reading other processes is")
 
 
-def on_ranks(function: Callable[[Wires, int], Any], *, ranks: int, timeout_s: float = 20.0, store: Any = None) -> list[Any]:
+def on_ranks(function: Callable[[Wires, int], Any], *, ranks: int, timeout_s: float = 20.0) -> list[Any]:
     """Return what the function gives on each rank."""
-    store = store or dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
+    told: dict[int, bytes] = {}
+    have_told = threading.Barrier(ranks, timeout=20)
 
     def on_rank(rank: int) -> Any:
-        wires = Wires(store, rank=rank, size=ranks, timeout_s=timeout_s)
+        def tell_all(word: bytes) -> list[bytes]:
+            told[rank] = word
+            have_told.wait()
+            return [told[other] for other in range(ranks)]
+
+        wires = Wires(tell_all, rank=rank, size=ranks, timeout_s=timeout_s)
         try:
             return function(wires, rank)
         finally:
@@ -87,34 +90,27 @@ def test_a_rank_that_is_gone_or_silent_is_an_error():
 
 
 def test_a_stranger_is_turned_away():
-    class Watched:
-        """A store that lets a stranger in between: it knocks at the first door before any rank does."""
+    with socket.socket(socket.AF_UNIX) as stranger, ThreadPoolExecutor(1) as second:
 
-        def __init__(self) -> None:
-            self.store = dist.HashStore()
-            self.stranger = socket.socket(socket.AF_UNIX)
+        def tell_all(word: bytes) -> list[bytes]:
+            """Knock before the other rank does."""
+            stranger.connect(word.split(b" ")[0])
+            stranger.sendall(b"\0" * 16 + (1).to_bytes(8, "little"))
+            made = second.submit(Wires, lambda own: [word, own], rank=1, size=2, timeout_s=20.0)
+            others.append(made)
+            return [word, b" "]
 
-        def set_timeout(self, timeout: timedelta) -> None:
-            self.store.set_timeout(timeout)
+        others: list[Any] = []
+        first = Wires(tell_all, rank=0, size=2, timeout_s=20.0)
+        other = others[0].result()
+        heard = second.submit(other.exchange, [1])
 
-        def set(self, key: str, value: str) -> None:
-            if key.endswith("/0"):
-                self.stranger.connect(value[:-32])
-                self.stranger.sendall(b"\0" * 16 + (1).to_bytes(8, "little"))
-            self.store.set(key, value)
-
-        def get(self, key: str) -> bytes:
-            return self.store.get(key)
-
-    store = Watched()
-
-    assert on_ranks(lambda wires, rank: wires.exchange([rank]), ranks=2, store=store) == [[[0], [1]]] * 2
-    with store.stranger as stranger:
+        assert first.exchange([0]) == heard.result() == [[0], [1]]
         assert not stranger.recv(1)
+        first.close()
+        other.close()
 
 
 def test_a_rank_that_never_comes_is_an_error():
-    store = dist.HashStore()
-
     with pytest.raises(TimeoutError):
-        Wires(store, rank=0, size=2, timeout_s=0.1)
+        Wires(lambda word: [word, b" "], rank=0, size=2, timeout_s=0.1)
