@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -21,7 +22,15 @@ from megabucket.comm.port import Call
 from megabucket.comm.reading_paths import ReadingPlan, unread_ranks, word_of
 from megabucket.comm.wires import Wires
 
-_JOIN_S: Final = 1.0
+MOST_CALLS: Final = 4096
+"""In a batch: their addresses fit into what a socket keeps until it is read."""
+
+_LAST_READ_S: Final = 10.0
+
+_Failure = Callable[[], RuntimeError]
+"""Makes the error of who waits."""
+
+_STOPPED: Final[_Failure] = partial(RuntimeError, "the process group was destroyed")
 
 
 class UnreadableError(RuntimeError):
@@ -42,7 +51,7 @@ class ReadWork:
     def __init__(self, want: Callable[[], None]) -> None:
         self._want = want
         self._is_done = threading.Event()
-        self._failure: Callable[[], RuntimeError] | None = None
+        self._failure: _Failure | None = None
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
     def hasten(self) -> None:
@@ -71,7 +80,7 @@ class ReadWork:
         """Return what is complete when it is done or has failed, on the thread that does it."""
         return self._future
 
-    def end(self, failure: Callable[[], RuntimeError] | None) -> None:
+    def end(self, failure: _Failure | None) -> None:
         """Let go on who waits.
 
         Args:
@@ -99,27 +108,38 @@ class BackgroundReader:
         self._num_started = self._num_wanted = 0
         self._wanting = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._failure: _Failure | None = None
+        """Why nothing is done any more. Ranks may be at different words then, and would take one for another."""
+        self._is_stopped = False
 
     def start(self, calls: Sequence[Call]) -> ReadWork:
-        """Do like calls after all that was started before, when somebody on any rank wants it.
+        """Do like calls, ``MOST_CALLS`` at most, after all that was started before, when somebody on any rank wants it.
 
         What is gathered is in its place already, as far as it is this rank's own.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"megabucket-reader-{self._rank}", daemon=True)
-            self._thread.start()
         self._num_started += 1
         number = self._num_started
         work = ReadWork(lambda: self._want(number))
+        if self._is_stopped:
+            work.end(_STOPPED)
+            return work
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"megabucket-reader-{self._rank}", daemon=True)
+            self._thread.start()
         self._queue.put((number, calls, work))
         return work
 
-    def stop(self) -> None:
-        """Do what was started and end the thread. Idempotent; nothing may be started afterwards."""
-        if self._thread is not None:
+    def stop(self, *, patience_s: float = 1.0) -> None:
+        """Do what was started, as far as other ranks come within some time, and end the thread. Idempotent."""
+        self._is_stopped = True
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
             self._queue.put(None)
             self._want(self._num_started)
-            self._thread.join(_JOIN_S)
+            thread.join(patience_s)
+            self._failure = self._failure or _STOPPED
+            self._wires.close()  # so the thread does not wait for other ranks any more
+            thread.join(_LAST_READ_S)
         self._wires.close()
 
     def _want(self, number: int) -> None:
@@ -131,16 +151,15 @@ class BackgroundReader:
 
     def _run(self) -> None:
         self._on_start()
-        failure: Callable[[], RuntimeError] | None = None
-        while (job := self._queue.get()) is not None:
-            number, calls, work = job
-            # After a failure ranks may be at different words, and would take one for another.
-            failure = failure or self._try(number, calls)
-            work.end(failure)
-            del job, calls, work
+        with torch.inference_mode():  # tensors made in it may be written to, too
+            while (job := self._queue.get()) is not None:
+                number, calls, work = job
+                self._failure = self._failure or self._try(number, calls)
+                work.end(self._failure)
+                del job, calls, work
 
-    def _try(self, number: int, calls: Sequence[Call]) -> Callable[[], RuntimeError] | None:
-        failure: Callable[[], RuntimeError]
+    def _try(self, number: int, calls: Sequence[Call]) -> _Failure | None:
+        failure: _Failure
         try:
             while number > self._num_wanted and not self._wires.listen():
                 pass
@@ -151,8 +170,8 @@ class BackgroundReader:
             failure = partial(RuntimeError, "Timed out waiting for another rank to read what this one has")
         except UnreadableError as error:
             failure = partial(UnreadableError, error.states)
-        except (OSError, RuntimeError) as error:
-            failure = partial(RuntimeError, str(error))
+        except Exception as error:
+            failure = partial(RuntimeError, str(error) or repr(error))
         else:
             return None
         self._wires.close()
@@ -160,7 +179,11 @@ class BackgroundReader:
 
     def _read(self, calls: Sequence[Call]) -> None:
         # Who has the addresses of all ranks knows that all have launched.
-        addresses = self._wires.exchange([call.full.data_ptr() for call in calls])
+        said = self._wires.exchange([_kind_of(calls), *(call.full.data_ptr() for call in calls)])
+        if others := [rank for rank, (kind, *_) in enumerate(said) if kind != said[self._rank][0]]:
+            what = ", ".join(f"{call.kind.value} of {tuple(call.full.shape)} {call.full.dtype}" for call in calls[:3])
+            raise RuntimeError(f"rank {self._rank} has launched {what}, and ranks {others} have launched something else")
+        addresses = [of_rank for _, *of_rank in said]
         plan = ReadingPlan(calls, self._memory, addresses, rank=self._rank, size=self._size).plan()
         results: list[object] = list(steps(plan.after))
         for later in plan.later:
@@ -168,3 +191,12 @@ class BackgroundReader:
             if any(words):
                 raise UnreadableError(unread_ranks([words]))
             results += steps(later.operations)
+
+
+def _kind_of(calls: Sequence[Call]) -> int:
+    """Return a number that is the same on all ranks if they do the same."""
+    kinds = [
+        (call.kind.value, call.full.numel(), str(call.full.dtype), getattr(call, "op", None), getattr(call, "root", None))
+        for call in calls
+    ]
+    return zlib.crc32(repr(kinds).encode())

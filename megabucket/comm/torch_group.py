@@ -11,7 +11,7 @@ from typing import Final, cast
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.background_reader import BackgroundReader
+from megabucket.comm.background_reader import MOST_CALLS, BackgroundReader
 from megabucket.comm.gloo_paths import alike, can_exchange_among, fp32_plan, gloo_plan, plain_plan, small_room_bytes
 from megabucket.comm.heartbeat import Heartbeat
 from megabucket.comm.liveness import Liveness
@@ -208,7 +208,7 @@ class ProcessGroupCommunicator(Communicator):
         if self.size == 1 or not can_exchange_among(self.size):
             return
         read = [batch for batch in batches if batch and can_read(batch)]
-        left = [batch for batch in in_background if batch and can_read(batch)]
+        left = [batch for batch in in_background if batch and can_read(batch) and len(batch) <= MOST_CALLS]
         if not (read or left) or not self._ask(is_gloo, (read + left)[0][0].full.device):
             return
         memory = get_to_know(self._tell_all, rank=self.rank)

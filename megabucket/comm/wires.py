@@ -11,10 +11,12 @@ import select
 import socket
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 _TOKEN_BYTES: Final = 16
 _WORD_BYTES: Final = 8
+_GREETING_S: Final = 5.0
 
 
 class Wires:
@@ -30,6 +32,7 @@ class Wires:
 
     def __init__(self, tell_all: Callable[[bytes], list[bytes]], *, rank: int, size: int, timeout_s: float) -> None:
         self._rank = rank
+        self._pid = os.getpid()
         self._bell = os.eventfd(0)
         self._wires: dict[int, socket.socket] = {}
         # A name without a file, which goes with the socket. Whoever finds it out does not know the token.
@@ -46,12 +49,11 @@ class Wires:
                 self._wires[other] = wire
             while len(self._wires) < size - 1:
                 wire, _ = door.accept()
-                wire.settimeout(timeout_s)
-                said = _receive(wire, _TOKEN_BYTES + _WORD_BYTES)
-                if secrets.compare_digest(said[:_TOKEN_BYTES], bytes.fromhex(token)):
-                    self._wires[int.from_bytes(said[_TOKEN_BYTES:], "little")] = wire
-                else:
+                known = _rank_of(wire, bytes.fromhex(token))
+                if known is None:
                     wire.close()
+                else:
+                    self._wires[known] = wire
         for wire in self._wires.values():
             wire.settimeout(timeout_s)
 
@@ -60,21 +62,24 @@ class Wires:
         os.close(self._bell)
 
     def exchange(self, words: Sequence[int]) -> list[list[int]]:
-        """Return the words of all ranks, by rank: integers of 64 bits, as many from each.
+        """Return the words of all ranks, by rank: integers of 64 bits, a few thousand of each rank at most.
 
         Raises:
             OSError: another rank is gone, or says nothing.
         """
-        own = array("q", words)
+        message = array("q", [len(words), *words])
         for wire in self._wires.values():
-            wire.sendall(own)
-        said = {rank: array("q", _receive(wire, _WORD_BYTES * len(own))) for rank, wire in self._wires.items()}
-        said[self._rank] = own
-        return [list(said[rank]) for rank in range(len(said))]
+            wire.sendall(message)
+        said = {rank: _words(wire) for rank, wire in self._wires.items()}
+        said[self._rank] = list(words)
+        return [said[rank] for rank in range(len(said))]
 
     def listen(self) -> bool:
-        """Return when another rank has said something, ``True``, or after a ring, ``False``."""
-        heard, _, _ = select.select([self._bell, *(wire.fileno() for wire in self._wires.values())], [], [])
+        """Return when another rank has said something or is gone, ``True``, or after a ring, ``False``."""
+        poll = select.poll()
+        for file in (self._bell, *(wire.fileno() for wire in self._wires.values())):
+            poll.register(file, select.POLLIN)
+        heard = [file for file, _ in poll.poll()]
         if self._bell in heard:
             os.eventfd_read(self._bell)
         return heard != [self._bell]
@@ -84,9 +89,28 @@ class Wires:
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Part from the others. Idempotent."""
+        """Part from the others, also where a thread waits for their words. Idempotent."""
         for wire in self._wires.values():
+            if os.getpid() == self._pid:  # a forked child must not end what is its parent's
+                with suppress(OSError):
+                    wire.shutdown(socket.SHUT_RDWR)
             wire.close()
+
+
+def _rank_of(wire: socket.socket, token: bytes) -> int | None:
+    """Return the rank that has come, or ``None`` for a stranger."""
+    wire.settimeout(_GREETING_S)
+    try:
+        said = _receive(wire, _TOKEN_BYTES + _WORD_BYTES)
+    except OSError:
+        return None
+    is_known = secrets.compare_digest(said[:_TOKEN_BYTES], token)
+    return int.from_bytes(said[_TOKEN_BYTES:], "little") if is_known else None
+
+
+def _words(wire: socket.socket) -> list[int]:
+    length = int.from_bytes(_receive(wire, _WORD_BYTES), "little")
+    return list(array("q", _receive(wire, _WORD_BYTES * length)))
 
 
 def _receive(wire: socket.socket, nbytes: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -40,9 +41,9 @@ def on_ranks(function: Callable[[Wires, int], Any], *, ranks: int, timeout_s: fl
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_every_rank_hears_all_words_round_by_round(ranks):
     def rounds(wires: Wires, rank: int) -> list[list[list[int]]]:
-        return [wires.exchange([rank * 2**40 + number] * length) for number, length in enumerate([1, 3, 1, 700])]
+        return [wires.exchange([rank * 2**40 + number] * length) for number, length in enumerate([1, 3, 1, 4097])]
 
-    expected = [[[rank * 2**40 + number] * length for rank in range(ranks)] for number, length in enumerate([1, 3, 1, 700])]
+    expected = [[[rank * 2**40 + number] * length for rank in range(ranks)] for number, length in enumerate([1, 3, 1, 4097])]
 
     assert on_ranks(rounds, ranks=ranks) == [expected] * ranks
 
@@ -89,13 +90,48 @@ def test_a_rank_that_is_gone_or_silent_is_an_error():
     assert on_ranks(keep_silent, ranks=2, timeout_s=0.1) == ["noticed", "silent"]
 
 
-def test_a_stranger_is_turned_away():
+def test_descriptors_of_a_program_with_many_files_do():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+
+        def listen(wires: Wires, rank: int) -> bool:
+            wires.exchange([rank])
+            return rank == 1 or wires.listen()  # until the other rank is gone
+
+        assert on_ranks(listen, ranks=2) == [True, True]
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_who_waits_for_words_is_woken_up_by_close():
+    def wait(wires: Wires, rank: int) -> str:
+        if rank == 1:
+            has_heard.wait(20)
+            return ""
+        threading.Timer(0.05, wires.close).start()
+        with pytest.raises(OSError, match=r"gone|closed|Bad file"):
+            wires.exchange([1])
+        has_heard.set()
+        return "woken up"
+
+    has_heard = threading.Event()
+
+    assert on_ranks(wait, ranks=2) == ["woken up", ""]
+
+
+@pytest.mark.parametrize("last_words", [b"", b"\0" * 24])
+def test_a_stranger_is_turned_away(last_words):
     with socket.socket(socket.AF_UNIX) as stranger, ThreadPoolExecutor(1) as second:
 
         def tell_all(word: bytes) -> list[bytes]:
             """Knock before the other rank does."""
             stranger.connect(word.split(b" ")[0])
-            stranger.sendall(b"\0" * 16 + (1).to_bytes(8, "little"))
+            stranger.sendall(last_words)
+            stranger.shutdown(socket.SHUT_WR)
             made = second.submit(Wires, lambda own: [word, own], rank=1, size=2, timeout_s=20.0)
             others.append(made)
             return [word, b" "]

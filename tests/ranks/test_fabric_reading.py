@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -83,6 +84,21 @@ def large_collectives(rank: Rank) -> dict[str, list[int]]:
     full = values(rank, LARGE * n)
     ProcessGroupCommunicator(rank.group).launch([ReduceScatter(full.chunk(n)[own], full)], label="in place").wait()
     seen["in place"] = bits(full.chunk(n)[own])
+    fulls = [values(rank, LARGE * n, salt=salt) for salt in range(2)]
+    shards = [torch.empty(LARGE) for _ in fulls]
+    with dist._coalescing_manager(rank.group, async_ops=True) as manager:
+        for shard, full in zip(shards, fulls, strict=True):
+            dist.reduce_scatter_single(shard, full, group=rank.group)
+    manager.wait()
+    seen["batch of shards"] = [number for shard in shards for number in bits(shard)]
+    with torch.inference_mode():
+        made_here = values(rank, LARGE)
+    dist.all_reduce(made_here, group=rank.group)
+    seen["inference"] = bits(made_here)
+    image = values(rank, LARGE).view(1, 4, -1, 64)
+    image = image.contiguous(memory_format=torch.channels_last) if own else image
+    dist.all_reduce(image.fill_(2.0), group=rank.group)
+    seen["two layouts"] = bits(image)
     for is_in_place in (True, False):
         full = torch.zeros(LARGE * n)
         part = full.chunk(n)[own] if is_in_place else torch.empty(LARGE)
@@ -119,7 +135,7 @@ def test_large_collectives_have_the_bits_that_gloo_gives(pool, ranks):
     seen = run(pool, counting, QUICK, large_collectives, ranks=ranks)
 
     assert [result for result, _ in seen] == on_gloo
-    assert [count for _, count in seen] == [len(on_gloo[0])] * ranks
+    assert [count for _, count in seen] == [len(on_gloo[0]) + 1] * ranks  # the batch of two shards is read in two
 
 
 def test_extremes_integers_and_small_tensors_are_left_to_gloo(pool):
@@ -216,6 +232,28 @@ def test_memory_is_its_owners_again_when_the_wait_is_over(pool):
         assert run(pool, owned_again, QUICK) == [3.0, 3.0]
 
 
+def written_to_while_others_read(rank: Rank) -> float:
+    """The second rank is slow to read what the first one has; that one has waited, and writes to it."""
+    full = torch.zeros(2 * LARGE)
+    part = full.chunk(2)[rank.index].fill_(rank.index + 1.0)
+    memory = reader_of(rank)._memory
+    read = memory.read
+
+    def read_slowly(*args: Any) -> Any:
+        time.sleep(0.2)
+        return read(*args)
+
+    with mock.patch.object(memory, "read", read_slowly) if rank.index == 1 else nullcontext():
+        dist.all_gather_single(full, part, group=rank.group)
+    seen = full[0].item()
+    part.fill_(-100.0)
+    return seen
+
+
+def test_a_wait_ends_when_all_ranks_have_read(pool):
+    assert run(pool, written_to_while_others_read, QUICK) == [1.0, 1.0]
+
+
 # Faults #
 
 
@@ -235,6 +273,62 @@ def test_a_rank_that_cannot_read_fails_all_ranks_from_then_on(pool):
     text = "rank 1 is there, but rank 0 could not read its memory"
 
     assert run(pool, misread, QUICK) == [[text, text]] * 2
+
+
+def launched_differently(rank: Rank, how: str) -> str:
+    numel = LARGE + (rank.index if how == "numel" else 0)
+    dtype = torch.bfloat16 if how == "dtype" and rank.index else torch.float32
+    tensor = torch.ones(2 * numel, dtype=dtype)
+    launch = partial(dist.broadcast, group_src=0) if how == "kind" and rank.index else dist.all_reduce
+    with pytest.raises(RuntimeError) as caught:
+        launch(tensor, group=rank.group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["numel", "dtype", "kind"])
+def test_ranks_that_launch_different_things_are_told(pool, how):
+    first, second = run(pool, launched_differently, QUICK, how)
+
+    assert first.startswith("rank 0 has launched all_reduce of (131072,) torch.float32, and ranks [1] have launched something")
+    assert second.startswith("rank 1 has launched")
+    assert "ranks [0] have launched something else" in second
+
+
+def refused_and_then_right(rank: Rank) -> float:
+    """Gloo refuses what it cannot add up, and the group goes on."""
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(4 * LARGE).to(torch.float8_e5m2), group=rank.group)
+    tensor = torch.ones(LARGE)
+    dist.all_reduce(tensor, group=rank.group)
+    return tensor.unique().item()
+
+
+def test_what_gloo_refuses_harms_nothing_that_is_read(pool):
+    assert run(pool, refused_and_then_right, QUICK) == [2.0, 2.0]
+
+
+def destroyed_first(rank: Rank) -> float:
+    """The first rank destroys the group with a collective under way that the second one launches later."""
+    group = dist.new_group([0, 1], backend=QUICK.register(), pg_options=QUICK)
+    if rank.index > 1:
+        return 2.0
+    tensor = torch.ones(LARGE)
+    if rank.index == 0:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        backend = group._get_backend(torch.device("cpu"))
+        dist.destroy_process_group(group)
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            backend._reader.start([]).wait()
+        work.wait()
+    else:
+        time.sleep(0.3)
+        dist.all_reduce(tensor, group=group)
+        dist.destroy_process_group(group)
+    return tensor.unique().item()
+
+
+def test_who_destroys_a_group_lets_the_others_end_what_it_has_launched(pool):
+    assert pool.run(destroyed_first, ranks=4) == [2.0] * 4
 
 
 def names_of_threads(rank: Rank) -> tuple[list[str], list[str]]:

@@ -148,7 +148,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End the threads; called by ``destroy_process_group``."""
         if self._reader is not None:
-            self._reader.stop()
+            self._reader.stop(patience_s=self._timeout_s)
         if self._owns_machine:
             self.machine.nic.stop()
 

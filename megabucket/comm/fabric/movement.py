@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megabucket.comm.background_reader import BackgroundReader, ReadWork
+from megabucket.comm.background_reader import MOST_CALLS, BackgroundReader, ReadWork
 from megabucket.comm.gloo_paths import gloo_plan
 from megabucket.comm.plan import AllToAll, run_through
 from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
@@ -24,6 +25,9 @@ from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp
 Work = dist.Work | ReadWork
 
 _OWN_OPS: Final = ((dist.ReduceOp.SUM, ReduceOp.SUM), (dist.ReduceOp.AVG, ReduceOp.AVG))
+
+_ADDED: Final = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+"""What gloo adds up and we can, too."""
 
 LEAST_READ_BYTES: Final = 1 << 18
 """Of a collective that is read. Below, gloo's messages are as cheap."""
@@ -75,21 +79,21 @@ class Mover:
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any, otherwise: Callable[[], dist.Work]) -> Work:
         """Reduce one tensor, or several as one batch, over all ranks, in place; ``otherwise`` has gloo do it."""
         own_op = _own(op, tensors)
-        work = None if own_op is None else self._read([AllReduce(tensor.detach().view(-1), own_op) for tensor in tensors])
+        work = None if own_op is None else self._read([AllReduce(_flat(tensor), own_op) for tensor in tensors])
         return work or otherwise()
 
     def broadcast(self, tensor: torch.Tensor, root: int, otherwise: Callable[[], dist.Work]) -> Work:
         """Copy the tensor of one rank to all; ``otherwise`` has gloo do it."""
-        work = self._read([Broadcast(tensor.detach().view(-1), root)]) if tensor.is_contiguous() else None
+        work = self._read([Broadcast(_flat(tensor), root)]) if _is_dense(tensor) else None
         return work or otherwise()
 
     def scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any, moves: bool) -> Move:
-        """Reduce the inputs over all ranks; each output receives this rank's part.
+        """Reduce each input over all ranks; its output receives this rank's part.
 
         Args:
             moves: ``False``: nothing is reduced, and the output receives what this rank has.
         """
-        buffers: list[torch.Tensor] = []
+        parts: list[Move] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for output, full in zip(outputs, inputs, strict=True):
             flat = full.detach().reshape(-1)
@@ -98,27 +102,28 @@ class Mover:
             if part.data_ptr() != output.data_ptr():
                 copies.append((output.detach().view(-1), part))
             if moves and buffer.numel():
-                buffers.append(buffer)
-        own_op = _own(op, buffers)
+                parts.append(self._reduce_to(part, buffer, op))
+        finishes = [move.finish for move in parts if move.finish is not None]
+        works = [work for move in parts for work in move.works]
+        return Move(works, partial(_finish, finishes, copies) if finishes or copies else None)
+
+    def _reduce_to(self, part: torch.Tensor, buffer: torch.Tensor, op: Any) -> Move:
+        """Reduce a buffer of which this rank keeps its part: each by itself, as gloo does, for the order of additions."""
+        own_op = _own(op, [buffer])
         if own_op is None:
-            move = Move([self._gloo.allreduce([buffer], _reduction(op)) for buffer in buffers])
-        else:
-            calls = [ReduceScatter(self._parts(buffer)[self._rank], buffer, own_op) for buffer in buffers]
-            work = self._read(calls)
-            move = Move([work]) if work else self._exchange(calls, op)
-        if not copies:
-            return move
-        finish = move.finish
-        return Move(move.works, lambda: _finish(finish, copies))
+            return Move([self._gloo.allreduce([buffer], _reduction(op))])
+        call = ReduceScatter(part, buffer, own_op)
+        work = self._read([call])
+        return Move([work]) if work else self._exchange(call, op)
 
     def _read(self, calls: Sequence[Call]) -> ReadWork | None:
         """Have like calls done by reading; ``None``: nobody can, or they are too small."""
-        is_worth_it = sum(call.full.nbytes for call in calls) >= LEAST_READ_BYTES
+        is_worth_it = sum(call.full.nbytes for call in calls) >= LEAST_READ_BYTES and len(calls) <= MOST_CALLS
         return self._reader.start(calls) if self._reader is not None and is_worth_it else None
 
-    def _exchange(self, calls: Sequence[ReduceScatter], op: Any) -> Move:
+    def _exchange(self, call: ReduceScatter, op: Any) -> Move:
         taken: list[torch.Tensor] = []
-        plan = gloo_plan(calls, rank=self._rank, size=self._size, empty=self._spare.lender(taken))
+        plan = gloo_plan([call], rank=self._rank, size=self._size, empty=self._spare.lender(taken))
         works: list[Work] = []
         for start in plan.starts:
             if isinstance(start, AllToAll):
@@ -139,9 +144,23 @@ class Mover:
 
 def _own(op: Any, tensors: Sequence[torch.Tensor]) -> ReduceOp | None:
     """Return our name of what is done with the tensors, ``None`` where gloo has to do it."""
-    if not tensors or not all(tensor.is_floating_point() and tensor.is_contiguous() for tensor in tensors):
+    if not all(tensor.dtype in _ADDED and _is_dense(tensor) for tensor in tensors):
         return None
     return next((own for theirs, own in _OWN_OPS if op == theirs), None)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps, in whatever order. Ranks may have different orders; gloo does not ask."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _reduction(op: Any) -> Any:
@@ -161,9 +180,9 @@ def _lies_in(shard: torch.Tensor, flat: torch.Tensor) -> bool:
     return start <= shard.data_ptr() < start + flat.nbytes
 
 
-def _finish(before: Callable[[], None] | None, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if before is not None:
-        before()
+def _finish(finishes: Sequence[Callable[[], None]], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for finish in finishes:
+        finish()
     for target, source in copies:
         target.copy_(source)
 
