@@ -3,6 +3,7 @@
 ``mutation`` is for ``make mutation``, which runs the tests once per mutant: few examples, and the same ones every time.
 """
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -23,6 +24,10 @@ settings.register_profile(
     **_SHARED_MACHINE,
 )
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")
+
+# A test process has one fork server, whoever starts it first, so what it loads is the same for all who fork from it.
+# Torch loads torch._dynamo with the first optimizer, which takes each process as long as torch itself.
+multiprocessing.set_forkserver_preload(["torch.distributed", "torch._dynamo", "megabucket.training.loop"])
 
 os.environ.pop("COLUMNS", None)  # what prints tables adapts to it, and so would tests of their text
 

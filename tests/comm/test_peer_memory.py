@@ -27,8 +27,8 @@ def hold_nonce(connection):
 
 @pytest.fixture
 def peer():
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=hold_nonce, args=(theirs,))
+    ours, theirs = multiprocessing.get_context("forkserver").Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=hold_nonce, args=(theirs,))
     process.start()
     yield ours.recv()
     ours.send("go")

@@ -118,9 +118,9 @@ def crew(
         tcp_port: of a TCP store on this host; without, the ranks meet in a file.
         is_host_first: the TCP store is in the process of the first rank.
     """
-    # Forked from a server that has loaded torch: starting is quick, and they end without Python's farewells (os._exit).
+    # Forked from a server that has loaded torch (tests/conftest.py): starting is quick. They end without Python's farewells
+    # (os._exit).
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "megabucket", "megabucket.comm"])
     with tempfile.TemporaryDirectory(prefix="megabucket-crew-", ignore_cleanup_errors=True) as directory:
         meeting = tcp_port if tcp_port is not None else str(Path(directory) / "store")
         processes, connections = [], []

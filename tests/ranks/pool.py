@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -55,9 +55,15 @@ class RankFailedError(AssertionError):
 
 
 class WorkerPool:
-    """Processes that run functions as ranks of a process group. Starts them on first use."""
+    """Processes that run functions as ranks of a process group. Starts them on first use.
 
-    def __init__(self) -> None:
+    Args:
+        method: ``spawn`` begins each process from nothing and sees how Python ends it. ``forkserver`` forks them from one that
+            has loaded torch, for pools that are killed and started again: a start then costs a tenth.
+    """
+
+    def __init__(self, method: Literal["spawn", "forkserver"] = "spawn") -> None:
+        self._context = multiprocessing.get_context(method)
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
         self._directory = ""
@@ -110,11 +116,12 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="megabucket-pool-")
-        context = multiprocessing.get_context("spawn")
         with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
             for rank in range(NUM_RANKS):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, rank, self._directory), name=f"rank-{rank}", daemon=True)
+                ours, theirs = self._context.Pipe()
+                process = self._context.Process(
+                    target=_serve, args=(theirs, rank, self._directory), name=f"rank-{rank}", daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._processes.append(process)

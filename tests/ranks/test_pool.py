@@ -52,7 +52,7 @@ def test_calls_share_the_same_processes(pool):
 
 @pytest.fixture(scope="module")
 def doomed_pool():
-    pool = WorkerPool()
+    pool = WorkerPool("forkserver")
     yield pool
     pool.kill()
 

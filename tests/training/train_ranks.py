@@ -28,7 +28,6 @@ class Job:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "megabucket.training.loop"])
         said.mkdir()
         self._said = [said / f"rank-{rank}.txt" for rank in range(num_ranks)]
         self.processes = [
