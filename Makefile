@@ -50,7 +50,7 @@ browser:
 	tests/browser/install.sh
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) $(VENV_BENCH) .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 # No deadline: the first call of anything in torch is slow. No check for slow data: the machine is shared with other tests.
@@ -34,3 +35,13 @@ os.environ.pop("COLUMNS", None)  # what prints tables adapts to it, and so would
 # A shell that starts the tests in the background lets them ignore SIGINT, and so would every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that start processes first, and leave the order inside of files as it is.
+
+    ``make test`` gives whole files to its workers in this order. Short files at the end leave no worker without work.
+    """
+    marked = ("dist", "slow")
+    long_files = {item.path for item in items if any(item.get_closest_marker(name) for name in marked)}
+    items.sort(key=lambda item: item.path not in long_files)
