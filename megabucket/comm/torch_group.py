@@ -42,7 +42,7 @@ from megabucket.comm.torch_probes import (
     timeout_s_of,
 )
 from megabucket.comm.vigil import PeerWatch
-from megabucket.comm.wires import Wires
+from megabucket.comm.wires import Wires, can_meet
 from megabucket.comm.work_handle import WorkHandle, uses_of
 from megabucket.errors import CollectiveError, GroupDestroyedError, InvariantError, ProcessGroupMissingError
 from megabucket.trace.clock import Clock
@@ -215,9 +215,9 @@ class ProcessGroupCommunicator(Communicator):
         if memory is None:
             return
         self._learn_addresses(read, memory)
-        if left and self._reader is None:
+        if left and self._reader is None and can_meet(self._tell_all):
             self._start_reader(memory)
-        for batch in left:
+        for batch in left if self._reader is not None else ():
             # Not the batch itself: buffers would have to wait for the garbage collector.
             batch.plan = Plan([InBackground(tuple(batch))], own_copies(batch, rank=self.rank, size=self.size))
 

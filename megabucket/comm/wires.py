@@ -12,6 +12,7 @@ import socket
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 _TOKEN_BYTES: Final = 16
@@ -19,18 +20,31 @@ _WORD_BYTES: Final = 8
 _GREETING_S: Final = 5.0
 
 
+TellAll = Callable[[bytes], list[bytes]]
+"""Sends a short message to all ranks and returns what each has sent, by rank."""
+
+
+def can_meet(tell_all: TellAll) -> bool:
+    """Whether names of sockets mean the same to all ranks: in one network namespace. All of them call it."""
+    try:
+        own = str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        own = ""
+    return bool(own) and set(tell_all(own.encode())) == {own.encode()}
+
+
 class Wires:
     """What connects a rank with all others. All ranks make it together; Linux only.
 
     Args:
-        tell_all: sends a short message to all ranks and returns what each has sent, by rank.
+        tell_all: of ranks that ``can_meet``.
         timeout_s: after which a rank that says nothing is an error.
 
     Raises:
         OSError: another rank did not come.
     """
 
-    def __init__(self, tell_all: Callable[[bytes], list[bytes]], *, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, tell_all: TellAll, *, rank: int, size: int, timeout_s: float) -> None:
         self._rank = rank
         self._pid = os.getpid()
         self._bell = os.eventfd(0)

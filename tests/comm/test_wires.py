@@ -8,11 +8,13 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from megabucket.comm.wires import Wires
+from megabucket.comm.wires import Wires, can_meet
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "eventfd"), reason="Linux only, as reading other processes is")
 
@@ -121,6 +123,13 @@ def test_who_waits_for_words_is_woken_up_by_close():
     has_heard = threading.Event()
 
     assert on_ranks(wait, ranks=2) == ["woken up", ""]
+
+
+def test_ranks_meet_in_one_network_only():
+    assert can_meet(lambda word: [word, word])
+    assert not can_meet(lambda word: [word, b"net:[1]"])
+    with mock.patch.object(Path, "readlink", side_effect=OSError):
+        assert not can_meet(lambda word: [word, word])
 
 
 @pytest.mark.parametrize("last_words", [b"", b"\0" * 24])

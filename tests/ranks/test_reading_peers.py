@@ -27,6 +27,7 @@ from megabucket.comm import (
     ReduceScatter,
     peer_memory,
     reading_paths,
+    torch_group,
 )
 from megabucket.comm.plan import InBackground
 from megabucket.comm.port import Batch, Call
@@ -244,6 +245,22 @@ def gathered_by_whom_and_when(rank: Rank) -> list[list[float]]:
     with pytest.raises(InvariantError, match="after close"):
         communicator.launch(batches[0], label="param gather 0")
     return [full[::3].tolist() for full in fulls]
+
+
+def in_another_network(rank: Rank) -> bool:
+    """Return whether a gather in the background was read where one rank is in another network; it is right in any case."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    full = torch.zeros(3 * rank.size)
+    part_of(full, rank).fill_(float(rank.index))
+    with reading_anything(), mock.patch.object(torch_group, "can_meet", lambda tell_all: tell_all(b"") and False):
+        batch = prepared(communicator, [AllGather(full, part_of(full, rank))], in_background=True)
+    communicator.launch(batch, label="param gather 0").wait()
+    assert full[::3].tolist() == [0.0, 1.0]
+    return is_read(batch)
+
+
+def test_in_two_networks_the_background_is_sent(pool):
+    assert pool.run(in_another_network, ranks=2) == [False] * 2
 
 
 def test_in_the_background_a_wait_needs_nobody_elses(pool):

@@ -28,7 +28,7 @@ from megabucket.comm.fabric.work import BatchedWork, FabricWork
 from megabucket.comm.gloo_paths import can_exchange_among
 from megabucket.comm.peer_memory import get_to_know
 from megabucket.comm.torch_probes import FABRIC
-from megabucket.comm.wires import Wires
+from megabucket.comm.wires import Wires, can_meet
 
 if TYPE_CHECKING:
     from megabucket.comm.fabric.settings import EmulatedFabric
@@ -364,7 +364,7 @@ def _reader(store: Any, *, rank: int, size: int, timeout_s: float) -> Background
         return [bytes(store.get(f"{number}/{other}")) for other in range(size)]
 
     memory = get_to_know(tell_all, rank=rank)
-    if memory is None:
+    if memory is None or not can_meet(tell_all):
         return None
     wires = Wires(tell_all, rank=rank, size=size, timeout_s=timeout_s)
     return BackgroundReader(memory, wires, rank=rank, size=size, on_start=hurry_this_thread)
