@@ -175,7 +175,7 @@ def run(program, where):
 
 def _execute(program, where, out, said):
     for path, descriptor in ((out, 1), (said, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     try:
         exec(program, {"__name__": "__main__", "where": where})  # noqa: S102
         sys.stdout.flush()
