@@ -94,6 +94,8 @@ def test_a_rank_that_is_gone_or_silent_is_an_error():
 
 def test_descriptors_of_a_program_with_many_files_do():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("this system lets no process open so many files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
