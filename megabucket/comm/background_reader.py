@@ -45,22 +45,18 @@ class ReadWork:
     """A batch that the thread does; like a work of gloo to those who wait.
 
     Args:
-        want: asks the thread to begin. It may have begun, because another rank waits.
+        hasten: has the thread begin although nobody waits yet. It may have begun, because another rank waits.
     """
 
-    def __init__(self, want: Callable[[], None]) -> None:
-        self._want = want
+    def __init__(self, hasten: Callable[[], None]) -> None:
+        self.hasten = hasten
         self._is_done = threading.Event()
         self._failure: _Failure | None = None
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
-    def hasten(self) -> None:
-        """Have it done although nobody waits yet."""
-        self._want()
-
     def is_completed(self) -> bool:
         """Whether it is done or has failed; who asks wants it to be."""
-        self._want()
+        self.hasten()
         return self._is_done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -69,7 +65,7 @@ class ReadWork:
         Raises:
             RuntimeError: it failed, or ``timeout`` is over; it goes on then.
         """
-        self._want()
+        self.hasten()
         if not self._is_done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")  # gloo's text: who waits in slices looks for it
         if self._failure is not None:

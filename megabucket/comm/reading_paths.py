@@ -4,10 +4,12 @@
 reduce-scatter          each rank reads the others' values of its part, block by block, and adds them to its own
 all-reduce              the same, then each rank reads the parts that the others have added up
 all-gather              each rank reads the others' parts, each to its place
+broadcast               each rank reads what the root has
 ======================  =================================================================================================
 
 Around that, rounds of messages of one byte over gloo: what a rank reads must be there, and must stay until it was read. So
-memory of a rank is its own again when all ranks have waited, and every ``wait`` needs the other ranks' ``wait``. See
+memory of a rank is its own again when all ranks have waited, and every ``wait`` needs the other ranks' ``wait``. Where a thread
+goes through a plan (``comm/background_reader.py``) the rounds are made over sockets instead. See
 docs/decisions/reading-peers.md.
 """
 
@@ -59,7 +61,7 @@ def _part(full: torch.Tensor, rank: int, *, size: int) -> torch.Tensor:
 
 # What ranks tell each other between the stages #
 
-FINE: Final = 0
+_FINE: Final = 0
 ABANDONED: Final = 1
 _CANNOT_READ: Final = 2  # plus the rank that cannot be read
 
@@ -73,7 +75,7 @@ def word_of(reads: Sequence[Read], results: Sequence[object]) -> int:
     numbers = [result for result in results if isinstance(result, int)]
     failed = (read.rank for read, number in zip(reads, numbers, strict=False) if number != read.nbytes)
     rank = next(failed, None)
-    return FINE if rank is None else _CANNOT_READ + rank
+    return _FINE if rank is None else _CANNOT_READ + rank
 
 
 def unread_ranks(words: Iterable[Sequence[int]]) -> dict[int, str]:
