@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
+from megabucket.buffer.huge_pages import filled
 from megabucket.buffer.views import dense_strides, dtype_named, view_like
 from megabucket.layout import BucketLayout, BufferLayout
 
@@ -51,10 +52,10 @@ class ParamAndGradBuffer:
         self.layout = layout
         self.params = {name: params[name] for name in layout.params}
         device = next(iter(self.params.values())).device
-        self.param_data = torch.zeros(layout.numel, dtype=dtype_named(layout.key.param_dtype), device=device)  # 1D
+        self.param_data = filled(layout.numel, 0.0, dtype=dtype_named(layout.key.param_dtype), device=device)  # 1D
         # The first gradient of a fresh buffer is added, not copied (grad_slot.py). Adding to -0.0 leaves every value as it is,
         # -0.0 included, so one rank has the bits of plain torch (tests/ranks/test_one_rank.py).
-        self.grad_data = torch.full((layout.numel,), -0.0, dtype=dtype_named(layout.key.grad_dtype), device=device)  # 1D
+        self.grad_data = filled(layout.numel, -0.0, dtype=dtype_named(layout.key.grad_dtype), device=device)  # 1D
         self._is_attached = True
         self._grad_dtypes = {name: param.grad_dtype for name, param in self.params.items()}
         self.slots: dict[str, GradSlot] = {}
