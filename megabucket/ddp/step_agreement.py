@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +14,8 @@ from megabucket.ddp.step_report import Failure, StepReport
 from megabucket.ddp.step_tally import StepTally, nonfinite_params
 from megabucket.ddp.verdict import StepFacts, error_of
 from megabucket.errors import InvariantError, MegabucketError, NonFiniteGradientError
+
+NoteReduced = Callable[[_ParamAndGradBucketGroup], object]
 
 
 class StepAgreement:
@@ -151,6 +153,19 @@ class StepAgreement:
             interrupted=tuple(name for group in self._groups for name in group.interrupted),
             is_detailed=is_detailed,
         )
+
+
+def finish_all(groups: Sequence[_ParamAndGradBucketGroup], note_reduced: NoteReduced | None) -> None:
+    """Wait for the gradients of all groups.
+
+    Args:
+        note_reduced: called with each group as soon as it is reduced, while others are on their way.
+    """
+    advance_grad_sync(groups)
+    for group in groups:
+        group.finish_grad_sync()
+        if note_reduced is not None:
+            note_reduced(group)
 
 
 def advance_grad_sync(groups: Sequence[_ParamAndGradBucketGroup]) -> None:

@@ -16,7 +16,7 @@ from megabucket.ddp.hyperparameters import Hyperparameters
 from megabucket.ddp.launcher import InOrderLauncher
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.patience import insist
-from megabucket.ddp.step_agreement import StepAgreement, advance_grad_sync, describe
+from megabucket.ddp.step_agreement import NoteReduced, StepAgreement, describe, finish_all
 from megabucket.ddp.step_report import Failure
 from megabucket.ddp.step_tally import unused_params
 from megabucket.errors import MegabucketError, PhaseError
@@ -127,11 +127,14 @@ class StepSync:
             self._launch_rest(unused_counts=self._config.unused_parameters == "error", is_committing=is_committing)
         raise_if_any(self.settle())
 
-    def commit(self) -> BaseException | None:
+    def commit(self, note_reduced: NoteReduced | None = None) -> BaseException | None:
         """Finish the sync for an optimizer that is about to update and gather: from here on every rank does so.
 
         So a wait that is interrupted is begun again. Returns what has interrupted it, for the caller to raise when this rank
         has run the rest of the schedule.
+
+        Args:
+            note_reduced: as of ``settle``.
 
         Raises:
             MegabucketError: the step is not whole on some rank; nobody updates.
@@ -148,7 +151,7 @@ class StepSync:
             self._launch_vote(is_committing=True)
         elif is_sharded:
             raise PhaseError("step() was called twice on the same gradients; run backward and zero_grad() between two steps.")
-        error, interrupt = insist(self.settle)
+        error, interrupt = insist(lambda: self.settle(note_reduced))
         if error is not None:
             # An interrupt of the user is not an error of the step, and whoever catches those must not catch it.
             raise error if interrupt is None or isinstance(interrupt, Exception) else interrupt
@@ -247,17 +250,18 @@ class StepSync:
             if isinstance(cause, MegabucketError):
                 self._agreement.last_error = cause
 
-    def settle(self) -> MegabucketError | None:
+    def settle(self, note_reduced: NoteReduced | None = None) -> MegabucketError | None:
         """Wait for the fence that was launched, if any; return the error that all ranks raise about the step.
+
+        Args:
+            note_reduced: called with each group as soon as it is reduced; again when an interrupted wait is begun again.
 
         Raises:
             PeerLostError: a rank went away meanwhile.
         """
         if not self._agreement.is_pending:
             return None
-        advance_grad_sync(self._groups)
-        for group in self._groups:
-            group.finish_grad_sync()
+        finish_all(self._groups, note_reduced)
         was_late = self.tally.late is not None and self.tally.late.phase == GradPhase.IN_FLIGHT.value
         error = self._agreement.conclude()
         self._has_begun = False

@@ -8,7 +8,7 @@ difference into the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -18,7 +18,7 @@ from megabucket.ddp.capture import check_not_capturing
 from megabucket.errors import ConfigError
 
 _CHUNK_NUMEL: Final = 1 << 17
-"""Elements summed at a time on CPU: the float64 copy torch makes of them (1 MiB) stays in the core's own cache."""
+"""Elements summed at a time on CPU: their float64 copy (1 MiB) stays in the core's own cache."""
 
 
 class GlobalNorm:
@@ -43,13 +43,15 @@ class GlobalNorm:
             grads: this rank's gradients; alignment gaps and padding in them are zero and count nothing. May be empty: a rank
                 can own nothing but padding.
         """
-        self.add(grads)
+        self.add([sum_of_squares(grad) for grad in grads])
         self.launch()
         return self.finish()
 
-    def add(self, grads: Sequence[torch.Tensor]) -> None:
-        """Take this rank's gradients, as ``of`` does."""
-        add_squares(self._total.zero_(), grads)
+    def add(self, squares: Iterable[torch.Tensor]) -> None:
+        """Take this rank's gradients, as ``of`` does, but as what ``sum_of_squares`` has made of each."""
+        self._total.zero_()
+        for square in squares:
+            self._total += square
 
     def spoil(self) -> None:
         """Let the norm be nan on every rank, because this one has no gradients to give."""
@@ -79,11 +81,16 @@ class GlobalNorm:
         return rounded if math.isfinite(rounded) else float(norm)
 
 
-def add_squares(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
-    """Add the squares of all elements to ``total``: one float64 value, shape ``(1,)``."""
-    for grad in grads:
-        for chunk in grad.split(_CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,):
-            total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
+def sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squares of all elements: float64, 0D, on the device of the gradient."""
+    if grad.device.type != "cpu":
+        squares: torch.Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        return squares
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    for chunk in grad.split(_CHUNK_NUMEL):
+        wide = chunk.double()
+        total += torch.dot(wide, wide)
+    return total
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float) -> None:

@@ -63,6 +63,8 @@ class Sharding:
         optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself(), held, "state_dict()"))
         optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself(), held, "load_state_dict()"))
         self.shards: list[MainShard] = []
+        self.shards_of_group: dict[int, list[MainShard]] = {}
+        """The shards in the buckets of each bucket group, by its index."""
         """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
 
     def _cut(self, whole: WholeState) -> _Cut:
@@ -99,6 +101,10 @@ class Sharding:
         self._main_values = {param: values for param, values in self._main_values.items() if param in staying}
         self._dtypes = {param: dtype for param, dtype in self._dtypes.items() if param in staying}
         self.shards, self._buffers = cut.shards, ddp.param_and_grad_buffers
+        self.shards_of_group = {group.index: [] for group in ddp.bucket_groups}
+        index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}
+        for shard in cut.shards:
+            self.shards_of_group[index_of[shard.run.params[0]]].append(shard)  # no run crosses buckets
 
     def undo(self) -> None:
         """Put whole parameters, with their state, back into the groups. A collective call; a second one does nothing.
@@ -119,6 +125,7 @@ class Sharding:
         self._numbers = found.numbers
         self._members.restore()
         self.shards, self._buffers = [], []
+        self.shards_of_group.clear()
 
     def shard(self, *, clip_grad: float, label: str) -> None:
         """Shard, with the state there is and the main values from before. A collective call.

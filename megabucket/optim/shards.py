@@ -51,12 +51,13 @@ class MainShard:
         self.run = run
         self.buffer = buffer
         self._model_values = buffer.param_data[run.span.start : run.span.stop]  # 1D, parameter dtype
-        self._buffer_grads = buffer.grad_data[run.span.start : run.span.stop]  # 1D, gradient dtype
+        self.buffer_grads = buffer.grad_data[run.span.start : run.span.stop]
+        """The gradient in the buffer: 1D, gradient dtype."""
         dtype = main_dtype(self._model_values.dtype)
         self.has_own_values = self._model_values.dtype != dtype
         self.main = torch.nn.Parameter(self._model_values.to(dtype))  # 1D, float32 or float64
-        same_dtype = self._buffer_grads.dtype == self.main.dtype
-        self.grad = self._buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
+        same_dtype = self.buffer_grads.dtype == self.main.dtype
+        self.grad = self.buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
         self._widens_grad = not same_dtype
         self._withheld = WithheldGrad(
             self.grad,
@@ -76,7 +77,7 @@ class MainShard:
     def load_grad(self) -> None:
         """Make ``grad`` the reduced gradient of this step."""
         if self._widens_grad:
-            self.grad.copy_(self._buffer_grads)
+            self.grad.copy_(self.buffer_grads)
 
     def show_grad(self) -> None:
         """Make ``grad`` what the optimizer steps on."""

@@ -194,14 +194,14 @@ class TestAgreement:
 
     def test_a_rank_whose_memory_does_not_suffice_keeps_nobody_waiting(self, monkeypatch):
         models = [Weights("ab"), Weights("ab")]
-        full = torch.full
+        make = torch.empty
 
-        def full_where_there_is_room(*args, **kwargs):
+        def make_where_there_is_room(*args, **kwargs):
             if threading.current_thread().name == "loopback-rank-0":
                 raise torch.OutOfMemoryError("no room for 1024 bytes")
-            return full(*args, **kwargs)
+            return make(*args, **kwargs)
 
-        monkeypatch.setattr(torch, "full", full_where_there_is_room)  # what the gradient buffer is made with
+        monkeypatch.setattr(torch, "empty", make_where_there_is_room)  # what buffers are made with
         error = self.refusals(models)
 
         assert isinstance(error, PeerFailedError)

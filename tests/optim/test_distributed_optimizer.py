@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.comm import LoopbackWorld
 from megabucket.errors import (
     ConfigError,
@@ -17,6 +18,8 @@ from megabucket.errors import (
     UnreducedGradientsError,
     UnusedParameterError,
 )
+from megabucket.optim import distributed_optimizer
+from megabucket.optim.norm import sum_of_squares
 
 ALL_REDUCE = {}
 SHARDED = {"use_distributed_optimizer": True}
@@ -478,6 +481,43 @@ class TestOneStep:
 
         labels = [text.split(" [")[0] for text in world.schedule(1)]
         assert labels == ["wrap", "wrap: buffers", "DistributedOptimizer()", "bucket 0", "bucket 1", "fence"]
+
+    @staticmethod
+    def acts_of_a_step(monkeypatch, *, finishes_before):
+        """The waits for buckets and the squares of shards, by the value in them, in their order; and the norm."""
+        ddp = wrap(Weights("ab"), bucket_size=1, **SHARDED)
+        optimizer = sgd(ddp)
+        acts = []
+        wait = _ParamAndGradBucketGroup.finish_grad_sync
+
+        def finish(group):
+            if group.grad_phase is not GradPhase.REDUCED:
+                acts.append(f"wait {group.index}")
+            wait(group)
+
+        def square(grad):
+            acts.append(f"square {grad[0]:g}")
+            return sum_of_squares(grad)
+
+        monkeypatch.setattr(_ParamAndGradBucketGroup, "finish_grad_sync", finish)
+        monkeypatch.setattr(distributed_optimizer, "sum_of_squares", square)
+        ddp(a=1, b=2).backward()
+        if finishes_before:
+            ddp.finish_grad_sync()
+            ddp.scale_gradients(10.0)
+        return acts, optimizer.step().grad_norm
+
+    def test_a_bucket_is_squared_for_the_norm_while_the_next_one_is_on_its_way(self, monkeypatch):
+        acts, norm = self.acts_of_a_step(monkeypatch, finishes_before=False)
+
+        assert acts == ["wait 0", "square 2", "wait 1", "square 1"]
+        assert norm == pytest.approx((100 * (2**2 + 1**2)) ** 0.5)
+
+    def test_buckets_that_were_finished_before_are_squared_as_they_are_at_the_step(self, monkeypatch):
+        acts, norm = self.acts_of_a_step(monkeypatch, finishes_before=True)
+
+        assert acts == ["wait 0", "wait 1", "square 20", "square 10"]
+        assert norm == pytest.approx(10 * (100 * (2**2 + 1**2)) ** 0.5)
 
     @MODES
     def test_microbatches_in_no_sync_add_up(self, switches):

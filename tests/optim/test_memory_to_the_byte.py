@@ -131,7 +131,7 @@ def assert_categories(memory, ddp, optimizer):
     assert (memory.parameter_bytes, memory.gradient_bytes) == (values, grads)
     shards = optimizer._shards
     mains = sum(bytes_of(shard.main.data) for shard in shards if shard.has_own_values)
-    main_grads = sum(bytes_of(shard.grad) for shard in shards if shard.grad.dtype != shard._buffer_grads.dtype)
+    main_grads = sum(bytes_of(shard.grad) for shard in shards if shard.grad.dtype != shard.buffer_grads.dtype)
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
     moments = sum(bytes_of(value) for value in state if value.dim())
     counts = sum(bytes_of(value) for value in state if not value.dim())
