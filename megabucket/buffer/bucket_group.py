@@ -44,8 +44,6 @@ class GradSyncPolicy:
     """Whether a reduce-scatter may take no memory beside the gradients."""
     reads_peers: bool = False
     """Whether ranks on one host may read each other's memory."""
-    overlaps_gathers: bool = False
-    """Whether parameters are gathered while forward runs already, which may wait for them in another order on each rank."""
     withholds_because: str = ""
     """Why ``param.grad`` is not for the caller from backward to its reduction, and what to do instead; empty where it is."""
 
@@ -155,16 +153,9 @@ class _ParamAndGradBucketGroup:
     @property
     def readable_batches(self) -> list[Batch]:
         """What the ranks may do by reading each other's memory."""
-        policy = self.policy
-        grads = [self._scatter_calls if policy.reduce_scatters else self._reduce_calls] if policy.reads_peers else []
-        gathers = policy.reads_peers and policy.reduce_scatters and not policy.overlaps_gathers
-        return grads + ([self._gather_calls] if gathers else [])
-
-    @property
-    def background_batches(self) -> list[Batch]:
-        """What a thread may do in that way: modules may wait in another order on each rank."""
-        policy = self.policy
-        return [self._gather_calls] if policy.reads_peers and policy.reduce_scatters and policy.overlaps_gathers else []
+        if not self.policy.reads_peers:
+            return []
+        return [self._scatter_calls, self._gather_calls] if self.policy.reduce_scatters else [self._reduce_calls]
 
     @property
     def grad_phase(self) -> GradPhase:
@@ -245,16 +236,6 @@ class _ParamAndGradBucketGroup:
         self._grad_handle = self.communicator.launch(
             self._reduce_calls if self._is_everywhere else self._scatter_calls, label=self.label
         )
-
-    def abandon_grad_sync(self) -> None:
-        """Wait for nobody in ``advance_grad_sync``: nobody uses the gradients of this step."""
-        if self._grad_handle is not None:
-            self._grad_handle.abandon()
-
-    def advance_grad_sync(self, num_parts: int) -> None:
-        """Do the first parts of the wait of ``finish_grad_sync``."""
-        if self._grad_handle is not None:
-            self._grad_handle.advance(num_parts)
 
     def finish_grad_sync(self) -> None:
         """Wait for the collective and leave reduced gradients behind. Does nothing when they are there already.
@@ -346,11 +327,6 @@ class _ParamAndGradBucketGroup:
             return
         self._params.enter(ParamPhase.IN_FLIGHT)
         self._param_handle = self.communicator.launch(self._gather_calls, label=f"param gather {self.index}")
-
-    def advance_param_sync(self, num_parts: int) -> None:
-        """Do the first parts of the wait of ``finish_param_sync``."""
-        if self._param_handle is not None:
-            self._param_handle.advance(num_parts)
 
     def finish_param_sync(self) -> None:
         """Return when every parameter of the group may be read, gathering first where needed.

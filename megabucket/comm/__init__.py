@@ -4,7 +4,6 @@ from megabucket.comm.exchange import Exchange, exchange_bytes, exchange_some
 from megabucket.comm.liveness import Liveness, StragglerWarning
 from megabucket.comm.loopback import LoopbackWorld
 from megabucket.comm.port import (
-    MOST_PARTS,
     AllGather,
     AllReduce,
     Broadcast,
@@ -18,7 +17,6 @@ from megabucket.comm.port import (
 from megabucket.comm.torch_group import ProcessGroupCommunicator, discover_communicator
 
 __all__ = [
-    "MOST_PARTS",
     "AllGather",
     "AllReduce",
     "Broadcast",

@@ -1,7 +1,8 @@
 """Collectives of ranks on one host that a thread does: it reads the other ranks' memory, batch by batch, in launch order.
 
-Where the caller's own thread reads (``comm/torch_group.py``), every wait needs the other ranks' waits. Here it needs nobody:
-ranks may wait when they like and in any order. The threads tell each other over sockets how far they are.
+Ranks may wait when they like and in any order: the threads need nobody, and tell each other over sockets how far they are. What
+a rank reads is there, because all have launched before anybody reads, and all have added up before sums are read. It stays,
+because nobody's work is done before all have read. So memory of a rank is its own again when its work is done.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from megabucket.comm.peer_memory import PeerMemory
-from megabucket.comm.plan import steps
+from megabucket.comm.plan import InBackground, steps
 from megabucket.comm.port import Call
 from megabucket.comm.reading_paths import ReadingPlan, unread_ranks, word_of
 from megabucket.comm.wires import Wires
@@ -100,7 +101,7 @@ class BackgroundReader:
         self._memory, self._wires = memory, wires
         self._rank, self._size = rank, size
         self._on_start = on_start
-        self._queue: queue.SimpleQueue[tuple[int, Sequence[Call], ReadWork] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, InBackground, ReadWork] | None] = queue.SimpleQueue()
         self._num_started = self._num_wanted = 0
         self._wanting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -108,10 +109,11 @@ class BackgroundReader:
         """Why nothing is done any more. Ranks may be at different words then, and would take one for another."""
         self._is_stopped = False
 
-    def start(self, calls: Sequence[Call]) -> ReadWork:
+    def start(self, batch: InBackground) -> ReadWork:
         """Do like calls, ``MOST_CALLS`` at most, after all that was started before, when somebody on any rank wants it.
 
-        What is gathered is in its place already, as far as it is this rank's own.
+        What is gathered is in its place already, as far as it is this rank's own. A batch that is started again is planned
+        once, if all ranks have their calls where they had them.
         """
         self._num_started += 1
         number = self._num_started
@@ -122,7 +124,7 @@ class BackgroundReader:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"megabucket-reader-{self._rank}", daemon=True)
             self._thread.start()
-        self._queue.put((number, calls, work))
+        self._queue.put((number, batch, work))
         return work
 
     def stop(self, *, patience_s: float = 1.0) -> None:
@@ -149,17 +151,17 @@ class BackgroundReader:
         self._on_start()
         with torch.inference_mode():  # tensors made in it may be written to, too
             while (job := self._queue.get()) is not None:
-                number, calls, work = job
-                self._failure = self._failure or self._try(number, calls)
+                number, batch, work = job
+                self._failure = self._failure or self._try(number, batch)
                 work.end(self._failure)
-                del job, calls, work
+                del job, batch, work
 
-    def _try(self, number: int, calls: Sequence[Call]) -> _Failure | None:
+    def _try(self, number: int, batch: InBackground) -> _Failure | None:
         failure: _Failure
         try:
             while number > self._num_wanted and not self._wires.listen():
                 pass
-            self._read(calls)
+            self._read(batch)
         except ConnectionError:
             failure = partial(RuntimeError, "Connection closed by peer")  # gloo's text
         except TimeoutError:
@@ -173,20 +175,23 @@ class BackgroundReader:
         self._wires.close()
         return failure
 
-    def _read(self, calls: Sequence[Call]) -> None:
+    def _read(self, batch: InBackground) -> None:
+        calls = batch.calls
         # Who has the addresses of all ranks knows that all have launched.
         said = self._wires.exchange([_kind_of(calls), *(call.full.data_ptr() for call in calls)])
         if others := [rank for rank, (kind, *_) in enumerate(said) if kind != said[self._rank][0]]:
             what = ", ".join(f"{call.kind.value} of {tuple(call.full.shape)} {call.full.dtype}" for call in calls[:3])
             raise RuntimeError(f"rank {self._rank} has launched {what}, and ranks {others} have launched something else")
         addresses = [of_rank for _, *of_rank in said]
-        plan = ReadingPlan(calls, self._memory, addresses, rank=self._rank, size=self._size).plan()
-        results: list[object] = list(steps(plan.after))
-        for later in plan.later:
-            words = [word for (word,) in self._wires.exchange([word_of(plan.reads, results)])]
+        if batch.reading is None or batch.addresses != addresses:
+            batch.addresses = addresses
+            batch.reading = ReadingPlan(calls, self._memory, addresses, rank=self._rank, size=self._size).plan()
+        results: list[object] = []
+        for stage in batch.reading.stages:
+            results += steps(stage)
+            words = [word for (word,) in self._wires.exchange([word_of(batch.reading.reads, results)])]
             if any(words):
-                raise UnreadableError(unread_ranks([words]))
-            results += steps(later.operations)
+                raise UnreadableError(unread_ranks(words))
 
 
 def _kind_of(calls: Sequence[Call]) -> int:

@@ -27,30 +27,34 @@ class AllToAll:
     received_sizes: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InBackground:
-    """Have the thread of the group read what these calls need, at once and beside what the caller does next."""
-
-    calls: Sequence[Call]
-
-
-Start = Call | AllToAll | InBackground
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Later:
-    """What is done when all before is complete: a round of words, and operations when it is complete, too."""
-
-    exchange: AllToAll
-    operations: Sequence[Operation]
-
-
 @dataclass(frozen=True, slots=True)
 class Read:
     """What one operation reads of another rank's memory: it returns as many bytes."""
 
     rank: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """How one rank does a batch by reading: in stages, after each of which it hears from all ranks how they fare."""
+
+    stages: Sequence[Sequence[Operation]]
+    reads: Sequence[Read]
+    """What operations read from other processes, in their order."""
+
+
+@dataclass(slots=True, eq=False)
+class InBackground:
+    """Have the thread of the group do these calls by reading, beside what the caller does next. Sums come divided."""
+
+    calls: Sequence[Call]
+    addresses: Sequence[Sequence[int]] = ()
+    """By rank, those of the calls, which the thread learns; with them it has made ``reading``."""
+    reading: Reading | None = None
+
+
+Start = Call | AllToAll | InBackground
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,13 +68,15 @@ class Plan:
     """In-place operations, each with the arguments of its calls, after each launch, in order."""
     keeps: Sequence[torch.Tensor] = ()
     """Live as long as the plan: see ``anchor``."""
-    later: Sequence[Later] = ()
-    reads: Sequence[Read] = ()
-    """What operations read from other processes, in their order. Where they do, sums are divided by the calls' divisors."""
 
     def __add__(self, other: Plan) -> Plan:
         """Return the plan that does what both do."""
         return Plan(*([*getattr(self, part.name), *getattr(other, part.name)] for part in fields(Plan)))
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it is done by reading other ranks' memory; sums are divided by the calls' divisors then."""
+        return any(isinstance(start, InBackground) for start in self.starts)
 
     @property
     def device(self) -> torch.device:

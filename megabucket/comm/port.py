@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -103,10 +103,6 @@ class Batch(tuple[Call, ...]):  # noqa: SLOT001 - a tuple has no room for an att
     """What a back-end has made of them: see ``Communicator.prepare``."""
 
 
-MOST_PARTS: Final = 2
-"""How many parts a wait has at most, before its last one."""
-
-
 class Handle(ABC):
     """A launched batch of collectives."""
 
@@ -116,16 +112,6 @@ class Handle(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Return when the results may be used by the caller's thread (CPU) or current stream (CUDA). Idempotent."""
-
-    def advance(self, num_parts: int) -> None:  # noqa: B027  (most waits have one part)
-        """Do the first parts of a wait, of which there are few; what was done is not done again.
-
-        Who has several handles to wait for does so part by part, so that no part waits for an answer that was asked for just
-        before. All ranks in the same order.
-        """
-
-    def abandon(self) -> None:  # noqa: B027  (most need nothing of this rank any more)
-        """Let ``advance`` not wait for anybody, because this rank may never wait. The results are of no use, here or there."""
 
 
 class DoneHandle(Handle):
@@ -202,16 +188,10 @@ class Communicator(ABC):
         """
         return Batch(call for call in calls if call.full.numel())
 
-    def introduce(  # noqa: B027  (most back-ends send everything)
-        self, batches: Sequence[Batch], *, in_background: Sequence[Batch] = ()
-    ) -> None:
+    def introduce(self, batches: Sequence[Batch]) -> None:  # noqa: B027  (most back-ends send everything)
         """Let ranks on one host read each other's memory for these batches, where that is faster. All ranks call it alike.
 
         What any of them launches after the memory was let go of is lost.
-
-        Args:
-            batches: whose waits may need the other ranks to wait, too, or to abandon the handle: for such batches in one order.
-            in_background: those that a thread does, so that ranks may wait in any order, or not at all.
 
         Raises:
             PeerLostError: a rank went away meanwhile.

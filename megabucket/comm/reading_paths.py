@@ -7,22 +7,20 @@ all-gather              each rank reads the others' parts, each to its place
 broadcast               each rank reads what the root has
 ======================  =================================================================================================
 
-Around that, rounds of messages of one byte over gloo: what a rank reads must be there, and must stay until it was read. So
-memory of a rank is its own again when all ranks have waited, and every ``wait`` needs the other ranks' ``wait``. Where a thread
-goes through a plan (``comm/background_reader.py``) the rounds are made over sockets instead. See
-docs/decisions/reading-peers.md.
+Here is what a rank reads, adds and divides. ``comm/background_reader.py`` does it, and sees to it that what is read is there,
+and stays until it was read. See docs/decisions/reading-peers.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
 
 from megabucket.comm.gloo_paths import add, additions_of, divide, lies_in_place
 from megabucket.comm.peer_memory import BLOCK_BYTES, PeerMemory
-from megabucket.comm.plan import AllToAll, Anchor, Later, Operation, Pair, Plan, Read
+from megabucket.comm.plan import Operation, Pair, Read, Reading
 from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
 from megabucket.comm.ring_order import blocks
 
@@ -59,11 +57,10 @@ def _part(full: torch.Tensor, rank: int, *, size: int) -> torch.Tensor:
     return full.view(-1)[rank * numel // size : (rank + 1) * numel // size]
 
 
-# What ranks tell each other between the stages #
+# What ranks tell each other after each stage #
 
 _FINE: Final = 0
-ABANDONED: Final = 1
-_CANNOT_READ: Final = 2  # plus the rank that cannot be read
+_CANNOT_READ: Final = 1  # plus the rank that cannot be read
 
 
 def word_of(reads: Sequence[Read], results: Sequence[object]) -> int:
@@ -78,22 +75,21 @@ def word_of(reads: Sequence[Read], results: Sequence[object]) -> int:
     return _FINE if rank is None else _CANNOT_READ + rank
 
 
-def unread_ranks(words: Iterable[Sequence[int]]) -> dict[int, str]:
+def unread_ranks(words: Sequence[int]) -> dict[int, str]:
     """Return what is the matter with the ranks that others could not read. All ranks have heard the same.
 
     Args:
-        words: by round and rank.
+        words: by rank.
     """
     states: dict[int, str] = {}
-    for said in words:
-        for reader, word in enumerate(said):
-            if word >= _CANNOT_READ:
-                states.setdefault(word - _CANNOT_READ, f"is there, but rank {reader} could not read its memory")
+    for reader, word in enumerate(words):
+        if word >= _CANNOT_READ:
+            states.setdefault(word - _CANNOT_READ, f"is there, but rank {reader} could not read its memory")
     return states
 
 
 class ReadingPlan:
-    """Makes the plan of one batch.
+    """Plans how one rank does one batch. Operations know addresses only: who goes through them keeps the calls.
 
     Args:
         addresses: by rank, those of its calls.
@@ -105,11 +101,8 @@ class ReadingPlan:
         self._calls, self._memory, self._addresses = calls, memory, addresses
         self._rank, self._size = rank, size
         self._others = [(rank + hops) % size for hops in range(1, size)]
-        self._anchor = Anchor()
-        for call in calls:
-            self._anchor.alias(call.full)  # operations know addresses only
 
-    def plan(self) -> Plan:
+    def plan(self) -> Reading:
         """Return it."""
         stages: list[list[_Step]] = []
         if isinstance(self._calls[0], AllReduce | ReduceScatter):
@@ -119,21 +112,7 @@ class ReadingPlan:
         if isinstance(self._calls[0], Broadcast):
             stages.append(list(self._copy_steps()))
         operations = [[operation for operation, _ in stage] for stage in stages]
-        return Plan(
-            [self._round()],
-            own_copies(self._calls, rank=self._rank, size=self._size),
-            operations[0],
-            self._anchor.views,
-            # The last round tells that nobody reads this rank's memory any more.
-            later=[Later(self._round(), after) for after in [*operations[1:], []]],
-            reads=[read for stage in stages for _, read in stage if read is not None],
-        )
-
-    def _round(self) -> AllToAll:
-        """Return a word of one byte from everybody to everybody: who has heard all of them knows how far all are."""
-        sent, received = torch.zeros(2, self._size, dtype=torch.uint8, device="cpu")
-        sizes = [1] * self._size
-        return AllToAll(self._anchor.bytes_of(sent), self._anchor.bytes_of(received), sizes, sizes)
+        return Reading(operations, [read for stage in stages for _, read in stage if read is not None])
 
     def _part(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         return _part(full, rank, size=self._size)

@@ -29,7 +29,7 @@ from megabucket.comm.port import (
     ReduceOp,
     ReduceScatter,
 )
-from megabucket.comm.reading_paths import ReadingPlan, can_read, own_copies
+from megabucket.comm.reading_paths import can_read, own_copies
 from megabucket.comm.timing import CollectiveTimer
 from megabucket.comm.torch_probes import (
     existence_of,
@@ -174,7 +174,7 @@ class ProcessGroupCommunicator(Communicator):
         for target, source in plan.copies:
             target.copy_(source)
         works = self._start_all(plan.starts)
-        if clock is not None and not plan.reads:
+        if clock is not None:
             self.timer.time_completion(works, self.recorder, clock, label=label, start=start)
         watch = self._watch if has_gloo_threads else None
         return WorkHandle(works, plan, self, label, watch=watch, passing=passing)
@@ -203,21 +203,19 @@ class ProcessGroupCommunicator(Communicator):
 
     # Reading what other ranks of this host have #
 
-    def introduce(self, batches: Sequence[Batch], *, in_background: Sequence[Batch] = ()) -> None:
-        """Find out with the other ranks which batches are done by reading, and where the memory of each rank is."""
+    def introduce(self, batches: Sequence[Batch]) -> None:
+        """Find out with the other ranks which batches are done by reading."""
         if self.size == 1 or not can_exchange_among(self.size):
             return
-        read = [batch for batch in batches if batch and can_read(batch)]
-        left = [batch for batch in in_background if batch and can_read(batch) and len(batch) <= MOST_CALLS]
-        if not (read or left) or not self._ask(is_gloo, (read + left)[0][0].full.device):
+        read = [batch for batch in batches if batch and can_read(batch) and len(batch) <= MOST_CALLS]
+        if not read or not self._ask(is_gloo, read[0][0].full.device):
             return
         memory = get_to_know(self._tell_all, rank=self.rank)
-        if memory is None:
+        if memory is None or (self._reader is None and not can_meet(self._tell_all)):
             return
-        self._learn_addresses(read, memory)
-        if left and self._reader is None and can_meet(self._tell_all):
+        if self._reader is None:
             self._start_reader(memory)
-        for batch in left if self._reader is not None else ():
+        for batch in read:
             # Not the batch itself: buffers would have to wait for the garbage collector.
             batch.plan = Plan([InBackground(tuple(batch))], own_copies(batch, rank=self.rank, size=self.size))
 
@@ -226,14 +224,6 @@ class ProcessGroupCommunicator(Communicator):
         wires = Wires(self._tell_all, rank=self.rank, size=self.size, timeout_s=timeout_s_of(group) or _PATIENCE_S)
         self._reader = BackgroundReader(memory, wires, rank=self.rank, size=self.size)
         weakref.finalize(self, self._reader.stop)
-
-    def _learn_addresses(self, read: Sequence[Batch], memory: PeerMemory) -> None:
-        addresses = [call.full.data_ptr() for batch in read for call in batch]
-        rows = self._gather_rows(torch.tensor(addresses, dtype=torch.int64, device="cpu")).tolist()
-        for batch in read:
-            of_batch = [row[: len(batch)] for row in rows]
-            rows = [row[len(batch) :] for row in rows]
-            batch.plan = ReadingPlan(batch, memory, of_batch, rank=self.rank, size=self.size).plan()
 
     def _tell_all(self, word: bytes) -> list[bytes]:
         """Return what each rank says, by rank: at most ``WORD_BYTES`` without zeros at the end."""
@@ -305,16 +295,9 @@ class ProcessGroupCommunicator(Communicator):
     def _start_reading(self, start: InBackground) -> dist.Work:
         if self._reader is None:
             raise InvariantError("what a thread reads was launched after close()")
-        work = self._reader.start(start.calls)
+        work = self._reader.start(start)
         work.hasten()
         return cast("dist.Work", work)
-
-    @property
-    def exchange(self) -> Callable[..., dist.Work]:
-        """What starts an all-to-all, in one call in C. Not to be kept: it holds the group, which may have to end."""
-        group = cast("dist.ProcessGroup", self._group or dist.group.WORLD)
-        # torch 2.13 renamed it.
-        return cast("Callable[..., dist.Work]", getattr(group, "all_to_all_single", None) or group.alltoall_base)
 
     def _start_coalesced(self, calls: Sequence[Call]) -> list[dist.Work]:
         # NCCL batches what is launched between group start and end; other back-ends have *_coalesced collectives.

@@ -18,7 +18,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer import ParamPhase, _ParamAndGradBucketGroup
-from megabucket.comm import MOST_PARTS
 from megabucket.errors import PhaseError
 
 
@@ -45,8 +44,6 @@ class ParamGather:
             if group.param_phase is ParamPhase.STALE:
                 self.start()
                 break
-        for group in reversed(self._groups):
-            group.advance_param_sync(MOST_PARTS)
         for group in reversed(self._groups):
             group.finish_param_sync()
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megabucket.buffer import _ParamAndGradBucketGroup
-from megabucket.comm import MOST_PARTS
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.fence import Fence, PendingFence
 from megabucket.ddp.step_report import Failure, StepReport
 from megabucket.ddp.step_tally import StepTally, nonfinite_params
 from megabucket.ddp.verdict import StepFacts, error_of
 from megabucket.errors import InvariantError, MegabucketError, NonFiniteGradientError
-
-NoteReduced = Callable[[_ParamAndGradBucketGroup], object]
 
 
 class StepAgreement:
@@ -70,10 +67,6 @@ class StepAgreement:
         report = self._report()
         self._pending = self._fence.launch(report, nonfinite=torch.stack(flags).any() if flags else None)
         if report.failure is not None:
-            # This rank may never wait, so it does now, in the order of the others, whatever they would wait for.
-            for group in self._groups:
-                group.abandon_grad_sync()
-            advance_grad_sync(self._groups)
             self._pending.send_report()
 
     def launch_failure(self, phase: str, error: BaseException | str | None, *, force_all_reduce: bool, ends_step: bool) -> None:
@@ -153,26 +146,6 @@ class StepAgreement:
             interrupted=tuple(name for group in self._groups for name in group.interrupted),
             is_detailed=is_detailed,
         )
-
-
-def finish_all(groups: Sequence[_ParamAndGradBucketGroup], note_reduced: NoteReduced | None) -> None:
-    """Wait for the gradients of all groups.
-
-    Args:
-        note_reduced: called with each group as soon as it is reduced, while others are on their way.
-    """
-    advance_grad_sync(groups)
-    for group in groups:
-        group.finish_grad_sync()
-        if note_reduced is not None:
-            note_reduced(group)
-
-
-def advance_grad_sync(groups: Sequence[_ParamAndGradBucketGroup]) -> None:
-    """Do all but the last part of the waits of all groups, which all ranks do in this order."""
-    for num_parts in range(1, MOST_PARTS + 1):
-        for group in groups:
-            group.advance_grad_sync(num_parts)
 
 
 def describe(error: BaseException | str | None) -> str:

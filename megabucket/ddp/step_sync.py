@@ -7,7 +7,7 @@ adds how gradients come in. Knows groups only; memory is their business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.config.ddp import DistributedDataParallelConfig
@@ -16,7 +16,7 @@ from megabucket.ddp.hyperparameters import Hyperparameters
 from megabucket.ddp.launcher import InOrderLauncher
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.patience import insist
-from megabucket.ddp.step_agreement import NoteReduced, StepAgreement, describe, finish_all
+from megabucket.ddp.step_agreement import StepAgreement, describe
 from megabucket.ddp.step_report import Failure
 from megabucket.ddp.step_tally import unused_params
 from megabucket.errors import MegabucketError, PhaseError
@@ -127,14 +127,11 @@ class StepSync:
             self._launch_rest(unused_counts=self._config.unused_parameters == "error", is_committing=is_committing)
         raise_if_any(self.settle())
 
-    def commit(self, note_reduced: NoteReduced | None = None) -> BaseException | None:
+    def commit(self, note_reduced: Callable[[_ParamAndGradBucketGroup], object] | None = None) -> BaseException | None:
         """Finish the sync for an optimizer that is about to update and gather: from here on every rank does so.
 
         So a wait that is interrupted is begun again. Returns what has interrupted it, for the caller to raise when this rank
-        has run the rest of the schedule.
-
-        Args:
-            note_reduced: as of ``settle``.
+        has run the rest of the schedule. ``note_reduced`` is that of ``settle``.
 
         Raises:
             MegabucketError: the step is not whole on some rank; nobody updates.
@@ -250,18 +247,20 @@ class StepSync:
             if isinstance(cause, MegabucketError):
                 self._agreement.last_error = cause
 
-    def settle(self, note_reduced: NoteReduced | None = None) -> MegabucketError | None:
+    def settle(self, note_reduced: Callable[[_ParamAndGradBucketGroup], object] | None = None) -> MegabucketError | None:
         """Wait for the fence that was launched, if any; return the error that all ranks raise about the step.
 
-        Args:
-            note_reduced: called with each group as soon as it is reduced; again when an interrupted wait is begun again.
+        ``note_reduced`` is called with each group as soon as it is reduced; again when an interrupted wait is begun again.
 
         Raises:
             PeerLostError: a rank went away meanwhile.
         """
         if not self._agreement.is_pending:
             return None
-        finish_all(self._groups, note_reduced)
+        for group in self._groups:
+            group.finish_grad_sync()
+            if note_reduced is not None:
+                note_reduced(group)
         was_late = self.tally.late is not None and self.tally.late.phase == GradPhase.IN_FLIGHT.value
         error = self._agreement.conclude()
         self._has_begun = False

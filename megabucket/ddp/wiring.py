@@ -88,10 +88,7 @@ class Wiring:
 
     def _introduce(self, communicator: Communicator) -> None:
         try:
-            communicator.introduce(
-                [batch for group in self.groups for batch in group.readable_batches],
-                in_background=[batch for group in self.groups for batch in group.background_batches],
-            )
+            communicator.introduce([batch for group in self.groups for batch in group.readable_batches])
         except BaseException:
             for buffer in self.buffers:
                 buffer.detach()
@@ -309,9 +306,7 @@ def _make_groups(
         tests_finite=config.nonfinite_gradients != "allow",
         accumulates_in_fp32=config.reduce_scatter_with_fp32_accumulation,
         reduces_in_place=config.reduce_in_place,
-        # Without a fence nobody would hear that a rank has abandoned what the others have read.
-        reads_peers=config.read_peer_memory and config.fence,
-        overlaps_gathers=config.overlap_param_gather,
+        reads_peers=config.read_peer_memory,
         withholds_because=_why_withheld(config),
     )
     buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]

@@ -183,7 +183,7 @@ def _large_probe(config: DistributedDataParallelConfig) -> Probe:
         if config.read_peer_memory:
             bench.communicator.introduce([batch])
         bench.communicator.launch(batch, label="doctor").wait()
-        is_read = batch.plan is not None and bool(batch.plan.reads)
+        is_read = batch.plan is not None and batch.plan.is_read
         return {**_explained(code, tensor, start=0), "is_read": is_read}
 
     def judge(facts: Sequence[Fact]) -> Judgement:

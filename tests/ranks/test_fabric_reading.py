@@ -20,6 +20,7 @@ from pool import Rank
 
 from megabucket.comm import ProcessGroupCommunicator, ReduceScatter, peer_memory
 from megabucket.comm.fabric import movement
+from megabucket.comm.plan import InBackground
 from megabucket.testing import EmulatedFabric
 
 pytestmark = pytest.mark.dist
@@ -48,7 +49,9 @@ def counted(rank: Rank) -> Iterator[list[int]]:
     """Count what is read."""
     one = reader_of(rank)
     count: list[int] = []
-    with mock.patch.object(one, "start", side_effect=lambda calls: count.append(len(calls)) or type(one).start(one, calls)):
+    with mock.patch.object(
+        one, "start", side_effect=lambda batch: count.append(len(batch.calls)) or type(one).start(one, batch)
+    ):
         yield count
 
 
@@ -318,7 +321,7 @@ def destroyed_first(rank: Rank) -> float:
         backend = group._get_backend(torch.device("cpu"))
         dist.destroy_process_group(group)
         with pytest.raises(RuntimeError, match="was destroyed"):
-            backend._reader.start([]).wait()
+            backend._reader.start(InBackground([])).wait()
         work.wait()
     else:
         time.sleep(0.3)

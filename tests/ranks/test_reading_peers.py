@@ -19,7 +19,6 @@ from pool import Rank
 
 import megabucket as mb
 from megabucket.comm import (
-    MOST_PARTS,
     AllGather,
     AllReduce,
     ProcessGroupCommunicator,
@@ -29,7 +28,6 @@ from megabucket.comm import (
     reading_paths,
     torch_group,
 )
-from megabucket.comm.plan import InBackground
 from megabucket.comm.port import Batch, Call
 from megabucket.errors import InvariantError, PeerFailedError, PeerLostError
 from megabucket.planning.memory import exchange_memory
@@ -60,16 +58,15 @@ def _readable(pool):
         pytest.skip("here the kernel lets no process read another one's memory; everything is sent then")
 
 
-def prepared(communicator: ProcessGroupCommunicator, calls: Sequence[Call], *, in_background: bool = False) -> Batch:
+def prepared(communicator: ProcessGroupCommunicator, calls: Sequence[Call]) -> Batch:
     """Return a batch of which the ranks know how to read it."""
     batch = communicator.prepare(calls)
-    communicator.introduce([] if in_background else [batch], in_background=[batch] if in_background else [])
+    communicator.introduce([batch])
     return batch
 
 
 def is_read(batch: Any) -> bool:
-    plan = batch.plan if isinstance(batch, Batch) else None
-    return plan is not None and (bool(plan.reads) or any(isinstance(start, InBackground) for start in plan.starts))
+    return isinstance(batch, Batch) and batch.plan is not None and batch.plan.is_read
 
 
 def values_of(rank: Rank, numel: int, dtype: torch.dtype, *, salt: int = 0) -> torch.Tensor:
@@ -91,7 +88,7 @@ def launched(communicator: ProcessGroupCommunicator, batch: Batch, values: list[
         for call, value in zip(batch, values, strict=True):
             call.full.copy_(value)
         handle = communicator.launch(batch, label="sum")
-        assert batch.plan.reads
+        assert batch.plan.is_read
         handle.wait()
         handle.wait()
 
@@ -197,14 +194,14 @@ def test_who_adds_up_divides_in_the_same_pass_and_says_so(pool, ranks):
     assert pool.run(divided, 6.0, ranks=ranks) == [[True] * 6] * ranks
 
 
-def gathered(rank: Rank, part_numel: int, in_place: bool, in_background: bool) -> bool:
+def gathered(rank: Rank, part_numel: int, in_place: bool) -> bool:
     communicator = ProcessGroupCommunicator(rank.group)
     parts = [torch.randn(part_numel, generator=torch.Generator().manual_seed(index)) for index in range(rank.size)]
     full = torch.zeros(part_numel * rank.size)
     own = part_of(full, rank) if in_place else torch.zeros(part_numel)
     is_right = True
     with reading_anything():
-        batch = prepared(communicator, [AllGather(full, own)], in_background=in_background)
+        batch = prepared(communicator, [AllGather(full, own)])
         for factor in (1, 2):
             own.copy_(parts[rank.index] * factor)
             communicator.launch(batch, label="gather").wait()
@@ -215,12 +212,11 @@ def gathered(rank: Rank, part_numel: int, in_place: bool, in_background: bool) -
     return is_right
 
 
-@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("part_numel", [5, 100_003])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gathers_bring_every_part(pool, ranks, part_numel, in_place, in_background):
-    assert pool.run(gathered, part_numel, in_place, in_background, ranks=ranks) == [True] * ranks
+def test_gathers_bring_every_part(pool, ranks, part_numel, in_place):
+    assert pool.run(gathered, part_numel, in_place, ranks=ranks) == [True] * ranks
 
 
 def gathered_by_whom_and_when(rank: Rank) -> list[list[float]]:
@@ -230,7 +226,7 @@ def gathered_by_whom_and_when(rank: Rank) -> list[list[float]]:
     for number, full in enumerate(fulls):
         part_of(full, rank).fill_(10.0 * number + rank.index)
     with reading_anything():
-        batches = [prepared(communicator, [AllGather(full, part_of(full, rank))], in_background=True) for full in fulls]
+        batches = [prepared(communicator, [AllGather(full, part_of(full, rank))]) for full in fulls]
     handles = [communicator.launch(batch, label=f"param gather {number}") for number, batch in enumerate(batches)]
     if rank.index == 2:
         dist.barrier(group=rank.group)
@@ -253,7 +249,7 @@ def in_another_network(rank: Rank) -> bool:
     full = torch.zeros(3 * rank.size)
     part_of(full, rank).fill_(float(rank.index))
     with reading_anything(), mock.patch.object(torch_group, "can_meet", lambda tell_all: tell_all(b"") and False):
-        batch = prepared(communicator, [AllGather(full, part_of(full, rank))], in_background=True)
+        batch = prepared(communicator, [AllGather(full, part_of(full, rank))])
     communicator.launch(batch, label="param gather 0").wait()
     assert full[::3].tolist() == [0.0, 1.0]
     return is_read(batch)
@@ -312,7 +308,7 @@ def ways(rank: Rank, blind: int | None, calls_of: str) -> bool:
         communicator.launch(batch, label="sum").wait()
     if calls_of == "sum":
         assert full.unique().tolist() == [float(rank.size)]
-    return bool(batch.plan.reads)
+    return batch.plan.is_read
 
 
 @pytest.mark.parametrize("calls_of", ["largest", "integers", "elsewhere", "in float32"])
@@ -332,7 +328,7 @@ def read_sizes(rank: Rank) -> list[bool]:
         calls: list[Call] = [AllReduce(torch.zeros(numel))]
         batch = prepared(communicator, calls) if is_wanted else communicator.prepare(calls)
         communicator.launch(batch, label="sum").wait()
-        read.append(bool(batch.plan.reads))
+        read.append(batch.plan.is_read)
     return read
 
 
@@ -343,77 +339,20 @@ def test_small_buckets_and_those_of_nobody_who_asked_are_sent(pool):
 # Waits that do not come to their end #
 
 
-def abandoned(rank: Rank, kind: str) -> bool:
-    """Rank 0 never waits but abandons; the others get to the end of theirs, and the next batch is right on all."""
-    communicator = ProcessGroupCommunicator(rank.group)
-    full = torch.full((1_000 * rank.size,), 1.0 + rank.index)
-    calls: list[Call] = [AllReduce(full)] if kind == "all-reduce" else [ReduceScatter(part_of(full, rank), full)]
-    with reading_anything():
-        batches = [prepared(communicator, calls), prepared(communicator, calls)]
-        handles = [communicator.launch(batch, label="sum") for batch in batches]
-        for handle in handles:
-            if rank.index == 0:
-                handle.abandon()
-                handle.advance(MOST_PARTS)
-            else:
-                handle.wait()
-        if rank.index == 0:
-            before = full.clone()
-            for handle in handles:
-                handle.wait()
-            assert torch.equal(full, before)  # and nothing is read or added
-        full.fill_(1.0)
-        communicator.launch(batches[0], label="sum").wait()
-    return part_of(full, rank).unique().tolist() == [float(rank.size)]
-
-
-@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_nobody_waits_for_a_rank_that_has_abandoned_a_batch(pool, ranks, kind):
-    assert pool.run(abandoned, kind, ranks=ranks) == [True] * ranks
-
-
-def interrupted(rank: Rank) -> bool:
-    """Wait again when some operations were done; return whether the sum is right."""
-    communicator = ProcessGroupCommunicator(rank.group)
-    values = values_of(rank, 1_200_000, torch.float32)  # several blocks
-    expected = values.clone()
-    dist.all_reduce(expected, group=rank.group)
-    batch = prepared(communicator, [AllReduce(values)])
-    handle = communicator.launch(batch, label="sum")
-    handle._works[0].wait()  # type: ignore[attr-defined]
-    for _ in range(3 + rank.index):
-        handle._results.append(next(handle._operations[0]))  # type: ignore[attr-defined]
-    handle.wait()
-    return torch.equal(values, expected)
-
-
-def test_a_wait_that_is_begun_again_adds_nothing_twice(pool):
-    assert pool.run(interrupted, ranks=3) == [True] * 3
-
-
 def unreadable(rank: Rank, kind: str) -> str:
-    """Rank 1 has told the others that its memory is where it is not."""
+    """Rank 0 looks for the others where they are not."""
     communicator = ProcessGroupCommunicator(rank.group)
     full = torch.ones(300_000 * rank.size)
     calls: dict[str, list[Call]] = {
         "all-reduce": [AllReduce(full)],
         "reduce-scatter": [ReduceScatter(part_of(full, rank), full)],
         "all-gather": [AllGather(full, part_of(full, rank))],
-        "background": [AllGather(full, part_of(full, rank))],
     }
-    gather_rows = communicator._gather_rows
-
-    def gather_wrong_rows(row: torch.Tensor) -> torch.Tensor:
-        rows = gather_rows(row)
-        if rows.dtype == torch.int64:
-            rows[1] = 8
-        return rows
-
-    with mock.patch.object(communicator, "_gather_rows", gather_wrong_rows), reading_anything():
-        batch = prepared(communicator, calls[kind], in_background=kind == "background")
-    if kind == "background" and rank.index == 0:
-        communicator._reader._memory.pids = (0, -1, -1)  # type: ignore[union-attr]
+    with reading_anything():
+        batch = prepared(communicator, calls[kind])
+    if rank.index == 0:
+        memory = communicator._reader._memory  # type: ignore[union-attr]
+        memory.pids = (0, -1, memory.pids[2])
     handle = communicator.launch(batch, label="bucket 3")
     try:
         handle.wait()
@@ -422,7 +361,7 @@ def unreadable(rank: Rank, kind: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather", "background"])
+@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather"])
 def test_a_rank_that_cannot_be_read_is_named_on_all_ranks_in_the_same_words(pool, kind):
     texts = pool.run(unreadable, kind, ranks=3)
 
@@ -450,13 +389,14 @@ def received_bytes(rank: Rank) -> tuple[int, int]:
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for group in ddp.bucket_groups
         for tensor in group._scatter_calls.plan.tensors
-        if not group._scatter_calls.plan.reads
+        if not group._scatter_calls.plan.is_read
     }
     blocks = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for group in ddp.bucket_groups
-        if group._scatter_calls.plan.reads
-        for function, arguments in group._scatter_calls.plan.after
+        if group._scatter_calls.plan.is_read
+        for stage in group._scatter_calls.plan.starts[0].reading.stages
+        for function, arguments in stage
         if function is torch.Tensor.add_
         for tensor in arguments[0]
     }
@@ -586,7 +526,7 @@ rank, place = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=3)
 ddp = mb.DistributedDataParallel(torch.nn.Linear(800, 800), mb.DistributedDataParallelConfig())
-assert ddp.bucket_groups[0]._reduce_calls.plan.reads
+assert ddp.bucket_groups[0]._reduce_calls.plan.is_read
 
 
 def fail(*_):

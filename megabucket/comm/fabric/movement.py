@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megabucket.comm.background_reader import MOST_CALLS, BackgroundReader, ReadWork
 from megabucket.comm.gloo_paths import gloo_plan
-from megabucket.comm.plan import AllToAll, run_through
+from megabucket.comm.plan import AllToAll, InBackground, run_through
 from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
 
 Work = dist.Work | ReadWork
@@ -119,7 +119,7 @@ class Mover:
     def _read(self, calls: Sequence[Call]) -> ReadWork | None:
         """Have like calls done by reading; ``None``: nobody can, or they are too small."""
         is_worth_it = sum(call.full.nbytes for call in calls) >= LEAST_READ_BYTES and len(calls) <= MOST_CALLS
-        return self._reader.start(calls) if self._reader is not None and is_worth_it else None
+        return self._reader.start(InBackground(calls)) if self._reader is not None and is_worth_it else None
 
     def _exchange(self, call: ReduceScatter, op: Any) -> Move:
         taken: list[torch.Tensor] = []
