@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megabucket.buffer.huge_pages import filled
 from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceScatter, reading_paths
 
 SIZES_KIB = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -69,7 +70,10 @@ def timed(start: Start) -> Cost:
 def measure(kind: str, size_kib: int, communicator: ProcessGroupCommunicator) -> None:
     """Print one line."""
     num_ranks = dist.get_world_size()
-    full = torch.zeros(num_ranks, size_kib * 256 // num_ranks)
+    flat = filled(
+        size_kib * 256 // num_ranks * num_ranks, 0.0, dtype=torch.float32, device=torch.device("cpu")
+    )  # as buffers are
+    full = flat.view(num_ranks, -1)
     starts = candidates(kind, full, communicator)
     costs: dict[str, list[Cost]] = {name: [] for name in starts}
     for index in range(62 if size_kib <= 1024 else 22):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 from unittest import mock
 
@@ -28,6 +30,7 @@ from megabucket.comm import (
     reading_paths,
     torch_group,
 )
+from megabucket.comm.plan import InBackground, Plan
 from megabucket.comm.port import Batch, Call
 from megabucket.errors import InvariantError, PeerFailedError, PeerLostError
 from megabucket.planning.memory import exchange_memory
@@ -286,6 +289,68 @@ def test_memory_is_its_owners_again_when_the_wait_is_over(pool, ranks):
     assert pool.run(overwritten_at_once, ranks=ranks) == [0.0] * ranks
 
 
+def read_before_anybody_waits(rank: Rank) -> bool:
+    """Return whether a sum is there although no rank has waited for it."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    full = torch.full((1 << 20,), 1.0 + rank.index)
+    handle = communicator.launch(prepared(communicator, [AllReduce(full)]), label="sum")
+    expected, deadline_s = torch.full_like(full, sum(range(1, rank.size + 1))), time.monotonic() + 20
+    while not torch.equal(full, expected) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    is_there = torch.equal(full, expected)
+    dist.barrier(group=rank.group)
+    handle.wait()
+    return is_there
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_launched_is_read_at_once(pool, ranks):
+    assert pool.run(read_before_anybody_waits, ranks=ranks) == [True] * ranks
+
+
+def planned_anew(rank: Rank) -> list[bool]:
+    """Launch a batch twice, and again when the second rank has it elsewhere; return when it was planned anew."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    batch = prepared(communicator, [AllReduce(torch.empty(1 << 20))])
+    plans = []
+    for launch in range(4):
+        if launch == 2 and rank.index == 1:
+            elsewhere = communicator.prepare([AllReduce(torch.empty(1 << 20))])
+            elsewhere.plan = Plan([InBackground(tuple(elsewhere))])
+            batch = elsewhere
+        batch[0].full.fill_(launch + rank.index)
+        communicator.launch(batch, label="sum").wait()
+        assert batch[0].full.unique().tolist() == [2.0 * launch + 1]
+        plans.append(batch.plan.starts[0].reading)
+    return [one is not other for one, other in pairwise(plans)]
+
+
+def test_a_batch_is_planned_once_unless_a_rank_has_it_elsewhere(pool):
+    assert pool.run(planned_anew, ranks=2) == [[False, True, False]] * 2
+
+
+def interrupted(rank: Rank) -> list[float]:
+    """A signal ends the first wait of the first rank, whose batch the others launch later; it waits again."""
+    communicator = ProcessGroupCommunicator(rank.group)
+    full = torch.full((1 << 20,), 1.0 + rank.index)
+    batch = prepared(communicator, [AllReduce(full, divisor=2.0)])
+    if rank.index:
+        time.sleep(0.6)
+    handle = communicator.launch(batch, label="sum")
+    if rank.index == 0:
+        before = signal.signal(signal.SIGALRM, fail)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(ValueError, match="no more data"):
+            handle.wait()
+        signal.signal(signal.SIGALRM, before)
+    handle.wait()
+    return full.unique().tolist()
+
+
+def test_a_wait_that_is_begun_again_adds_and_divides_nothing_twice(pool):
+    assert pool.run(interrupted, ranks=3) == [[3.0]] * 3
+
+
 # Who may read #
 
 
@@ -458,12 +523,13 @@ def read_labels(ddp: mb.DistributedDataParallel) -> set[str]:
     [
         ({}, ["bucket"]),
         ({"average_in_collective": True}, ["bucket"]),
+        ({"fence": False}, ["bucket"]),
         ({"bucket_groups": "single"}, ["bucket"]),
         ({"use_distributed_optimizer": True}, ["bucket", "param gather"]),
         ({"use_distributed_optimizer": True, "reduce_in_place": True}, ["bucket", "param gather"]),
         ({"use_distributed_optimizer": True, "overlap_param_gather": True}, ["bucket", "param gather"]),
     ],
-    ids=["all-reduce", "avg", "single", "reduce-scatter", "in-place", "overlap"],
+    ids=["all-reduce", "avg", "no-fence", "single", "reduce-scatter", "in-place", "overlap"],
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_training_does_not_depend_on_it(pool, ranks, fields, labels):
