@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Final
 
 import torch
@@ -18,7 +19,7 @@ from megabucket.ddp.capture import check_not_capturing
 from megabucket.errors import ConfigError
 
 _CHUNK_NUMEL: Final = 1 << 17
-"""Elements summed at a time on CPU: their float64 copy (1 MiB) stays in the core's own cache."""
+"""Elements summed at a time on CPU: the float64 copy torch makes of them (1 MiB) stays in the core's own cache."""
 
 
 class GlobalNorm:
@@ -83,14 +84,8 @@ class GlobalNorm:
 
 def sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
     """Return the sum of the squares of all elements: float64, 0D, on the device of the gradient."""
-    if grad.device.type != "cpu":
-        squares: torch.Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-        return squares
-    total = torch.zeros((), dtype=torch.float64, device="cpu")
-    for chunk in grad.split(_CHUNK_NUMEL):
-        wide = chunk.double()
-        total += torch.dot(wide, wide)
-    return total
+    chunks = grad.split(_CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,)
+    return reduce(torch.Tensor.add_, (torch.linalg.vector_norm(chunk, dtype=torch.float64).square() for chunk in chunks))
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float) -> None:
