@@ -85,7 +85,8 @@ class GlobalNorm:
 def sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
     """Return the sum of the squares of all elements: float64, 0D, on the device of the gradient."""
     chunks = grad.split(_CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,)
-    return reduce(torch.Tensor.add_, (torch.linalg.vector_norm(chunk, dtype=torch.float64).square() for chunk in chunks))
+    squares: list[torch.Tensor] = [torch.linalg.vector_norm(chunk, dtype=torch.float64).square() for chunk in chunks]
+    return reduce(torch.Tensor.add_, squares)
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float) -> None:
