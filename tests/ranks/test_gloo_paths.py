@@ -196,7 +196,7 @@ def interrupted_between_additions(rank: Rank) -> bool:
     batch = communicator.prepare([ReduceScatter(values[own], values)])
     handle = communicator.launch(batch, label="sum")
     handle._works[0].wait()  # type: ignore[attr-defined]
-    operations = handle._operations[0]  # type: ignore[attr-defined]
+    operations = handle._operations  # type: ignore[attr-defined]
     for _ in range(3):  # a wait that was ended after so many of them
         next(operations)
     handle.wait()
