@@ -50,6 +50,7 @@ class Heartbeat:
         progress: of the communicator; read at each beat.
         every_s: seconds between beats; ``None``: only the first one is written, which says who this process is.
         is_wanted: asked at each beat; ``False`` ends the thread.
+        on_unwanted: called by the thread then.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Heartbeat:
         progress: Progress,
         every_s: float | None,
         is_wanted: Callable[[], bool],
+        on_unwanted: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.size, self.every_s = rank, size, every_s
         self.process = identify_this_process()
@@ -72,7 +74,7 @@ class Heartbeat:
         self.is_stopped = False
         self._num_requests = 0
         self._progress = progress
-        self._is_wanted = is_wanted
+        self._is_wanted, self._on_unwanted = is_wanted, on_unwanted
         self._count = 0
         self._known: set[int] = set()  # ranks that have ever written
         # SimpleQueue, because the garbage collector may end a communicator at any moment, in this thread, too: a put from
@@ -155,7 +157,7 @@ class Heartbeat:
         while True:
             request = self._next_request(next_beat_s)
             if not self._is_wanted():
-                return  # the group was destroyed: nobody waits over it any more
+                return self._on_unwanted()  # the group was destroyed: nobody waits over it any more
             connection.check()
             if request is None:
                 self._beat(store)

@@ -127,6 +127,12 @@ class ProcessGroupCommunicator(Communicator):
             return
         name, known_group, timer = str(group.group_name), weakref.ref(group), self.timer
 
+        stop_if_alive = weakref.WeakMethod(self._stop_reading)
+
+        def stop_reading() -> None:
+            if (stop := stop_if_alive()) is not None:
+                stop()
+
         def abandon_group() -> None:
             timer.give_up()
             if (lost_group := known_group()) is not None:
@@ -139,6 +145,7 @@ class ProcessGroupCommunicator(Communicator):
             progress=self.progress,
             every_s=liveness.heartbeat_s,
             is_wanted=self._group_exists,
+            on_unwanted=stop_reading,
         )
         self._watch = PeerWatch(
             self._heartbeat,
@@ -153,9 +160,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def close(self) -> None:
         """End the threads of this communicator; the process group stays as it is."""
-        if self._reader is not None:
-            self._reader.stop()
-            self._reader = None
+        self._stop_reading()
         if self._heartbeat is not None:
             self._heartbeat.stop()
 
@@ -163,6 +168,7 @@ class ProcessGroupCommunicator(Communicator):
         if self._watch is not None and self._watch.finding is not None:
             raise self._watch.finding.error()
         if not self._group_exists():
+            self._stop_reading()  # sockets of our own do not end with the group, and others may wait for this rank
             raise GroupDestroyedError(rank=self.rank, operation=f"{label} was launched")
         device = calls[0].full.device
         clock = self.clock_for(device) if self.recorder.records_time else None
@@ -224,6 +230,11 @@ class ProcessGroupCommunicator(Communicator):
         wires = Wires(self._tell_all, rank=self.rank, size=self.size, timeout_s=timeout_s_of(group) or _PATIENCE_S)
         self._reader = BackgroundReader(memory, wires, rank=self.rank, size=self.size)
         weakref.finalize(self, self._reader.stop)
+
+    def _stop_reading(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.stop()
 
     def _tell_all(self, word: bytes) -> list[bytes]:
         """Return what each rank says, by rank: at most ``WORD_BYTES`` without zeros at the end."""

@@ -23,6 +23,7 @@ import megabucket as mb
 from megabucket.comm import (
     AllGather,
     AllReduce,
+    Liveness,
     ProcessGroupCommunicator,
     ReduceOp,
     ReduceScatter,
@@ -32,7 +33,7 @@ from megabucket.comm import (
 )
 from megabucket.comm.plan import InBackground, Plan
 from megabucket.comm.port import Batch, Call
-from megabucket.errors import InvariantError, PeerFailedError, PeerLostError
+from megabucket.errors import GroupDestroyedError, InvariantError, PeerFailedError, PeerLostError
 from megabucket.planning.memory import exchange_memory
 from megabucket.trace.recorder import Lane, ListRecorder
 
@@ -433,6 +434,39 @@ def test_a_rank_that_cannot_be_read_is_named_on_all_ranks_in_the_same_words(pool
     assert len(set(texts)) == 1
     assert "rank 1 is there, but rank 0 could not read its memory" in texts[0]
     assert "while waiting for bucket 3" in texts[0]
+
+
+def left_by_destruction(rank: Rank, launches: bool) -> str:
+    """Rank 0 destroys the group the others wait over, and launches, or does nothing; return what each is told."""
+    group = dist.new_group(range(rank.size))
+    communicator = ProcessGroupCommunicator(group, liveness=Liveness(heartbeat_s=0.2, dead_after_s=1.0))
+    full = torch.ones(1 << 20)
+    batch = prepared(communicator, [AllReduce(full)])
+    communicator.launch(batch, label="bucket 3").wait()
+    try:
+        if rank.index == 0:
+            dist.destroy_process_group(group)
+            if launches:
+                communicator.launch(batch, label="bucket 3")
+        else:
+            communicator.launch(batch, label="bucket 3").wait()
+    except (GroupDestroyedError, PeerLostError) as error:
+        return str(error)
+    finally:
+        dist.barrier(group=rank.group)  # nobody closes before
+        communicator.close()
+    return ""
+
+
+@pytest.mark.parametrize("launches", [True, False])
+def test_a_rank_that_destroys_its_group_is_missed_by_those_who_wait_for_it(pool, launches):
+    of_destroyer, *texts = pool.run(left_by_destruction, launches, ranks=3)
+
+    assert ("process group of the wrapper was destroyed" in of_destroyer) is launches
+    for text in texts:
+        assert "rank 0 went away" in text
+        assert "while waiting for bucket 3" in text
+        assert "Connection closed by peer" in text  # not found out by its silence
 
 
 # Training #
