@@ -7,6 +7,7 @@ because nobody's work is done before all have read. So memory of a rank is its o
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import zlib
@@ -107,7 +108,8 @@ class BackgroundReader:
         self._thread: threading.Thread | None = None
         self._failure: _Failure | None = None
         """Why nothing is done any more. Ranks may be at different words then, and would take one for another."""
-        self._is_stopped = False
+        self._is_ending = False
+        self._patience_s: float | None = None  # whatever it takes, which is at most the time limit of the wires
 
     def start(self, batch: InBackground) -> ReadWork:
         """Do like calls, ``MOST_CALLS`` at most, after all that was started before, when somebody on any rank wants it.
@@ -118,34 +120,50 @@ class BackgroundReader:
         self._num_started += 1
         number = self._num_started
         work = ReadWork(lambda: self._want(number))
-        if self._is_stopped:
+        if self._is_ending:
             work.end(_STOPPED)
             return work
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"megabucket-reader-{self._rank}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"megabucket-reader-{self._rank}", daemon=True)
+            thread.start()
+            self._thread = thread
+            # A thread that the end of the program kills in C++ aborts the process; and others may come late for its last works.
+            atexit.register(self.stop)
         self._queue.put((number, batch, work))
         return work
 
-    def stop(self, *, patience_s: float = 1.0) -> None:
-        """Do what was started, as far as other ranks come within some time, and end the thread. Idempotent."""
-        self._is_stopped = True
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
+    def finish(self) -> None:
+        """Take no more, and have the thread end when it has done what was started, for which other ranks may come late."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        if self._thread is None:
+            self._wires.close()
+        else:
             self._queue.put(None)
             self._want(self._num_started)
-            thread.join(patience_s)
-            self._failure = self._failure or _STOPPED
-            self._wires.close()  # so the thread does not wait for other ranks any more
-            thread.join(_LAST_READ_S)
-        self._wires.close()
+
+    def join(self, patience_s: float | None) -> None:
+        """Wait for the end of the thread, so long at most; ``None``: as long as it takes."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(patience_s)
+
+    def stop(self) -> None:
+        """``finish``, and wait for the thread. Idempotent."""
+        self.finish()
+        self.join(self._patience_s)
+        self._failure = self._failure or _STOPPED
+        self._wires.close()  # so a thread that is still there does not wait for other ranks any more
+        self.join(_LAST_READ_S)
+
+    def give_up(self) -> None:
+        """Let ``stop`` wait for nobody: ranks are lost."""
+        self._patience_s = 0.0
 
     def _want(self, number: int) -> None:
         with self._wanting:
-            if number <= self._num_wanted:
-                return
-            self._num_wanted = number
-        self._wires.ring()
+            self._num_wanted = max(number, self._num_wanted)
+        self._wires.ring()  # also for what was wanted before, by somebody who was interrupted here
 
     def _run(self) -> None:
         self._on_start()
@@ -155,6 +173,8 @@ class BackgroundReader:
                 self._failure = self._failure or self._try(number, batch)
                 work.end(self._failure)
                 del job, batch, work
+        self._wires.close()
+        atexit.unregister(self.stop)
 
     def _try(self, number: int, batch: InBackground) -> _Failure | None:
         failure: _Failure

@@ -165,7 +165,7 @@ class Heartbeat:
                 next_beat_s = time.monotonic() + (self.every_s or 0.0)
             elif request.is_last:
                 self._beat(store, has_left=True)
-                return
+                return None
             else:
                 self._answer(store, request)
 

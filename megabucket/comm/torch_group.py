@@ -15,7 +15,7 @@ from megabucket.comm.background_reader import MOST_CALLS, BackgroundReader
 from megabucket.comm.gloo_paths import alike, can_exchange_among, fp32_plan, gloo_plan, plain_plan, small_room_bytes
 from megabucket.comm.heartbeat import Heartbeat
 from megabucket.comm.liveness import Liveness
-from megabucket.comm.peer_memory import WORD_BYTES, PeerMemory, get_to_know
+from megabucket.comm.peer_memory import WORD_BYTES, get_to_know
 from megabucket.comm.plan import AllToAll, InBackground, Plan, Start
 from megabucket.comm.port import (
     AllGather,
@@ -51,6 +51,7 @@ from megabucket.trace.recorder import Recorder
 _REDUCE_OPS: Final = MappingProxyType(
     {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
 )
+_JOIN_S: Final = 1.0
 _PATIENCE_S: Final = 1800.0  # torch's, where a group does not say its own
 _ROOM_BYTES: Final = 1 << 25  # for small all-reduces that are launched again and again, all together
 
@@ -117,6 +118,7 @@ class ProcessGroupCommunicator(Communicator):
         self._heartbeat: Heartbeat | None = None
         self._watch: PeerWatch | None = None
         self._reader: BackgroundReader | None = None
+        self._finish_reading: weakref.finalize[..., ProcessGroupCommunicator] | None = None
         if self.size > 1 and has_gloo_works(living, torch.device("cpu")):
             self._start_watching(living, liveness or Liveness(heartbeat_s=None, is_default=True))
 
@@ -127,14 +129,16 @@ class ProcessGroupCommunicator(Communicator):
             return
         name, known_group, timer = str(group.group_name), weakref.ref(group), self.timer
 
-        stop_if_alive = weakref.WeakMethod(self._stop_reading)
+        owner = weakref.ref(self)
 
         def stop_reading() -> None:
-            if (stop := stop_if_alive()) is not None:
-                stop()
+            if (communicator := owner()) is not None:
+                communicator._stop_reading()
 
         def abandon_group() -> None:
             timer.give_up()
+            if (communicator := owner()) is not None and communicator._reader is not None:
+                communicator._reader.give_up()
             if (lost_group := known_group()) is not None:
                 keep_for_ever(lost_group)
 
@@ -160,7 +164,10 @@ class ProcessGroupCommunicator(Communicator):
 
     def close(self) -> None:
         """End the threads of this communicator; the process group stays as it is."""
+        reader = self._reader
         self._stop_reading()
+        if reader is not None:
+            reader.join(_JOIN_S)
         if self._heartbeat is not None:
             self._heartbeat.stop()
 
@@ -216,25 +223,29 @@ class ProcessGroupCommunicator(Communicator):
         read = [batch for batch in batches if batch and can_read(batch) and len(batch) <= MOST_CALLS]
         if not read or not self._ask(is_gloo, read[0][0].full.device):
             return
-        memory = get_to_know(self._tell_all, rank=self.rank)
-        if memory is None or (self._reader is None and not can_meet(self._tell_all)):
+        if self._reader is None and not self._start_reader():
             return
-        if self._reader is None:
-            self._start_reader(memory)
         for batch in read:
             # Not the batch itself: buffers would have to wait for the garbage collector.
             batch.plan = Plan([InBackground(tuple(batch))], own_copies(batch, rank=self.rank, size=self.size))
 
-    def _start_reader(self, memory: PeerMemory) -> None:
+    def _start_reader(self) -> bool:
+        """Return whether the ranks can read each other's memory; all of them get the same answer."""
+        memory = get_to_know(self._tell_all, rank=self.rank)
+        if memory is None or not can_meet(self._tell_all):
+            return False
         group = cast("dist.ProcessGroup", self._group or dist.group.WORLD)
         wires = Wires(self._tell_all, rank=self.rank, size=self.size, timeout_s=timeout_s_of(group) or _PATIENCE_S)
         self._reader = BackgroundReader(memory, wires, rank=self.rank, size=self.size)
-        weakref.finalize(self, self._reader.stop)
+        self._finish_reading = weakref.finalize(self, self._reader.finish)
+        self._finish_reading.atexit = False  # the reader sees to that itself
+        return True
 
     def _stop_reading(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.stop()
+        """Have the thread end when it has done what was launched, and forget it."""
+        self._reader = None
+        if self._finish_reading is not None:
+            self._finish_reading()
 
     def _tell_all(self, word: bytes) -> list[bytes]:
         """Return what each rank says, by rank: at most ``WORD_BYTES`` without zeros at the end."""

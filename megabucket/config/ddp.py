@@ -155,8 +155,8 @@ class DistributedDataParallelConfig(Section):
 
     read_peer_memory: bool = True
     """Let the ranks of a gloo group read each other's memory in place of sending over sockets, where all of them (at most 8)
-    run on one host and the kernel permits it: buckets of 2 MiB and more. A thread of each rank reads, beside backward and the
-    next forward. The result does not depend on it."""
+    run on one host and the kernel permits it: buckets of 2 MiB and more, and not with ``fence=False``. A thread of each rank
+    reads, beside backward and the next forward. The result does not depend on it."""
 
     layout: Literal["stable", "megatron"] = "stable"
     """``stable``: one padded layout, whatever is switched on. ``megatron``: Megatron's own choices, that is no padding

@@ -306,7 +306,8 @@ def _make_groups(
         tests_finite=config.nonfinite_gradients != "allow",
         accumulates_in_fp32=config.reduce_scatter_with_fp32_accumulation,
         reduces_in_place=config.reduce_in_place,
-        reads_peers=config.read_peer_memory,
+        # Without a fence nothing but gloo finds ranks that are out of step, and it does not see who waits over other sockets.
+        reads_peers=config.read_peer_memory and config.fence,
         withholds_because=_why_withheld(config),
     )
     buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]

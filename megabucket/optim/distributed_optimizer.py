@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
+from megabucket.buffer import GradPhase
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.agreement import agree
 from megabucket.ddp.hyperparameters import Hyperparameters, read_hyperparameters
@@ -24,9 +24,10 @@ from megabucket.errors import (
     UnreducedGradientsError,
     name_list,
 )
-from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
+from megabucket.optim.norm import GlobalNorm, clip_by_norm
 from megabucket.optim.sharding import Sharding
 from megabucket.optim.shards import MainShard, shown_grads
+from megabucket.optim.squares import Squares
 from megabucket.optim.torch_format import pack, unpack
 
 
@@ -75,7 +76,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sharding.shard(clip_grad=clip_grad, label="DistributedOptimizer()")
         self.clip_grad = float(clip_grad)
         self._global_norm = self._make_norm()
-        self._squares: dict[MainShard, torch.Tensor] = {}  # 0D float64, of gradients that are reduced; within a step
         # Weights loaded after this point reach the main parameters at the next step.
         self._num_value_changes = ddp.num_value_changes
         ddp.follow_rebuilds(self)
@@ -170,14 +170,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sharding.check_grads_are_withheld()
         self._check_backward_has_run()
         self.ddp.sync.tally.hyperparameters = self._hyperparameters()
-        self._squares.clear()
-        interrupt = self.ddp.sync.commit(self._square)
+        squares = Squares(self._sharding.shards_of_group)
+        interrupt = self._commit(squares)
         # From here on the others run norm and gather, whatever happens on this rank, so this rank runs them, too.
         if self.ddp.sync.skip_reason:
             self.ddp.sync.end_step()
             result = StepResult(updated=False, grad_norm=math.nan, reason=self.ddp.sync.skip_reason)
+            interrupt = interrupt or squares.failure
         else:
-            grads = self._prepare()
+            grads = self._prepare(squares)
             self._global_norm.launch()
             norm, another = insist(self._global_norm.finish)
             result = self._update_if_finite(grads, norm)
@@ -190,7 +191,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _hyperparameters(self) -> Hyperparameters:
         return (*read_hyperparameters(self.param_groups), ("clip_grad", float(self.clip_grad)))
 
-    def _prepare(self) -> list[torch.Tensor]:
+    def _commit(self, squares: Squares) -> BaseException | None:
+        try:
+            return self.ddp.sync.commit(squares.take_early)
+        except Exception as error:
+            if squares.failure is None or isinstance(squares.failure, Exception):
+                raise
+            raise squares.failure from error  # what ends the program is not for those who catch errors of a step
+
+    def _prepare(self, squares: Squares) -> list[torch.Tensor]:
         """Return the gradients to step on, with their squares in the norm: all that can fail before the others update."""
         try:
             if not self._is_sharded:
@@ -200,20 +209,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.reload_main_params()
             for shard in self._shards:
                 shard.load_grad()
-            for bucket_group in self.ddp.bucket_groups:
-                self._square(bucket_group)
-            self._global_norm.add(self._squares.values())
-            self._squares.clear()
+            self._global_norm.add(squares.all())
         except BaseException as error:
             self._give_up(error)
             raise
         return [shard.grad for shard in self._shards]
-
-    def _square(self, bucket_group: _ParamAndGradBucketGroup) -> None:
-        """Take the squares of a group for the norm, unless that was done while other groups were on their way."""
-        for shard in self._sharding.shards_of_group[bucket_group.index]:
-            if shard not in self._squares:
-                self._squares[shard] = sum_of_squares(shard.buffer_grads)
 
     def _give_up(self, error: BaseException) -> None:
         """Let the others know that this rank does not update, although it was whole at the fence.

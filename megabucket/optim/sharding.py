@@ -63,9 +63,9 @@ class Sharding:
         optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself(), held, "state_dict()"))
         optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself(), held, "load_state_dict()"))
         self.shards: list[MainShard] = []
-        self.shards_of_group: dict[int, list[MainShard]] = {}
-        """The shards in the buckets of each bucket group, by its index."""
         """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
+        self.shards_of_group: dict[int, list[MainShard]] = {}
+        """Those in the buckets of each bucket group, by its index."""
 
     def _cut(self, whole: WholeState) -> _Cut:
         """Cut parameters and state for the buffers as they are now. Changes nothing."""

@@ -94,8 +94,19 @@ def no_memory(*_):
     raise MemoryError("no memory")
 
 
+class Failing(dict):
+    """The shards of each bucket group, whom nobody can look at: an interrupt, while squares are taken."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def __getitem__(self, _):
+        raise self.error
+
+
 @pytest.mark.parametrize("in_block", [False, True])
-@pytest.mark.parametrize("where", ["reload", "gradients", "norm"])
+@pytest.mark.parametrize("where", ["squares", "reload", "gradients", "norm"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_failure_before_the_norm_drops_the_step_on_all_ranks(where, in_block, overlap, monkeypatch):
     ranks = Ranks(use_distributed_optimizer=True, overlap_param_gather=overlap)
@@ -104,7 +115,9 @@ def test_a_failure_before_the_norm_drops_the_step_on_all_ranks(where, in_block, 
         monkeypatch.undo()
         if index != 1:
             return
-        if where == "reload":
+        if where == "squares":
+            monkeypatch.setattr(optimizer.sharding, "shards_of_group", Failing(MemoryError("no memory")))
+        elif where == "reload":
             optimizer._num_value_changes -= 1  # as after a load
             monkeypatch.setattr(optimizer, "reload_main_params", no_memory)
         elif where == "gradients":
@@ -155,8 +168,44 @@ def test_what_ends_the_program_does_not_wait_again(interrupt, num_waits):
     assert len(waits) == num_waits
 
 
-@pytest.mark.parametrize("interrupt", [TimeoutError("alarm"), KeyboardInterrupt()], ids=["alarm", "Ctrl-C"])
-def test_a_wait_that_is_interrupted_hides_no_error_of_the_step(interrupt):
+INTERRUPTS = pytest.mark.parametrize("interrupt", [TimeoutError("alarm"), KeyboardInterrupt()], ids=["alarm", "Ctrl-C"])
+
+
+@INTERRUPTS
+def test_an_interrupt_while_squares_are_taken_is_told_to_the_others_and_raised(interrupt, monkeypatch):
+    ranks = Ranks(use_distributed_optimizer=True)
+
+    def before(index, _, optimizer):
+        monkeypatch.undo()
+        if index == 1:
+            monkeypatch.setattr(optimizer.sharding, "shards_of_group", Failing(interrupt))
+
+    told = f"step 1: rank 1 failed in optimizer.step(): {type(interrupt).__name__}: {interrupt}. {DROPPED}"
+    for rank, (seen, weight, last_error) in enumerate(ranks.steps(in_block=False, before=before)):
+        assert seen == [None, (type(interrupt), str(interrupt)) if rank == FAULTY else (PeerFailedError, told), None]
+        assert (last_error, weight) == (told, -4.0)
+
+
+@INTERRUPTS
+def test_an_interrupt_while_squares_are_taken_is_raised_where_the_step_is_skipped(interrupt, monkeypatch):
+    ranks = Ranks(use_distributed_optimizer=True, nonfinite_gradients="skip_step")
+
+    def play(rank):
+        ddp, optimizer = ranks.wrapped[rank]
+        ddp(torch.inf).backward()
+        if rank == FAULTY:
+            monkeypatch.setattr(optimizer.sharding, "shards_of_group", Failing(interrupt))
+        try:
+            return optimizer.step().updated
+        except BaseException as error:
+            return type(error)
+
+    assert ranks.world.run(play) == [False, type(interrupt), False]
+
+
+@pytest.mark.parametrize("where", ["fence", "squares"])
+@INTERRUPTS
+def test_a_wait_that_is_interrupted_hides_no_error_of_the_step(interrupt, where):
     """The fence that was interrupted does not hold. An alarm gives way to the error; Ctrl-C does not."""
     ranks = Ranks(use_distributed_optimizer=True, finish="explicit")
 
@@ -167,8 +216,10 @@ def test_a_wait_that_is_interrupted_hides_no_error_of_the_step(interrupt):
         if rank == 0:
             ddp.abort_step("no")
             return str(ddp.last_error)
-        if rank == FAULTY:
+        if rank == FAULTY and where == "fence":
             ddp.communicator.label, ddp.communicator.interrupt = "fence", interrupt
+        elif rank == FAULTY:
+            optimizer.sharding.shards_of_group = Failing(interrupt)
         try:
             optimizer.step()
         except BaseException as error:

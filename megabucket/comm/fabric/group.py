@@ -95,7 +95,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         if self._owns_machine:
             weakref.finalize(self, machine.nic.stop)
         if self._reader is not None:
-            weakref.finalize(self, self._reader.stop)
+            weakref.finalize(self, self._reader.finish).atexit = False
 
     # What torch asks a group #
 
@@ -148,7 +148,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End the threads; called by ``destroy_process_group``."""
         if self._reader is not None:
-            self._reader.stop(patience_s=self._timeout_s)
+            self._reader.stop()
         if self._owns_machine:
             self.machine.nic.stop()
 
