@@ -335,15 +335,16 @@ def test_who_destroys_a_group_lets_the_others_end_what_it_has_launched(pool):
 
 
 def names_of_threads(rank: Rank) -> tuple[list[str], list[str]]:
+    before = set(threading.enumerate())  # readers of other tests, perhaps
     with joined(rank, QUICK) as group:
         if group is None:
             return [], []
         dist.all_reduce(torch.ones(LARGE), group=group)
         forgotten = dist.all_reduce(torch.ones(LARGE), group=group, async_op=True)
-        during = [thread.name for thread in threading.enumerate()]
+        during = [thread.name for thread in set(threading.enumerate()) - before]
         del group
     del forgotten
-    return during, [thread.name for thread in threading.enumerate()]
+    return during, [thread.name for thread in set(threading.enumerate()) - before]
 
 
 def test_the_thread_ends_with_the_group_also_when_nobody_waited(pool):
