@@ -157,7 +157,8 @@ class Heartbeat:
         while True:
             request = self._next_request(next_beat_s)
             if not self._is_wanted():
-                return self._on_unwanted()  # the group was destroyed: nobody waits over it any more
+                self._on_unwanted()
+                return  # the group was destroyed: nobody waits over it any more
             connection.check()
             if request is None:
                 self._beat(store)
@@ -165,7 +166,7 @@ class Heartbeat:
                 next_beat_s = time.monotonic() + (self.every_s or 0.0)
             elif request.is_last:
                 self._beat(store, has_left=True)
-                return None
+                return
             else:
                 self._answer(store, request)
 
