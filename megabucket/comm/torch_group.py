@@ -127,9 +127,7 @@ class ProcessGroupCommunicator(Communicator):
         liveness = liveness.fitted_to(group_timeout_s)
         if store is None:
             return
-        name, known_group, timer = str(group.group_name), weakref.ref(group), self.timer
-
-        owner = weakref.ref(self)
+        name, known_group, timer, owner = str(group.group_name), weakref.ref(group), self.timer, weakref.ref(self)
 
         def stop_reading() -> None:
             if (communicator := owner()) is not None:
@@ -248,16 +246,14 @@ class ProcessGroupCommunicator(Communicator):
             self._finish_reading()
 
     def _tell_all(self, word: bytes) -> list[bytes]:
-        """Return what each rank says, by rank: at most ``WORD_BYTES`` without zeros at the end."""
-        row = torch.frombuffer(bytearray(word.ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
-        return [bytes(told.tolist()).rstrip(b"\0") for told in self._gather_rows(row)]
+        """Return what each rank says, by rank: at most ``WORD_BYTES`` without zeros at the end.
 
-    def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Return a row of each rank, by rank. No collective of a step, so it is not recorded."""
-        rows = row.new_zeros(self.size, row.numel())
-        own = rows[self.rank].copy_(row)
+        No collective of a step, so it is not recorded.
+        """
+        rows = torch.zeros(self.size, WORD_BYTES, dtype=torch.uint8, device="cpu")
+        own = rows[self.rank].copy_(torch.frombuffer(bytearray(word.ljust(WORD_BYTES, b"\0")), dtype=torch.uint8))
         self._launch([AllGather(rows.view(-1), own)], "peer memory").wait()
-        return rows
+        return [bytes(told.tolist()).rstrip(b"\0") for told in rows]
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
