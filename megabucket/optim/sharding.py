@@ -127,7 +127,7 @@ class Sharding:
         self.shards, self._buffers = [], []
         self.shards_of_group.clear()
 
-    def shard(self, *, clip_grad: float, label: str) -> None:
+    def shard(self, *, clip_grad: float, returns_grad_norm: bool, label: str) -> None:
         """Shard, with the state there is and the main values from before. A collective call.
 
         Raises:
@@ -145,6 +145,7 @@ class Sharding:
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers))
             entries = [*cut.entries, (type(self._optimizer).__name__,), (f"clip_grad={float(clip_grad)}",)]
+            entries.append((f"returns_grad_norm={bool(returns_grad_norm)}",))
             entries += [(text,) for text in texts_of([numbers])]
         except Exception as error:
             failure = error

@@ -78,7 +78,8 @@ def _planned(setup: Setup, mode: str) -> dict[str, Any]:
 
 def _flat(module: torch.nn.Module, setup: Setup, **fields: Any) -> System:
     wrapped = _wrapped(module, setup, **fields)
-    return Megabucket(wrapped, mb.DistributedOptimizer(fused_adamw(wrapped.parameters()), wrapped))
+    # Nobody clips, so nobody needs a norm, and the peers compute none.
+    return Megabucket(wrapped, mb.DistributedOptimizer(fused_adamw(wrapped.parameters()), wrapped, returns_grad_norm=False))
 
 
 def _wrapped(module: torch.nn.Module, setup: Setup, **fields: Any) -> mb.DistributedDataParallel:
