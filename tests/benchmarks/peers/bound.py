@@ -59,7 +59,7 @@ def bounds_s(
     """Return the planner's lower bound of both modes, and what the best of all plans takes.
 
     Computing takes as long as the bare steps of the same run. The bound lets all buckets but one go without latency, and knows
-    no padding and none of the small collectives of a step; the best plan has all of that, so nobody can be faster than it.
+    no padding and none of the small collectives of a step; the best plan has all of that (also a gradient norm).
     """
     scale = bare_step_s / workload.compute_s
     tensors = tuple(

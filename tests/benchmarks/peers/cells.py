@@ -100,6 +100,7 @@ def steps_cell(options: Options, model: str, link: LinkCase, ranks: int) -> dict
         "ranks": ranks,
         "link": link.to_dict(),
         "bounds_s": found["bounds_s"],
+        "quiet_bounds_s": found["quiet_bounds_s"],
         "optima_s": found["optima_s"],
         "planned_buckets": found["buckets"],
         "absent": found["absent"],

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peers import bound, counting, hooks, resident
+from peers import bound, counting, figures, hooks, resident
 from peers.interleave import Course, Interleaving
 from peers.links import LinkCase
 from peers.models import MODELS
@@ -71,16 +71,18 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
     counted = {name: _count(run, name, link) for name in systems}
     run.next_step += COUNTED_STEPS
     run.run()
-    bounds = optima = None
+    bounds = optima = quiet_bounds = None
     if workload is not None:
         alone = [sum(parts) for parts in run.samples["none"].parts_s] if "none" in systems else [workload.compute_s]
         bounds, optima = bound.bounds_s(workload, case.module(), link, _slowest(statistics.median(alone)))
+        quiet_bounds, _ = bound.bounds_s(workload, case.module(), link, _slowest(figures.spread(alone)["quiet"]))
     return {
         "numel": sum(param.numel() for param in case.module().parameters()),
         "tensors": len(list(case.module().parameters())),
         "absent": absent,
         "counts": counted,
         "bounds_s": bounds,
+        "quiet_bounds_s": quiet_bounds,
         "optima_s": optima,
         "buckets": {mode: len(cuts) + 1 for mode, cuts in setup.cuts},
         "samples": {name: _of_all(samples.to_dict()) for name, samples in run.samples.items()},
