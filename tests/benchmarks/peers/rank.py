@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,9 +72,11 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
     run.run()
     bounds = optima = quiet_bounds = None
     if workload is not None:
-        alone = [sum(parts) for parts in run.samples["none"].parts_s] if "none" in systems else [workload.compute_s]
-        bounds, optima = bound.bounds_s(workload, case.module(), link, _slowest(statistics.median(alone)))
-        quiet_bounds, _ = bound.bounds_s(workload, case.module(), link, _slowest(figures.spread(alone)["quiet"]))
+        own = [sum(parts) for parts in run.samples["none"].parts_s] if "none" in systems else [workload.compute_s]
+        # Who synchronizes waits for the slower rank in each step, whichever it is.
+        alone = figures.spread([max(of_ranks) for of_ranks in zip(*_of_all(own), strict=True)])
+        bounds, optima = bound.bounds_s(workload, case.module(), link, alone["median"])
+        quiet_bounds, _ = bound.bounds_s(workload, case.module(), link, alone["quiet"])
     return {
         "numel": sum(param.numel() for param in case.module().parameters()),
         "tensors": len(list(case.module().parameters())),
@@ -120,10 +121,6 @@ def _of_all(value: Any) -> list[Any]:
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, value)
     return everybody
-
-
-def _slowest(seconds: float) -> float:
-    return max(_of_all(seconds))
 
 
 if __name__ == "__main__":
