@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from megabucket import __version__
 from megabucket.cli.calibrate import calibrate
 from megabucket.cli.chaos import chaos
 from megabucket.cli.checkpoint import app as checkpoint
@@ -27,6 +30,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"megabucket {__version__}")
+        raise typer.Exit
+
+
+@app.callback(help=app.info.help)
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Take what stands before the command."""
+
+
 app.command()(reports_errors(train))
 app.command()(reports_errors(plan))
 app.command()(reports_errors(explain))
