@@ -46,7 +46,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clip_grad: clip gradients to this global L2 norm; 0 switches clipping off.
         returns_grad_norm: whether ``step`` returns the norm in any case. ``False`` computes it only where it is needed: to
             clip, and to find what is not finite where the gradient sync does not (``nonfinite_gradients="allow"``,
-            reduce-scattered float16). It saves a pass over the gradients and, with shards, a collective of 8 bytes.
+            ``fence=False``, reduce-scattered float16). It saves a pass over the gradients and, with shards, a collective of 8
+            bytes.
 
     Every rank makes one at the same time: they compare groups, hyperparameters and state.
 
@@ -193,8 +194,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return (*read_hyperparameters(self.param_groups), ("clip_grad", float(self.clip_grad)))
 
     def _needs_norm(self) -> bool:
-        """Whether the norm is computed in this step: the same on all ranks, which have compared all this."""
-        if self._returns_grad_norm or self.clip_grad > 0 or self.ddp.ddp_config.nonfinite_gradients == "allow":
+        """Whether the norm is computed in this step: the same on all ranks, as the fence compares what it depends on."""
+        config = self.ddp.ddp_config
+        if self._returns_grad_norm or self.clip_grad > 0 or not config.fence or config.nonfinite_gradients == "allow":
             return True
         # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
         grads = [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]

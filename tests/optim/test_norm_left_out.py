@@ -86,6 +86,7 @@ def test_weights_are_the_same_bits_without_a_norm_and_no_pass_or_collective_is_s
 NEEDS = {
     "clipping": ({"clip_grad": 0.01}, {}),
     "nan allowed": ({}, {"nonfinite_gradients": "allow"}),
+    "no fence": ({}, {"fence": False}),
 }
 
 
