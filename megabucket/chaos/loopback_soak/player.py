@@ -45,7 +45,9 @@ class Player:
         self.ddp = DistributedDataParallel(self.module, config, communicator=communicator)
         sgd = torch.optim.SGD(self.ddp.parameters(), lr=1.0, momentum=spec.momentum)
         self.torch_optimizer: torch.optim.Optimizer = sgd
-        self.optimizer = DistributedOptimizer(sgd, self.ddp) if spec.wraps_optimizer else sgd
+        self.optimizer: torch.optim.Optimizer = sgd
+        if spec.wraps_optimizer:
+            self.optimizer = DistributedOptimizer(sgd, self.ddp, returns_grad_norm=spec.returns_grad_norm)
         self.held: dict[int, torch.Tensor] = {}
         """Outputs that wait for their backward."""
         self.checkpoint: dict[str, torch.Tensor] = {}

@@ -119,6 +119,8 @@ class WorldSpec:
     momentum: float
     wraps_optimizer: bool
     """Whether the optimizer is a ``DistributedOptimizer``."""
+    returns_grad_norm: bool
+    """Whether that one computes the norm also where nothing needs it."""
     clearing: Clearing
     clears_first: bool
     """Whether gradients are cleared at the start of a step, or at its end."""

@@ -33,6 +33,7 @@ def draw_world(seed: int, **fixed: Any) -> WorldSpec:
         model=_draw_model(draw),
         momentum=draw.choice((0.0, 1.0)),
         wraps_optimizer=wraps_optimizer,
+        returns_grad_norm=random.Random(f"norm {seed}").random() < 0.5,  # noqa: S311 - no secret
         clearing=draw.choice(clearings),
         clears_first=draw.random() < 0.5,
         numbers_steps=draw.random() < 0.4,
