@@ -78,7 +78,7 @@ def _planned(setup: Setup, mode: str) -> dict[str, Any]:
 
 def _flat(module: torch.nn.Module, setup: Setup, **fields: Any) -> System:
     wrapped = _wrapped(module, setup, **fields)
-    # Nobody clips, so nobody needs a norm, and the peers compute none.
+    # Nobody clips, so nobody needs a norm; of the peers DeepSpeed alone computes one.
     return Megabucket(wrapped, mb.DistributedOptimizer(fused_adamw(wrapped.parameters()), wrapped, returns_grad_norm=False))
 
 
