@@ -93,10 +93,10 @@
       const name = ours.reduce((best, one) => cell.systems[one].step_s.median < cell.systems[best].step_s.median ? one : best);
       const figures = cell.systems[name], bound = cell.bounds_s ? cell.bounds_s[mode] : null, won = figures.to_best.median >= 1;
       return [[linkOf(cell), titleOf(name), titleOf(cell.best_peer), make("span", {class: won ? "won" : "lost"}, span(figures.to_best, 2) + (won ? " faster" : " slower")),
-        ms(figures.step_s.median), bound === null ? "–" : ms(bound), bound === null ? "–" : fixed(figures.step_s.median / bound, 3), bound === null ? "–" : fixed(figures.step_s.quiet / cell.quiet_bounds_s[mode], 3)]];
+        ms(figures.step_s.median), bound === null ? "–" : ms(bound), bound === null ? "–" : `${fixed(figures.step_s.median / bound, 3)} (${fixed(figures.step_s.quiet / cell.quiet_bounds_s[mode], 3)})`]];
     }));
     byId("links-table").replaceChildren(chart.table("Ours against the best peer, and against the lower bound", [["Link"], ["Ours"], ["Best peer"],
-      ["Its time over ours", true], ["Step, ms", true], ["Lower bound, ms", true], ["Step over it", true], ["Quiet step over that for quiet steps", true]], body));
+      ["Its time over ours", true], ["Step, ms", true], ["Lower bound, ms", true], ["Step over it (quiet)", true]], body));
   };
   const startSteps = () => {
     fill(byId("model"), models, model => model);
