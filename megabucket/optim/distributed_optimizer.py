@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,8 +47,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clip_grad: clip gradients to this global L2 norm; 0 switches clipping off.
         returns_grad_norm: whether ``step`` returns the norm in any case. ``False`` computes it only where it is needed: to
             clip, and to find what is not finite where the gradient sync does not (``nonfinite_gradients="allow"``,
-            ``fence=False``, reduce-scattered float16). It saves a pass over the gradients and, with shards, a collective of 8
-            bytes.
+            ``fence=False``, reduce-scattered float16). It saves a pass over the gradients.
 
     Every rank makes one at the same time: they compare groups, hyperparameters and state.
 
@@ -155,7 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """Finish the gradient sync, clip, update the shards and gather the parameters.
 
-        Nothing is updated on any rank when the gradient norm is not finite; the result says why.
+        Nothing is updated on any rank when the gradient norm is computed and not finite; the result says why.
 
         Raises:
             ConfigError: a closure was given; it could not know which backward is the last of the step.
@@ -178,13 +178,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             interrupt = interrupt or (None if squares is None else squares.failure)
         else:
             grads = self._prepare(squares)
+            self._global_norm.launch()
+            norm, another = insist(self._global_norm.finish)
+            result = self._update_if_finite(grads, norm)
             if squares is None:
-                result = self._update(grads, math.nan)
-            else:
-                self._global_norm.launch()
-                norm, another = insist(self._global_norm.finish)
-                result = self._update_if_finite(grads, norm)
-                interrupt = interrupt or another
+                result = replace(result, grad_norm=math.nan)
+            interrupt = interrupt or another
         self.ddp.communicator.tell_pause()
         if interrupt is not None:
             raise interrupt
@@ -222,63 +221,49 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.reload_main_params()
             for shard in self._shards:
                 shard.load_grad()
-            if squares is not None:
-                self._global_norm.add(squares.all())
+            self._global_norm.add([] if squares is None else squares.all())
         except BaseException as error:
-            self._give_up(error, has_norm=squares is not None)
+            self._give_up(error)
             raise
         return [shard.grad for shard in self._shards]
 
-    def _give_up(self, error: BaseException, *, has_norm: bool) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Let the others know that this rank does not update, although it was whole at the fence.
 
-        What they wait for is its part of the norm. They find the norm to be nan, and ask why before anybody updates. Without a
-        norm nothing holds them back, and the next fence tells them.
+        What they wait for is its part of the norm, also where nobody takes squares. They find the norm to be nan, and ask why
+        before anybody updates.
         """
-        if not self._is_sharded:
-            self.ddp.sync.note_missed_update(error)
-        elif has_norm:
+        if self._is_sharded:
             with suppress(MegabucketError):  # what has brought us here is on its way already
                 self._global_norm.spoil()
                 self._global_norm.launch()
                 self._global_norm.finish()
             self.ddp.sync.fail("optimizer.step()", error)
         else:
-            self._miss_update(error)
-            with suppress(MegabucketError):
-                insist(self.ddp.finish_param_sync)
-                self._gather()
-
-    def _miss_update(self, error: BaseException) -> None:
-        """Note what has kept this rank from an update that others make, for the next fence."""
-        self.ddp.sync.end_step()
-        self.ddp.sync.tally.failure = Failure("optimizer", describe(error))
+            self.ddp.sync.note_missed_update(error)
 
     def _update_if_finite(self, grads: list[torch.Tensor], norm: float) -> StepResult:
+        sync = self.ddp.sync
         if self._is_sharded and math.isnan(norm):
-            self.ddp.sync.vote_on_update()
+            sync.vote_on_update()
+        sync.end_step()
         if not math.isfinite(norm):
-            self.ddp.sync.end_step()
             has_others = self._is_sharded and self.ddp.communicator.size > 1
             return nonfinite_result(norm, self._shards, has_others=has_others)
-        return self._update(grads, norm)
-
-    def _update(self, grads: list[torch.Tensor], norm: float) -> StepResult:
-        sync = self.ddp.sync
-        sync.end_step()
         try:
-            self._update_shards(grads, norm)
+            self._update(grads, norm)
             # Shards are updated after the fence has compared the hyperparameters, whole parameters before the next one does.
             sync.note_update(() if self._is_sharded else sync.tally.hyperparameters)
         except BaseException as error:
-            self._miss_update(error)
+            sync.tally.failure = Failure("optimizer", describe(error))  # told at the next fence
             raise
         finally:
             if self._is_sharded:
                 self._gather()  # the others do, whatever happened here
         return StepResult(updated=True, grad_norm=norm, reason="")
 
-    def _update_shards(self, grads: list[torch.Tensor], norm: float) -> None:
+    def _update(self, grads: list[torch.Tensor], norm: float) -> None:
+        """Step on the shards."""
         try:
             if self.clip_grad > 0:
                 clip_by_norm(grads, norm=norm, max_norm=self.clip_grad)

