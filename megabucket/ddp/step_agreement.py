@@ -51,8 +51,8 @@ class StepAgreement:
     def continue_from(self, other: StepAgreement) -> None:
         """Take over what outlives a rebuild."""
         self.step, self.last_error = other.step, other.last_error
-        self.tally.step_number = other.tally.step_number
-        self.tally.wants_stop, self.stop_is_wanted = other.tally.wants_stop, other.stop_is_wanted
+        self.stop_is_wanted = other.stop_is_wanted
+        self.tally.continue_from(other.tally)
 
     def launch(self, *, force_all_reduce: bool, is_committing: bool = False, ends_step: bool = True) -> None:
         """Send this rank's side to the fence, without waiting.

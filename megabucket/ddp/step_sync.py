@@ -1,8 +1,7 @@
 """How a step ends: its collectives launched to the last, then the fence, then one of two ends, alike on all ranks.
 
 Whatever goes wrong, each rank launches the same collectives in the same order: all groups, then the fence. A fault is noted
-where it happens and raised after the fence, by all ranks. Called by the wrapper, by optimizers, and by ``grad_sync``, which
-adds how gradients come in. Knows groups only; memory is their business.
+where it happens and raised after the fence, by all ranks. Knows groups only; memory is their business.
 """
 
 from __future__ import annotations
@@ -222,6 +221,8 @@ class StepSync:
         """
         if self._agreement.is_pending and self.tally.failure is None and self.settle() is not None:
             return  # a wait was interrupted, and the step was dropped anyway
+        if self.tally.failure is not None and not self._has_begun:
+            return  # the update has failed, when others had begun theirs: the next fence says so
         if self._awaits_update:
             self.tally.missed_update = f"abort_step(): {reason}"
             raise PhaseError(

@@ -50,6 +50,14 @@ class StepTally:
         self.late: LateGrads | None = None
         self.unused: UnusedParams | None = None
 
+    def continue_from(self, other: StepTally) -> None:
+        """Take over what outlives a rebuild: the caller's wishes, and what the next fence has to hear about updates."""
+        self.step_number, self.wants_stop = other.step_number, other.wants_stop
+        self.num_updates, self.missed_update = other.num_updates, other.missed_update
+        self._updates = list(other._updates)
+        if other.failure is not None and other.failure.phase == "optimizer":
+            self.failure = other.failure
+
     def begin_forward(self) -> None:
         """Count a training forward as skipped, until a backward has reached it."""
         self._num_skipped_forwards += 1

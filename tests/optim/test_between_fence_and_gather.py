@@ -289,3 +289,43 @@ def test_with_all_reduce_an_update_that_one_rank_has_missed_is_named_with_its_ca
         assert seen[2] == (ReplicasDivergedError, last_error)
         assert "(rank 1 made none because of MemoryError: no memory) differ between ranks: 1 on ranks 0, 2; 0 on" in last_error
         assert seen[3] is None
+
+
+def fail_once(optimizer, error):
+    """Let the next update of the torch optimizer fail."""
+    step = optimizer.torch_optimizer.step
+
+    def fail():
+        optimizer.torch_optimizer.step = step
+        raise error
+
+    optimizer.torch_optimizer.step = fail
+
+
+@pytest.mark.parametrize("then", ["rebuild", "abort", "nothing"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_an_update_that_has_failed_is_told_by_the_next_fence_whatever_comes_between(then, sharded):
+    ranks = Ranks(use_distributed_optimizer=sharded)
+
+    def play(rank):
+        ddp, optimizer = ranks.wrapped[rank]
+        seen = []
+        for index in range(4):
+            if index == 1 and rank == FAULTY:
+                fail_once(optimizer, MemoryError("no memory"))
+            try:
+                ddp(1.0).backward()
+                optimizer.step()
+                seen.append(None)
+            except Exception as error:
+                seen.append(type(error))
+                if then == "abort" and index == 1:
+                    ddp.abort_step(f"{error}")
+            optimizer.zero_grad()
+            if then == "rebuild" and index == 1:
+                ddp.rebuild()
+        return seen, str(ddp.last_error)
+
+    for rank, (seen, told) in enumerate(ranks.world.run(play)):
+        assert seen == [None, MemoryError if rank == FAULTY else None, PeerFailedError, None]
+        assert "rank 1 failed in optimizer: MemoryError: no memory" in told
