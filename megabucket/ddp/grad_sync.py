@@ -66,6 +66,19 @@ class GradSync(StepSync):
                 "Call it between two steps, after optimizer.step() or ddp.zero_grad(), on every rank."
             )
 
+    def check_has_updated(self, operation: str) -> None:
+        """Refuse to save what an update that has failed on this rank has left: other ranks have made theirs.
+
+        Raises:
+            PhaseError: it has failed, and no fence has told the others so far.
+        """
+        failure = self.tally.failure
+        if failure is not None and self.is_between_steps:
+            raise PhaseError(
+                f"{operation} after an update that failed on rank {self._communicator.rank} ({failure.error}), while others "
+                "may have made theirs: their values are not of one step. Load the last checkpoint on every rank."
+            )
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate in backwards that run inside. May be nested; an exception inside leaves nothing behind."""

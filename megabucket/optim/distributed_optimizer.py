@@ -319,11 +319,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         large for one rank's memory, use ``save_checkpoint``, which gathers nothing.
 
         Raises:
-            PhaseError: a step is open, or the optimizer is not the current one.
+            PhaseError: a step is open, the last update has failed on this rank, or the optimizer is not the current one.
             OptimizerParametersError: the state of a shard cannot be told apart by parameter.
             PeerFailedError: another rank cannot give its part.
         """
-        self._settle_together("state_dict()")
+        self._settle_together("state_dict()", self.ddp.sync.check_has_updated)
         return pack(self.torch_optimizer, self._sharding.members, self._sharding.whole_state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -344,10 +344,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Main values that do not round to the weights, now or after these were loaded, go at the next step.
         self._num_value_changes = -1
 
-    def _settle_together(self, operation: str) -> None:
+    def _settle_together(self, operation: str, check: Callable[[str], None] | None = None) -> None:
         failure: MegabucketError | None = None
         try:
             self.settle_values(operation)
+            if check is not None:
+                check(operation)
         except MegabucketError as error:
             failure = error
         communicator, device = self.ddp.communicator, self.ddp.param_and_grad_buffers[0].grad_data.device

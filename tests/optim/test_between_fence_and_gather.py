@@ -1,14 +1,15 @@
 """A rank that fails or is interrupted behind the fence: the others run norm and gather meanwhile, so it runs them, too."""
 
+from contextlib import suppress
 from types import MappingProxyType
 
 import pytest
 import torch
 
-from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, save_checkpoint
 from megabucket.comm import Communicator, Handle, LoopbackWorld
 from megabucket.ddp.patience import insist
-from megabucket.errors import PeerFailedError, ReplicasDivergedError
+from megabucket.errors import MegabucketError, PeerFailedError, ReplicasDivergedError
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
 SIZE = 3
@@ -329,3 +330,38 @@ def test_an_update_that_has_failed_is_told_by_the_next_fence_whatever_comes_betw
     for rank, (seen, told) in enumerate(ranks.world.run(play)):
         assert seen == [None, MemoryError if rank == FAULTY else None, PeerFailedError, None]
         assert "rank 1 failed in optimizer: MemoryError: no memory" in told
+
+
+@pytest.mark.parametrize("saves", ["state_dict", "save_checkpoint"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_a_failed_update_has_left_is_not_saved(saves, sharded, tmp_path):
+    """The others have updated: what is saved would be of no step."""
+    ranks = Ranks(use_distributed_optimizer=sharded)
+
+    def save(ddp, optimizer):
+        if saves == "state_dict":
+            optimizer.state_dict()
+        else:
+            save_checkpoint(tmp_path, ddp, optimizer, step=1)
+
+    def play(rank):
+        ddp, optimizer = ranks.wrapped[rank]
+        seen = []
+        for index in range(3):
+            if index == 1 and rank == FAULTY:
+                fail_once(optimizer, MemoryError("no memory"))
+            with suppress(MemoryError, PeerFailedError):
+                ddp(1.0).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            if index:
+                try:
+                    save(ddp, optimizer)
+                    seen.append("")
+                except MegabucketError as error:
+                    seen.append(f"{type(error).__name__}: {error}")
+        return seen
+
+    for after_failure, told in ranks.world.run(play):
+        assert "after an update that failed on rank 1 (MemoryError: no memory)" in after_failure
+        assert not told  # everybody has heard of it
