@@ -169,19 +169,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sharding.check_grads_are_withheld()
         self._check_backward_has_run()
         self.ddp.sync.tally.hyperparameters = self._hyperparameters()
-        squares = Squares(self._sharding.shards_of_group) if self._needs_norm() else None
+        needs_norm, shards = self._needs_norm(), self._sharding.shards_of_group
+        squares = Squares(shards if needs_norm else dict.fromkeys(shards, ()))
         interrupt = self._commit(squares)
         # From here on the others run norm and gather, whatever happens on this rank, so this rank runs them, too.
         if self.ddp.sync.skip_reason:
             self.ddp.sync.end_step()
             result = StepResult(updated=False, grad_norm=math.nan, reason=self.ddp.sync.skip_reason)
-            interrupt = interrupt or (None if squares is None else squares.failure)
+            interrupt = interrupt or squares.failure
         else:
             grads = self._prepare(squares)
             self._global_norm.launch()
             norm, another = insist(self._global_norm.finish)
             result = self._update_if_finite(grads, norm)
-            if squares is None:
+            if not needs_norm:
                 result = replace(result, grad_norm=math.nan)
             interrupt = interrupt or another
         self.ddp.communicator.tell_pause()
@@ -201,9 +202,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grads = [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
         return self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
 
-    def _commit(self, squares: Squares | None) -> BaseException | None:
-        if squares is None:
-            return self.ddp.sync.commit()
+    def _commit(self, squares: Squares) -> BaseException | None:
         try:
             return self.ddp.sync.commit(squares.take_early)
         except Exception as error:
@@ -211,7 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise
             raise squares.failure from error  # what ends the program is not for those who catch errors of a step
 
-    def _prepare(self, squares: Squares | None) -> list[torch.Tensor]:
+    def _prepare(self, squares: Squares) -> list[torch.Tensor]:
         """Return the gradients to step on, with their squares in the norm: all that can fail before the others update."""
         try:
             if not self._is_sharded:
@@ -221,7 +220,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.reload_main_params()
             for shard in self._shards:
                 shard.load_grad()
-            self._global_norm.add([] if squares is None else squares.all())
+            self._global_norm.add(squares.all())
         except BaseException as error:
             self._give_up(error)
             raise
