@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from peers.figures import spread, system_figures, with_ratios
+from peers.figures import over_bound, spread, system_figures, with_ratios
 
 HOSTILE = '</script><img src=x onerror="pwned=1"> | @DATA@ \u2028\u202e'
 
@@ -20,19 +20,20 @@ def samples(*steps_s: float, losses: tuple[float, ...] = (2.0, 1.5)) -> dict[str
 
 def system(*steps_s: float) -> dict[str, Any]:
     counts = {"all_reduce": {"calls": 2.0, "bytes": 8e6}, "all": {"calls": 2.0, "bytes": 8e6}}
-    return {**system_figures([samples(*steps_s)]), "counts": counts, "loss_difference": 3e-7}
+    return {**system_figures([samples(*steps_s)]), "counts": counts, "loss_difference": 3e-7, "over_bound": None}
 
 
 def result() -> dict[str, Any]:
+    bounds_s = [0.08, 0.05, 0.1]
     systems = {"none": system(0.08, 0.1, 0.12), "ddp": system(0.2, 0.2, 0.4), "mb-rs": system(0.1, 0.1, 0.1)}
+    systems["mb-rs"]["over_bound"] = over_bound(systems["mb-rs"]["steps_s"], bounds_s)
     cell = {
         "model": "gpt",
         "numel": 10_840_000,
         "tensors": 77,
         "ranks": 2,
         "link": {"name": "timing, 100 us, 0.5 GB/s", "kind": "timing", "latency_s": 1e-4, "bytes_per_s": 5e8},
-        "bounds_s": {"all_reduce": 0.09, "reduce_scatter": 0.08},
-        "quiet_bounds_s": {"all_reduce": 0.085, "reduce_scatter": 0.075},
+        "bounds_s": {"all_reduce": spread([0.09]), "reduce_scatter": spread(bounds_s)},
         "optima_s": {"all_reduce": 0.095, "reduce_scatter": 0.084},
         "planned_buckets": {"reduce_scatter": 5},
         "absent": {"deepspeed-1": HOSTILE},

@@ -15,6 +15,7 @@ from peers.figures import (
     check_losses,
     extra_us,
     loss_differences,
+    over_bound,
     paired,
     slowest_steps,
     spread,
@@ -39,6 +40,14 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank():
 
 def test_ratios_are_of_steps_on_the_same_batch_and_above_one_for_the_faster():
     assert paired([2.0, 9.0, 4.0], [1.0, 3.0, 4.0])["median"] == 2.0  # of 2, 3 and 1; the medians' ratio would be 4 / 3
+
+
+def test_a_step_is_compared_with_the_bound_of_its_own_turn():
+    over = over_bound([4.0, 6.0, 5.5], [2.0, 4.0, 5.0])
+
+    assert over["median"] == 1.5  # of 2, 1.5 and 1.1; the medians' ratio would be 5.5 / 4
+    assert over["quiet"] == pytest.approx(4.3 / 2.4)  # 10th percentiles of both
+    assert over_bound([4.0, 6.0], [4.0])["high"] == 1.375  # one bound for all: 1 and 1.5
 
 
 def test_cpu_time_and_faults_are_means_over_ranks_and_bytes_are_counted_once():

@@ -46,7 +46,9 @@ def test_steps_of_those_who_are_there_and_reasons_of_those_who_are_not(tmp_path)
     assert loopback["systems"]["ddp"]["counts"]["all_reduce"] == {"calls": 1.0, "bytes": float(gradients)}
     assert loopback["systems"]["none"]["counts"]["all"] == {"calls": 0, "bytes": 0}
     assert timing["systems"]["ddp"]["counts"]["allreduce"] == {"calls": 1.0, "bytes": float(gradients)}
-    assert timing["bounds_s"]["reduce_scatter"] > 0
+    assert timing["bounds_s"]["reduce_scatter"]["median"] > 0
+    assert timing["systems"]["mb-rs-cuts"]["over_bound"]["median"] > 0.5
+    assert timing["systems"]["ddp"]["over_bound"] is None
     assert (tmp_path / "bench.html").stat().st_size > 10_000
     assert "| torch DDP (best peer) |" in (tmp_path / "bench.md").read_text()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,18 +54,25 @@ def planned_cuts(of_modes: dict[str, Setting]) -> tuple[tuple[str, tuple[str, ..
 
 
 def bounds_s(
-    workload: Workload, module: torch.nn.Module, link: LinkCase, bare_step_s: float
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the planner's lower bound of both modes, and what the best of all plans takes.
+    workload: Workload, module: torch.nn.Module, link: LinkCase, bare_steps_s: Sequence[float]
+) -> dict[str, list[float]]:
+    """Return the planner's lower bound of both modes for each of these steps of the bare model: computing takes as long.
 
-    Computing takes as long as the bare steps of the same run. The bound lets all buckets but one go without latency, and knows
-    no padding and none of the small collectives of a step; the best plan has all of that (also a gradient norm).
+    The bound lets all buckets but one go without latency, and knows no padding and none of the small collectives of a step.
     """
-    scale = bare_step_s / workload.compute_s
+    found = [settings(_scaled(workload, step_s), module, link) for step_s in bare_steps_s]
+    return {mode: [of_modes[mode].lower_bound_s for of_modes in found] for mode in MODES}
+
+
+def optima_s(workload: Workload, module: torch.nn.Module, link: LinkCase, bare_step_s: float) -> dict[str, float]:
+    """Return what the best of all plans takes, latencies, padding, fence and a gradient norm included."""
+    found = settings(_scaled(workload, bare_step_s), module, link)
+    return {mode: setting.step_s(setting.optimal_plan) for mode, setting in found.items()}
+
+
+def _scaled(workload: Workload, compute_s: float) -> Workload:
+    scale = compute_s / workload.compute_s
     tensors = tuple(
         replace(tensor, forward_s=tensor.forward_s * scale, backward_s=tensor.backward_s * scale) for tensor in workload.tensors
     )
-    scaled = replace(workload, tensors=tensors, optimizer_s=workload.optimizer_s * scale)
-    found = settings(scaled, module, link)
-    optima = {mode: setting.step_s(setting.optimal_plan) for mode, setting in found.items()}
-    return {mode: setting.lower_bound_s for mode, setting in found.items()}, optima
+    return replace(workload, tensors=tensors, optimizer_s=workload.optimizer_s * scale)

@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from peers.figures import LossesDifferError, check_losses, extra_us, loss_differences, spread, system_figures, with_ratios
+from peers.figures import (
+    LossesDifferError,
+    check_losses,
+    extra_us,
+    loss_differences,
+    over_bound,
+    spread,
+    system_figures,
+    with_ratios,
+)
 from peers.launch import JobFailedError, run_job
 from peers.links import LinkCase
 from peers.options import HOOK_SYSTEMS, Options
@@ -93,14 +102,15 @@ def steps_cell(options: Options, model: str, link: LinkCase, ranks: int) -> dict
     for name, of_system in figures.items():
         of_system["counts"] = found["counts"][name]
         of_system["loss_difference"] = differences.get(name)
+        bounds = (found["bounds_s"] or {}).get(SYSTEMS[name].mode)
+        of_system["over_bound"] = None if bounds is None else over_bound(of_system["steps_s"], bounds)
     return {
         "model": model,
         "numel": found["numel"],
         "tensors": found["tensors"],
         "ranks": ranks,
         "link": link.to_dict(),
-        "bounds_s": found["bounds_s"],
-        "quiet_bounds_s": found["quiet_bounds_s"],
+        "bounds_s": found["bounds_s"] and {mode: spread(bounds) for mode, bounds in found["bounds_s"].items()},
         "optima_s": found["optima_s"],
         "planned_buckets": found["buckets"],
         "absent": found["absent"],

@@ -44,6 +44,20 @@ def paired(theirs: Sequence[float], own: Sequence[float]) -> dict[str, float]:
     return spread([their / mine for their, mine in zip(theirs, own, strict=True)])
 
 
+def over_bound(steps_s: Sequence[float], bounds_s: Sequence[float]) -> dict[str, float]:
+    """Return the spread of steps over a lower bound: that of the bare step of the same turn. ``quiet``: both quiet.
+
+    >>> over_bound([4.0, 6.0, 5.5], [2.0, 4.0, 5.0])
+    {'median': 1.5, 'low': 1.3, 'high': 1.75, 'quiet': 1.791666666667}
+
+    Args:
+        bounds_s: as many as steps, or one for all of them.
+    """
+    of_steps = bounds_s if len(bounds_s) > 1 else list(bounds_s) * len(steps_s)
+    quiet = quantile(steps_s, 0.1) / quantile(bounds_s, 0.1)
+    return {**paired(steps_s, of_steps), "quiet": round(quiet, 12)}
+
+
 def slowest_steps(of_ranks: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return seconds of each step on the rank that took longest."""
     return [max(map(sum, parts)) for parts in zip(*(samples["parts_s"] for samples in of_ranks), strict=True)]

@@ -70,20 +70,19 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
     counted = {name: _count(run, name, link) for name in systems}
     run.next_step += COUNTED_STEPS
     run.run()
-    bounds = optima = quiet_bounds = None
+    bounds = optima = None
     if workload is not None:
         own = [sum(parts) for parts in run.samples["none"].parts_s] if "none" in systems else [workload.compute_s]
         # Who synchronizes waits for the slower rank in each step, whichever it is.
-        alone = figures.spread([max(of_ranks) for of_ranks in zip(*_of_all(own), strict=True)])
-        bounds, optima = bound.bounds_s(workload, case.module(), link, alone["median"])
-        quiet_bounds, _ = bound.bounds_s(workload, case.module(), link, alone["quiet"])
+        alone = [max(of_ranks) for of_ranks in zip(*_of_all(own), strict=True)]
+        bounds = bound.bounds_s(workload, case.module(), link, alone)
+        optima = bound.optima_s(workload, case.module(), link, figures.spread(alone)["median"])
     return {
         "numel": sum(param.numel() for param in case.module().parameters()),
         "tensors": len(list(case.module().parameters())),
         "absent": absent,
         "counts": counted,
         "bounds_s": bounds,
-        "quiet_bounds_s": quiet_bounds,
         "optima_s": optima,
         "buckets": {mode: len(cuts) + 1 for mode, cuts in setup.cuts},
         "samples": {name: _of_all(samples.to_dict()) for name, samples in run.samples.items()},

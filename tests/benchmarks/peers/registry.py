@@ -28,6 +28,7 @@ class SystemCase:
         title: in tables.
         where: module and name of the function that builds it. Imported on demand: a peer that is not there is reported.
         expected: bytes per parameter on one of n ranks: parameters, gradients, optimizer state.
+        mode: of ours, as the planner calls it, for its lower bound.
         only_on: the one kind of link it runs on: "fabric", where the planner has found cuts, or "loopback".
     """
 
@@ -35,6 +36,7 @@ class SystemCase:
     where: str
     role: Role
     expected: Callable[[int], float]
+    mode: str = ""
     only_on: str = ""
 
     def builder(self) -> Callable[[Any, Any], Any]:
@@ -58,6 +60,12 @@ def zero_3(ranks: int) -> float:
     return 16 / ranks
 
 
+def _ours(name: str, title: str, function: str, *, only_on: str = "") -> dict[str, SystemCase]:
+    mode, expected = ("reduce_scatter", zero_1) if name.startswith("mb-rs") else ("all_reduce", whole)
+    case = SystemCase(f"megabucket {title}", f"systems_megabucket:{function}", Role.OURS, expected, mode, only_on)
+    return {name: case}
+
+
 SYSTEMS = MappingProxyType(
     {
         "none": SystemCase("no synchronization (the limit)", "systems_torch:alone", Role.LIMIT, whole),
@@ -70,36 +78,14 @@ SYSTEMS = MappingProxyType(
         "megatron-do-both": SystemCase("Megatron DistOpt, overlap both", "systems_megatron:overlapped", Role.PEER, zero_1),
         "deepspeed-1": SystemCase("DeepSpeed ZeRO-1", "systems_deepspeed:zero_1", Role.PEER, lambda ranks: 8 + 12 / ranks),
         "deepspeed-2": SystemCase("DeepSpeed ZeRO-2", "systems_deepspeed:zero_2", Role.PEER, lambda ranks: 4 + 16 / ranks),
-        "mb-ar": SystemCase("megabucket all-reduce, plain AdamW", "systems_megabucket:all_reduce", Role.OURS, whole),
-        "mb-ar-flat": SystemCase("megabucket all-reduce, flat", "systems_megabucket:all_reduce_flat", Role.OURS, whole),
-        "mb-rs": SystemCase("megabucket reduce-scatter", "systems_megabucket:reduce_scatter", Role.OURS, zero_1),
-        "mb-rs-both": SystemCase(
-            "megabucket reduce-scatter, overlap both", "systems_megabucket:reduce_scatter_overlapped", Role.OURS, zero_1
-        ),
-        "mb-ar-sent": SystemCase(
-            "megabucket all-reduce, over sockets", "systems_megabucket:all_reduce_sent", Role.OURS, whole, only_on="loopback"
-        ),
-        "mb-rs-sent": SystemCase(
-            "megabucket reduce-scatter, over sockets",
-            "systems_megabucket:reduce_scatter_sent",
-            Role.OURS,
-            zero_1,
-            only_on="loopback",
-        ),
-        "mb-ar-cuts": SystemCase(
-            "megabucket all-reduce, planned cuts",
-            "systems_megabucket:all_reduce_planned",
-            Role.OURS,
-            whole,
-            only_on="fabric",
-        ),
-        "mb-rs-cuts": SystemCase(
-            "megabucket reduce-scatter, planned cuts",
-            "systems_megabucket:reduce_scatter_planned",
-            Role.OURS,
-            zero_1,
-            only_on="fabric",
-        ),
+        **_ours("mb-ar", "all-reduce, plain AdamW", "all_reduce"),
+        **_ours("mb-ar-flat", "all-reduce, flat", "all_reduce_flat"),
+        **_ours("mb-rs", "reduce-scatter", "reduce_scatter"),
+        **_ours("mb-rs-both", "reduce-scatter, overlap both", "reduce_scatter_overlapped"),
+        **_ours("mb-ar-sent", "all-reduce, over sockets", "all_reduce_sent", only_on="loopback"),
+        **_ours("mb-rs-sent", "reduce-scatter, over sockets", "reduce_scatter_sent", only_on="loopback"),
+        **_ours("mb-ar-cuts", "all-reduce, planned cuts", "all_reduce_planned", only_on="fabric"),
+        **_ours("mb-rs-cuts", "reduce-scatter, planned cuts", "reduce_scatter_planned", only_on="fabric"),
     }
 )
 

@@ -74,25 +74,20 @@ def steps_row(name: str, figures: dict[str, Any], *, is_best: bool) -> list[str]
 
 
 def bound_lines(cell: dict[str, Any]) -> list[str]:
-    """Return the planner's lower bound of each mode and its best plan, and how far above these each of our systems is.
-
-    The third figure compares quiet steps with the bound for quiet steps of the bare model.
-    """
+    """Return the planner's lower bound of each mode and its best plan, and how far above the bound each of our systems is."""
     lines = []
     for mode, bound_s in cell["bounds_s"].items():
-        ours = [name for name in cell["systems"] if name.startswith("mb-rs" if mode == "reduce_scatter" else "mb-ar")]
         optimum_s, buckets = cell["optima_s"][mode], cell["planned_buckets"].get(mode)
-        quiet_bound_s = cell["quiet_bounds_s"][mode]
-        steps = {SYSTEMS[name].title: cell["systems"][name]["step_s"] for name in ours}
         over = [
-            f"{title} {step['median'] / bound_s:.3f} and {step['median'] / optimum_s:.3f}, "
-            f"quiet {step['quiet'] / quiet_bound_s:.3f}"
-            for title, step in steps.items()
+            f"{SYSTEMS[name].title} {figures['over_bound']['median']:.3f} ({figures['over_bound']['low']:.3f} to "
+            f"{figures['over_bound']['high']:.3f}), quiet {figures['over_bound']['quiet']:.3f}"
+            for name, figures in cell["systems"].items()
+            if SYSTEMS[name].mode == mode
         ]
         plan = f", {buckets} buckets" if buckets else ""
         lines.append(
-            f"{mode.replace('_', '-')}: lower bound {bound_s * MS:.1f} ms, best plan {optimum_s * MS:.1f} ms{plan}; step over "
-            f"these: {', '.join(over) or '-'}"
+            f"{mode.replace('_', '-')}: lower bound {bound_s['median'] * MS:.1f} ms, best plan {optimum_s * MS:.1f} ms{plan}; "
+            f"step over the bound: {', '.join(over) or '-'}"
         )
     return [line for joined in lines for line in (joined, "")][:-1]
 

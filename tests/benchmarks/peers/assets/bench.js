@@ -42,7 +42,7 @@
     const cell = chosen();
     if (!cell) return byId("bars").replaceChildren(nothing("This model was not measured on this link."));
     const names = Object.keys(cell.systems), bounds = Object.entries(cell.bounds_s || {});
-    const high = 1e3 * 1.05 * Math.max(...names.map(name => Math.max(cell.systems[name].step_s.high, PARTS.reduce((all, part) => all + cell.systems[name].parts_s[part], 0))), ...bounds.map(([, bound]) => bound));
+    const high = 1e3 * 1.05 * Math.max(...names.map(name => Math.max(cell.systems[name].step_s.high, PARTS.reduce((all, part) => all + cell.systems[name].parts_s[part], 0))), ...bounds.map(([, bound]) => bound.median));
     const {svg, sx, top, height} = rows(width, names, {low: 0, high, ticks: chart.ticks(0, high, width / 130), format: value => fixed(value, high < 10 ? 1 : 0), label: "milliseconds"});
     names.forEach((name, index) => {
       const figures = cell.systems[name];
@@ -54,11 +54,11 @@
       }
       whiskers(svg, sx, top(index) + (ROW - 8) / 2, figures.step_s, 1e3);
     });
-    bounds.forEach(([, bound], index) => svg.append(draw("line", {class: "mark " + (index ? "dotted" : "dashed"), x1: sx(bound * 1e3), x2: sx(bound * 1e3), y1: 0, y2: height - 36})));
+    bounds.forEach(([, bound], index) => svg.append(draw("line", {class: "mark " + (index ? "dotted" : "dashed"), x1: sx(bound.median * 1e3), x2: sx(bound.median * 1e3), y1: 0, y2: height - 36})));
     byId("bars").replaceChildren(svg);
     chart.legend(byId("bars-legend"), [...PARTS.map(part => [chart.boxSwatch({class: part}), part === "sync" ? "sync called by the program" : part]),
       [chart.swatch(chart.mark("diamond", 11, 8)), "median step, quartiles"],
-      ...bounds.map(([mode, bound], index) => [chart.lineSwatch("mark " + (index ? "dotted" : "dashed")), `planner's lower bound, ${mode.replace("_", "-")}: ${ms(bound)} ms`])]);
+      ...bounds.map(([mode, bound], index) => [chart.lineSwatch("mark " + (index ? "dotted" : "dashed")), `planner's lower bound, ${mode.replace("_", "-")}: ${ms(bound.median)} ms`])]);
   };
   const drawRatios = width => {
     const cell = chosen(), to = document.querySelector("input[name=ratio]:checked").value;
@@ -93,7 +93,7 @@
       const name = ours.reduce((best, one) => cell.systems[one].step_s.median < cell.systems[best].step_s.median ? one : best);
       const figures = cell.systems[name], bound = cell.bounds_s ? cell.bounds_s[mode] : null, won = figures.to_best.median >= 1;
       return [[linkOf(cell), titleOf(name), titleOf(cell.best_peer), make("span", {class: won ? "won" : "lost"}, span(figures.to_best, 2) + (won ? " faster" : " slower")),
-        ms(figures.step_s.median), bound === null ? "–" : ms(bound), bound === null ? "–" : `${fixed(figures.step_s.median / bound, 3)} (${fixed(figures.step_s.quiet / cell.quiet_bounds_s[mode], 3)})`]];
+        ms(figures.step_s.median), bound === null ? "–" : ms(bound.median), bound === null ? "–" : `${fixed(figures.over_bound.median, 3)} (${fixed(figures.over_bound.quiet, 3)})`]];
     }));
     byId("links-table").replaceChildren(chart.table("Ours against the best peer, and against the lower bound", [["Link"], ["Ours"], ["Best peer"],
       ["Its time over ours", true], ["Step, ms", true], ["Lower bound, ms", true], ["Step over it (quiet)", true]], body));
