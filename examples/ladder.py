@@ -223,7 +223,8 @@ class Ours(Simple):
 
 
 def our_configs(course: Course) -> list[mb.DistributedDataParallelConfig]:
-    size = {"bucket_cap_mb": course.bucket_cap_bytes / MIB}
+    # Everything is sent, as on the other rungs: what ranks read of each other's memory goes through no group.
+    size = {"bucket_cap_mb": course.bucket_cap_bytes / MIB, "read_peer_memory": False}
     sharded = {"use_distributed_optimizer": True, "overlap_param_gather": True}
     return [mb.DistributedDataParallelConfig(**size), mb.DistributedDataParallelConfig(**size, **sharded)]
 

@@ -24,7 +24,7 @@ from megabucket.comm.plan import Operation, Pair, Read, Reading
 from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
 from megabucket.comm.ring_order import blocks
 
-LEAST_BYTES = 1 << 21
+LEAST_BYTES = 1 << 20
 """Of a batch that is read. Below, messages are faster: tests/benchmarks/gloo_cost.py."""
 
 _Step = tuple[Operation, Read | None]

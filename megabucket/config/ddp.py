@@ -155,7 +155,7 @@ class DistributedDataParallelConfig(Section):
 
     read_peer_memory: bool = True
     """Let the ranks of a gloo group read each other's memory in place of sending over sockets, where all of them (at most 8)
-    run on one host and the kernel permits it: buckets of 2 MiB and more, and not with ``fence=False``. A thread of each rank
+    run on one host and the kernel permits it: buckets of 1 MiB and more, and not with ``fence=False``. A thread of each rank
     reads, beside backward and the next forward. The result does not depend on it."""
 
     layout: Literal["stable", "megatron"] = "stable"

@@ -201,7 +201,7 @@ def _large_probe(config: DistributedDataParallelConfig) -> Probe:
         "all-reduce of a large bucket",
         observe,
         judge,
-        refusal="ranks lose each other in buckets of 2 MiB; try ddp.read_peer_memory=false",
+        refusal="ranks lose each other in buckets of 1 MiB; try ddp.read_peer_memory=false",
     )
 
 

@@ -21,7 +21,7 @@ _STEP_COUNT_BYTES: Final = 4  # Adam keeps one float32 per tensor
 _FENCE_BYTES: Final = 288  # two vectors, in turn, of 18 integers of 8 bytes
 _NORM_BYTES: Final = 8  # float64
 _MOST_EXCHANGING_RANKS: Final = 8  # as in comm.gloo_paths
-_LEAST_READ_BYTES: Final = 1 << 21  # as in comm.reading_paths
+_LEAST_READ_BYTES: Final = 1 << 20  # as in comm.reading_paths
 _BLOCK_BYTES: Final = 1 << 19  # as in comm.peer_memory
 
 

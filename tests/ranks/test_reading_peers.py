@@ -391,7 +391,7 @@ def test_either_every_rank_reads_or_none_does(pool, blind, reads):
 def read_sizes(rank: Rank) -> list[bool]:
     communicator = ProcessGroupCommunicator(rank.group)
     read = []
-    for numel, is_wanted in ((1 << 19, True), ((1 << 19) - 2, True), (1 << 19, False)):
+    for numel, is_wanted in ((1 << 18, True), ((1 << 18) - 2, True), (1 << 18, False)):
         calls: list[Call] = [AllReduce(torch.zeros(numel))]
         batch = prepared(communicator, calls) if is_wanted else communicator.prepare(calls)
         communicator.launch(batch, label="sum").wait()
@@ -474,8 +474,8 @@ def test_a_rank_that_destroys_its_group_is_missed_by_those_who_wait_for_it(pool,
 
 
 def received_bytes(rank: Rank) -> tuple[int, int]:
-    """Return what two steps have taken to receive in, with two buckets that are read and one that is not; and the formula."""
-    module = torch.nn.Sequential(*(torch.nn.Linear(width, 1_100) for width in (3, 600, 600)))
+    """Return what two steps have taken to receive in, with buckets of 1.3 and 2.6 MB, which are read, and one that is not; and the formula."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(width, 1_100) for width in (3, 300, 600)))
     module.forward = lambda data: sum(layer(data[:, : layer.in_features]).sum() for layer in module)  # type: ignore[method-assign]
     cuts = ["0.bias", "1.bias", "2.bias"]
     config = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_cuts=cuts)
