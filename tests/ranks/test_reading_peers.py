@@ -474,7 +474,7 @@ def test_a_rank_that_destroys_its_group_is_missed_by_those_who_wait_for_it(pool,
 
 
 def received_bytes(rank: Rank) -> tuple[int, int]:
-    """Return what two steps have taken to receive in, with buckets of 1.3 and 2.6 MB, which are read, and one that is not; and the formula."""
+    """Return what two steps have taken to receive in, and the formula. Buckets of 1.3 and 2.6 MB are read, and one is not."""
     module = torch.nn.Sequential(*(torch.nn.Linear(width, 1_100) for width in (3, 300, 600)))
     module.forward = lambda data: sum(layer(data[:, : layer.in_features]).sum() for layer in module)  # type: ignore[method-assign]
     cuts = ["0.bias", "1.bias", "2.bias"]
