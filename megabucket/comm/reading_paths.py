@@ -25,7 +25,7 @@ from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, ReduceOp
 from megabucket.comm.ring_order import blocks
 
 LEAST_BYTES = 1 << 20
-"""Of a batch that is read. Below, messages are faster: tests/benchmarks/gloo_cost.py."""
+"""Of a batch that is read. Below, a gather of two ranks would take longer than torch's: tests/benchmarks/gloo_cost.py."""
 
 _Step = tuple[Operation, Read | None]
 

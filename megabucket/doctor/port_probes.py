@@ -17,6 +17,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, by_rank, odd_ones_out, right_or
 from megabucket.doctor.rank_code import WIDTHS, RankCode, Reading
 from megabucket.doctor.report import Verdict
+from megabucket.units import MIB
 
 SECTION: Final = "collectives"
 _NUMEL: Final = 60
@@ -201,7 +202,7 @@ def _large_probe(config: DistributedDataParallelConfig) -> Probe:
         "all-reduce of a large bucket",
         observe,
         judge,
-        refusal="ranks lose each other in buckets of 1 MiB; try ddp.read_peer_memory=false",
+        refusal=f"ranks lose each other in buckets of {LEAST_BYTES / MIB:g} MiB; try ddp.read_peer_memory=false",
     )
 
 

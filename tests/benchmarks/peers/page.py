@@ -25,7 +25,7 @@ def page_data(result: dict[str, Any]) -> dict[str, Any]:
         "title": f"megabucket beside its peers: {printable(result['name'])}",
         "facts": _facts(result),
         "problems": [printable(problem.splitlines()[0], 400) for problem in result["problems"]],
-        "systems": {name: {"title": case.title, "role": case.role.value} for name, case in SYSTEMS.items()},
+        "systems": {name: {"title": case.title, "role": case.role.value, "mode": case.mode} for name, case in SYSTEMS.items()},
         "cells": [_without_steps(cell) for cell in result["cells"]],
         "memory": result["memory"],
         "hooks": result["hooks"],

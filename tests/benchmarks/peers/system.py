@@ -37,9 +37,6 @@ class System:
     def __init__(self, module: torch.nn.Module, optimizer: Any) -> None:
         self.module, self.optimizer = module, optimizer
 
-    def begin(self) -> None:
-        """Do what comes before a step that counts; not timed."""
-
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 

@@ -11,15 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from peers.system import EPSILON, LEARNING_RATE, Setup, System, fused_adamw
 
 
-class _Alone(System):
-    """Ranks begin each step together, as all that synchronize do: they want the memory's bandwidth at the same moments."""
-
-    def begin(self) -> None:
-        dist.barrier()
-
-
 def alone(module: torch.nn.Module, setup: Setup) -> System:
-    return _Alone(module, fused_adamw(module.parameters()))
+    return System(module, fused_adamw(module.parameters()))
 
 
 def _wrapped(module: torch.nn.Module, setup: Setup) -> DistributedDataParallel:

@@ -86,9 +86,9 @@
 
   // Our best of each mode over all links #
   const fillLinks = () => {
-    const modes = [["all_reduce", "mb-ar"], ["reduce_scatter", "mb-rs"]];
-    const body = data.cells.filter(cell => cell.model === models[byId("model").value]).flatMap(cell => modes.flatMap(([mode, start]) => {
-      const ours = Object.keys(cell.systems).filter(name => name.startsWith(start) && cell.systems[name].to_best);
+    const modes = ["all_reduce", "reduce_scatter"];
+    const body = data.cells.filter(cell => cell.model === models[byId("model").value]).flatMap(cell => modes.flatMap(mode => {
+      const ours = Object.keys(cell.systems).filter(name => data.systems[name].mode === mode && cell.systems[name].to_best);
       if (!ours.length) return [];
       const name = ours.reduce((best, one) => cell.systems[one].step_s.median < cell.systems[best].step_s.median ? one : best);
       const figures = cell.systems[name], bound = cell.bounds_s ? cell.bounds_s[mode] : null, won = figures.to_best.median >= 1;
