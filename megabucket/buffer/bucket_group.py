@@ -10,13 +10,15 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
+from operator import attrgetter, is_not
+from typing import Final
 
 import torch
 
 from megabucket.buffer.buffer import _ParamAndGradBucket
 from megabucket.buffer.finite import FiniteTest
-from megabucket.buffer.intake import GradIntake
+from megabucket.buffer.intake import GradIntake, Run
 from megabucket.buffer.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, PhaseMachine
 from megabucket.buffer.readiness import Readiness
 from megabucket.buffer.scaling import GradScale
@@ -26,6 +28,8 @@ from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp
 from megabucket.comm.plan import run_through
 from megabucket.comm.port import Batch
 from megabucket.errors import CollectiveError
+
+_grad: Final = attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,11 @@ class _ParamAndGradBucketGroup:
         self.communicator = communicator
         self.policy = policy
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self.params = [slot.param for slot in self.slots]
+        """The parameters of all buckets of the group, in buffer order."""
         self.readiness = Readiness(len(self.slots))
         self._streams = GradStreams.of(self.buckets[0].grad_data.device)
+        self._is_cleared = False  # and nothing has come since
         self.missing: tuple[str, ...] = ()
         """Parameters that had no gradient when the group was launched."""
         self.cleared: tuple[str, ...] = ()
@@ -98,6 +105,8 @@ class _ParamAndGradBucketGroup:
             for slot in self.slots:
                 what = f"the gradient of {slot.name!r}"
                 slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withholds_because, accumulates=accumulates)
+        self._views = [slot.view for slot in self.slots]
+        self._withheld = [slot.withheld for slot in self.slots]
         self._values = [slot.param.data for slot in self.slots]
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
         self._are_params_hidden = False
@@ -172,22 +181,28 @@ class _ParamAndGradBucketGroup:
         """Name of the group in traces and errors."""
         return f"bucket {self.index}"
 
-    @property
-    def params(self) -> list[torch.nn.Parameter]:
-        """The parameters of all buckets of the group, in buffer order."""
-        return [slot.param for slot in self.slots]
-
     # Gradients #
 
-    def receive_grad(self, position: int, *, counts: bool, may_wait: bool = False) -> bool:
+    def shows_grads(self) -> bool:
+        """Return whether some ``param.grad`` is not ``None``. After ``reset``, not what the caller has put there."""
+        return not self._is_cleared and any(map(is_not, map(_grad, self.params), repeat(None)))
+
+    def receive_grad(self, position: int, *, counts: bool) -> bool:
         """Store the gradient autograd has just produced for one parameter; return whether the group is complete now.
 
         Args:
             position: of the parameter in ``slots``. The group is accumulating.
             counts: whether this is the backward that is going to be reduced.
-            may_wait: whether small gradients of this backward may wait for each other.
         """
-        is_complete = self.intake.receive(position, counts=counts, may_wait=may_wait)
+        self._is_cleared = False
+        return self._tell_if(self.intake.receive(position, counts=counts))
+
+    def receive_run(self, run: Run, grads: list[torch.Tensor], *, counts: bool) -> bool:
+        """Store the gradients of a run, which are in ``param.grad``, and else do as ``receive_grad`` does."""
+        self._is_cleared = False
+        return self._tell_if(self.intake.receive_run(run, grads, counts=counts))
+
+    def _tell_if(self, is_complete: bool) -> bool:
         if is_complete:
             self.communicator.tell_ready(self.label)
         return is_complete
@@ -229,6 +244,7 @@ class _ParamAndGradBucketGroup:
         self._launch_grads()
 
     def _launch_grads(self) -> None:
+        self._is_cleared = False
         self._is_everywhere, self._grad_gather = not self.policy.reduce_scatters, None
         reduced = [bucket.grad_data for bucket in self.buckets] if self._is_everywhere else self._grad_shards
         # An iterator in C: a finish that is interrupted and begun again goes on where it was, and divides nothing twice.
@@ -276,15 +292,19 @@ class _ParamAndGradBucketGroup:
         A reduce-scattered gradient is not published: only this rank's shard of it means anything.
         """
         if self._is_everywhere:
-            for slot in self.slots:
-                slot.publish()
+            for param, view in zip(self.params, self._views, strict=True):  # not by the slots, which would cost as much again
+                param.grad = view
 
     def withhold_grads(self) -> None:
         """Let ``param.grad`` refuse to be used until the gradients are published, or forgotten, if that is the policy."""
-        if self.policy.withholds_because and self._grads.current is not GradPhase.REDUCED:
-            is_sent = self._grads.current is GradPhase.IN_FLIGHT
+        if not self.policy.withholds_because or self._grads.current is GradPhase.REDUCED:
+            return
+        if self._grads.current is GradPhase.IN_FLIGHT:
+            for param, withheld in zip(self.params, self._withheld, strict=True):
+                param.grad = withheld
+        else:
             for slot in self.slots:
-                slot.withhold(is_sent=is_sent)
+                slot.withhold()
 
     def withdraw_grads(self) -> None:
         """Show no gradients, in place of ``publish``: nobody steps on them."""
@@ -308,9 +328,15 @@ class _ParamAndGradBucketGroup:
         self.interrupted.clear()
         for slot in self.slots:
             slot.forget()
+        self._is_cleared = True
         self.readiness.abandon_step()
 
     # Parameters #
+
+    @property
+    def shows_params(self) -> bool:
+        """Whether each parameter looks at its values, and not at NaN for the time being."""
+        return not self._are_params_hidden
 
     @property
     def param_values(self) -> list[torch.Tensor]:

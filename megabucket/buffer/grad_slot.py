@@ -38,14 +38,15 @@ class GradSlot:
     __slots__ = (
         "__weakref__",
         "_dummy_address",
+        "_is_clean",
         "_kernel_asks",
         "_uses_fused_kernel",
         "accumulates",
         "added_by_kernel",
         "has_received",
-        "is_clean",
         "is_released",
         "name",
+        "note_clean",
         "numel",
         "param",
         "settle",
@@ -59,8 +60,9 @@ class GradSlot:
         self.param = param
         self.view = view  # ND, gradient dtype, memory order of the parameter
         self.numel = view.numel()
-        self.is_clean = True
-        """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
+        self._is_clean = True
+        self.note_clean: Callable[[], None] | None = None
+        """Called when the view is zeroed for gradients to be added to it."""
         self.accumulates: Callable[[], bool] | None = None
         """Whether the view may be written to; ``None``: always. It must not lead back to the parameter."""
         self._uses_fused_kernel = False
@@ -78,6 +80,22 @@ class GradSlot:
         """Brings here what has come for the parameter and waits elsewhere."""
         self.withheld: WithheldGrad | None = None
         """Stands in for ``param.grad`` from backward to its reduction, where the caller must not use it."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
+        return self._is_clean
+
+    @is_clean.setter
+    def is_clean(self, value: bool) -> None:
+        self._is_clean = value
+        if value and self.note_clean is not None:
+            self.note_clean()
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether the view has anything to do with this step: otherwise its first gradient overwrites it."""
+        return self._is_clean or self.is_released or self.added_by_kernel or self.has_received
 
     @property
     def has_grad(self) -> bool:
@@ -230,13 +248,9 @@ class GradSlot:
         self.is_clean = False
         return has_brought
 
-    def withhold(self, *, is_sent: bool) -> None:
-        """Let nobody use the gradient until the next of ``publish``, ``forget`` and ``withdraw``.
-
-        Args:
-            is_sent: whether it was handed over. Otherwise nothing but a gradient that is there is withheld.
-        """
-        if is_sent or self.param.grad is self.view:
+    def withhold(self) -> None:
+        """Let nobody use a gradient that is there until the next of ``publish``, ``forget`` and ``withdraw``."""
+        if self.param.grad is self.view:
             self.param.grad = self.withheld
 
     def withdraw(self) -> None:

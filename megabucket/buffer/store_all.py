@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
 
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
+
+_is_sparse: Final = attrgetter("is_sparse")
 
 
 def store_all(
@@ -38,19 +42,28 @@ def store_all(
             released.append(slot)
             slot.is_released = slot.has_received = True
             continue
-        _copy_all(targets, sources)  # what comes now may be added to them
+        copy_all(targets, sources)  # what comes now may be added to them
+        targets, sources = [], []
         slot.put_back(grad)
         if slot.store():
             interrupted.append(slot.name)
         if slot.param.grad is slot.view:
             released.append(slot)
             slot.release()
-    _copy_all(targets, sources)
+    copy_all(targets, sources)
+
+
+def are_plain(grads: Sequence[torch.Tensor], numels: Sequence[int]) -> bool:
+    """Return whether gradients can be copied in one call of torch. The others need a look, one by one."""
+    return (
+        set(map(type, grads)) == {torch.Tensor}
+        and not any(map(_is_sparse, grads))
+        and list(map(torch.Tensor.numel, grads)) == numels  # a copy could broadcast if a parameter's shape has changed
+    )
 
 
 @torch.no_grad()
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target. Nothing at all is fine, too."""
     if targets:
         torch._foreach_copy_(targets, sources)
-        targets.clear()
-        sources.clear()

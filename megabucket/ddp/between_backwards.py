@@ -39,14 +39,15 @@ class BetweenBackwards:
         """
         self._versions = [flat._version for flat in self._flats] if accumulates else None
 
-    def look(self, *, is_finished: bool) -> None:
+    def look(self, showing: Sequence[_ParamAndGradBucketGroup], *, is_finished: bool) -> None:
         """Look at the gradients before a backward adds the first one to them.
 
         Args:
+            showing: the groups in which some ``param.grad`` is not ``None``.
             is_finished: whether they are reduced.
         """
         if is_finished:
-            self.kept = kept_grads(self._groups) if self._keeps else ()
+            self.kept = kept_grads(showing) if self._keeps else ()
         elif self._versions is not None and self._versions != [flat._version for flat in self._flats]:
             self._look_for_zeros()
 
