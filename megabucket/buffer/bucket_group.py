@@ -18,7 +18,7 @@ import torch
 
 from megabucket.buffer.buffer import _ParamAndGradBucket
 from megabucket.buffer.finite import FiniteTest
-from megabucket.buffer.intake import GradIntake, Run
+from megabucket.buffer.intake import GradIntake
 from megabucket.buffer.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, PhaseMachine
 from megabucket.buffer.readiness import Readiness
 from megabucket.buffer.scaling import GradScale
@@ -85,7 +85,6 @@ class _ParamAndGradBucketGroup:
         """The parameters of all buckets of the group, in buffer order."""
         self.readiness = Readiness(len(self.slots))
         self._streams = GradStreams.of(self.buckets[0].grad_data.device)
-        self._is_cleared = False  # and nothing has come since
         self.missing: tuple[str, ...] = ()
         """Parameters that had no gradient when the group was launched."""
         self.cleared: tuple[str, ...] = ()
@@ -184,25 +183,18 @@ class _ParamAndGradBucketGroup:
     # Gradients #
 
     def shows_grads(self) -> bool:
-        """Return whether some ``param.grad`` is not ``None``. After ``reset``, not what the caller has put there."""
-        return not self._is_cleared and any(map(is_not, map(_grad, self.params), repeat(None)))
+        """Return whether some ``param.grad`` is not ``None``."""
+        return any(map(is_not, map(_grad, self.params), repeat(None)))
 
-    def receive_grad(self, position: int, *, counts: bool) -> bool:
+    def receive_grad(self, position: int, *, counts: bool, may_wait: bool = False) -> bool:
         """Store the gradient autograd has just produced for one parameter; return whether the group is complete now.
 
         Args:
             position: of the parameter in ``slots``. The group is accumulating.
             counts: whether this is the backward that is going to be reduced.
+            may_wait: whether small gradients of this backward may wait for each other.
         """
-        self._is_cleared = False
-        return self._tell_if(self.intake.receive(position, counts=counts))
-
-    def receive_run(self, run: Run, grads: list[torch.Tensor], *, counts: bool) -> bool:
-        """Store the gradients of a run, which are in ``param.grad``, and else do as ``receive_grad`` does."""
-        self._is_cleared = False
-        return self._tell_if(self.intake.receive_run(run, grads, counts=counts))
-
-    def _tell_if(self, is_complete: bool) -> bool:
+        is_complete = self.intake.receive(position, counts=counts, may_wait=may_wait)
         if is_complete:
             self.communicator.tell_ready(self.label)
         return is_complete
@@ -244,7 +236,6 @@ class _ParamAndGradBucketGroup:
         self._launch_grads()
 
     def _launch_grads(self) -> None:
-        self._is_cleared = False
         self._is_everywhere, self._grad_gather = not self.policy.reduce_scatters, None
         reduced = [bucket.grad_data for bucket in self.buckets] if self._is_everywhere else self._grad_shards
         # An iterator in C: a finish that is interrupted and begun again goes on where it was, and divides nothing twice.
@@ -328,7 +319,6 @@ class _ParamAndGradBucketGroup:
         self.interrupted.clear()
         for slot in self.slots:
             slot.forget()
-        self._is_cleared = True
         self.readiness.abandon_step()
 
     # Parameters #

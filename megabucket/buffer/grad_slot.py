@@ -46,7 +46,7 @@ class GradSlot:
         "has_received",
         "is_released",
         "name",
-        "note_clean",
+        "note_touch",
         "numel",
         "param",
         "settle",
@@ -61,8 +61,8 @@ class GradSlot:
         self.view = view  # ND, gradient dtype, memory order of the parameter
         self.numel = view.numel()
         self._is_clean = True
-        self.note_clean: Callable[[], None] | None = None
-        """Called when the view is zeroed for gradients to be added to it."""
+        self.note_touch: Callable[[], None] | None = None
+        """Called when the view is zeroed for gradients to be added to it, or a kernel has added one."""
         self.accumulates: Callable[[], bool] | None = None
         """Whether the view may be written to; ``None``: always. It must not lead back to the parameter."""
         self._uses_fused_kernel = False
@@ -89,13 +89,8 @@ class GradSlot:
     @is_clean.setter
     def is_clean(self, value: bool) -> None:
         self._is_clean = value
-        if value and self.note_clean is not None:
-            self.note_clean()
-
-    @property
-    def is_touched(self) -> bool:
-        """Whether the view has anything to do with this step: otherwise its first gradient overwrites it."""
-        return self._is_clean or self.is_released or self.added_by_kernel or self.has_received
+        if value and self.note_touch is not None:
+            self.note_touch()
 
     @property
     def has_grad(self) -> bool:
@@ -184,6 +179,8 @@ class GradSlot:
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         self.added_by_kernel = self._kernel_asks = True
         self.is_clean = False  # so if this step is dropped, the next one overwrites
+        if self.note_touch is not None:
+            self.note_touch()
         self._dummy_address = dummy.data_ptr()
 
     def _check_dummy(self) -> None:

@@ -4,19 +4,13 @@ A small gradient costs more in Python and in calls of torch than in memory traff
 appends it to a list and returns; the gradient that finds no more room there comes the long way, by ``receive``, and brings all
 of them into the buffer. Nothing waits longer than its backward lasts, or its group accumulates. So only what runs inside a
 backward can tell the difference, and where others have hooks on parameters of the group, nothing waits.
-
-What came into the buffer together in one backward will do so in the next one: a ``Run``. Then only the last of its parameters
-needs a hook (``ddp.grad_hook``), and the gradients of the others are found where autograd leaves them, in ``param.grad``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import attrgetter, is_not
 from typing import Final
 
 import torch
@@ -36,21 +30,15 @@ WAITING_BYTES: Final = 512 << 10
 """So many bytes wait at most, if all of them are as large as the average."""
 
 
-_grad: Final = attrgetter("grad")
-_is_added_by_kernel: Final = attrgetter("grad_added_to_main_grad")
-
-
 class Waiting(list[torch.Tensor]):
     """Parameters whose gradients wait. Hooks hold this, where no garbage collector looks, so nothing may stay in it."""
 
-    __slots__ = ("grads", "room", "tasks")
+    __slots__ = ("grads", "room")
 
     def __init__(self) -> None:
         super().__init__()
         self.grads: list[torch.Tensor | None] = []
         """Their gradients."""
-        self.tasks: set[int] = set()
-        """By which runs of autograd: what activation checkpointing reruns within a backward is one of its own."""
         self.room = 0
         """How many may wait without anybody looking; 0 while nothing is known about the backward."""
 
@@ -58,32 +46,26 @@ class Waiting(list[torch.Tensor]):
         """Take the gradient out of ``param.grad``, so that a second one in this backward is not added to it there."""
         self.append(param)
         self.grads.append(param.grad)
-        self.tasks.add(torch._C._current_graph_task_id())
         param.grad = None
 
-    def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None], set[int]]:
-        """Return the parameters, their gradients, in the order in which they came, and ``tasks``, and forget them."""
-        taken = self.copy(), self.grads, self.tasks
+    def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Return the parameters and their gradients, in the order in which they came, and forget them."""
+        taken = self.copy(), self.grads
         self.clear()
-        self.grads, self.tasks = [], set()
+        self.grads = []
         return taken
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """Small parameters of a group whose gradients come one after another, each once in a backward."""
+@dataclass(frozen=True, eq=False)
+class Handful:
+    """Small parameters of a group whose gradients came together, as a step after the other brings them."""
 
     positions: tuple[int, ...]
     slots: list[GradSlot]
-    params: list[torch.nn.Parameter]
     views: list[torch.Tensor]
     numels: list[int]
-
-    def find_grads(self) -> list[torch.Tensor] | None:
-        """Return all gradients, if autograd has brought them since there was none; ``None`` if one is missing."""
-        grads = list(map(_grad, self.params))
-        is_whole = all(map(is_not, grads, repeat(None))) and not any(map(_is_added_by_kernel, self.params))
-        return grads if is_whole else None
+    is_unique: bool
+    """Whether no parameter is in it twice."""
 
 
 class GradIntake:
@@ -109,60 +91,23 @@ class GradIntake:
         """Where each parameter stands in the group. By identity, so that hooks may hold it as they hold ``waiting``."""
         small_bytes = [slot.param.nbytes for slot, is_small in zip(slots, self.is_small, strict=True) if is_small]
         self._most_waiting = min(MOST_WAITING, WAITING_BYTES * len(small_bytes) // max(sum(small_bytes), 1))
+        self._hooks: Sequence[Sized] = ()
         self._is_open = self._counts = False
         self._limit = 0
         self._released: list[GradSlot] = []
-        self._task: int | None = None
-        self._together: list[list[int]] = []
-        self._alone: list[int] = []
-        self.runs: Mapping[int, Run] = {}
-        """The runs whose parameters have no hooks but the last, by its position."""
-        self._in_runs: frozenset[int] = frozenset()
-        self._stored: list[Run] = []  # in this backward, and their slots do not know
+        self._handfuls: dict[tuple[int, ...], Handful] = {}  # known ones, by the identity of their parameters
+        self._most_known = 16 + 4 * len(slots) // max(self._most_waiting, 1)
+        self._stored: list[Handful] = []  # in this backward, without a word to their slots
+        self._stored_positions: set[int] = set()
         self._is_untouched = False
+        """Whether all small slots but those of ``_stored`` are as ``hand_over`` leaves them: the next gradient overwrites."""
+        self.look: Callable[[Handful], object] | None = None
+        """Called with what was just stored, and is in the cache."""
         self.waiting = Waiting()
         for slot in slots:
-            slot.settle, slot.note_clean = self._settle, self._note_touch
+            slot.settle, slot.note_touch = self._settle, self._note_touch
 
-    def begin_backward(self, *, may_wait: bool, learns: bool = False) -> None:
-        """Note that a backward begins. Of one that is not announced, no gradient waits.
-
-        Args:
-            may_wait: whether its small gradients may wait.
-            learns: whether to remember what comes together, for ``learned_runs``. Called by autograd then.
-        """
-        self._limit = self._most_waiting if may_wait else 0
-        self._task = torch._C._current_graph_task_id() if learns else None
-        self._together, self._alone = [], []
-
-    def learned_runs(self) -> list[Run]:
-        """Return what came together in the last backward, without parameters that have received several gradients."""
-        counts = Counter(chain(self._alone, *self._together))
-        chunks = [tuple(position for position in chunk if counts[position] == 1) for chunk in self._together]
-        self._together, self._alone = [], []
-        return [self._run(chunk) for chunk in chunks if len(chunk) > 1]
-
-    def use_runs(self, runs: Sequence[Run]) -> None:
-        """Let gradients come in these runs from now on, and in no others."""
-        self._unpack()
-        self.runs = {run.positions[-1]: run for run in runs}
-        self._in_runs = frozenset(chain.from_iterable(run.positions for run in runs))
-        self._is_untouched = not any(slot.is_touched for run in runs for slot in run.slots)
-
-    def find_unseen(self) -> list[int]:
-        """Return the positions of gradients that have come without a hook and were not received yet."""
-        unseen = []
-        for run in self.runs.values():
-            if any(map(is_not, map(_grad, run.params), repeat(None))):
-                unseen += [position for position in run.positions if self._slots[position].param.grad is not None]
-        return unseen
-
-    def _run(self, positions: tuple[int, ...]) -> Run:
-        slots = [self._slots[position] for position in positions]
-        params, views, numels = zip(*((slot.param, slot.view, slot.numel) for slot in slots), strict=True)
-        return Run(positions, slots, list(params), list(views), list(numels))
-
-    def receive(self, position: int, *, counts: bool) -> bool:
+    def receive(self, position: int, *, counts: bool, may_wait: bool) -> bool:
         """Take the gradient of one parameter, and store those that wait if they could be the last ones.
 
         Returns whether the group is complete now.
@@ -170,55 +115,33 @@ class GradIntake:
         Args:
             position: of the parameter in the group, which is accumulating.
             counts: whether this is the backward that is going to be reduced. What waits counts as the first gradient does.
+            may_wait: whether gradients of this backward may wait, if nothing here is against it.
         """
-        is_complete = self._begin(counts=counts)
+        if not self._is_open:
+            self._is_open, self._counts = True, counts
+            self._limit = self._most_waiting if may_wait and self._is_alone() else 0
+        is_complete = False
+        if self.streams is not None and not self.streams.is_here():
+            is_complete = self._store_waiting()  # on the stream that has computed them
+            self.streams.note()
         slot = self._slots[position]
         if self._limit and self.is_small[position] and not slot.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self.waiting.add(slot.param)
         else:
-            if self._task is not None:
-                self._alone.append(position)
             self._settle(slot.param)
+            self._is_untouched = self._is_untouched and not self.is_small[position]
             if slot.store():
                 self._interrupted.append(slot.name)
             is_complete = (counts and self._readiness.mark(position)) or is_complete
-        return self._store_last() or is_complete
-
-    def receive_run(self, run: Run, grads: list[torch.Tensor], *, counts: bool) -> bool:
-        """Take all gradients of a run, which are in ``param.grad``, and else do as ``receive`` does."""
-        is_complete = self._begin(counts=counts)
-        for param in run.params:
-            param.grad = None
-        if self._is_untouched and are_plain(grads, run.numels):
-            copy_all(run.views, grads)  # and not a look at the slots, which would cost as much again
-            self._stored.append(run)
-        else:
-            self._note_touch()
-            self._unpack()
-            store_all(run.slots, grads, released=self._released, interrupted=self._interrupted)
-        is_complete = (counts and self._readiness.mark_all(run.positions)) or is_complete
-        return self._store_last() or is_complete
-
-    def _begin(self, *, counts: bool) -> bool:
-        """Look at what the first gradient of a backward brings, and those of another stream; return as ``receive`` does."""
-        if not self._is_open:
-            self._is_open, self._counts = True, counts
-        if self.streams is None or self.streams.is_here():
-            return False
-        is_complete = self._store_waiting()  # on the stream that has computed them
-        self.streams.note()
-        return is_complete
-
-    def _store_last(self) -> bool:
-        """Store what waits if no more is to come or there is no more room; return whether the group is complete now."""
-        is_complete = len(self.waiting) >= self._num_awaited() and self._store_waiting()
+        if len(self.waiting) >= self._num_awaited():
+            is_complete = self._store_waiting() or is_complete
         self.waiting.room = self._num_awaited() - 1
         return is_complete
 
     def close(self) -> None:
         """Store what waits, and show all gradients. What comes next may belong to another backward."""
         self._store_waiting()
-        self._unpack()
+        self._tell_slots()
         if self.streams is not None:
             self.streams.follow()  # whoever uses the gradients now does so on the current stream
         for slot in self._released:
@@ -228,15 +151,10 @@ class GradIntake:
     def drop(self) -> None:
         """Forget what waits: nobody uses the gradients of this step."""
         self.waiting.take()
-        self._unpack()
+        self._tell_slots()
         for slot in self._released:
             slot.is_released = False
         self._end()
-
-    def drop_unseen(self) -> None:
-        """Forget what has come without a hook, in a backward that has failed."""
-        for position in self.find_unseen():
-            self._slots[position].param.grad = None
 
     def hand_over(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Let go of all views so that a collective can own them.
@@ -249,7 +167,7 @@ class GradIntake:
         rest = self._not_stored()
         for slot in self._released:
             slot.is_released = slot.has_received = False
-        self._stored.clear()
+        self._forget_stored()
         self._end()
         missing, cleared = [], []
         for slot in rest:
@@ -263,58 +181,85 @@ class GradIntake:
         self._is_untouched = True
         return tuple(missing), tuple(cleared)
 
-    def _not_stored(self) -> list[GradSlot]:
-        num_stored = sum(len(run.positions) for run in self._stored)
-        if len(self._released) + num_stored >= len(self._slots):
-            return []
-        stored = set(chain.from_iterable(run.positions for run in self._stored))
-        return [slot for position, slot in enumerate(self._slots) if not slot.is_released and position not in stored]
-
-    def _note_touch(self) -> None:
-        """Note that some slot in a run may not be as ``hand_over`` leaves it."""
-        self._is_untouched = False
-
-    def _unpack(self) -> None:
-        """Tell the slots what runs have brought, because somebody may look at them, or bring more."""
-        for run in self._stored:
-            self._note_touch()
-            for slot in run.slots:
-                slot.is_released = slot.has_received = True
-            self._released += run.slots
-        self._stored.clear()
-
     def _end(self) -> None:
         self._released.clear()
-        self._is_open = False
-        self._limit = self.waiting.room = 0
+        self._is_open, self.waiting.room = False, 0
+
+    def _is_alone(self) -> bool:
+        """Return whether nobody else has hooks on the parameters."""
+        if not self._hooks:  # the dicts, which stay the same
+            hooks = [slot.param._post_accumulate_grad_hooks for slot in self._slots]
+            if None in hooks:
+                return False
+            self._hooks = hooks
+        return sum(map(len, self._hooks)) == len(self._hooks)
 
     def _num_awaited(self) -> int:
         """Return with how many waiting gradients somebody must look at them."""
         return min(self._limit, self._readiness.num_incomplete) if self._counts else self._limit
 
     def _settle(self, param: torch.Tensor) -> None:
-        """Let the slot of ``param`` know of all gradients that have come: somebody is about to write into its place."""
-        if self.position_of[id(param)] in self._in_runs:
-            self._note_touch()
-            self._unpack()
+        """Store what waits, and tell the slot, if it is a gradient of ``param``: somebody is about to write into its place."""
         if any(waiting is param for waiting in self.waiting):
             self._store_waiting()
+        if self.position_of[id(param)] in self._stored_positions:
+            self._tell_slots()
 
     def _store_waiting(self) -> bool:
         """Store and count what waits; return whether the group is complete now."""
         if not self.waiting:
             return False
-        params, grads, tasks = self.waiting.take()
-        positions = [self.position_of[id(param)] for param in params]
-        if self._task is not None:
-            if tasks == {self._task}:
-                self._together.append(positions)
-            else:
-                self._alone += positions
-        if not self._in_runs.isdisjoint(positions):
-            self._note_touch()
-            self._unpack()
-        slots = [self._slots[position] for position in positions]
+        params, grads = self.waiting.take()
+        handful = self._handful_of(params)
         with nullcontext() if self.streams is None else self.streams.last():
-            store_all(slots, grads, released=self._released, interrupted=self._interrupted)
-        return self._counts and self._readiness.mark_all(positions)
+            self._store(handful, grads)
+        if self.look is not None:
+            self.look(handful)
+        return self._counts and self._readiness.mark_all(handful.positions)
+
+    def _store(self, handful: Handful, grads: list[torch.Tensor | None]) -> None:
+        is_first = self._is_untouched and handful.is_unique and self._stored_positions.isdisjoint(handful.positions)
+        if is_first and are_plain(grads, handful.numels):
+            copy_all(handful.views, grads)  # and not a look at the slots, which would cost as much again
+            self._stored.append(handful)
+            self._stored_positions.update(handful.positions)
+        else:
+            self._tell_slots()
+            self._note_touch()
+            store_all(handful.slots, grads, released=self._released, interrupted=self._interrupted)
+
+    def _handful_of(self, params: Sequence[torch.Tensor]) -> Handful:
+        """Return what is known of parameters that come together; in the next step they probably do so again."""
+        key = tuple(map(id, params))
+        handful = self._handfuls.get(key)
+        if handful is None:
+            positions = tuple(self.position_of[number] for number in key)
+            slots = [self._slots[position] for position in positions]
+            views, numels = [slot.view for slot in slots], [slot.numel for slot in slots]
+            handful = Handful(positions, slots, views, numels, len(set(positions)) == len(positions))
+            if len(self._handfuls) >= self._most_known:
+                self._handfuls.clear()
+            self._handfuls[key] = handful
+        return handful
+
+    def _not_stored(self) -> list[GradSlot]:
+        if len(self._released) + len(self._stored_positions) >= len(self._slots):
+            return []
+        stored = self._stored_positions
+        return [slot for position, slot in enumerate(self._slots) if not (slot.is_released or position in stored)]
+
+    def _tell_slots(self) -> None:
+        """Tell the slots what was stored without a word: somebody may look at them, or bring more."""
+        for handful in self._stored:
+            self._note_touch()
+            for slot in handful.slots:
+                slot.is_released = slot.has_received = True
+            self._released += handful.slots
+        self._forget_stored()
+
+    def _forget_stored(self) -> None:
+        self._stored.clear()
+        self._stored_positions.clear()
+
+    def _note_touch(self) -> None:
+        self._is_untouched = False

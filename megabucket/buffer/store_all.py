@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Final
+from operator import attrgetter, methodcaller
+from typing import Final, TypeGuard
 
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
 
 _is_sparse: Final = attrgetter("is_sparse")
+_num_elements: Final = methodcaller("numel")
 
 
 def store_all(
@@ -53,12 +54,12 @@ def store_all(
     copy_all(targets, sources)
 
 
-def are_plain(grads: Sequence[torch.Tensor], numels: Sequence[int]) -> bool:
+def are_plain(grads: list[torch.Tensor | None], numels: list[int]) -> TypeGuard[list[torch.Tensor]]:
     """Return whether gradients can be copied in one call of torch. The others need a look, one by one."""
     return (
         set(map(type, grads)) == {torch.Tensor}
         and not any(map(_is_sparse, grads))
-        and list(map(torch.Tensor.numel, grads)) == numels  # a copy could broadcast if a parameter's shape has changed
+        and list(map(_num_elements, grads)) == numels  # a copy could broadcast if a parameter's shape has changed
     )
 
 

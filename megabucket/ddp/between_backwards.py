@@ -39,15 +39,14 @@ class BetweenBackwards:
         """
         self._versions = [flat._version for flat in self._flats] if accumulates else None
 
-    def look(self, showing: Sequence[_ParamAndGradBucketGroup], *, is_finished: bool) -> None:
+    def look(self, *, is_finished: bool) -> None:
         """Look at the gradients before a backward adds the first one to them.
 
         Args:
-            showing: the groups in which some ``param.grad`` is not ``None``.
             is_finished: whether they are reduced.
         """
         if is_finished:
-            self.kept = kept_grads(showing) if self._keeps else ()
+            self.kept = kept_grads(self._groups) if self._keeps else ()
         elif self._versions is not None and self._versions != [flat._version for flat in self._flats]:
             self._look_for_zeros()
 
@@ -66,7 +65,8 @@ def kept_grads(groups: Sequence[_ParamAndGradBucketGroup]) -> tuple[str, ...]:
 
     Looks at values, in one pass, only where there are gradients still: ``zero_grad()`` leaves none.
     """
-    grads = [(slot.name, slot.param.grad) for group in groups for slot in group.slots if slot.param.grad is not None]
+    showing = [group for group in groups if group.shows_grads()]
+    grads = [(slot.name, slot.param.grad) for group in showing for slot in group.slots if slot.param.grad is not None]
     are_kept = _are_nonzero([grad for _, grad in grads])
     return tuple(name for (name, _), is_kept in zip(grads, are_kept, strict=True) if is_kept)
 

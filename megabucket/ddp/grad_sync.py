@@ -6,6 +6,7 @@ Receives every gradient from the hooks, launches bucket groups in order, and fin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.between_backwards import BetweenBackwards
-from megabucket.ddp.grad_hook import GradHooks
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.reach import depends_on
 from megabucket.ddp.step_sync import StepSync, raise_if_any
@@ -42,9 +42,7 @@ class GradSync(StepSync):
     ) -> None:
         super().__init__(groups, config, watch)
         self._backward_hooks = backward_hooks
-        self._grad_hooks = [GradHooks(self, group) for group in groups]
-        # A backward that starts a step unasked must otherwise know which of its gradients came first.
-        self._restarts_anyhow = config.grad_reduction == "mean" and not config.use_distributed_optimizer
+        self._may_wait = False  # gradients of the backward that is running, for each other
         self._no_sync_depth = 0
         self._between = BetweenBackwards(groups, keeps=not config.use_distributed_optimizer)
         self._has_received = False  # in the backward that is running
@@ -52,6 +50,9 @@ class GradSync(StepSync):
         self._reached: list[Any] = []
         self._finishes_with_backward = config.finish == "auto" and not config.use_distributed_optimizer
         self._refusal: MegabucketError | None = None  # raised at the end of the backward that is running
+        if watch is not None and self._finishes_with_backward:
+            for group in groups:
+                group.intake.look = functools.partial(watch.look_at, group)
 
     def check_between_steps(self, operation: str) -> None:
         """Refuse to save or load what a step is about to change.
@@ -103,16 +104,6 @@ class GradSync(StepSync):
         self._set_phase("forward")
         self.tally.begin_forward()
 
-    def hook_params(self) -> None:
-        """Begin to receive the gradients of all parameters."""
-        for hooks in self._grad_hooks:
-            hooks.install()
-
-    def unhook_params(self) -> None:
-        """Receive none any more. A second call does nothing."""
-        for hooks in self._grad_hooks:
-            hooks.remove()
-
     # Called by autograd #
 
     def receive(self, index: int, position: int) -> None:
@@ -122,59 +113,19 @@ class GradSync(StepSync):
             index: of the bucket group.
             position: of the parameter in the group.
         """
-        if not self._backward.is_open:
-            self._open(at_output=False)
-        self._receive(self._groups[index], position)
-
-    def receive_run(self, index: int, positions: Sequence[int]) -> None:
-        """Take the gradients of several parameters, of which that of the last one has just come.
-
-        Args:
-            index: of the bucket group.
-            positions: of the parameters in the group.
-        """
-        if not self._backward.is_open:
-            self._open(at_output=False)
         group = self._groups[index]
-        run = group.intake.runs.get(positions[-1])
-        grads = None if run is None else run.find_grads()
-        if run is None or grads is None or group.grad_phase is GradPhase.IN_FLIGHT:
-            self._grad_hooks[index].hook_each()
-            for position in positions:
-                if group.slots[position].param.grad is not None:
-                    self._receive(group, position)
-        elif self._is_wanted(group, positions[-1]):
-            if self._watch is not None and self._finishes_with_backward:
-                self._watch.look_at(group, run)
-            self._note_progress(group, group.receive_run(run, grads, counts=self._note_received()))
-        else:
-            for param in run.params:
-                param.grad = None
-
-    def _receive(self, group: _ParamAndGradBucketGroup, position: int) -> None:
-        if not self._is_wanted(group, position):
+        if not self._backward.is_open:
+            self._open()
+        if (self._is_finished or self._refusal is not None) and not self._start_step_unasked(group, position):
             return
-        counts = self._note_received()
-        if group.grad_phase is not GradPhase.ACCUMULATING:
-            self._note_late(group, position)
-        else:
-            self._note_progress(group, group.receive_grad(position, counts=counts))
-
-    def _is_wanted(self, group: _ParamAndGradBucketGroup, position: int) -> bool:
-        """Return whether the gradient may come into the buffer, after starting the step that it may begin."""
-        return not (self._is_finished or self._refusal is not None) or self._start_step_unasked(group, position)
-
-    def _note_received(self) -> bool:
-        """Note that a gradient has come; return whether this backward is to be reduced."""
         self.has_local_grads = self._has_received = True
         syncs = self._no_sync_depth == 0
         if syncs:
             self.awaits_finish = True
-        return syncs
-
-    def _note_progress(self, group: _ParamAndGradBucketGroup, is_complete: bool) -> None:
-        if is_complete and self._config.overlap_grad_reduce:
-            self._launcher.mark_complete(group.index)
+        if group.grad_phase is not GradPhase.ACCUMULATING:
+            self._note_late(group, position)
+        elif group.receive_grad(position, counts=syncs, may_wait=self._may_wait) and self._config.overlap_grad_reduce:
+            self._launcher.mark_complete(index)
 
     def begin_backward(self) -> None:
         """Note that a backward has come to an output of the module.
@@ -186,36 +137,25 @@ class GradSync(StepSync):
         if self._backward.is_open:
             self._backward.check_thread(rank=self._communicator.rank)
         else:
-            self._open(at_output=True)
+            self._open()
         if self._config.unused_parameters == "zero":
             self._reached.append(torch._C._current_autograd_node())
 
-    def _open(self, *, at_output: bool) -> None:
-        """Note that a backward begins.
-
-        Args:
-            at_output: whether it has come to an output of the module, so that no parameter can have a gradient of it yet.
-        """
+    def _open(self) -> None:
         self.tell_swallowed()
         self.settle()
         self.begin_step()
         self._set_phase("backward")
-        showing = [group for group in self._groups if group.shows_grads()]
-        self._between.look(showing, is_finished=self._is_finished)  # now, before the first gradient is added to others
+        self._between.look(is_finished=self._is_finished)  # now, before the first gradient is added to others
         self._backward.open(self)
         # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
-        may_wait = not (torch.is_grad_enabled() or any(self._backward_hooks))
-        may_run = at_output and (self._restarts_anyhow or not self._is_finished)
-        for group, hooks in zip(self._groups, self._grad_hooks, strict=True):
-            hooks.begin_backward(may_wait=may_wait, may_run=may_run and group not in showing)
-        if self._watch is not None:
-            self._watch.forget_looks()
+        self._may_wait = not (torch.is_grad_enabled() or any(self._backward_hooks))
+        self._forget_looks()
         self.has_failed = self._has_received = False
         self._reached.clear()
 
     def end_backward(self) -> None:
         """Finish the sync where the end of a backward does."""
-        self._receive_unseen()
         refusal, self._refusal = self._refusal, None
         raise_if_any(refusal)
         reached, self._reached = self._reached, []
@@ -229,39 +169,25 @@ class GradSync(StepSync):
             self._between.note_end(accumulates=not self.awaits_finish)
             if self.awaits_finish:
                 self._withhold_grads()
-        if self._watch is not None:
-            self._watch.forget_looks()
-        for hooks in self._grad_hooks:
-            hooks.end_backward()
+        self._forget_looks()
         self._communicator.tell_pause()
 
-    def _receive_unseen(self) -> None:
-        """Receive what has come without a hook, because this backward was another one than the last."""
-        with self._failing_backward():
-            for group, hooks in zip(self._groups, self._grad_hooks, strict=True):
-                for position in group.intake.find_unseen():
-                    hooks.hook_each()
-                    self._receive(group, position)
+    def _forget_looks(self) -> None:
+        if self._watch is not None:
+            self._watch.forget_looks()
 
     def _close_intakes(self) -> None:
-        with self._failing_backward():
+        try:
             for group in self._groups:
                 group.intake.close()
-
-    @contextmanager
-    def _failing_backward(self) -> Iterator[None]:
-        """Tell the others of an exception at the end of a backward: for autograd it is over, so it would not say so."""
-        try:
-            yield
         except BaseException as error:
             self._drop_intakes()
-            self.fail("backward", error)
+            self.fail("backward", error)  # autograd would not say so: for it this backward is over
             raise
 
     def _drop_intakes(self) -> None:
         for group in self._groups:
             group.intake.drop()
-            group.intake.drop_unseen()
 
     def _withhold_grads(self) -> None:
         for group in self._groups:

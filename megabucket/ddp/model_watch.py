@@ -9,6 +9,7 @@ looks at small ones when their gradients come, and they are in the cache anyway.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from megabucket.buffer import GradSlot, Run, _ParamAndGradBucketGroup
+from megabucket.buffer import GradSlot, Handful, _ParamAndGradBucketGroup
 from megabucket.buffer.views import dtype_name
 from megabucket.ddp.step_report import ModelChange
 
@@ -47,9 +48,9 @@ class ModelWatch:
         slots = [slot for group in groups for slot in group.slots]
         self._slots = slots
         self._places = {group.index: _Places(group.slots, group.param_values) for group in groups}
-        self._places_of_runs: dict[Run, _Places] = {}
-        self._looked_at: dict[int, list[Run]] = {group.index: [] for group in groups}
-        self._rests: dict[int, tuple[list[Run], _Places]] = {}
+        self._places_of: weakref.WeakKeyDictionary[Handful, _Places] = weakref.WeakKeyDictionary()
+        self._looked_at: dict[int, list[Handful]] = {group.index: [] for group in groups}
+        self._rests: dict[int, tuple[list[Handful], _Places]] = {}
         modules = list(module.modules())
         # These dicts are what torch looks names up in; the objects in them are kept, so no address is used twice.
         self._children: list[Mapping[str, Any]] = [submodule._parameters for submodule in modules]
@@ -73,30 +74,30 @@ class ModelWatch:
             return self._changed_trainability()
         return self._moved() or self._detached_grads()
 
-    def look_at(self, group: _ParamAndGradBucketGroup, run: Run) -> None:
-        """Look at the parameters of a run now. ``find_change`` need not, until ``forget_looks``."""
-        places = self._places_of_runs.get(run)
+    def look_at(self, group: _ParamAndGradBucketGroup, handful: Handful) -> None:
+        """Look now at parameters whose gradients have come. ``find_change`` need not, until ``forget_looks``."""
+        places = self._places_of.get(handful)
         if places is None:
-            places = self._places_of_runs[run] = self._places[group.index].some(run.positions)
+            places = self._places_of[handful] = self._places[group.index].some(handful.positions)
         if group.shows_params and places.are_unchanged():
-            self._looked_at[group.index].append(run)
+            self._looked_at[group.index].append(handful)
 
     def forget_looks(self) -> None:
         """Look at everything in ``find_change``, because time has passed since ``look_at``."""
-        for runs in self._looked_at.values():
-            runs.clear()
+        for handfuls in self._looked_at.values():
+            handfuls.clear()
 
     def _is_unchanged(self, group: _ParamAndGradBucketGroup) -> bool:
         """Return whether the parameters of a group and their gradients are where they were; of those not looked at."""
-        places, runs = self._places[group.index], self._looked_at[group.index]
+        places, handfuls = self._places[group.index], self._looked_at[group.index]
         if not group.shows_params:
             return places.are_unchanged(group.param_values)
-        if runs:
+        if handfuls:
             before, rest = self._rests.get(group.index, (None, places))
-            if before != runs:
-                taken = set(chain.from_iterable(run.positions for run in runs))
+            if before != handfuls:
+                taken = set(chain.from_iterable(handful.positions for handful in handfuls))
                 rest = places.some([position for position in range(len(group.slots)) if position not in taken])
-                self._rests[group.index] = runs.copy(), rest
+                self._rests[group.index] = handfuls.copy(), rest
             places = rest
         return places.are_unchanged()
 

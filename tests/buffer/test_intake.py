@@ -20,6 +20,8 @@ class Group:
         for param in self.params:
             param.grad_added_to_main_grad = False
             param.grad_dtype = None
+            if waits:
+                param.register_post_accumulate_grad_hook(lambda _: None)
         self.slots = [GradSlot(str(i), param, torch.full((3,), 99.0)) for i, param in enumerate(self.params)]
         for position, slot in enumerate(self.slots):
             slot.is_clean = position in zeroed
@@ -29,11 +31,6 @@ class Group:
         self.readiness.mark_all(range(num_params))
         self.readiness.finish_step()
         self.intake = GradIntake(self.slots, self.readiness, self.interrupted, streams)
-        self.waits = waits
-        self.begin_backward()
-
-    def begin_backward(self):
-        self.intake.begin_backward(may_wait=self.waits)
 
     def arrive(self, position, value, *, counts=True):
         """Do what autograd and the hook do; return whether the group is complete."""
@@ -47,7 +44,7 @@ class Group:
             waiting.add(param)
             return False
         with torch.no_grad():
-            return self.intake.receive(position, counts=counts)
+            return self.intake.receive(position, counts=counts, may_wait=True)
 
     @property
     def shown(self):
@@ -74,7 +71,6 @@ def test_whatever_comes_in_whatever_order_the_places_hold_what_storing_at_once_g
     """And the group is complete at the same gradient; and the caller's meddling between backwards is found alike."""
     waiting, at_once = (Group(6, zeroed=zeroed, dtype=dtype, waits=waits) for waits in (True, False))
     for index, (gradients, counts) in enumerate(backwards):
-        waiting.begin_backward()
         for position, value in gradients:
             assert waiting.arrive(position, value, counts=counts) == at_once.arrive(position, value, counts=counts)
         waiting.intake.close()
@@ -136,7 +132,7 @@ def test_gradients_are_stored_on_the_stream_that_has_computed_them():
         device.current = 2
         group.params[2].grad = torch.ones(3)
         with torch.no_grad():
-            group.intake.receive(2, counts=True)  # its hook looks first where it is, so it comes the long way
+            group.intake.receive(2, counts=True, may_wait=True)  # its hook looks first where it is, so it comes the long way
         device.current = 3
         group.intake.close()
 

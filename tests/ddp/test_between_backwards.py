@@ -68,7 +68,7 @@ class TestZeroedGradients:
         return rank, between
 
     def interrupted(self, rank, between):
-        between.look(rank.groups, is_finished=False)
+        between.look(is_finished=False)
         return [name for group in rank.groups for name in group.interrupted]
 
     def zero(self, rank, names):
@@ -111,10 +111,10 @@ class TestZeroedGradients:
     def test_a_step_that_is_finished_has_kept_gradients_or_none(self):
         rank, between = self.after_a_backward(accumulates=False, a=1)
 
-        between.look(rank.groups, is_finished=True)
+        between.look(is_finished=True)
         kept = between.kept
         self.zero(rank, "a")
-        between.look(rank.groups, is_finished=True)
+        between.look(is_finished=True)
 
         assert (kept, between.kept) == (("a",), ())
 
@@ -122,6 +122,6 @@ class TestZeroedGradients:
         rank, _ = self.after_a_backward(a=1)
         between = BetweenBackwards(rank.groups, keeps=False)
 
-        between.look(rank.groups, is_finished=True)
+        between.look(is_finished=True)
 
         assert between.kept == ()
