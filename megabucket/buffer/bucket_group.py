@@ -194,7 +194,13 @@ class _ParamAndGradBucketGroup:
             counts: whether this is the backward that is going to be reduced.
             may_wait: whether small gradients of this backward may wait for each other.
         """
-        is_complete = self.intake.receive(position, counts=counts, may_wait=may_wait)
+        return self._tell_if(self.intake.receive(position, counts=counts, may_wait=may_wait))
+
+    def receive_roll(self, *, counts: bool, may_wait: bool = False) -> bool:
+        """Store the gradients that wait in ``param.grad``, and else do as ``receive_grad`` does."""
+        return self._tell_if(self.intake.receive_roll(counts=counts, may_wait=may_wait))
+
+    def _tell_if(self, is_complete: bool) -> bool:
         if is_complete:
             self.communicator.tell_ready(self.label)
         return is_complete
