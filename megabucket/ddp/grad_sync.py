@@ -193,7 +193,7 @@ class GradSync(StepSync):
         # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
         self._may_wait = not (torch.is_grad_enabled() or any(self._backward_hooks))
         for hooks in self._grad_hooks:
-            hooks.begin_backward(may_wait=self._may_wait and self._tells_new_grads(), may_learn=at_output)
+            hooks.begin_backward(may_wait=self._may_wait and self._may_roll(), may_learn=at_output)
         self._forget_looks()
         self.has_failed = self._has_received = False
         self._reached.clear()
@@ -244,10 +244,11 @@ class GradSync(StepSync):
             with torch.no_grad():
                 self.end_backward()
 
-    def _tells_new_grads(self) -> bool:
-        """Return whether it does not matter which gradient of a backward comes first, because that does not start a step."""
-        config = self._config
-        return not self._is_finished or (config.grad_reduction == "mean" and not config.use_distributed_optimizer)
+    def _may_roll(self) -> bool:
+        """Return whether it does not matter which gradient of this backward comes first: it starts no step, nor is too late."""
+        if self._is_finished:
+            return self._config.grad_reduction == "mean" and not self._config.use_distributed_optimizer
+        return all(group.grad_phase is GradPhase.ACCUMULATING for group in self._groups)
 
     def _forget_looks(self) -> None:
         if self._watch is not None:
@@ -276,6 +277,8 @@ class GradSync(StepSync):
 
     def abandon_backward(self) -> None:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
+        if any(group.intake.roll for group in self._groups):
+            self._note_received()
         self._drop_intakes()
         refusal, self._refusal = self._refusal, None
         self._reached.clear()
