@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter, methodcaller
-from typing import Final, TypeGuard
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Final, TypeGuard, cast
 
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
 
 _is_sparse: Final = attrgetter("is_sparse")
-_num_elements: Final = methodcaller("numel")
+_num_elements: Final = cast("Callable[[object], int]", torch.Tensor.numel)
 
 
 def store_all(
