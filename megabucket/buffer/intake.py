@@ -34,8 +34,8 @@ SMALL_BYTES: Final = 128 << 10
 MOST_WAITING: Final = 64
 """So many wait at most: all that is touched for them is still in the cache when they are stored."""
 
-WAITING_BYTES: Final = 512 << 10
-"""So many bytes wait at most, if all of them are as large as the average."""
+WAITING_BYTES: Final = 1 << 20
+"""So many bytes wait at most, if all of them are as large as the average: more often, Python would not stay in the cache."""
 
 _grad: Final = attrgetter("grad")
 _is_added_by_kernel: Final = attrgetter("grad_added_to_main_grad")
