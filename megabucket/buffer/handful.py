@@ -38,6 +38,11 @@ class Lesson:
         self._together: list[tuple[int, ...]] = []
         self._apart: set[int] = set()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it was begun and not ended."""
+        return self._task is not None
+
     def begin(self) -> None:
         """Learn from the backward that is running."""
         self._task = torch._C._current_graph_task_id()
@@ -60,7 +65,7 @@ class Lesson:
 
     def note_single(self, position: int) -> None:
         """Note a gradient that came alone."""
-        if self._task is not None:
+        if self.is_on:
             self._apart.add(position)
 
     def end(self) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """The hooks of parameters: they hand each gradient to the gradient sync, let it wait, or only put its parameter on a list.
 
 The last is ``list.append`` itself, so hardly anything happens in Python. A small parameter gets it when the last backward has
-shown which gradients come together: then the hook of the last of these calls the roll. Where the roll was called too early or
-not at all in a backward, the next ones learn again; each time twice as many pass before the lesson is used.
+shown which gradients come together: then the hook of the last of these calls the roll. When somebody is left on the roll at the
+end of a backward, all hooks are as before, and a later backward teaches anew: each time after twice as many.
 """
 
 from __future__ import annotations
@@ -76,11 +76,16 @@ class GradHooks:
 
     def end_backward(self) -> None:
         """Change the hooks if this backward was learned from."""
-        for positions in self._intake.lesson.end():
-            self._calls_roll = True
+        if not self._intake.lesson.is_on:
+            return
+        together = self._intake.lesson.end()
+        for positions in together:
             for position in positions:
                 self._set(position, self._intake.roll.append)
             self._set(positions[-1], self._call_roll)
+        self._calls_roll = bool(together)
+        if not together:
+            self._wait_longer()
 
     def stop_roll(self) -> None:
         """Let each parameter speak for itself again, because this backward is not like the one that was learned from."""
@@ -88,7 +93,10 @@ class GradHooks:
             for position, hook in enumerate(self._hook_of_each):
                 self._set(position, hook)
             self._calls_roll = False
-            self._num_passed, self._num_needed = 0, 2 * self._num_needed
+            self._wait_longer()
+
+    def _wait_longer(self) -> None:
+        self._num_passed, self._num_needed = 0, 2 * self._num_needed
 
     def _set(self, position: int, hook: GradHook) -> None:
         number = self._handles[position].id

@@ -98,6 +98,7 @@ class GradSync(StepSync):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate in backwards that run inside. May be nested; an exception inside leaves nothing behind."""
+        self._take_unannounced()
         self._no_sync_depth += 1
         try:
             yield
@@ -144,16 +145,15 @@ class GradSync(StepSync):
         self._receive_roll(self._groups[index])
 
     def _receive_roll(self, group: _ParamAndGradBucketGroup) -> None:
-        intake = group.intake
-        positions = [intake.position_of[id(param)] for param in intake.roll]
-        if not self._is_wanted(group, positions[0]):
-            intake.drop_roll()
+        roll, position_of = group.intake.roll, group.intake.position_of
+        if not self._is_wanted(group, position_of[id(roll[0])]):
+            group.intake.drop_roll()
             return
         syncs = self._note_received()
         if group.grad_phase is not GradPhase.ACCUMULATING:
-            intake.drop_roll()
-            for position in positions:
-                self._note_late(group, position)
+            for param in roll:
+                self._note_late(group, position_of[id(param)])
+            group.intake.drop_roll()
         elif group.receive_roll(counts=syncs, may_wait=self._may_wait) and self._config.overlap_grad_reduce:
             self._launcher.mark_complete(group.index)
 
@@ -184,6 +184,7 @@ class GradSync(StepSync):
             self._reached.append(torch._C._current_autograd_node())
 
     def _open(self, *, at_output: bool) -> None:
+        """Note that a backward begins: at an output of the module, or at a parameter, perhaps of a layer that is rerun."""
         self.tell_swallowed()
         self.settle()
         self.begin_step()

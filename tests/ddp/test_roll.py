@@ -8,7 +8,7 @@ from loop_ranks import Ranks, Weights, main_grads
 from torch.utils.checkpoint import checkpoint
 
 from megabucket.buffer import GradPhase
-from megabucket.errors import PeerFailedError, PhaseError, UnreducedGradientsError
+from megabucket.errors import PeerFailedError, PhaseError, StorageMovedError, UnreducedGradientsError
 
 BOTH_MODES = pytest.mark.parametrize("sharded", [False, True])
 
@@ -281,3 +281,35 @@ def test_a_gradient_that_comes_after_its_group_was_sent_is_found(sharded):
     ddp(d=1.0, c=1.0).backward()
 
     assert set(ddp.sync.tally.late.params) == {"c", "d"}
+
+
+def test_a_parameter_that_is_moved_after_its_gradient_was_stored_is_found_in_the_next_step():
+    (ddp,) = Ranks(1, Weights(), bucket_size=200).ddps  # d and c, b and a
+    learned(ddp)
+    learned(ddp)
+    place = ddp.module.d.data
+
+    def move(_):
+        ddp.module.d.data = place.clone()
+
+    middle = ddp.module.a * 1.0
+    middle.register_hook(move)
+    (middle.sum() + ddp(b=1.0, c=1.0, d=1.0)).backward()
+    ddp.zero_grad()
+
+    with pytest.raises(StorageMovedError, match="'d'"):
+        ddp(a=1.0, b=1.0, c=1.0, d=1.0).backward()
+
+
+def test_where_nothing_can_be_learned_it_is_tried_ever_more_rarely(monkeypatch):
+    """Every layer is rerun, so no parameter is ever on a roll."""
+    (ddp,) = Ranks(1, Rerun(shares=True)).ddps
+    lesson, begun_at, backward = ddp.bucket_groups[0].intake.lesson, [], 0
+    begin = lesson.begin
+    monkeypatch.setattr(lesson, "begin", lambda: (begun_at.append(backward), begin()))
+    for backward in range(1, 33):
+        ddp(1.0, 1.0).backward()
+        ddp.zero_grad()
+
+    assert begun_at == [1, 3, 7, 15, 31]
+    assert on_roll(ddp) == ""
