@@ -304,12 +304,12 @@ def test_a_parameter_that_is_moved_after_its_gradient_was_stored_is_found_in_the
 def test_where_nothing_can_be_learned_it_is_tried_ever_more_rarely(monkeypatch):
     """Every layer is rerun, so no parameter is ever on a roll."""
     (ddp,) = Ranks(1, Rerun(shares=True)).ddps
-    lesson, begun_at, backward = ddp.bucket_groups[0].intake.lesson, [], 0
+    lesson, begun_at, ended = ddp.bucket_groups[0].intake.lesson, [], []
     begin = lesson.begin
-    monkeypatch.setattr(lesson, "begin", lambda: (begun_at.append(backward), begin()))
-    for backward in range(1, 33):
+    monkeypatch.setattr(lesson, "begin", lambda: (begun_at.append(len(ended) + 1), begin()))
+    for _ in range(32):
         ddp(1.0, 1.0).backward()
-        ddp.zero_grad()
+        ended.append(ddp.zero_grad())
 
     assert begun_at == [1, 3, 7, 15, 31]
     assert on_roll(ddp) == ""
