@@ -165,22 +165,22 @@ def test_what_is_on_the_roll_of_a_backward_that_fails_is_forgotten_on_all_ranks(
 
 
 class Rerun(torch.nn.Module):
-    """Layers that are rerun in backward as often as there are further factors. Without any, nothing is."""
+    """Layers that are rerun in backward, one for each factor, if there are several or ``reruns`` says so."""
 
-    def __init__(self, *, shares):
+    def __init__(self, *, shares, dtype=torch.float32):
         super().__init__()
         self.shares = shares
         for name in "abc":
-            self.register_parameter(name, torch.nn.Parameter(torch.ones(2, 2)))
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(2, 2, dtype=dtype)))
 
     def layer(self, y, factor):
         if self.shares:
             return y + (self.a.view(-1) + self.b.view(-1)) * factor  # both gradients are views of one tensor
         return y + self.a.view(-1) * factor + self.b.view(-1) * factor
 
-    def forward(self, *factors):
+    def forward(self, *factors, reruns=False):
         y = self.c.view(-1) * 1.0
-        if len(factors) == 1:
+        if len(factors) == 1 and not reruns:
             return self.layer(y, *factors).sum()
         for factor in factors:
             y = checkpoint(lambda y, factor=factor: self.layer(y, factor), y, use_reentrant=True)
@@ -199,6 +199,19 @@ def test_layers_that_are_rerun_for_the_first_time_bring_the_sum(shares):
             ddp(2.0, 3.0).backward()
         assert [param.main_grad[0, 0].item() for param in ddp.parameters()] == [5.0, 5.0, 1.0]
         ddp.zero_grad()
+
+
+def test_what_is_rerun_is_on_no_roll_so_that_sums_are_those_of_the_buffer():
+    """In bfloat16, which cannot hold the sum."""
+    (ddp,) = Ranks(1, Rerun(shares=False, dtype=torch.bfloat16)).ddps
+    for _ in range(2):
+        ddp(1.0, reruns=True).backward()
+        ddp.zero_grad()
+
+    with ddp.no_sync():
+        ddp(1.0, 1 / 256, reruns=True).backward()
+
+    assert [param.main_grad[0, 0].item() for param in ddp.parameters()] == [1 + 1 / 256, 1 + 1 / 256, 1.0]
 
 
 def test_a_sum_that_autograd_has_spoiled_is_refused_once():
@@ -262,6 +275,21 @@ def test_gradients_that_somebody_clears_between_two_backwards_are_found():
     learned(ddp)
     with ddp.no_sync():
         ddp(a=1.0, b=1.0, c=1.0, d=1.0).backward()
+    ddp.module.c.grad = None
+
+    with ddp.no_sync():
+        ddp(a=1.0, b=1.0, c=1.0, d=1.0).backward()
+
+    assert ddp.bucket_groups[0].interrupted == ["c"]
+
+
+def test_gradients_that_were_stored_one_by_one_and_cleared_are_found_too():
+    (ddp,) = Ranks(1, Weights(), unused_parameters="zero").ddps
+    learned(ddp)
+    handle = ddp.module.register_full_backward_hook(lambda *_: None)
+    with ddp.no_sync():
+        ddp(a=1.0, b=1.0, c=1.0, d=1.0).backward()
+    handle.remove()
     ddp.module.c.grad = None
 
     with ddp.no_sync():
