@@ -286,7 +286,7 @@ def test_gradients_that_somebody_clears_between_two_backwards_are_found():
 def test_gradients_that_were_stored_one_by_one_and_cleared_are_found_too():
     (ddp,) = Ranks(1, Weights(), unused_parameters="zero").ddps
     learned(ddp)
-    handle = ddp.module.register_full_backward_pre_hook(lambda *_: None)
+    handle = ddp.module.a.register_post_accumulate_grad_hook(lambda _: None)
     with ddp.no_sync():
         ddp(a=1.0, b=1.0, c=1.0, d=1.0).backward()
     handle.remove()
