@@ -3,7 +3,7 @@
 from megabucket.buffer.bucket_group import GradSyncPolicy, _ParamAndGradBucketGroup
 from megabucket.buffer.buffer import ParamAndGradBuffer, _ParamAndGradBucket
 from megabucket.buffer.grad_slot import GradSlot
-from megabucket.buffer.handful import Handful
+from megabucket.buffer.intake import Handful
 from megabucket.buffer.phases import GradPhase, ParamPhase
 from megabucket.buffer.withheld_grad import WithheldGrad
 

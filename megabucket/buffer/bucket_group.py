@@ -194,13 +194,7 @@ class _ParamAndGradBucketGroup:
             counts: whether this is the backward that is going to be reduced.
             may_wait: whether small gradients of this backward may wait for each other.
         """
-        return self._tell_if(self.intake.receive(position, counts=counts, may_wait=may_wait))
-
-    def receive_roll(self, *, counts: bool, may_wait: bool = False) -> bool:
-        """Store the gradients that wait in ``param.grad``, and else do as ``receive_grad`` does."""
-        return self._tell_if(self.intake.receive_roll(counts=counts, may_wait=may_wait))
-
-    def _tell_if(self, is_complete: bool) -> bool:
+        is_complete = self.intake.receive(position, counts=counts, may_wait=may_wait)
         if is_complete:
             self.communicator.tell_ready(self.label)
         return is_complete

@@ -4,29 +4,21 @@ A small gradient costs more in Python and in calls of torch than in memory traff
 appends it to a list and returns; the gradient that finds no more room there comes the long way, by ``receive``, and brings all
 of them into the buffer. Nothing waits longer than its backward lasts, or its group accumulates. So only what runs inside a
 backward can tell the difference, and where others have hooks on parameters of the group, nothing waits.
-
-Even that hook costs more than all else that is done for a small gradient. What has come together in one backward probably does
-so in the next one, so then the hooks of all but the last are ``list.append`` itself (``ddp.grad_hook``), and the gradients wait
-where autograd leaves them. When they come in another order, more of them wait, or fewer; none is lost, because all are on the
-``roll``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence, Sized
 from contextlib import nullcontext
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
-from megabucket.buffer.handful import Handful, Lesson, shares_memory
 from megabucket.buffer.readiness import Readiness
 from megabucket.buffer.store_all import are_plain, copy_all, store_all
 from megabucket.buffer.streams import GradStreams
-from megabucket.errors import PhaseError
 
 SMALL_BYTES: Final = 128 << 10
 """A gradient of up to this many bytes may wait."""
@@ -35,23 +27,18 @@ MOST_WAITING: Final = 64
 """So many wait at most: all that is touched for them is still in the cache when they are stored."""
 
 WAITING_BYTES: Final = 1 << 20
-"""So many bytes wait at most, if all of them are as large as the average: more often, Python would not stay in the cache."""
-
-_grad: Final = attrgetter("grad")
-_is_added_by_kernel: Final = attrgetter("grad_added_to_main_grad")
+"""So many bytes wait at most, if all of them are as large as the average."""
 
 
 class Waiting(list[torch.Tensor]):
     """Parameters whose gradients wait. Hooks hold this, where no garbage collector looks, so nothing may stay in it."""
 
-    __slots__ = ("grads", "room", "tasks")
+    __slots__ = ("grads", "room")
 
     def __init__(self) -> None:
         super().__init__()
         self.grads: list[torch.Tensor | None] = []
         """Their gradients."""
-        self.tasks: set[int] = set()
-        """By which runs of autograd: what activation checkpointing reruns within a backward is one of its own."""
         self.room = 0
         """How many may wait without anybody looking; 0 while nothing is known about the backward."""
 
@@ -59,15 +46,26 @@ class Waiting(list[torch.Tensor]):
         """Take the gradient out of ``param.grad``, so that a second one in this backward is not added to it there."""
         self.append(param)
         self.grads.append(param.grad)
-        self.tasks.add(torch._C._current_graph_task_id())
         param.grad = None
 
-    def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None], set[int]]:
-        """Return the parameters, their gradients, in the order in which they came, and ``tasks``, and forget them."""
-        taken = self.copy(), self.grads, self.tasks
+    def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Return the parameters and their gradients, in the order in which they came, and forget them."""
+        taken = self.copy(), self.grads
         self.clear()
-        self.grads, self.tasks = [], set()
+        self.grads = []
         return taken
+
+
+@dataclass(frozen=True, eq=False)
+class Handful:
+    """Small parameters of a group whose gradients came together, as a step after the other brings them."""
+
+    positions: tuple[int, ...]
+    slots: list[GradSlot]
+    views: list[torch.Tensor]
+    numels: list[int]
+    is_unique: bool
+    """Whether no parameter is in it twice."""
 
 
 class GradIntake:
@@ -106,11 +104,6 @@ class GradIntake:
         self.look: Callable[[Handful], object] | None = None
         """Called with what was just stored, and is in the cache."""
         self.waiting = Waiting()
-        self.roll: list[torch.Tensor] = []
-        """Parameters whose gradients wait in ``param.grad``. As with ``waiting``, nothing may stay in it."""
-        self.came_twice = False
-        """Whether two gradients of one parameter were on the roll, so that autograd has added them up."""
-        self.lesson = Lesson()
         for slot in slots:
             slot.settle, slot.note_touch = self._settle, self._note_touch
 
@@ -124,7 +117,9 @@ class GradIntake:
             counts: whether this is the backward that is going to be reduced. What waits counts as the first gradient does.
             may_wait: whether gradients of this backward may wait, if nothing here is against it.
         """
-        self._begin(counts=counts, may_wait=may_wait)
+        if not self._is_open:
+            self._is_open, self._counts = True, counts
+            self._limit = self._most_waiting if may_wait and self._is_alone() else 0
         is_complete = False
         if self.streams is not None and not self.streams.is_here():
             is_complete = self._store_waiting()  # on the stream that has computed them
@@ -135,7 +130,6 @@ class GradIntake:
         else:
             self._settle(slot.param)
             self._is_untouched = self._is_untouched and not self.is_small[position]
-            self.lesson.note_single(position)
             if slot.store():
                 self._interrupted.append(slot.name)
             is_complete = (counts and self._readiness.mark(position)) or is_complete
@@ -143,18 +137,6 @@ class GradIntake:
             is_complete = self._store_waiting() or is_complete
         self.waiting.room = self._num_awaited() - 1
         return is_complete
-
-    def receive_roll(self, *, counts: bool, may_wait: bool) -> bool:
-        """Take the gradients of the ``roll``, and else do as ``receive`` does."""
-        self._begin(counts=counts, may_wait=may_wait)
-        is_complete = self._store_waiting()
-        self.waiting.room = self._num_awaited() - 1  # some may wait in other ways
-        return is_complete
-
-    def _begin(self, *, counts: bool, may_wait: bool) -> None:
-        if not self._is_open:
-            self._is_open, self._counts = True, counts
-            self._limit = self._most_waiting if may_wait and self.is_alone() else 0
 
     def close(self) -> None:
         """Store what waits, and show all gradients. What comes next may belong to another backward."""
@@ -169,17 +151,10 @@ class GradIntake:
     def drop(self) -> None:
         """Forget what waits: nobody uses the gradients of this step."""
         self.waiting.take()
-        self.drop_roll()
         self._tell_slots()
         for slot in self._released:
             slot.is_released = False
         self._end()
-
-    def drop_roll(self) -> None:
-        """Forget what waits in ``param.grad``."""
-        for param in self.roll:
-            param.grad = None
-        self.roll.clear()
 
     def hand_over(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Let go of all views so that a collective can own them.
@@ -210,7 +185,7 @@ class GradIntake:
         self._released.clear()
         self._is_open, self.waiting.room = False, 0
 
-    def is_alone(self) -> bool:
+    def _is_alone(self) -> bool:
         """Return whether nobody else has hooks on the parameters."""
         if not self._hooks:  # the dicts, which stay the same
             hooks = [slot.param._post_accumulate_grad_hooks for slot in self._slots]
@@ -232,64 +207,12 @@ class GradIntake:
 
     def _store_waiting(self) -> bool:
         """Store and count what waits; return whether the group is complete now."""
-        is_complete = False
-        if self.waiting:
-            params, grads, tasks = self.waiting.take()
-            handful = self._handful_of(params)
-            self.lesson.note(handful, grads, tasks=tasks)
-            with nullcontext() if self.streams is None else self.streams.last():
-                self._store(handful, grads)
-            is_complete = self._count(handful)
-        if self.roll:
-            is_complete = self._store_roll() or is_complete
-        return is_complete
-
-    def _store_roll(self) -> bool:
-        params = self.roll.copy()
-        self.roll.clear()
-        if any(map(_is_added_by_kernel, params)):
-            return self._store_one_by_one(params)
+        if not self.waiting:
+            return False
+        params, grads = self.waiting.take()
         handful = self._handful_of(params)
-        grads = list(map(_grad, params))
-        for param in params:
-            param.grad = None
-        if handful.is_unique:
+        with nullcontext() if self.streams is None else self.streams.last():
             self._store(handful, grads)
-        else:
-            self.came_twice = True
-            self._check_sums(handful, grads)
-            once = {id(param): (param, grad) for param, grad in zip(params, grads, strict=True)}
-            self._store(self._handful_of([param for param, _ in once.values()]), [grad for _, grad in once.values()])
-        return self._count(handful)
-
-    def _check_sums(self, handful: Handful, grads: Sequence[torch.Tensor | None]) -> None:
-        """Refuse a second gradient that autograd has added to the first one in memory that other gradients have, too.
-
-        Raises:
-            PhaseError: so it has spoiled them. Of plain torch nobody would hear that.
-        """
-        came = Counter(slot.name for slot in handful.slots)
-        for slot, grad in zip(handful.slots, grads, strict=True):
-            if came[slot.name] > 1 and shares_memory(grad, slot):
-                raise PhaseError(
-                    f"{slot.name!r} has received {came[slot.name]} gradients in one backward, unlike before, and autograd has "
-                    "added them up in memory that is the gradient of another parameter, too. Run the step again: from the next "
-                    "backward on gradients are taken one by one."
-                )
-
-    def _store_one_by_one(self, params: Sequence[torch.Tensor]) -> bool:
-        """Store and count gradients of which some were added by kernels; return whether the group is complete now."""
-        self._tell_slots()
-        self._note_touch()
-        positions = [self.position_of[id(param)] for param in params]
-        for position in dict.fromkeys(positions):
-            slot = self._slots[position]
-            if slot.store():
-                self._interrupted.append(slot.name)
-        return self._counts and self._readiness.mark_all(positions)
-
-    def _count(self, handful: Handful) -> bool:
-        """Count what was stored; return whether the group is complete now."""
         if self.look is not None:
             self.look(handful)
         return self._counts and self._readiness.mark_all(handful.positions)

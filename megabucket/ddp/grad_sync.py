@@ -7,7 +7,7 @@ Receives every gradient from the hooks, launches bucket groups in order, and fin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.between_backwards import BetweenBackwards
-from megabucket.ddp.grad_hook import GradHooks
 from megabucket.ddp.model_watch import ModelWatch
 from megabucket.ddp.reach import depends_on
 from megabucket.ddp.step_sync import StepSync, raise_if_any
@@ -44,7 +43,6 @@ class GradSync(StepSync):
         super().__init__(groups, config, watch)
         self._backward_hooks = backward_hooks
         self._may_wait = False  # gradients of the backward that is running, for each other
-        self._grad_hooks = [GradHooks(self, group) for group in groups]
         self._no_sync_depth = 0
         self._between = BetweenBackwards(groups, keeps=not config.use_distributed_optimizer)
         self._has_received = False  # in the backward that is running
@@ -85,24 +83,12 @@ class GradSync(StepSync):
                 "may have made theirs: their values are not of one step. Load the last checkpoint on every rank."
             )
 
-    def hook_params(self) -> None:
-        """Begin to receive gradients."""
-        for hooks in self._grad_hooks:
-            hooks.install()
-
-    def unhook_params(self) -> None:
-        """Receive none any more. A second call does nothing."""
-        for hooks in self._grad_hooks:
-            hooks.remove()
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate in backwards that run inside. May be nested; an exception inside leaves nothing behind."""
-        self._take_unannounced()
         self._no_sync_depth += 1
         try:
             yield
-            self._take_unannounced()
         finally:
             self._no_sync_depth -= 1
 
@@ -129,45 +115,17 @@ class GradSync(StepSync):
         """
         group = self._groups[index]
         if not self._backward.is_open:
-            self._open(at_output=False)
-        if not self._is_wanted(group, position):
+            self._open()
+        if (self._is_finished or self._refusal is not None) and not self._start_step_unasked(group, position):
             return
-        syncs = self._note_received()
-        if group.grad_phase is not GradPhase.ACCUMULATING:
-            self._note_late(group, position)
-        elif group.receive_grad(position, counts=syncs, may_wait=self._may_wait) and self._config.overlap_grad_reduce:
-            self._launcher.mark_complete(index)
-
-    def receive_roll(self, index: int) -> None:
-        """Take the gradients of the parameters on the roll of a bucket group."""
-        if not self._backward.is_open:
-            self._open(at_output=False)
-        self._receive_roll(self._groups[index])
-
-    def _receive_roll(self, group: _ParamAndGradBucketGroup) -> None:
-        roll, position_of = group.intake.roll, group.intake.position_of
-        if not self._is_wanted(group, position_of[id(roll[0])]):
-            group.intake.drop_roll()
-            return
-        syncs = self._note_received()
-        if group.grad_phase is not GradPhase.ACCUMULATING:
-            for param in roll:
-                self._note_late(group, position_of[id(param)])
-            group.intake.drop_roll()
-        elif group.receive_roll(counts=syncs, may_wait=self._may_wait) and self._config.overlap_grad_reduce:
-            self._launcher.mark_complete(group.index)
-
-    def _is_wanted(self, group: _ParamAndGradBucketGroup, position: int) -> bool:
-        """Return whether a gradient may come into the buffer, after starting the step that it may begin."""
-        return not (self._is_finished or self._refusal is not None) or self._start_step_unasked(group, position)
-
-    def _note_received(self) -> bool:
-        """Note that a gradient has come; return whether its backward is to be reduced."""
         self.has_local_grads = self._has_received = True
         syncs = self._no_sync_depth == 0
         if syncs:
             self.awaits_finish = True
-        return syncs
+        if group.grad_phase is not GradPhase.ACCUMULATING:
+            self._note_late(group, position)
+        elif group.receive_grad(position, counts=syncs, may_wait=self._may_wait) and self._config.overlap_grad_reduce:
+            self._launcher.mark_complete(index)
 
     def begin_backward(self) -> None:
         """Note that a backward has come to an output of the module.
@@ -179,12 +137,11 @@ class GradSync(StepSync):
         if self._backward.is_open:
             self._backward.check_thread(rank=self._communicator.rank)
         else:
-            self._open(at_output=True)
+            self._open()
         if self._config.unused_parameters == "zero":
             self._reached.append(torch._C._current_autograd_node())
 
-    def _open(self, *, at_output: bool) -> None:
-        """Note that a backward begins: at an output of the module, or at a parameter, perhaps of a layer that is rerun."""
+    def _open(self) -> None:
         self.tell_swallowed()
         self.settle()
         self.begin_step()
@@ -193,79 +150,39 @@ class GradSync(StepSync):
         self._backward.open(self)
         # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
         self._may_wait = not (torch.is_grad_enabled() or any(self._backward_hooks))
-        for hooks in self._grad_hooks:
-            hooks.begin_backward(may_wait=self._may_wait and self._may_roll(), may_learn=at_output)
         self._forget_looks()
         self.has_failed = self._has_received = False
         self._reached.clear()
 
     def end_backward(self) -> None:
         """Finish the sync where the end of a backward does."""
-        reached, self._reached = self._reached, []  # they hold the graph
-        self._do_or_fail(self._receive_rest)
         refusal, self._refusal = self._refusal, None
         raise_if_any(refusal)
+        reached, self._reached = self._reached, []
         if self._has_received or (reached and self._counts_without_gradients(reached)):
             self.tally.num_microbatches += 1
         if self.awaits_finish and self._finishes_with_backward:
             self._between.note_end(accumulates=False)
             self.finish()  # which takes what still waits
         else:
-            self._do_or_fail(self._close_intakes)
+            self._close_intakes()
             self._between.note_end(accumulates=not self.awaits_finish)
             if self.awaits_finish:
                 self._withhold_grads()
         self._forget_looks()
-        for hooks in self._grad_hooks:
-            hooks.end_backward()
         self._communicator.tell_pause()
-
-    def _receive_rest(self) -> None:
-        """Take what is still on a roll, because this backward was not like the one that was learned from."""
-        for group, hooks in zip(self._groups, self._grad_hooks, strict=True):
-            if group.intake.roll:
-                hooks.stop_roll()
-                self._receive_roll(group)
-
-    def tell_swallowed(self) -> None:
-        """Do what ``StepSync`` does, and before it take what an unannounced backward has brought.
-
-        Raises:
-            MegabucketError: the error that all ranks raise about a forward or backward that has failed.
-        """
-        self._take_unannounced()
-        super().tell_swallowed()
-
-    def _take_unannounced(self) -> None:
-        """End a backward of which nothing was seen: it came to no output of the module, and to no hook that calls a roll."""
-        if any(group.intake.roll for group in self._groups) and torch._C._current_graph_task_id() < 0:
-            self.settle()
-            self.begin_step()
-            self.has_failed = self._has_received = False
-            with torch.no_grad():
-                self.end_backward()
-
-    def _may_roll(self) -> bool:
-        """Return whether it does not matter which gradient of this backward comes first: it starts no step, nor is too late."""
-        if self._is_finished:
-            return self._config.grad_reduction == "mean" and not self._config.use_distributed_optimizer
-        return all(group.grad_phase is GradPhase.ACCUMULATING for group in self._groups)
 
     def _forget_looks(self) -> None:
         if self._watch is not None:
             self._watch.forget_looks()
 
     def _close_intakes(self) -> None:
-        for group in self._groups:
-            group.intake.close()
-
-    def _do_or_fail(self, act: Callable[[], None]) -> None:
-        """Do something at the end of a backward, and tell the others of an exception: for autograd the backward is over."""
         try:
-            act()
+            for group in self._groups:
+                group.intake.close()
         except BaseException as error:
             self._drop_intakes()
-            self.fail("backward", error)
+            self.fail("backward", error)  # autograd would not say so: for it this backward is over
             raise
 
     def _drop_intakes(self) -> None:
@@ -278,8 +195,7 @@ class GradSync(StepSync):
 
     def abandon_backward(self) -> None:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
-        if any(group.intake.roll for group in self._groups):
-            self._note_received()
+        self._forget_looks()
         self._drop_intakes()
         refusal, self._refusal = self._refusal, None
         self._reached.clear()

@@ -19,6 +19,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.agreement import Entry, agree, agree_on_model, exchange_device
 from megabucket.ddp.discovery import DiscoveredParams
 from megabucket.ddp.forward_watch import watch_forwards
+from megabucket.ddp.grad_hook import grad_hooks
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.ddp.guard import PlainOptimizerGuard
 from megabucket.ddp.model_watch import ModelWatch, is_set_to
@@ -83,8 +84,7 @@ class Wiring:
         self._guard = PlainOptimizerGuard(
             found.trainable, self.sync, reduce_scatters=config.use_distributed_optimizer, communicator=communicator
         )
-        self.sync.hook_params()
-        self._handles = _register_hooks(module, self.sync, on_load)
+        self._handles = _register_hooks(module, self.groups, self.sync, on_load)
 
     def _introduce(self, communicator: Communicator) -> None:
         try:
@@ -149,7 +149,6 @@ class Wiring:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
-            self.sync.unhook_params()
             self.gather.remove()
             self._guard.remove()
             for group in self.groups:
@@ -336,8 +335,15 @@ def _why_withheld(config: DistributedDataParallelConfig) -> str:
     return ""
 
 
-def _register_hooks(module: torch.nn.Module, sync: GradSync, on_load: Callable[[], None]) -> list[RemovableHandle]:
-    handles = watch_forwards(module, sync)
+def _register_hooks(
+    module: torch.nn.Module, groups: list[_ParamAndGradBucketGroup], sync: GradSync, on_load: Callable[[], None]
+) -> list[RemovableHandle]:
+    handles: list[RemovableHandle] = [
+        slot.param.register_post_accumulate_grad_hook(hook)
+        for group in groups
+        for slot, hook in zip(group.slots, grad_hooks(sync, group), strict=True)
+    ]
+    handles += watch_forwards(module, sync)
     submodules = set(module.modules())
 
     def note_load(loaded: torch.nn.Module, _: Any) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 from paired import interleave, ratio, timed
-from played_backward import PlayedBackward
 
 import megabucket as mb
 from megabucket.ddp.agreement import digest_of, model_entries
+from megabucket.ddp.grad_hook import grad_hooks
 from megabucket.layout import ParamSpec, build_layout
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,8 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
     params = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(16)) for _ in range(num_params)])
     ddp = mb.DistributedDataParallel(params, mb.DistributedDataParallelConfig())
     (group,) = ddp.bucket_groups
-    backward = PlayedBackward(ddp, group.params, [torch.ones(16) for _ in range(num_params)])
+    hooks = grad_hooks(ddp.sync, group)
+    grads = [torch.ones(16) for _ in range(num_params)]
     rounds = max(1, 5_000 // num_params)
 
     def measure() -> float:
@@ -37,12 +38,14 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
         with ddp.no_sync():
             for _ in range(rounds):
                 ddp.zero_grad()
-                backward.begin()
+                ddp.sync._backward.is_open = ddp.sync._may_wait = True  # as in all hooks of a backward but the first
+                for slot, grad in zip(group.slots, grads, strict=True):
+                    slot.param.grad = grad
                 start_s = time.perf_counter()
-                backward.call_hooks()
+                for hook, slot in zip(hooks, group.slots, strict=True):
+                    hook(slot.param)
                 group.intake.close()  # as the end of a backward does
                 total_s += time.perf_counter() - start_s
-                backward.end()
         return total_s / (rounds * num_params)
 
     return measure

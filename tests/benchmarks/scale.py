@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from played_backward import PlayedBackward
 
 import megabucket as mb
 from megabucket.config import load_config
 from megabucket.ddp.fence import Fence
+from megabucket.ddp.grad_hook import grad_hooks
 from megabucket.ddp.step_report import StepReport
 from megabucket.errors import MegabucketError
 from megabucket.layout import ParamSpec, build_layout
@@ -103,17 +103,22 @@ class Rank:
         self.optimizer = mb.DistributedOptimizer(inner, self.ddp)
         self.optimizer_s = time.process_time() - start_s
         self.setup = list(self.recorder.collectives)
-        params = [param for group in self.ddp.bucket_groups for param in group.params]
-        self.backward = PlayedBackward(self.ddp, params, [torch.ones(NUMEL) for _ in params])
+        groups = self.ddp.bucket_groups
+        self.hooks = [pair for group in groups for pair in zip(grad_hooks(self.ddp.sync, group), group.params, strict=True)]
+        self.grads = [torch.ones(NUMEL) for _ in self.hooks]
 
     def step_s(self) -> list[float]:
         """Run one step without a model's arithmetic; return the seconds of its hooks, finish, optimizer and zero_grad."""
-        self.backward.begin()
-        self.recorder.clear()
         times = [time.process_time()]
-        self.backward.call_hooks()
+        for (_, param), grad in zip(self.hooks, self.grads, strict=True):
+            param.grad = grad
+        self.ddp.sync._backward.is_open = self.ddp.sync._may_wait = True  # as in all hooks of a backward but the first
+        self.recorder.clear()
+        times[0] = time.process_time()
+        for hook, param in self.hooks:
+            hook(param)
         times.append(time.process_time())
-        self.backward.end()
+        self.ddp.sync._backward.forget()
         self.ddp.finish_grad_sync()
         times.append(time.process_time())
         self.optimizer.step()

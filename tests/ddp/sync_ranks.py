@@ -9,6 +9,7 @@ import torch
 from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import ReduceOp
 from megabucket.config import DistributedDataParallelConfig
+from megabucket.ddp.grad_hook import grad_hooks
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.layout import build_layout, launch_order
 
@@ -53,7 +54,9 @@ class Rank:
             for index, batch in enumerate(batches)
         ]
         self.sync = GradSync(self.groups, config)
-        self.sync.hook_params()
+        for group in self.groups:
+            for slot, hook in zip(group.slots, grad_hooks(self.sync, group), strict=True):
+                slot.param.register_post_accumulate_grad_hook(hook)
         self.open_no_syncs = []
 
     def step(self):

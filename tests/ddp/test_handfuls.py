@@ -1,0 +1,100 @@
+"""Small gradients that come together are stored without a look at their slots, and their parameters are checked then."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from loop_ranks import Ranks, Weights, main_grads
+
+from megabucket.errors import StorageMovedError
+
+
+def step(ddp, **factors):
+    ddp(**factors).backward()
+    ddp.finish_grad_sync()
+    shown = main_grads(ddp.module)
+    ddp.zero_grad()
+    return shown
+
+
+def learned(ddp, names="abcd"):
+    """Run a step that adds to zeros and learns what to expect."""
+    step(ddp, **dict.fromkeys(names, 1.0))
+
+
+backwards = st.lists(st.tuples(st.permutations("abcdef"), st.integers(1, 6), st.booleans()), min_size=2, max_size=5)
+
+
+@given(backwards, st.sampled_from([1, 250, 10_000]), st.booleans())
+def test_whatever_comes_in_whatever_order_each_gradient_is_there_once(backwards, bucket_size, sharded):
+    config = {"bucket_size": bucket_size, "use_distributed_optimizer": sharded, "unused_parameters": "zero"}
+    (ddp,) = Ranks(1, Weights("abcdef"), **config).ddps
+    learned(ddp, "abcdef")
+    expected = dict.fromkeys("abcdef", 0.0)
+    for order, count, accumulates in backwards:
+        factors = {name: float(index) for index, name in enumerate(order[:count], start=1)}
+        expected = {name: value + factors.get(name, 0.0) for name, value in expected.items()}
+        if accumulates:
+            with ddp.no_sync():
+                ddp(**factors).backward()
+        else:
+            assert step(ddp, **factors) == expected
+            expected = dict.fromkeys("abcdef", 0.0)
+
+
+def test_a_kernel_that_asks_is_told_of_a_gradient_that_was_stored():
+    """By what the slot says, although nobody has told it."""
+    (ddp,) = Ranks(1, Weights(), bucket_size=10_000).ddps
+    learned(ddp)
+    slot, offers = ddp.module.d.main_grad_slot(), []
+    ddp.bucket_groups[0].intake._most_waiting = 2  # d and c are stored when b comes
+    middle = ddp.module.b * 1.0
+    middle.register_hook(lambda _: offers.append((slot.is_released, slot.prepare_kernel(), slot.is_released)))
+
+    (ddp(a=1.0) + middle.sum() + ddp(c=3.0, d=1.0)).backward()
+
+    assert offers == [(False, None, True)]
+    assert main_grads(ddp.module) == {"a": 1.0, "b": 1.0, "c": 3.0, "d": 1.0}
+
+
+def test_a_place_that_was_zeroed_on_purpose_is_added_to():
+    (ddp,) = Ranks(1, Weights()).ddps
+    learned(ddp)
+    ddp.zero_grad_buffer()
+    ddp.module.c.main_grad.fill_(10.0)
+
+    assert step(ddp, a=1.0, b=1.0, c=1.0, d=1.0) == {"a": 1.0, "b": 1.0, "c": 11.0, "d": 1.0}
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_gradients_that_somebody_clears_between_two_backwards_are_found(one_by_one):
+    (ddp,) = Ranks(1, Weights(), unused_parameters="zero").ddps
+    learned(ddp)
+    if one_by_one:  # since somebody else has a hook
+        handle = ddp.module.a.register_post_accumulate_grad_hook(lambda _: None)
+    with ddp.no_sync():
+        ddp(a=1.0, b=1.0, c=1.0, d=1.0).backward()
+    if one_by_one:
+        handle.remove()
+    ddp.module.c.grad = None
+
+    with ddp.no_sync():
+        ddp(a=1.0, b=1.0, c=1.0, d=1.0).backward()
+
+    assert ddp.bucket_groups[0].interrupted == ["c"]
+
+
+def test_a_parameter_that_is_moved_after_its_gradient_was_stored_is_found_in_the_next_step():
+    (ddp,) = Ranks(1, Weights(), bucket_size=200).ddps  # d and c, b and a
+    learned(ddp)
+    place = ddp.module.d.data
+
+    def move(_):
+        ddp.module.d.data = place.clone()
+
+    middle = ddp.module.a * 1.0
+    middle.register_hook(move)
+    (middle.sum() + ddp(b=1.0, c=1.0, d=1.0)).backward()
+    ddp.zero_grad()
+
+    with pytest.raises(StorageMovedError, match="'d'"):
+        ddp(a=1.0, b=1.0, c=1.0, d=1.0).backward()
