@@ -3,7 +3,6 @@
 from megabucket.buffer.bucket_group import GradSyncPolicy, _ParamAndGradBucketGroup
 from megabucket.buffer.buffer import ParamAndGradBuffer, _ParamAndGradBucket
 from megabucket.buffer.grad_slot import GradSlot
-from megabucket.buffer.intake import Handful
 from megabucket.buffer.phases import GradPhase, ParamPhase
 from megabucket.buffer.withheld_grad import WithheldGrad
 
@@ -11,7 +10,6 @@ __all__ = [
     "GradPhase",
     "GradSlot",
     "GradSyncPolicy",
-    "Handful",
     "ParamAndGradBuffer",
     "ParamPhase",
     "WithheldGrad",

@@ -38,15 +38,14 @@ class GradSlot:
     __slots__ = (
         "__weakref__",
         "_dummy_address",
-        "_is_clean",
         "_kernel_asks",
         "_uses_fused_kernel",
         "accumulates",
         "added_by_kernel",
         "has_received",
+        "is_clean",
         "is_released",
         "name",
-        "note_touch",
         "numel",
         "param",
         "settle",
@@ -60,9 +59,8 @@ class GradSlot:
         self.param = param
         self.view = view  # ND, gradient dtype, memory order of the parameter
         self.numel = view.numel()
-        self._is_clean = True
-        self.note_touch: Callable[[], None] | None = None
-        """Called when the view is zeroed for gradients to be added to it, or a kernel has added one."""
+        self.is_clean = True
+        """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
         self.accumulates: Callable[[], bool] | None = None
         """Whether the view may be written to; ``None``: always. It must not lead back to the parameter."""
         self._uses_fused_kernel = False
@@ -80,17 +78,6 @@ class GradSlot:
         """Brings here what has come for the parameter and waits elsewhere."""
         self.withheld: WithheldGrad | None = None
         """Stands in for ``param.grad`` from backward to its reduction, where the caller must not use it."""
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
-        return self._is_clean
-
-    @is_clean.setter
-    def is_clean(self, value: bool) -> None:
-        self._is_clean = value
-        if value and self.note_touch is not None:
-            self.note_touch()
 
     @property
     def has_grad(self) -> bool:
@@ -179,8 +166,6 @@ class GradSlot:
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         self.added_by_kernel = self._kernel_asks = True
         self.is_clean = False  # so if this step is dropped, the next one overwrites
-        if self.note_touch is not None:
-            self.note_touch()
         self._dummy_address = dummy.data_ptr()
 
     def _check_dummy(self) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
 from megabucket.buffer.readiness import Readiness
-from megabucket.buffer.store_all import are_plain, copy_all, store_all
+from megabucket.buffer.store_all import store_all
 from megabucket.buffer.streams import GradStreams
 
 SMALL_BYTES: Final = 128 << 10
@@ -26,7 +25,7 @@ SMALL_BYTES: Final = 128 << 10
 MOST_WAITING: Final = 64
 """So many wait at most: all that is touched for them is still in the cache when they are stored."""
 
-WAITING_BYTES: Final = 1 << 20
+WAITING_BYTES: Final = 512 << 10
 """So many bytes wait at most, if all of them are as large as the average."""
 
 
@@ -56,18 +55,6 @@ class Waiting(list[torch.Tensor]):
         return taken
 
 
-@dataclass(frozen=True, eq=False)
-class Handful:
-    """Small parameters of a group whose gradients came together, as a step after the other brings them."""
-
-    positions: tuple[int, ...]
-    slots: list[GradSlot]
-    views: list[torch.Tensor]
-    numels: list[int]
-    is_unique: bool
-    """Whether no parameter is in it twice."""
-
-
 class GradIntake:
     """Where the hooks of one bucket group bring their gradients.
 
@@ -95,17 +82,11 @@ class GradIntake:
         self._is_open = self._counts = False
         self._limit = 0
         self._released: list[GradSlot] = []
-        self._handfuls: dict[tuple[int, ...], Handful] = {}  # known ones, by the identity of their parameters
-        self._most_known = 16 + 4 * len(slots) // max(self._most_waiting, 1)
-        self._stored: list[Handful] = []  # in this backward, without a word to their slots
-        self._stored_positions: set[int] = set()
-        self._is_untouched = False
-        """Whether all small slots but those of ``_stored`` are as ``hand_over`` leaves them: the next gradient overwrites."""
-        self.look: Callable[[Handful], object] | None = None
-        """Called with what was just stored, and is in the cache."""
+        self.look: Callable[[tuple[int, ...]], object] | None = None
+        """Called with the positions of parameters whose gradients were just stored, and that are in the cache."""
         self.waiting = Waiting()
         for slot in slots:
-            slot.settle, slot.note_touch = self._settle, self._note_touch
+            slot.settle = self._settle
 
     def receive(self, position: int, *, counts: bool, may_wait: bool) -> bool:
         """Take the gradient of one parameter, and store those that wait if they could be the last ones.
@@ -129,7 +110,6 @@ class GradIntake:
             self.waiting.add(slot.param)
         else:
             self._settle(slot.param)
-            self._is_untouched = self._is_untouched and not self.is_small[position]
             if slot.store():
                 self._interrupted.append(slot.name)
             is_complete = (counts and self._readiness.mark(position)) or is_complete
@@ -141,7 +121,6 @@ class GradIntake:
     def close(self) -> None:
         """Store what waits, and show all gradients. What comes next may belong to another backward."""
         self._store_waiting()
-        self._tell_slots()
         if self.streams is not None:
             self.streams.follow()  # whoever uses the gradients now does so on the current stream
         for slot in self._released:
@@ -151,7 +130,6 @@ class GradIntake:
     def drop(self) -> None:
         """Forget what waits: nobody uses the gradients of this step."""
         self.waiting.take()
-        self._tell_slots()
         for slot in self._released:
             slot.is_released = False
         self._end()
@@ -164,10 +142,10 @@ class GradIntake:
         self._store_waiting()
         if self.streams is not None:
             self.streams.join()
-        rest = self._not_stored()
+        has_rest = len(self._released) < len(self._slots)
+        rest = [slot for slot in self._slots if not slot.is_released] if has_rest else []
         for slot in self._released:
             slot.is_released = slot.has_received = False
-        self._forget_stored()
         self._end()
         missing, cleared = [], []
         for slot in rest:
@@ -178,7 +156,6 @@ class GradIntake:
                     cleared.append(slot.name)
                     if slot.was_cleared:
                         self._interrupted.append(slot.name)
-        self._is_untouched = True
         return tuple(missing), tuple(cleared)
 
     def _end(self) -> None:
@@ -199,67 +176,19 @@ class GradIntake:
         return min(self._limit, self._readiness.num_incomplete) if self._counts else self._limit
 
     def _settle(self, param: torch.Tensor) -> None:
-        """Store what waits, and tell the slot, if it is a gradient of ``param``: somebody is about to write into its place."""
+        """Store what waits if it is a gradient of ``param``: somebody is about to write into its place."""
         if any(waiting is param for waiting in self.waiting):
             self._store_waiting()
-        if self.position_of[id(param)] in self._stored_positions:
-            self._tell_slots()
 
     def _store_waiting(self) -> bool:
         """Store and count what waits; return whether the group is complete now."""
         if not self.waiting:
             return False
         params, grads = self.waiting.take()
-        handful = self._handful_of(params)
+        positions = [self.position_of[id(param)] for param in params]
+        slots = [self._slots[position] for position in positions]
         with nullcontext() if self.streams is None else self.streams.last():
-            self._store(handful, grads)
+            store_all(slots, grads, released=self._released, interrupted=self._interrupted)
         if self.look is not None:
-            self.look(handful)
-        return self._counts and self._readiness.mark_all(handful.positions)
-
-    def _store(self, handful: Handful, grads: list[torch.Tensor | None]) -> None:
-        is_first = self._is_untouched and handful.is_unique and self._stored_positions.isdisjoint(handful.positions)
-        if is_first and are_plain(grads, handful.numels):
-            copy_all(handful.views, grads)  # and not a look at the slots, which would cost as much again
-            self._stored.append(handful)
-            self._stored_positions.update(handful.positions)
-        else:
-            self._tell_slots()
-            self._note_touch()
-            store_all(handful.slots, grads, released=self._released, interrupted=self._interrupted)
-
-    def _handful_of(self, params: Sequence[torch.Tensor]) -> Handful:
-        """Return what is known of parameters that come together; in the next step they probably do so again."""
-        key = tuple(map(id, params))
-        handful = self._handfuls.get(key)
-        if handful is None:
-            positions = tuple(self.position_of[number] for number in key)
-            slots = [self._slots[position] for position in positions]
-            views, numels = [slot.view for slot in slots], [slot.numel for slot in slots]
-            handful = Handful(positions, slots, views, numels, len(set(positions)) == len(positions))
-            if len(self._handfuls) >= self._most_known:
-                self._handfuls.clear()
-            self._handfuls[key] = handful
-        return handful
-
-    def _not_stored(self) -> list[GradSlot]:
-        if len(self._released) + len(self._stored_positions) >= len(self._slots):
-            return []
-        stored = self._stored_positions
-        return [slot for position, slot in enumerate(self._slots) if not (slot.is_released or position in stored)]
-
-    def _tell_slots(self) -> None:
-        """Tell the slots what was stored without a word: somebody may look at them, or bring more."""
-        for handful in self._stored:
-            self._note_touch()
-            for slot in handful.slots:
-                slot.is_released = slot.has_received = True
-            self._released += handful.slots
-        self._forget_stored()
-
-    def _forget_stored(self) -> None:
-        self._stored.clear()
-        self._stored_positions.clear()
-
-    def _note_touch(self) -> None:
-        self._is_untouched = False
+            self.look(tuple(positions))
+        return self._counts and self._readiness.mark_all(positions)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
-from typing import Final, TypeGuard, cast
+from collections.abc import Sequence
 
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
-
-_is_sparse: Final = attrgetter("is_sparse")
-_num_elements: Final = cast("Callable[[object], int]", torch.Tensor.numel)
 
 
 def store_all(
@@ -43,28 +38,19 @@ def store_all(
             released.append(slot)
             slot.is_released = slot.has_received = True
             continue
-        copy_all(targets, sources)  # what comes now may be added to them
-        targets, sources = [], []
+        _copy_all(targets, sources)  # what comes now may be added to them
         slot.put_back(grad)
         if slot.store():
             interrupted.append(slot.name)
         if slot.param.grad is slot.view:
             released.append(slot)
             slot.release()
-    copy_all(targets, sources)
-
-
-def are_plain(grads: list[torch.Tensor | None], numels: list[int]) -> TypeGuard[list[torch.Tensor]]:
-    """Return whether gradients can be copied in one call of torch. The others need a look, one by one."""
-    return (
-        set(map(type, grads)) == {torch.Tensor}
-        and not any(map(_is_sparse, grads))
-        and list(map(_num_elements, grads)) == numels  # a copy could broadcast if a parameter's shape has changed
-    )
+    _copy_all(targets, sources)
 
 
 @torch.no_grad()
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target. Nothing at all is fine, too."""
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
+        targets.clear()
+        sources.clear()

@@ -9,7 +9,6 @@ looks at small ones when their gradients come, and they are in the cache anyway.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -17,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from megabucket.buffer import GradSlot, Handful, _ParamAndGradBucketGroup
+from megabucket.buffer import GradSlot, _ParamAndGradBucketGroup
 from megabucket.buffer.views import dtype_name
 from megabucket.ddp.step_report import ModelChange
 
@@ -48,9 +47,9 @@ class ModelWatch:
         slots = [slot for group in groups for slot in group.slots]
         self._slots = slots
         self._places = {group.index: _Places(group.slots, group.param_values) for group in groups}
-        self._places_of: weakref.WeakKeyDictionary[Handful, _Places] = weakref.WeakKeyDictionary()
-        self._looked_at: dict[int, list[Handful]] = {group.index: [] for group in groups}
-        self._rests: dict[int, tuple[list[Handful], _Places]] = {}
+        self._places_of: dict[tuple[int, tuple[int, ...]], _Places] = {}  # by group and positions in it
+        self._looked_at: dict[int, list[tuple[int, ...]]] = {group.index: [] for group in groups}
+        self._rests: dict[int, tuple[list[tuple[int, ...]], _Places]] = {}  # by group, with what was looked at before
         modules = list(module.modules())
         # These dicts are what torch looks names up in; the objects in them are kept, so no address is used twice.
         self._children: list[Mapping[str, Any]] = [submodule._parameters for submodule in modules]
@@ -74,30 +73,33 @@ class ModelWatch:
             return self._changed_trainability()
         return self._moved() or self._detached_grads()
 
-    def look_at(self, group: _ParamAndGradBucketGroup, handful: Handful) -> None:
+    def look_at(self, group: _ParamAndGradBucketGroup, positions: tuple[int, ...]) -> None:
         """Look now at parameters whose gradients have come. ``find_change`` need not, until ``forget_looks``."""
-        places = self._places_of.get(handful)
+        key = group.index, positions
+        places = self._places_of.get(key)
         if places is None:
-            places = self._places_of[handful] = self._places[group.index].some(handful.positions)
+            if len(self._places_of) > len(self._slots):
+                self._places_of.clear()  # gradients come in ever new orders
+            places = self._places_of[key] = self._places[group.index].some(positions)
         if group.shows_params and places.are_unchanged():
-            self._looked_at[group.index].append(handful)
+            self._looked_at[group.index].append(positions)
 
     def forget_looks(self) -> None:
         """Look at everything in ``find_change``, because time has passed since ``look_at``."""
-        for handfuls in self._looked_at.values():
-            handfuls.clear()
+        for looks in self._looked_at.values():
+            looks.clear()
 
     def _is_unchanged(self, group: _ParamAndGradBucketGroup) -> bool:
         """Return whether the parameters of a group and their gradients are where they were; of those not looked at."""
-        places, handfuls = self._places[group.index], self._looked_at[group.index]
+        places, looks = self._places[group.index], self._looked_at[group.index]
         if not group.shows_params:
             return places.are_unchanged(group.param_values)
-        if handfuls:
+        if looks:
             before, rest = self._rests.get(group.index, (None, places))
-            if before != handfuls:
-                taken = set(chain.from_iterable(handful.positions for handful in handfuls))
+            if before != looks:
+                taken = set(chain.from_iterable(looks))
                 rest = places.some([position for position in range(len(group.slots)) if position not in taken])
-                self._rests[group.index] = handfuls.copy(), rest
+                self._rests[group.index] = looks.copy(), rest
             places = rest
         return places.are_unchanged()
 
