@@ -2,13 +2,11 @@
 
 from megabucket.buffer.bucket_group import GradSyncPolicy, _ParamAndGradBucketGroup
 from megabucket.buffer.buffer import ParamAndGradBuffer, _ParamAndGradBucket
-from megabucket.buffer.grad_slot import GradSlot
 from megabucket.buffer.phases import GradPhase, ParamPhase
 from megabucket.buffer.withheld_grad import WithheldGrad
 
 __all__ = [
     "GradPhase",
-    "GradSlot",
     "GradSyncPolicy",
     "ParamAndGradBuffer",
     "ParamPhase",

@@ -10,9 +10,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, repeat
-from operator import attrgetter, is_not
-from typing import Final
+from itertools import chain
 
 import torch
 
@@ -28,8 +26,6 @@ from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp
 from megabucket.comm.plan import run_through
 from megabucket.comm.port import Batch
 from megabucket.errors import CollectiveError
-
-_grad: Final = attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +77,6 @@ class _ParamAndGradBucketGroup:
         self.communicator = communicator
         self.policy = policy
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self.params = [slot.param for slot in self.slots]
-        """The parameters of all buckets of the group, in buffer order."""
         self.readiness = Readiness(len(self.slots))
         self._streams = GradStreams.of(self.buckets[0].grad_data.device)
         self.missing: tuple[str, ...] = ()
@@ -104,8 +98,6 @@ class _ParamAndGradBucketGroup:
             for slot in self.slots:
                 what = f"the gradient of {slot.name!r}"
                 slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withholds_because, accumulates=accumulates)
-        self._views = [slot.view for slot in self.slots]
-        self._withheld = [slot.withheld for slot in self.slots]
         self._values = [slot.param.data for slot in self.slots]
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
         self._are_params_hidden = False
@@ -180,11 +172,12 @@ class _ParamAndGradBucketGroup:
         """Name of the group in traces and errors."""
         return f"bucket {self.index}"
 
-    # Gradients #
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """The parameters of all buckets of the group, in buffer order."""
+        return [slot.param for slot in self.slots]
 
-    def shows_grads(self) -> bool:
-        """Return whether some ``param.grad`` is not ``None``."""
-        return any(map(is_not, map(_grad, self.params), repeat(None)))
+    # Gradients #
 
     def receive_grad(self, position: int, *, counts: bool, may_wait: bool = False) -> bool:
         """Store the gradient autograd has just produced for one parameter; return whether the group is complete now.
@@ -283,19 +276,15 @@ class _ParamAndGradBucketGroup:
         A reduce-scattered gradient is not published: only this rank's shard of it means anything.
         """
         if self._is_everywhere:
-            for param, view in zip(self.params, self._views, strict=True):  # not by the slots, which would cost as much again
-                param.grad = view
+            for slot in self.slots:
+                slot.publish()
 
     def withhold_grads(self) -> None:
         """Let ``param.grad`` refuse to be used until the gradients are published, or forgotten, if that is the policy."""
-        if not self.policy.withholds_because or self._grads.current is GradPhase.REDUCED:
-            return
-        if self._grads.current is GradPhase.IN_FLIGHT:
-            for param, withheld in zip(self.params, self._withheld, strict=True):
-                param.grad = withheld
-        else:
+        if self.policy.withholds_because and self._grads.current is not GradPhase.REDUCED:
+            is_sent = self._grads.current is GradPhase.IN_FLIGHT
             for slot in self.slots:
-                slot.withhold()
+                slot.withhold(is_sent=is_sent)
 
     def withdraw_grads(self) -> None:
         """Show no gradients, in place of ``publish``: nobody steps on them."""
@@ -322,11 +311,6 @@ class _ParamAndGradBucketGroup:
         self.readiness.abandon_step()
 
     # Parameters #
-
-    @property
-    def shows_params(self) -> bool:
-        """Whether each parameter looks at its values, and not at NaN for the time being."""
-        return not self._are_params_hidden
 
     @property
     def param_values(self) -> list[torch.Tensor]:

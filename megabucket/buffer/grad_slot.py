@@ -230,9 +230,13 @@ class GradSlot:
         self.is_clean = False
         return has_brought
 
-    def withhold(self) -> None:
-        """Let nobody use a gradient that is there until the next of ``publish``, ``forget`` and ``withdraw``."""
-        if self.param.grad is self.view:
+    def withhold(self, *, is_sent: bool) -> None:
+        """Let nobody use the gradient until the next of ``publish``, ``forget`` and ``withdraw``.
+
+        Args:
+            is_sent: whether it was handed over. Otherwise nothing but a gradient that is there is withheld.
+        """
+        if is_sent or self.param.grad is self.view:
             self.param.grad = self.withheld
 
     def withdraw(self) -> None:

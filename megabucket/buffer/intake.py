@@ -8,7 +8,7 @@ backward can tell the difference, and where others have hooks on parameters of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from contextlib import nullcontext
 from typing import Final
 
@@ -25,7 +25,7 @@ SMALL_BYTES: Final = 128 << 10
 MOST_WAITING: Final = 64
 """So many wait at most: all that is touched for them is still in the cache when they are stored."""
 
-WAITING_BYTES: Final = 512 << 10
+WAITING_BYTES: Final = 1 << 20
 """So many bytes wait at most, if all of them are as large as the average."""
 
 
@@ -82,8 +82,6 @@ class GradIntake:
         self._is_open = self._counts = False
         self._limit = 0
         self._released: list[GradSlot] = []
-        self.look: Callable[[tuple[int, ...]], object] | None = None
-        """Called with the positions of parameters whose gradients were just stored, and that are in the cache."""
         self.waiting = Waiting()
         for slot in slots:
             slot.settle = self._settle
@@ -189,6 +187,4 @@ class GradIntake:
         slots = [self._slots[position] for position in positions]
         with nullcontext() if self.streams is None else self.streams.last():
             store_all(slots, grads, released=self._released, interrupted=self._interrupted)
-        if self.look is not None:
-            self.look(tuple(positions))
         return self._counts and self._readiness.mark_all(positions)

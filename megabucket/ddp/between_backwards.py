@@ -65,8 +65,7 @@ def kept_grads(groups: Sequence[_ParamAndGradBucketGroup]) -> tuple[str, ...]:
 
     Looks at values, in one pass, only where there are gradients still: ``zero_grad()`` leaves none.
     """
-    showing = [group for group in groups if group.shows_grads()]
-    grads = [(slot.name, slot.param.grad) for group in showing for slot in group.slots if slot.param.grad is not None]
+    grads = [(slot.name, slot.param.grad) for group in groups for slot in group.slots if slot.param.grad is not None]
     are_kept = _are_nonzero([grad for _, grad in grads])
     return tuple(name for (name, _), is_kept in zip(grads, are_kept, strict=True) if is_kept)
 

@@ -6,7 +6,6 @@ Receives every gradient from the hooks, launches bucket groups in order, and fin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -50,9 +49,6 @@ class GradSync(StepSync):
         self._reached: list[Any] = []
         self._finishes_with_backward = config.finish == "auto" and not config.use_distributed_optimizer
         self._refusal: MegabucketError | None = None  # raised at the end of the backward that is running
-        if watch is not None and self._finishes_with_backward:
-            for group in groups:
-                group.intake.look = functools.partial(watch.look_at, group)
 
     def check_between_steps(self, operation: str) -> None:
         """Refuse to save or load what a step is about to change.
@@ -150,7 +146,6 @@ class GradSync(StepSync):
         self._backward.open(self)
         # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
         self._may_wait = not (torch.is_grad_enabled() or any(self._backward_hooks))
-        self._forget_looks()
         self.has_failed = self._has_received = False
         self._reached.clear()
 
@@ -169,12 +164,7 @@ class GradSync(StepSync):
             self._between.note_end(accumulates=not self.awaits_finish)
             if self.awaits_finish:
                 self._withhold_grads()
-        self._forget_looks()
         self._communicator.tell_pause()
-
-    def _forget_looks(self) -> None:
-        if self._watch is not None:
-            self._watch.forget_looks()
 
     def _close_intakes(self) -> None:
         try:
@@ -195,7 +185,6 @@ class GradSync(StepSync):
 
     def abandon_backward(self) -> None:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
-        self._forget_looks()
         self._drop_intakes()
         refusal, self._refusal = self._refusal, None
         self._reached.clear()
