@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeGuard
 
 import annotated_types as at
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
@@ -71,10 +72,15 @@ def _likely_key(name: str, section: type[Section]) -> str | None:
     """Return the known key nearest to ``name``, also one level down: ``bucket_size`` is ``ddp.bucket_size`` at the top."""
     for parent, field in section.model_fields.items():
         child = field.annotation
-        if isinstance(child, type) and issubclass(child, Section) and name in child.model_fields:
+        if is_section(child) and name in child.model_fields:
             return f"{parent}.{name}"
     close = difflib.get_close_matches(name, section.model_fields, n=1)
     return close[0] if close else None
+
+
+def is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    """Return whether an annotation is a section. In Python 3.10 ``tuple[int]`` passes for a class, and has no bases."""
+    return isinstance(annotation, type(Section)) and issubclass(annotation, Section)
 
 
 def _unknown_key(text: str, *, loc: tuple[str, ...]) -> InitErrorDetails:

@@ -24,7 +24,7 @@ from megabucket.config.architecture import (
     ParamListConfig,
 )
 from megabucket.config.checkpoint import CheckpointConfig
-from megabucket.config.ddp import DistributedDataParallelConfig, PositiveCount, Section
+from megabucket.config.ddp import DistributedDataParallelConfig, PositiveCount, Section, is_section
 from megabucket.config.fabric import FabricConfig
 from megabucket.config.run import RunConfig
 from megabucket.config.simulation import (
@@ -136,7 +136,7 @@ def _type_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def _plain_text(annotation: Any, metadata: tuple[Any, ...]) -> str:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    if is_section(annotation):
         return "section"
     name = "count" if _COUNT_READER in metadata else _NAMES.get(annotation, str(annotation))
     return " ".join([name, *_bounds(metadata)])
