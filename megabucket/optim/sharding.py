@@ -27,7 +27,7 @@ from megabucket.optim.norm import check_clip_grad
 from megabucket.optim.shards import MainShard
 from megabucket.optim.torch_format import Unpacked, set_groups
 from megabucket.optim.unshard import ShardHolder, unshard
-from megabucket.optim.whole_state import KNOWN_NUMBERS, WholeState
+from megabucket.optim.whole_state import KNOWN_NUMBERS, WholeState, state_of_empty_params
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +119,7 @@ class Sharding:
         found = unshard(self.shards, state, ShardHolder(self._buffers, self._ddp.communicator, self._is_sharded))
         for shard in self.shards:
             state.pop(shard.main, None)
-        state.update(found.values)
+        state.update({**found.values, **state_of_empty_params(found, self.members)})
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
         self._numbers = found.numbers
@@ -186,7 +186,7 @@ class Sharding:
         kept = self.state_of_others
         beside = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
         return WholeState(
-            {**found.values, **kept.values, **beside},
+            {**found.values, **state_of_empty_params(found, self.members), **kept.values, **beside},
             {**found.main_values, **kept.main_values},
             {**found.dtypes, **kept.dtypes},
             found.numbers,

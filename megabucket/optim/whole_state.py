@@ -7,7 +7,8 @@ decided here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -65,6 +66,27 @@ def find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) ->
             "resized, drop its state (optimizer.state.pop(param)) to start anew.",
         )
     return frozenset(numbers)
+
+
+def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Tensor]]) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return what plain torch holds for parameters without elements, which lie in no shard: what others have, without values.
+
+    Before 2.13, torch's Adagrad cannot step without it.
+
+    Args:
+        whole: the state of all parameters in shards.
+        members: the parameters of each group, which have all been updated as often.
+    """
+    found: dict[torch.Tensor, dict[str, Any]] = {}
+    for group in members:
+        like = next((state for param in group if (state := _state_of(whole, param))), {})
+        for param in group:
+            if param.numel() == 0 and param.requires_grad and like:
+                found[param] = {
+                    key: copy.deepcopy(value) if key in whole.numbers else torch.empty_like(param, dtype=value.dtype)
+                    for key, value in like.items()
+                }
+    return found
 
 
 def _state_of(whole: WholeState, param: torch.Tensor) -> Mapping[str, Any]:
