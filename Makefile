@@ -6,6 +6,7 @@
 #   RANKS     processes of the demo                  (default 2)
 #   JOBS      tests that run at once                 (default 2)
 #   BENCH     what `make bench` measures             (default: everything; docs/benchmarks.md; BENCH=--help)
+#   VENV_OLDEST  where `make oldest` installs          (default .venv-oldest)
 #   VENV_BENCH  where the peers of `make bench` live (default .venv-bench)
 
 PYTHON ?= python3
@@ -14,17 +15,20 @@ PIP_ARGS ?=
 RANKS ?= 2
 JOBS ?= 2
 VENV_BENCH ?= .venv-bench
+VENV_OLDEST ?= .venv-oldest
 BENCH ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BIN_BENCH := $(VENV_BENCH)/bin
 STAMP_BENCH := $(VENV_BENCH)/.installed
+BIN_OLDEST := $(VENV_OLDEST)/bin
+STAMP_OLDEST := $(VENV_OLDEST)/.installed
 PEERS := tests/benchmarks/peers
 
 # One thread per rank: on a small machine the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types browser unit bench bench-costs bench-gpu mutation setup clean
+.PHONY: demo test check lint types browser unit oldest bench bench-costs bench-gpu mutation setup clean
 
 setup: $(STAMP)
 
@@ -52,8 +56,18 @@ browser:
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# The tests with the oldest versions there is support for; PYTHON=python3.10 for the oldest Python, too. Downloads gigabytes
+# where that torch has no CPU build, so it is no part of `make test`.
+oldest: $(STAMP_OLDEST)
+	$(BIN_OLDEST)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+$(STAMP_OLDEST): pyproject.toml tests/oldest.txt
+	$(PYTHON) -m venv $(VENV_OLDEST)
+	$(BIN_OLDEST)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c tests/oldest.txt -e '.[dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV_BENCH) .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench
+	rm -rf $(VENV) $(VENV_BENCH) $(VENV_OLDEST) .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench
 
 # Beside its peers: torch DDP, ZeroRedundancyOptimizer, FSDP2, Megatron's wheel, DeepSpeed. Writes build/bench/.
 bench: $(STAMP_BENCH)

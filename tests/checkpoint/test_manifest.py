@@ -180,7 +180,7 @@ def test_a_sealed_manifest_that_contradicts_itself_is_refused(case):
         (b'{"a":1,"a":1', "the key 'a' is there twice"),
         (b'{"a":NaN', "NaN is not JSON"),
         (b'{"a":-Infinity', "-Infinity is not JSON"),
-        (b'{"a":' + b"9" * 5_000, "4300 digits"),
+        (b'{"a":' + b"9" * 5_000, "4300"),
         (b'{"a":' + b'{"a":' * 30_000 + b"1" + b"}" * 30_000, "nested deeper than 20"),
         (b'{"a":[' + b"[]," * (MAX_MARKS // 2 + 1) + b"[]]", "more than 2000000 entries"),
         (b'{"\xff":1', "utf-8"),

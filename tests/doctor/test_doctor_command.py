@@ -149,13 +149,15 @@ ON_DEMAND = """
 import sys, torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # holds the default group for ever if it is imported while there is one
+from inspect import signature
 from pathlib import Path
 
 from megabucket.doctor import run_doctor
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-group = dist.new_group([1, 0] if sys.argv[1] == "part" else [0, 1], sort_ranks=sys.argv[1] != "part")
+as_given = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}  # torch 2.13 has it
+group = dist.new_group([1, 0], **as_given) if sys.argv[1] == "part" else dist.new_group([0, 1])
 for _ in range(1 if sys.argv[1] == "part" else 2):
     report = run_doctor(process_group=group)
     assert report.is_healthy, report.findings

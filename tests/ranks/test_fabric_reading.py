@@ -21,6 +21,7 @@ from pool import Rank
 from megabucket.comm import ProcessGroupCommunicator, ReduceScatter, peer_memory
 from megabucket.comm.fabric import movement
 from megabucket.comm.plan import InBackground
+from megabucket.comm.torch_group import _all_gather, _reduce_scatter  # by the names this torch has
 from megabucket.testing import EmulatedFabric
 
 pytestmark = pytest.mark.dist
@@ -76,7 +77,7 @@ def large_collectives(rank: Rank) -> dict[str, list[int]]:
         dist.all_reduce(full, op=op, group=rank.group)
         seen[f"all-reduce {op} {dtype}"] = bits(full)
         full, shard = values(rank, LARGE * n, dtype), torch.empty(LARGE, dtype=dtype)
-        dist.reduce_scatter_single(shard, full, op=op, group=rank.group)
+        _reduce_scatter(shard, full, op=op, group=rank.group)
         seen[f"reduce-scatter {op} {dtype}"] = bits(shard)
     batch = [values(rank, LARGE + salt, salt=salt) for salt in range(3)]
     with dist._coalescing_manager(rank.group, async_ops=True) as manager:
@@ -91,7 +92,7 @@ def large_collectives(rank: Rank) -> dict[str, list[int]]:
     shards = [torch.empty(LARGE) for _ in fulls]
     with dist._coalescing_manager(rank.group, async_ops=True) as manager:
         for shard, full in zip(shards, fulls, strict=True):
-            dist.reduce_scatter_single(shard, full, group=rank.group)
+            _reduce_scatter(shard, full, group=rank.group)
     manager.wait()
     seen["batch of shards"] = [number for shard in shards for number in bits(shard)]
     with torch.inference_mode():
@@ -106,7 +107,7 @@ def large_collectives(rank: Rank) -> dict[str, list[int]]:
         full = torch.zeros(LARGE * n)
         part = full.chunk(n)[own] if is_in_place else torch.empty(LARGE)
         part.copy_(values(rank, LARGE))
-        dist.all_gather_single(full, part, group=rank.group)
+        _all_gather(full, part, group=rank.group)
         seen[f"all-gather {is_in_place}"] = bits(full)
     matrix = values(rank, 2 * LARGE).view(2, LARGE)
     dist.broadcast(matrix, group_src=n - 1, group=rank.group)
@@ -247,7 +248,7 @@ def written_to_while_others_read(rank: Rank) -> float:
         return read(*args)
 
     with mock.patch.object(memory, "read", read_slowly) if rank.index == 1 else nullcontext():
-        dist.all_gather_single(full, part, group=rank.group)
+        _all_gather(full, part, group=rank.group)
     seen = full[0].item()
     part.fill_(-100.0)
     return seen
