@@ -88,10 +88,6 @@ class RecordedGroup(dist.ProcessGroup):
     def _set_group_desc(self, description: str) -> None:
         """Keep the name as the description."""
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
     def _get_backend(self, device: torch.device) -> Any:
         return self.below._get_backend(device)  # what holds for gloo, or for the fabric, holds here
 

@@ -35,7 +35,8 @@ def wait_slice(work: dist.Work) -> bool:
     try:
         work.wait(SLICE)
     except RuntimeError as error:
-        # Nothing is called in here: a signal handler that ran now would raise "during handling of" a time-out of ours.
+        # Nothing is called in here: a signal handler that ran now would raise "during handling of" a time-out of ours
+        # (in Python 3.10 it does all the same, now and then).
         failure = error
     else:
         return True

@@ -102,7 +102,7 @@ def test_a_header_that_contradicts_itself_or_the_file_is_refused(case):
         (file_of(None, raw=b'{"\xff":1}'), "utf-8"),
         (file_of(None, raw=b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'), "half a surrogate"),
         (file_of(None, raw=b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), "where no negative"),
-        (file_of(None, raw=b'{"a":' + b"[" * 5_000), "nested deeper than 20"),
+        (file_of(None, raw=b'{"a":' + b"[" * 5_000 + b"]" * 5_000 + b"}"), "nested deeper than 20"),
         (file_of(None, raw=b'{"a":1e999}'), "too large a number"),
     ],
 )

@@ -353,9 +353,8 @@ def test_the_deepest_level_is_told_with_its_line():
 
 
 def test_what_breaks_the_scanner_is_told_in_its_words_with_the_last_line_that_was_read():
-    assert re.fullmatch(
-        r"run\.yaml:2: not valid YAML after this line: OverflowError: .*int.*", refusal('a: 1\nb: "\\UFFFFFFFF"')
-    )
+    in_its_words = r"(OverflowError: .*int.*|ValueError: chr\(\).*)"  # of Python before 3.13, and since
+    assert re.fullmatch(rf"run\.yaml:2: not valid YAML after this line: {in_its_words}", refusal('a: 1\nb: "\\UFFFFFFFF"'))
 
 
 def test_lines_are_counted_from_the_first_to_the_bad_character():

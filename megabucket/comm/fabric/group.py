@@ -69,7 +69,6 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         self.fabric = fabric
         self._rank, self._size = rank, size
         self._timeout_s = options.timeout.total_seconds()
-        self._name = self._description = str(options.group_id)
         # A group may have had the same name and store before, and what it left there is not ours.
         store = c10d.PrefixStore(str(options.store.add(f"groups/{rank}", 1)), options.store)
         share = partial(share_words, rank=rank, size=size, lock_timeout_s=self._timeout_s)
@@ -83,7 +82,9 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         words = share(c10d.PrefixStore("ledger", store), num_words=ledger_words(size))
         self._ledger = Ledger(words, machine.links, rank=rank, members=self._members, timeout_s=self._timeout_s)
         self._gloo = _ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, timeout=options.timeout)
-        self._gloo.options.group_name = self._name  # in the flight recorder
+        # In the group that torch sees behind the methods here: its flight recorder asks there, from 2.15 on.
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         reading = c10d.PrefixStore("reading", store)
         self._reader = _reader(reading, rank=rank, size=size, timeout_s=self._timeout_s)
         self._mover = movement.Mover(self._gloo, self._reader, rank=rank, size=size)
@@ -119,26 +120,6 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
     def options(self) -> Any:
         """Gloo's, which hold the time limit."""
         return self._gloo.options
-
-    @property
-    def group_name(self) -> str:
-        """The name torch has given."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """The description the user has given."""
-        return self._description
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> FabricGroup:
         if torch.device(device).type != "cpu":
