@@ -6,7 +6,6 @@
 #   RANKS     processes of the demo                  (default 2)
 #   JOBS      tests that run at once                 (default 2)
 #   BENCH     what `make bench` measures             (default: everything; docs/benchmarks.md; BENCH=--help)
-#   VENV_OLDEST  where `make oldest` installs          (default .venv-oldest)
 #   VENV_BENCH  where the peers of `make bench` live (default .venv-bench)
 
 PYTHON ?= python3
@@ -15,20 +14,17 @@ PIP_ARGS ?=
 RANKS ?= 2
 JOBS ?= 2
 VENV_BENCH ?= .venv-bench
-VENV_OLDEST ?= .venv-oldest
 BENCH ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BIN_BENCH := $(VENV_BENCH)/bin
 STAMP_BENCH := $(VENV_BENCH)/.installed
-BIN_OLDEST := $(VENV_OLDEST)/bin
-STAMP_OLDEST := $(VENV_OLDEST)/.installed
 PEERS := tests/benchmarks/peers
 
 # One thread per rank: on a small machine the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types browser unit oldest bench bench-costs bench-gpu mutation setup clean
+.PHONY: demo test check lint types browser unit oldest newest bench bench-costs bench-gpu mutation setup clean
 
 setup: $(STAMP)
 
@@ -56,18 +52,18 @@ browser:
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# The tests with the oldest versions there is support for; PYTHON=python3.10 for the oldest Python, too. Downloads gigabytes
-# where that torch has no CPU build, so it is no part of `make test`.
-oldest: $(STAMP_OLDEST)
-	$(BIN_OLDEST)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# The tests with the oldest versions there is support for (PYTHON=python3.10 for the oldest Python, too), or with the newest
+# there are. No part of `make test`: where a torch has no CPU build it downloads gigabytes.
+oldest newest: %: .venv-%/.installed
+	.venv-$*/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-$(STAMP_OLDEST): pyproject.toml tests/oldest.txt
-	$(PYTHON) -m venv $(VENV_OLDEST)
-	$(BIN_OLDEST)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c tests/oldest.txt -e '.[dev]'
+.venv-%/.installed: pyproject.toml tests/versions/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c tests/versions/$*.txt -e '.[dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_BENCH) $(VENV_OLDEST) .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench
+	rm -rf $(VENV) $(VENV_BENCH) .venv-oldest .venv-newest .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench
 
 # Beside its peers: torch DDP, ZeroRedundancyOptimizer, FSDP2, Megatron's wheel, DeepSpeed. Writes build/bench/.
 bench: $(STAMP_BENCH)

@@ -156,6 +156,7 @@ def test_it_keeps_no_parameter_alive():
     assert gone() is None
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # torch says so of Python 3.13.0
 def test_a_compiled_module_may_run_while_it_is_there():
     module = torch.nn.Linear(2, 2)
     module.weight.grad = withheld(module.weight)
