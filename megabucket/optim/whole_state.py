@@ -71,7 +71,7 @@ def find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) ->
 def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Tensor]]) -> dict[torch.Tensor, dict[str, Any]]:
     """Return what plain torch holds for parameters without elements, which lie in no shard: what others have, without values.
 
-    Before 2.13, torch's Adagrad cannot step without it.
+    Adagrad of torch 2.11 cannot step without it.
 
     Args:
         whole: the state of all parameters in shards.
