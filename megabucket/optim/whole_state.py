@@ -75,7 +75,7 @@ def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Te
 
     Args:
         whole: the state of all parameters in shards.
-        members: the parameters of each group, which have all been updated as often.
+        members: the parameters of each group; the first with state stands for the others.
     """
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for group in members:
