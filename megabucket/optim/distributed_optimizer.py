@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +46,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clip_grad: clip gradients to this global L2 norm; 0 switches clipping off.
         returns_grad_norm: whether ``step`` returns the norm in any case. ``False`` computes it only where it is needed: to
             clip, and to find what is not finite where the gradient sync does not (``nonfinite_gradients="allow"``,
-            ``fence=False``, reduce-scattered float16). It saves a pass over the gradients.
+            ``fence=False``, reduce-scattered float16). It saves a pass over the gradients and, with shards, the wait
+            for a small collective before each update.
 
     Every rank makes one at the same time: they compare groups, hyperparameters and state.
 
@@ -169,22 +169,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sharding.check_grads_are_withheld()
         self._check_backward_has_run()
         self.ddp.sync.tally.hyperparameters = self._hyperparameters()
-        needs_norm, shards = self._needs_norm(), self._sharding.shards_of_group
-        squares = Squares(shards if needs_norm else dict.fromkeys(shards, ()))
+        if self._is_sharded:
+            self._refresh_before_fence()
+        squares = Squares(self._sharding.shards_of_group) if self._needs_norm() else None
         interrupt = self._commit(squares)
         # From here on the others run norm and gather, whatever happens on this rank, so this rank runs them, too.
         if self.ddp.sync.skip_reason:
             self.ddp.sync.end_step()
             result = StepResult(updated=False, grad_norm=math.nan, reason=self.ddp.sync.skip_reason)
-            interrupt = interrupt or squares.failure
+            interrupt = interrupt or (None if squares is None else squares.failure)
         else:
-            grads = self._prepare(squares)
-            self._global_norm.launch()
-            norm, another = insist(self._global_norm.finish)
-            result = self._update_if_finite(grads, norm)
-            if not needs_norm:
-                result = replace(result, grad_norm=math.nan)
-            interrupt = interrupt or another
+            self._prepare(squares)
+            if squares is None:
+                result = self._update(math.nan)
+            else:
+                self._global_norm.launch()
+                norm, another = insist(self._global_norm.finish)
+                result = self._update_if_finite(norm)
+                interrupt = interrupt or another
         self.ddp.communicator.tell_pause()
         if interrupt is not None:
             raise interrupt
@@ -202,7 +204,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grads = [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
         return self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
 
-    def _commit(self, squares: Squares) -> BaseException | None:
+    def _refresh(self) -> None:
+        """Let parameters and main parameters be what the last step, or a load since, has left."""
+        self.ddp.finish_param_sync()  # a bucket that no forward waited for may still be on its way into the buffer
+        if self._num_value_changes != self.ddp.num_value_changes:
+            self.reload_main_params()
+
+    def _refresh_before_fence(self) -> None:
+        try:
+            self._refresh()
+        except BaseException as error:
+            self.ddp.sync.fail("optimizer.step()", error)
+            raise
+
+    def _commit(self, squares: Squares | None) -> BaseException | None:
+        if squares is None:
+            return self.ddp.sync.commit()
         try:
             return self.ddp.sync.commit(squares.take_early)
         except Exception as error:
@@ -210,47 +227,54 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise
             raise squares.failure from error  # what ends the program is not for those who catch errors of a step
 
-    def _prepare(self, squares: Squares) -> list[torch.Tensor]:
-        """Return the gradients to step on, with their squares in the norm: all that can fail before the others update."""
+    def _prepare(self, squares: Squares | None) -> None:
+        """Make gradients ready to be stepped on, and this rank's part of the norm: all that can fail before an update."""
         try:
             if not self._is_sharded:
                 take_published_grads(self.ddp.bucket_groups)
-            self.ddp.finish_param_sync()  # a bucket that no forward waited for may still be on its way into the buffer
-            if self._num_value_changes != self.ddp.num_value_changes:
-                self.reload_main_params()
+                self._refresh()
             for shard in self._shards:
                 shard.load_grad()
-            self._global_norm.add(squares.all())
+            if squares is not None:
+                self._global_norm.add(squares.all())
         except BaseException as error:
-            self._give_up(error)
+            self._give_up(error, awaits_norm=squares is not None)
             raise
-        return [shard.grad for shard in self._shards]
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException, *, awaits_norm: bool) -> None:
         """Let the others know that this rank does not update, although it was whole at the fence.
 
-        What they wait for is its part of the norm, also where nobody takes squares. They find the norm to be nan, and ask why
-        before anybody updates.
+        Those that wait for its part of the norm find it to be nan, and ask why before anybody updates. Where nothing is
+        waited for, they update, and are told at the next fence.
         """
-        if self._is_sharded:
+        sync = self.ddp.sync
+        if not self._is_sharded:
+            sync.note_missed_update(error)
+        elif awaits_norm:
             with suppress(MegabucketError):  # what has brought us here is on its way already
                 self._global_norm.spoil()
                 self._global_norm.launch()
                 self._global_norm.finish()
-            self.ddp.sync.fail("optimizer.step()", error)
+            sync.fail("optimizer.step()", error)
         else:
-            self.ddp.sync.note_missed_update(error)
+            sync.end_step()
+            sync.tally.failure = Failure("optimizer", describe(error))
+            self._gather()
 
-    def _update_if_finite(self, grads: list[torch.Tensor], norm: float) -> StepResult:
-        sync = self.ddp.sync
+    def _update_if_finite(self, norm: float) -> StepResult:
         if self._is_sharded and math.isnan(norm):
-            sync.vote_on_update()
+            self.ddp.sync.vote_on_update()
+        if math.isfinite(norm):
+            return self._update(norm)
+        self.ddp.sync.end_step()
+        return nonfinite_result(norm, self._shards, has_others=self._is_sharded and self.ddp.communicator.size > 1)
+
+    def _update(self, norm: float) -> StepResult:
+        """Step on the shards, and gather what has come of it."""
+        sync = self.ddp.sync
         sync.end_step()
-        if not math.isfinite(norm):
-            has_others = self._is_sharded and self.ddp.communicator.size > 1
-            return nonfinite_result(norm, self._shards, has_others=has_others)
         try:
-            self._update(grads, norm)
+            self._step_on_shards(norm)
             # Shards are updated after the fence has compared the hyperparameters, whole parameters before the next one does.
             sync.note_update(() if self._is_sharded else sync.tally.hyperparameters)
         except BaseException as error:
@@ -261,11 +285,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._gather()  # the others do, whatever happened here
         return StepResult(updated=True, grad_norm=norm, reason="")
 
-    def _update(self, grads: list[torch.Tensor], norm: float) -> None:
-        """Step on the shards."""
+    def _step_on_shards(self, norm: float) -> None:
         try:
             if self.clip_grad > 0:
-                clip_by_norm(grads, norm=norm, max_norm=self.clip_grad)
+                clip_by_norm([shard.grad for shard in self._shards], norm=norm, max_norm=self.clip_grad)
             with shown_grads(self._shards):
                 self.torch_optimizer.step()
         finally:
@@ -362,9 +385,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._sharding.check_is_current()
         self.ddp.sync.check_between_steps(operation)
-        self.ddp.finish_param_sync()
-        if self._num_value_changes != self.ddp.num_value_changes:
-            self.reload_main_params()
+        self._refresh()
 
     def note_values_are_loaded(self) -> None:
         """Note that main parameters and parameters were written alike."""

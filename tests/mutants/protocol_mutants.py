@@ -273,7 +273,7 @@ MUTANTS = [
         Scenario("exception", SHARDED),
         HUNG,
         "CollectiveDeadlockError",
-        r"\[rank \d\] waits for collective \d+ \(fence \[all_reduce max of .*\]\), which rank\(s\) \d have not launched",
+        r"\[rank \d\] waits for collective \d+ \(param gather 0 \[all_gather of .*\]\), which rank\(s\) \d have not launched",
     ),
     Mutant(
         "no zeroing",
@@ -385,7 +385,7 @@ MUTANTS = [
         Scenario("finish first", SHARDED),
         HUNG,
         MISMATCH,
-        r"rank \d launched (fence|grad norm) \[.*\], rank \d launched (fence|grad norm) \[",
+        r"rank \d launched (fence|param gather 0) \[.*\], rank \d launched (fence|param gather 0) \[",
     ),
     Mutant(
         "kept gradients not compared",
@@ -457,7 +457,7 @@ MUTANTS = [
         Scenario("abort before the step", SHARDED_EXPLICIT),
         HUNG,
         MISMATCH,
-        r"launched grad norm \[all_reduce sum of 1 x float64\], rank \d launched fence \[",
+        r"launched param gather 0 \[all_gather of \d+ x float32\], rank \d launched fence \[",
     ),
     Mutant(
         "launcher skips a group",

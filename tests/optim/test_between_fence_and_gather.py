@@ -113,7 +113,7 @@ class Failing(dict):
     ("where", "optimizer_fields"),
     [
         *[(where, {"clip_grad": 1e9}) for where in ("squares", "reload", "gradients", "norm")],
-        *[(where, {"returns_grad_norm": False}) for where in ("reload", "gradients", "norm")],
+        ("reload", {"returns_grad_norm": False}),  # before the fence, as nothing behind it could keep others from updating
     ],
 )
 @pytest.mark.parametrize("overlap", [False, True])
@@ -140,6 +140,28 @@ def test_a_failure_before_the_norm_drops_the_step_on_all_ranks(where, optimizer_
         assert seen == [None, own, None]
         assert last_error == told
         assert weight == -4.0  # the mean of 1, 2, 3, in two steps
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_without_a_norm_a_failure_behind_the_fence_is_one_of_the_update(in_block, overlap, monkeypatch):
+    """Nothing is left then that could fail but the widening of gradients. The others have updated, and are told next time."""
+    ranks = Ranks(optimizer_fields={"returns_grad_norm": False}, use_distributed_optimizer=True, overlap_param_gather=overlap)
+
+    def before(index, _, optimizer):
+        monkeypatch.undo()
+        if index == 1:
+            monkeypatch.setattr(optimizer._shards[0], "load_grad", no_memory)
+
+    told = (
+        "step 2: rank 1 failed in optimizer: MemoryError: no memory. Its shard of the parameters may miss the update, or half "
+        "of it: load the last checkpoint on every rank."
+    )
+    for rank, (seen, weight, last_error) in enumerate(ranks.steps(in_block=in_block, before=before, num_steps=4)):
+        failed = (MemoryError, "no memory") if rank == FAULTY else None
+        assert seen == [None, failed, (PeerFailedError, told), None]
+        assert last_error == told
+        assert weight == -6.0  # the first element is rank 0's, which has updated in three of the four steps
 
 
 @pytest.mark.parametrize("in_block", [False, True])

@@ -79,8 +79,7 @@ def test_weights_are_the_same_bits_without_a_norm_and_no_pass_is_spent_on_it(swi
         assert all(math.isnan(norm) for norm in other_norms)
         assert torch.equal(weights, other_weights)
     assert not taken
-    # With shards ranks still tell each other there that none has failed behind the fence.
-    assert labels.count("grad norm") == (3 if switches else 0)
+    assert "grad norm" not in labels
 
 
 NEEDS = {
