@@ -101,6 +101,8 @@ class Batch(tuple[Call, ...]):  # noqa: SLOT001 - a tuple has no room for an att
 
     plan: Any = None
     """What a back-end has made of them: see ``Communicator.prepare``."""
+    record: CollectiveRecord | None = None
+    """What the last launch has recorded, so the calls were looked at then. The next one is the same, under the same label."""
 
 
 class Handle(ABC):
@@ -160,23 +162,20 @@ class Communicator(ABC):
             PeerLostError: a rank was found lost before.
             GroupDestroyedError: the process group does not exist any more.
         """
-        if not isinstance(calls, Batch):
-            calls = [call for call in calls if call.full.numel()]
-        self._check(calls, label)
-        if not calls or self.size == 1:
-            self._keep_own_shards(calls)
-            return DoneHandle()
+        record = calls.record if isinstance(calls, Batch) else None
+        if record is None or record.label != label:
+            if not isinstance(calls, Batch):
+                calls = [call for call in calls if call.full.numel()]
+            self._check(calls, label)
+            if not calls or self.size == 1:
+                self._keep_own_shards(calls)
+                return DoneHandle()
+            record = self._record_of(calls, label)
+            if isinstance(calls, Batch):
+                calls.record = record
         if os.getpid() != self._pid:
             raise ForkedProcessError(rank=self.rank, operation=f"{label} was launched")
-        self.recorder.record_collective(
-            CollectiveRecord(
-                kind=calls[0].kind,
-                label=label,
-                num_calls=len(calls),
-                payload_bytes=sum(call.full.numel() * call.full.element_size() for call in calls),
-                num_ranks=self.size,
-            )
-        )
+        self.recorder.record_collective(record)
         self.progress.num_launched += 1
         return self._launch(calls, label)
 
@@ -213,6 +212,15 @@ class Communicator(ABC):
                     f"{label}: a shard of {call.shard.numel()} elements is not one of {self.size} equal shards of a buffer of "
                     f"{call.full.numel()}"
                 )
+
+    def _record_of(self, calls: Sequence[Call], label: str) -> CollectiveRecord:
+        return CollectiveRecord(
+            kind=calls[0].kind,
+            label=label,
+            num_calls=len(calls),
+            payload_bytes=sum(call.full.nbytes for call in calls),
+            num_ranks=self.size,
+        )
 
     @staticmethod
     def _keep_own_shards(calls: Sequence[Call]) -> None:

@@ -278,6 +278,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def _start_all(self, starts: Sequence[Start]) -> list[dist.Work]:
         """Start what a plan says, as few batches: torch coalesces one kind, one reduce op and one dtype at a time."""
+        if len(starts) == 1:
+            return [self._start(starts[0])]
         works: list[dist.Work] = []
         coalescible: list[Call] = []
         for start in starts:

@@ -78,6 +78,19 @@ def test_every_launch_is_recorded_with_the_bytes_of_the_full_buffers():
     ]
 
 
+def test_a_prepared_batch_is_recorded_at_each_launch_and_under_the_label_it_is_given():
+    recorder, tensor = ListRecorder(), torch.zeros(6)
+    communicator = LoopbackWorld(2).communicator(0, recorder)
+    batch = communicator.prepare([AllReduce(torch.empty(0)), ReduceScatter(tensor[:3], tensor)])
+
+    for label in ("a", "a", "b"):
+        communicator.launch(batch, label=label)
+
+    assert recorder.collectives == [
+        CollectiveRecord(CollectiveKind.REDUCE_SCATTER, label, num_calls=1, payload_bytes=24, num_ranks=2) for label in "aab"
+    ]
+
+
 def test_the_progress_counts_what_was_launched():
     communicator = LoopbackWorld(2).communicator(0)
     communicator.launch([AllReduce(torch.empty(0))], label="nothing")

@@ -66,10 +66,13 @@ class Mover:
         """
         calls: list[AllGather] = []
         for output, own in zip(outputs, inputs, strict=True):
+            is_filled = not moves and self._filled.remember(output)
+            if is_filled and self._is_own_part(own, output):
+                continue
             part, flat = self._parts(output)[self._rank], own.detach().reshape(-1)
             if part.data_ptr() != flat.data_ptr():
                 part.copy_(flat)
-            if (moves or not self._filled.remember(output)) and output.numel():
+            if not is_filled and output.numel():
                 calls.append(AllGather(output.detach().view(-1), part))
         if work := self._read(calls):
             return Move([work])
@@ -96,6 +99,8 @@ class Mover:
         parts: list[Move] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for output, full in zip(outputs, inputs, strict=True):
+            if not moves and self._is_own_part(output, full):
+                continue
             flat = full.detach().reshape(-1)
             buffer = flat if not moves or _lies_in(output, flat) else flat.clone()
             part = self._parts(buffer)[self._rank]
@@ -137,6 +142,10 @@ class Mover:
             self._spare.take_back(taken)
 
         return Move(works, finish)
+
+    def _is_own_part(self, part: torch.Tensor, full: torch.Tensor) -> bool:
+        """Whether a tensor is this rank's part of another one already: nothing has to be brought there."""
+        return part.data_ptr() == full.data_ptr() + self._rank * part.nbytes
 
     def _parts(self, full: torch.Tensor) -> list[torch.Tensor]:
         return list(full.detach().view(-1).chunk(self._size)) if full.numel() else [full.detach().view(-1)] * self._size
