@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.between_backwards import BetweenBackwards
 from megabucket.ddp.model_watch import ModelWatch
-from megabucket.ddp.reach import depends_on
+from megabucket.ddp.reach import goes_everywhere
 from megabucket.ddp.step_sync import StepSync, raise_if_any
 from megabucket.errors import MegabucketError, PhaseError
 
@@ -45,8 +44,8 @@ class GradSync(StepSync):
         self._no_sync_depth = 0
         self._between = BetweenBackwards(groups, keeps=not config.use_distributed_optimizer)
         self._has_received = False  # in the backward that is running
-        # Outputs of the module that this backward has come to, as nodes; only where it may count without gradients.
-        self._reached: list[Any] = []
+        # Those of the module, to go on to everything behind them. Asked only where it may count without gradients.
+        self._has_reached_outputs = False
         self._finishes_with_backward = config.finish == "auto" and not config.use_distributed_optimizer
         self._refusal: MegabucketError | None = None  # raised at the end of the backward that is running
 
@@ -134,8 +133,8 @@ class GradSync(StepSync):
             self._backward.check_thread(rank=self._communicator.rank)
         else:
             self._open()
-        if self._config.unused_parameters == "zero":
-            self._reached.append(torch._C._current_autograd_node())
+        if self._config.unused_parameters == "zero" and goes_everywhere(torch._C._current_autograd_node()):
+            self._has_reached_outputs = True
 
     def _open(self) -> None:
         self.tell_swallowed()
@@ -146,16 +145,15 @@ class GradSync(StepSync):
         self._backward.open(self)
         # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
         self._may_wait = not (torch.is_grad_enabled() or any(self._backward_hooks))
-        self.has_failed = self._has_received = False
-        self._reached.clear()
+        self.has_failed = self._has_received = self._has_reached_outputs = False
 
     def end_backward(self) -> None:
         """Finish the sync where the end of a backward does."""
         refusal, self._refusal = self._refusal, None
         raise_if_any(refusal)
-        reached, self._reached = self._reached, []
-        if self._has_received or (reached and self._counts_without_gradients(reached)):
-            self.tally.num_microbatches += 1
+        if self._has_reached_outputs and not self._has_received:
+            self._count_without_gradients()
+        self.tally.num_microbatches += self._has_received or self._has_reached_outputs
         if self.awaits_finish and self._finishes_with_backward:
             self._between.note_end(accumulates=False)
             self.finish()  # which takes what still waits
@@ -187,7 +185,6 @@ class GradSync(StepSync):
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
         self._drop_intakes()
         refusal, self._refusal = self._refusal, None
-        self._reached.clear()
         if refusal is None:
             self.fail("backward", None)
 
@@ -233,16 +230,9 @@ class GradSync(StepSync):
             self._agreement.skip_reason = ""
         return error
 
-    def _counts_without_gradients(self, reached: Sequence[Any]) -> bool:
-        """Return whether a backward that brought no gradient is one of the step, whose zeros the others wait for.
-
-        It is where the module has computed its outputs without any parameter. Where it has used some, the caller has asked
-        ``torch.autograd.grad`` for something else.
-        """
-        if depends_on(reached, [slot.param for group in self._groups for slot in group.slots]):
-            return False
+    def _count_without_gradients(self) -> None:
+        """Make a backward that has brought no gradient one of the step: the others wait for its zeros."""
         if self._is_finished:
             raise_if_any(self._start_anew())
         if self._no_sync_depth == 0:
             self.awaits_finish = True
-        return True

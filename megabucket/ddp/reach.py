@@ -1,24 +1,20 @@
-"""Whether a graph of autograd leads to a parameter."""
+"""How far a backward goes: through everything, or to some gradients that were asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 
-def depends_on(nodes: Iterable[Any], params: Sequence[torch.Tensor]) -> bool:
-    """Return whether one of the parameters is a leaf of the graphs that end in ``nodes``. Visits the whole graph."""
-    wanted = set(map(id, params))
-    seen: set[Any] = set()  # holds the nodes, too: Python makes a new object of one that nobody holds
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
-        waiting += [following for following, _ in node.next_functions]
-    return False
+def goes_everywhere(node: Any) -> bool:
+    """Return whether the backward that has come to a node of autograd goes on to everything behind it.
+
+    ``backward()`` does. ``torch.autograd.grad`` and ``backward(inputs=...)`` go to what was asked for only, and come to a node
+    where they begin also when nothing of it lies behind. Call it in a hook of the node; ``None`` where torch names none.
+    """
+    # Torch asks itself the first question about nodes that it runs, and never answers the second one for where it begins.
+    if not torch.autograd._is_checkpoint_valid():
+        return False
+    following = [] if node is None else [behind for behind, _ in node.next_functions if behind is not None]
+    return all(map(torch._C._will_engine_execute_node, following))
