@@ -163,7 +163,7 @@ class Communicator(ABC):
             GroupDestroyedError: the process group does not exist any more.
         """
         record = calls.record if isinstance(calls, Batch) else None
-        if record is None or record.label != label:
+        if record is None or (record.label, record.num_ranks) != (label, self.size):
             if not isinstance(calls, Batch):
                 calls = [call for call in calls if call.full.numel()]
             self._check(calls, label)

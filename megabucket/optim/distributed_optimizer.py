@@ -12,7 +12,8 @@ import torch
 from megabucket.buffer import GradPhase
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.agreement import agree
-from megabucket.ddp.hyperparameters import Hyperparameters, read_hyperparameters
+from megabucket.ddp.capture import check_not_capturing
+from megabucket.ddp.hyperparameters import read_hyperparameters
 from megabucket.ddp.patience import insist
 from megabucket.ddp.step_agreement import describe
 from megabucket.ddp.step_report import Failure
@@ -24,7 +25,7 @@ from megabucket.errors import (
 from megabucket.optim.norm import GlobalNorm, clip_by_norm
 from megabucket.optim.published_grads import take_published_grads
 from megabucket.optim.sharding import Sharding
-from megabucket.optim.shards import MainShard, shown_grads
+from megabucket.optim.shards import MainShard, load_grads, shown_grads
 from megabucket.optim.squares import Squares
 from megabucket.optim.step_result import StepResult, nonfinite_result
 from megabucket.optim.torch_format import pack, unpack
@@ -80,8 +81,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ddp.follow_rebuilds(self)
 
     def _make_norm(self) -> GlobalNorm:
-        device = self.ddp.param_and_grad_buffers[0].grad_data.device
-        return GlobalNorm(self.ddp.communicator, device=device, is_sharded=self._is_sharded)
+        return GlobalNorm(self.ddp.communicator, device=self._device, is_sharded=self._is_sharded)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.ddp.param_and_grad_buffers[0].grad_data.device
 
     @property
     def _shards(self) -> list[MainShard]:
@@ -161,25 +165,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigError: a closure was given; it could not know which backward is the last of the step.
             UnreducedGradientsError: no backward outside ``no_sync`` has run in this step.
             MegabucketError: the step is not whole on some rank; all ranks raise the same error and none updates.
-            PhaseError: a gradient was cleared after the all-reduce, or an error about the gradients was caught before.
+            PhaseError: a gradient was cleared after the all-reduce, an error about the gradients was caught before, or a CUDA
+                graph is being captured.
         """
         if closure is not None:
             raise ConfigError("DistributedOptimizer.step() takes no closure; run forward and backward before calling it")
+        remedy = "Capture a plain optimizer with capturable=True in its place (docs/gpu.md)."
+        check_not_capturing(self._device, reader="DistributedOptimizer.step() decides on the host what to do", remedy=remedy)
         self._sharding.check_is_current()
         self._sharding.check_grads_are_withheld()
         self._check_backward_has_run()
-        self.ddp.sync.tally.hyperparameters = self._hyperparameters()
-        if self._is_sharded:
-            self._refresh_before_fence()
+        hyperparameters = read_hyperparameters(self.param_groups)
+        self.ddp.sync.tally.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)))
         squares = Squares(self._sharding.shards_of_group) if self._needs_norm() else None
-        interrupt = self._commit(squares)
+        if squares is None and self._is_sharded and not self.ddp.sync.is_between_steps:
+            self._refresh_before_fence()
+        interrupt = self.ddp.sync.commit() if squares is None else squares.take_during(self.ddp.sync.commit)
         # From here on the others run norm and gather, whatever happens on this rank, so this rank runs them, too.
         if self.ddp.sync.skip_reason:
             self.ddp.sync.end_step()
             result = StepResult(updated=False, grad_norm=math.nan, reason=self.ddp.sync.skip_reason)
             interrupt = interrupt or (None if squares is None else squares.failure)
         else:
-            self._prepare(squares)
+            another = self._prepare(squares)
+            interrupt = interrupt or another
             if squares is None:
                 result = self._update(math.nan)
             else:
@@ -191,9 +200,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if interrupt is not None:
             raise interrupt
         return result
-
-    def _hyperparameters(self) -> Hyperparameters:
-        return (*read_hyperparameters(self.param_groups), ("clip_grad", float(self.clip_grad)))
 
     def _needs_norm(self) -> bool:
         """Whether the norm is computed in this step: the same on all ranks, as the fence compares what it depends on."""
@@ -211,41 +217,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.reload_main_params()
 
     def _refresh_before_fence(self) -> None:
+        """Refresh where there is no norm, behind the fence, that could keep the others from updating if this fails."""
         try:
             self._refresh()
         except BaseException as error:
             self.ddp.sync.fail("optimizer.step()", error)
             raise
 
-    def _commit(self, squares: Squares | None) -> BaseException | None:
-        if squares is None:
-            return self.ddp.sync.commit()
-        try:
-            return self.ddp.sync.commit(squares.take_early)
-        except Exception as error:
-            if squares.failure is None or isinstance(squares.failure, Exception):
-                raise
-            raise squares.failure from error  # what ends the program is not for those who catch errors of a step
-
-    def _prepare(self, squares: Squares | None) -> None:
-        """Make gradients ready to be stepped on, and this rank's part of the norm: all that can fail before an update."""
+    def _prepare(self, squares: Squares | None) -> BaseException | None:
+        """Make ready what is stepped on and this rank's part of the norm, all that can fail; return what has interrupted it."""
         try:
             if not self._is_sharded:
                 take_published_grads(self.ddp.bucket_groups)
-                self._refresh()
-            for shard in self._shards:
-                shard.load_grad()
+            self._refresh()
+            _, interrupt = insist(lambda: load_grads(self._shards))
             if squares is not None:
                 self._global_norm.add(squares.all())
         except BaseException as error:
             self._give_up(error, awaits_norm=squares is not None)
             raise
+        return interrupt
 
     def _give_up(self, error: BaseException, *, awaits_norm: bool) -> None:
         """Let the others know that this rank does not update, although it was whole at the fence.
 
-        Those that wait for its part of the norm find it to be nan, and ask why before anybody updates. Where nothing is
-        waited for, they update, and are told at the next fence.
+        Those that wait for its part of the norm find it to be nan, and ask why before anybody updates. Where they wait for
+        nothing, they update, and are told at the next fence.
         """
         sync = self.ddp.sync
         if not self._is_sharded:
@@ -258,8 +255,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sync.fail("optimizer.step()", error)
         else:
             sync.end_step()
-            sync.tally.failure = Failure("optimizer", describe(error))
-            self._gather()
+            self._fail_update(error)
+
+    def _fail_update(self, error: BaseException) -> None:
+        """Note an update that has failed, for the next fence, and gather as the others do, whatever happened here."""
+        self.ddp.sync.tally.failure = Failure("optimizer", describe(error))
+        if self._is_sharded:
+            with suppress(MegabucketError):  # the error is on its way already
+                self._gather()
 
     def _update_if_finite(self, norm: float) -> StepResult:
         if self._is_sharded and math.isnan(norm):
@@ -278,11 +281,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # Shards are updated after the fence has compared the hyperparameters, whole parameters before the next one does.
             sync.note_update(() if self._is_sharded else sync.tally.hyperparameters)
         except BaseException as error:
-            sync.tally.failure = Failure("optimizer", describe(error))  # told at the next fence
+            self._fail_update(error)
             raise
-        finally:
-            if self._is_sharded:
-                self._gather()  # the others do, whatever happened here
+        if self._is_sharded:
+            self._gather()
         return StepResult(updated=True, grad_norm=norm, reason="")
 
     def _step_on_shards(self, norm: float) -> None:
@@ -374,8 +376,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 check(operation)
         except MegabucketError as error:
             failure = error
-        communicator, device = self.ddp.communicator, self.ddp.param_and_grad_buffers[0].grad_data.device
-        agree(communicator, [], failure=failure, device=device, label=f"optimizer: {operation}")
+        agree(self.ddp.communicator, [], failure=failure, device=self._device, label=f"optimizer: {operation}")
 
     def settle_values(self, operation: str) -> None:
         """Make parameters and main parameters what the last step has left, for whoever reads them all.

@@ -15,7 +15,6 @@ from typing import Final
 import torch
 
 from megabucket.comm import AllReduce, Communicator, Handle
-from megabucket.ddp.capture import check_not_capturing
 from megabucket.errors import ConfigError
 
 _CHUNK_NUMEL: Final = 1 << 17
@@ -64,16 +63,7 @@ class GlobalNorm:
             self._handle = self._communicator.launch(self._calls, label="grad norm")
 
     def finish(self) -> float:
-        """Wait for the other ranks and return the norm. May be called again.
-
-        Raises:
-            PhaseError: a CUDA graph is being captured.
-        """
-        check_not_capturing(
-            self._total.device,
-            reader="DistributedOptimizer.step() reads the gradient norm",
-            remedy="Capture a plain optimizer with capturable=True in its place (docs/gpu.md).",
-        )
+        """Wait for the other ranks and return the norm. May be called again."""
         if self._handle is not None:
             self._handle.wait()
         norm = self._total.sqrt()

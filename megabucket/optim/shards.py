@@ -130,6 +130,12 @@ class MainShard:
         ]
 
 
+def load_grads(shards: Sequence[MainShard]) -> None:
+    """Make the gradient of each shard the reduced one of this step. May be begun again."""
+    for shard in shards:
+        shard.load_grad()
+
+
 @contextmanager
 def shown_grads(shards: Sequence[MainShard]) -> Iterator[None]:
     """Let an optimizer see the gradients of its shards."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from megabucket.buffer import _ParamAndGradBucketGroup
 from megabucket.optim.norm import sum_of_squares
 from megabucket.optim.shards import MainShard
+
+NoteReduced = Callable[[_ParamAndGradBucketGroup], object]
 
 
 class Squares:
@@ -22,14 +24,27 @@ class Squares:
         self._shards_of_group = shards_of_group
         self._squares: dict[MainShard, torch.Tensor] = {}  # 0D, float64
         self.failure: BaseException | None = None
-        """What has kept ``take_early`` from its work, an interrupt of the user perhaps. Somebody has to raise it."""
+        """What has kept ``take_during`` from its work, an interrupt of the user perhaps. Somebody has to raise it."""
 
-    def take_early(self, group: _ParamAndGradBucketGroup) -> None:
-        """Take a group that is reduced. Never raises: the other ranks could not be told at this point."""
+    def _take_early(self, group: _ParamAndGradBucketGroup) -> None:
+        # Never raises: the other ranks could not be told at this point.
         try:
             self._take(group.index)
         except BaseException as failure:
             self.failure = self.failure or failure
+
+    def take_during(self, commit: Callable[[NoteReduced], BaseException | None]) -> BaseException | None:
+        """Return what ``commit`` does, which calls back with each group as soon as it is reduced.
+
+        Raises:
+            BaseException: of ``commit``; or ``failure``, where that is to end the program.
+        """
+        try:
+            return commit(self._take_early)
+        except Exception as error:
+            if self.failure is None or isinstance(self.failure, Exception):
+                raise
+            raise self.failure from error  # what ends the program is not for those who catch errors of a step
 
     def all(self) -> list[torch.Tensor]:
         """Return those of all shards; the gradients of groups that were not taken early are what counts now.

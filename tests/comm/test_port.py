@@ -91,6 +91,15 @@ def test_a_prepared_batch_is_recorded_at_each_launch_and_under_the_label_it_is_g
     ]
 
 
+def test_a_prepared_batch_is_looked_at_again_by_ranks_of_another_number():
+    tensor = torch.zeros(6)
+    batch = LoopbackWorld(2).communicator(0).prepare([ReduceScatter(tensor[:3], tensor)])
+    LoopbackWorld(2).communicator(0).launch(batch, label="a")
+
+    with pytest.raises(InvariantError, match="is not one of 3 equal shards"):
+        LoopbackWorld(3).communicator(0).launch(batch, label="a")
+
+
 def test_the_progress_counts_what_was_launched():
     communicator = LoopbackWorld(2).communicator(0)
     communicator.launch([AllReduce(torch.empty(0))], label="nothing")

@@ -1,7 +1,5 @@
 """What a device is asked to do for each gradient and each update, counted in kernels. The counts are the same on a CPU."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,7 +10,6 @@ from megabucket.ddp.capture import check_not_capturing
 from megabucket.ddp.fence import Fence
 from megabucket.ddp.step_report import StepReport
 from megabucket.errors import PhaseError
-from megabucket.optim.norm import GlobalNorm
 
 
 class Ops(TorchDispatchMode):
@@ -95,12 +92,18 @@ class TestCapture:
     def test_with_nobody_to_ask_and_nothing_to_read_it_is_none(self, capturing):
         assert Fence(None, device=self.CUDA).launch(StepReport(rank=0)).is_whole()
 
-    def test_a_norm_is_refused(self, capturing, monkeypatch):
-        norm = GlobalNorm(LocalCommunicator(), device=torch.device("cpu"), is_sharded=False)
-        monkeypatch.setattr(norm, "_total", SimpleNamespace(device=self.CUDA))
+    @pytest.mark.parametrize("returns_grad_norm", [True, False])
+    def test_a_step_of_a_distributed_optimizer_is_refused(self, returns_grad_norm, capturing, monkeypatch):
+        ddp = mb.DistributedDataParallel(
+            torch.nn.Linear(2, 2), mb.DistributedDataParallelConfig(), communicator=LocalCommunicator()
+        )
+        sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        optimizer = mb.DistributedOptimizer(sgd, ddp, returns_grad_norm=returns_grad_norm)
+        ddp(torch.ones(2)).sum().backward()
+        monkeypatch.setattr(mb.DistributedOptimizer, "_device", self.CUDA)
 
-        with pytest.raises(PhaseError, match=r"being captured, and DistributedOptimizer.step\(\) reads the gradient norm"):
-            norm.finish()
+        with pytest.raises(PhaseError, match=r"captured, and DistributedOptimizer.step\(\) decides on the host what to do"):
+            optimizer.step()
 
     def test_nothing_is_asked_of_a_cpu(self, capturing):
         check_not_capturing(torch.device("cpu"), reader="x", remedy="")

@@ -9,7 +9,7 @@ import torch
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, save_checkpoint
 from megabucket.comm import Communicator, Handle, LoopbackWorld
 from megabucket.ddp.patience import insist
-from megabucket.errors import MegabucketError, PeerFailedError, ReplicasDivergedError
+from megabucket.errors import CollectiveError, MegabucketError, PeerFailedError, PhaseError, ReplicasDivergedError
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
 SIZE = 3
@@ -162,6 +162,91 @@ def test_without_a_norm_a_failure_behind_the_fence_is_one_of_the_update(in_block
         assert seen == [None, failed, (PeerFailedError, told), None]
         assert last_error == told
         assert weight == -6.0  # the first element is rank 0's, which has updated in three of the four steps
+
+
+def test_without_a_norm_an_alarm_while_gradients_are_widened_keeps_nobody_from_the_update(monkeypatch):
+    ranks = Ranks(torch.bfloat16, {"returns_grad_norm": False}, use_distributed_optimizer=True, grad_reduce_in_fp32=False)
+
+    def before(index, _, optimizer):
+        shard = optimizer._shards[0]
+        load_grad = shard.load_grad
+
+        def once():
+            monkeypatch.undo()
+            load_grad()
+            raise TimeoutError("alarm")
+
+        if index == 1:
+            monkeypatch.setattr(shard, "load_grad", once)
+
+    for rank, (seen, weight, last_error) in enumerate(ranks.steps(in_block=False, before=before)):
+        assert seen == [None, (TimeoutError, "alarm") if rank == FAULTY else None, None]
+        assert (last_error, weight) == ("None", -6.0)
+
+
+@pytest.mark.parametrize("optimizer_fields", [{}, {"returns_grad_norm": False}], ids=["norm", "no norm"])
+def test_without_a_fence_a_failure_before_the_norm_updates_nobody_and_leaves_ranks_in_step(optimizer_fields, monkeypatch):
+    ranks = Ranks(optimizer_fields=optimizer_fields, use_distributed_optimizer=True, fence=False)
+
+    def before(index, _, optimizer):
+        monkeypatch.undo()
+        if index == 1:
+            optimizer._num_value_changes -= 1  # as after a load
+            monkeypatch.setattr(optimizer, "reload_main_params", no_memory)
+
+    for rank, (seen, weight, _) in enumerate(ranks.steps(in_block=False, before=before)):
+        assert seen == [None, (MemoryError, "no memory") if rank == FAULTY else None, None]
+        assert weight == -4.0
+
+
+@pytest.mark.parametrize("optimizer_fields", [{}, {"returns_grad_norm": False}], ids=["norm", "no norm"])
+def test_a_second_step_on_the_same_gradients_ends_no_step_of_the_others_whatever_else_is_wrong(optimizer_fields, monkeypatch):
+    ranks = Ranks(optimizer_fields=optimizer_fields, use_distributed_optimizer=True)
+
+    def play(rank):
+        ddp, optimizer = ranks.wrapped[rank]
+        for index in range(3):
+            ddp(1.0).backward()
+            optimizer.step()
+            if rank == FAULTY and index == 1:
+                optimizer._num_value_changes -= 1  # as after a load
+                monkeypatch.setattr(optimizer, "reload_main_params", no_memory)
+                with pytest.raises(PhaseError, match="called twice"):
+                    optimizer.step()
+                monkeypatch.undo()
+            optimizer.zero_grad()
+        ddp.finish_param_sync()
+        return ddp.module.a[0].item(), ddp.last_error
+
+    assert ranks.world.run(play) == [(-3.0, None)] * SIZE
+
+
+@pytest.mark.parametrize("where", ["gradients", "update"])
+def test_ctrl_c_is_raised_also_where_the_gather_behind_it_fails(where, monkeypatch):
+    ranks = Ranks(optimizer_fields={"returns_grad_norm": False}, use_distributed_optimizer=True)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def lose_peers():
+        raise CollectiveError("the others are gone")
+
+    def play(rank):
+        ddp, optimizer = ranks.wrapped[rank]
+        ddp(1.0).backward()
+        if rank == FAULTY:
+            monkeypatch.setattr(ddp, "start_param_sync", lose_peers)
+            if where == "gradients":
+                monkeypatch.setattr(optimizer._shards[0], "load_grad", interrupt)
+            else:
+                optimizer.torch_optimizer.step = interrupt
+        try:
+            optimizer.step()
+        except BaseException as error:
+            return type(error)
+        return None
+
+    assert ranks.world.run(play)[FAULTY] is KeyboardInterrupt
 
 
 @pytest.mark.parametrize("in_block", [False, True])

@@ -145,7 +145,8 @@ class Mover:
 
     def _is_own_part(self, part: torch.Tensor, full: torch.Tensor) -> bool:
         """Whether a tensor is this rank's part of another one already: nothing has to be brought there."""
-        return part.data_ptr() == full.data_ptr() + self._rank * part.nbytes
+        is_equal_part = part.nbytes * self._size == full.nbytes and part.is_contiguous() and full.is_contiguous()
+        return is_equal_part and part.data_ptr() == full.data_ptr() + self._rank * part.nbytes
 
     def _parts(self, full: torch.Tensor) -> list[torch.Tensor]:
         return list(full.detach().view(-1).chunk(self._size)) if full.numel() else [full.detach().view(-1)] * self._size
