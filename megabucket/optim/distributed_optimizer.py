@@ -178,7 +178,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         hyperparameters = read_hyperparameters(self.param_groups)
         self.ddp.sync.tally.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)))
         squares = Squares(self._sharding.shards_of_group) if self._needs_norm() else None
-        if squares is None and self._is_sharded and not self.ddp.sync.is_between_steps:
+        is_second_call = self.ddp.sync.is_between_steps  # on the same gradients, which commit() refuses
+        if squares is None and self._is_sharded and not is_second_call:
             self._refresh_before_fence()
         interrupt = self.ddp.sync.commit() if squares is None else squares.take_during(self.ddp.sync.commit)
         # From here on the others run norm and gather, whatever happens on this rank, so this rank runs them, too.
@@ -229,7 +230,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             if not self._is_sharded:
                 take_published_grads(self.ddp.bucket_groups)
-            self._refresh()
+            if squares is not None or not self._is_sharded:
+                self._refresh()
             _, interrupt = insist(lambda: load_grads(self._shards))
             if squares is not None:
                 self._global_norm.add(squares.all())

@@ -36,6 +36,7 @@ class Setting:
         specs: trainable parameters of the model in registration order; ``None`` without a model.
         dp_size: ranks of the data-parallel group.
         expert_dp_size: ranks that expert parameters are reduced over; ``None``: ``dp_size``.
+        has_grad_norm: whether a distributed optimizer computes the gradient norm, as it does by default.
     """
 
     workload: Workload
@@ -44,6 +45,7 @@ class Setting:
     dp_size: int
     specs: tuple[ParamSpec, ...] | None = None
     expert_dp_size: int | None = None
+    has_grad_norm: bool = True
 
     @property
     def mode(self) -> Mode:
@@ -65,7 +67,8 @@ class Setting:
         """What the wrapper and the optimizer send after the buckets; nothing without a model."""
         if self.specs is None or self.dp_size == 1:
             return ()
-        return ((FENCE,) if self.ddp.fence else ()) + ((GRAD_NORM,) if self.ddp.use_distributed_optimizer else ())
+        sends_norm = self.ddp.use_distributed_optimizer and self.has_grad_norm
+        return ((FENCE,) if self.ddp.fence else ()) + ((GRAD_NORM,) if sends_norm else ())
 
     def on(self, dp_size: int) -> Setting:
         """Return the same on another number of ranks; expert groups keep their share of them."""

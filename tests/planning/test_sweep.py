@@ -40,12 +40,14 @@ def test_the_figures_of_a_setting_agree_with_each_other(workload, link, ddp):
 def test_what_follows_the_buckets_depends_on_mode_fence_and_ranks():
     workload, specs = Workload((TensorWork("a", 8),)), (ParamSpec("a", (8,)),)
 
-    def kinds(dp_size, **fields):
-        setting = Setting(workload, FlatLink(1.0, 0.0), DistributedDataParallelConfig(**fields), dp_size=dp_size, specs=specs)
+    def kinds(dp_size, has_grad_norm=True, **fields):
+        config, more = DistributedDataParallelConfig(**fields), {"specs": specs, "has_grad_norm": has_grad_norm}
+        setting = Setting(workload, FlatLink(1.0, 0.0), config, dp_size=dp_size, **more)
         return [size for _, size in setting.step_collectives]
 
     assert kinds(2) == [144]
     assert kinds(2, use_distributed_optimizer=True) == [144, 8]
+    assert kinds(2, use_distributed_optimizer=True, has_grad_norm=False) == [144]
     assert kinds(2, fence=False) == []
     assert kinds(1, use_distributed_optimizer=True) == []
     assert Setting(workload, FlatLink(1.0, 0.0), RS, dp_size=2).step_collectives == ()

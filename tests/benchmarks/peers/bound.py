@@ -45,7 +45,7 @@ def settings(workload: Workload, module: torch.nn.Module, link: LinkCase) -> dic
     both = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
     return {
         "all_reduce": Setting(workload, ring, mb.DistributedDataParallelConfig(), ranks, specs),
-        "reduce_scatter": Setting(sharded, ring, both, ranks, specs),
+        "reduce_scatter": Setting(sharded, ring, both, ranks, specs, has_grad_norm=False),
     }
 
 
@@ -65,7 +65,7 @@ def bounds_s(
 
 
 def optima_s(workload: Workload, module: torch.nn.Module, link: LinkCase, bare_step_s: float) -> dict[str, float]:
-    """Return what the best of all plans takes, latencies, padding, fence and a gradient norm included."""
+    """Return what the best of all plans takes, latencies, padding and fence included."""
     found = settings(_scaled(workload, bare_step_s), module, link)
     return {mode: setting.step_s(setting.optimal_plan) for mode, setting in found.items()}
 
