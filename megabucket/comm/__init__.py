@@ -2,7 +2,6 @@
 
 from megabucket.comm.exchange import Exchange, exchange_bytes, exchange_some
 from megabucket.comm.liveness import Liveness, StragglerWarning
-from megabucket.comm.loopback import LoopbackWorld
 from megabucket.comm.port import (
     AllGather,
     AllReduce,
@@ -25,7 +24,6 @@ __all__ = [
     "Handle",
     "Liveness",
     "LocalCommunicator",
-    "LoopbackWorld",
     "ProcessGroupCommunicator",
     "Progress",
     "ReduceOp",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from megabucket.comm.probes import GroupProbes
 from megabucket.comm.torch_probes import FABRIC
 from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.doctor.group_answers import GroupProbes
 from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, by_rank, right_or, wrong_ranks
 from megabucket.doctor.report import Verdict
 from megabucket.errors import InvariantError

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from megabucket.comm import Communicator
-from megabucket.comm.probes import GroupProbes
+from megabucket.doctor.group_answers import GroupProbes
 from megabucket.doctor.report import Line, Verdict
 from megabucket.errors import rank_list
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from megabucket.comm import Communicator, ProcessGroupCommunicator, discover_communicator
-from megabucket.comm.probes import GroupProbes, ProbeGroups
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.exchange import gather_facts
 from megabucket.doctor.gradients import gradient_probe, paths
+from megabucket.doctor.group_answers import GroupProbes, ProbeGroups
 from megabucket.doctor.group_probes import group_probes
 from megabucket.doctor.numeric_probes import numeric_probes
 from megabucket.doctor.port_probes import port_probes

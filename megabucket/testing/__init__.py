@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from megabucket.comm.fabric import EmulatedFabric, Lateness, fabric_lateness
-    from megabucket.comm.loopback import LoopbackWorld
+    from megabucket.testing.fabric import EmulatedFabric, Lateness, fabric_lateness
     from megabucket.testing.invariants import (
         assert_json_round_trip,
         assert_layouts_equal,
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
         assert_sound,
         assert_views_are_a_bijection,
     )
+    from megabucket.testing.loopback import LoopbackWorld
     from megabucket.testing.one_of_many import OneOfMany
     from megabucket.testing.strategies import (
         LayoutInput,
@@ -54,8 +54,8 @@ __all__ = [
 
 _MODULES: Final = MappingProxyType(
     {name: f"{__name__}.invariants" if name.startswith("assert_") else f"{__name__}.strategies" for name in __all__}
-    | {"LoopbackWorld": "megabucket.comm.loopback", "OneOfMany": f"{__name__}.one_of_many"}
-    | dict.fromkeys(("EmulatedFabric", "Lateness", "fabric_lateness"), "megabucket.comm.fabric")
+    | {"LoopbackWorld": "megabucket.testing.loopback", "OneOfMany": f"{__name__}.one_of_many"}
+    | dict.fromkeys(("EmulatedFabric", "Lateness", "fabric_lateness"), "megabucket.testing.fabric")
 )
 
 

@@ -119,7 +119,7 @@ def _start_group(fabric: FabricConfig | None, device: torch.device) -> str:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if device.type == "cuda" else None)
         return backend
-    from megabucket.comm.fabric import EmulatedFabric  # POSIX only
+    from megabucket.testing.fabric import EmulatedFabric  # POSIX only
 
     emulated = EmulatedFabric(fabric.latency_s, fabric.bytes_per_s, moves_data=fabric.moves_data)
     emulated.init_process_group(timeout=_TIMEOUT)

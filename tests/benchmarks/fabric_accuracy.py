@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.fabric.costs import Cost
 from megabucket.testing import EmulatedFabric, fabric_lateness
+from megabucket.testing.fabric.costs import Cost
 
 REPETITIONS = 40
 SIZES_BYTES = [1024, 64 * 1024, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, 16 * 1024 * 1024]

@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 import megabucket
 from megabucket.comm import LocalCommunicator, discover_communicator
-from megabucket.comm.fabric.threads import hurry_this_thread
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.measure.calibrate import CalibrationPlan, measure_link
@@ -45,6 +44,7 @@ from megabucket.planning.simulate import FENCE, GRAD_NORM, Mode, simulate_step_s
 from megabucket.planning.tune import DEFAULT, Comparison, decide
 from megabucket.planning.workload import Workload
 from megabucket.testing import EmulatedFabric
+from megabucket.testing.fabric.threads import hurry_this_thread
 from megabucket.trace import CollectiveKind
 from megabucket.training.launch import Ranks
 

@@ -8,10 +8,11 @@ import torch
 from megabucket.buffer import GradPhase, GradSyncPolicy, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import NonFiniteParam
 from megabucket.buffer.views import dtype_name
-from megabucket.comm import AllReduce, LoopbackWorld, ReduceOp
+from megabucket.comm import AllReduce, ReduceOp
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import CollectiveError, MismatchedCollectiveError, PhaseError
 from megabucket.layout import ParamSpec, build_layout
+from megabucket.testing import LoopbackWorld
 
 ALL_REDUCE_MEAN = GradSyncPolicy(reduce_scatters=False, op=ReduceOp.SUM, average=True)
 SCATTER_MEAN = GradSyncPolicy(reduce_scatters=True, op=ReduceOp.SUM, average=True)

@@ -11,8 +11,8 @@ from kept_in_memory import KeptInMemory
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.checkpoint.capture import TrainingParts, capture, to_host
 from megabucket.checkpoint.restore import restore
-from megabucket.comm import LoopbackWorld
 from megabucket.errors import CheckpointError, CheckpointMismatchError, ConfigError, PeerFailedError, PhaseError
+from megabucket.testing import LoopbackWorld
 
 SHAPES = {"a": (100,), "b": (7, 9), "c": (), "d": (0, 3), "e": (2, 3, 2, 2), "f": (5,)}
 

@@ -10,7 +10,6 @@ import torch
 
 import megabucket as mb
 from megabucket.checkpoint.save import CheckpointWarning
-from megabucket.comm import LoopbackWorld
 from megabucket.errors import (
     CheckpointError,
     CheckpointInvalidError,
@@ -18,6 +17,7 @@ from megabucket.errors import (
     CheckpointMissingError,
     CheckpointNotSavedError,
 )
+from megabucket.testing import LoopbackWorld
 
 MODES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 

@@ -15,8 +15,9 @@ from megabucket.checkpoint.canonical import info_of
 from megabucket.checkpoint.doors.dcp import load_dcp, save_dcp
 from megabucket.checkpoint.doors.flat_range import FlatRange
 from megabucket.checkpoint.pieces import Piece
-from megabucket.comm import LocalCommunicator, LoopbackWorld
+from megabucket.comm import LocalCommunicator
 from megabucket.errors import CheckpointError, CheckpointMismatchError, ConfigError
+from megabucket.testing import LoopbackWorld
 
 MODES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 

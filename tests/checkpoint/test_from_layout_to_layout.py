@@ -8,8 +8,7 @@ from kept_in_memory import KeptInMemory
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.checkpoint.capture import TrainingParts, capture, to_host
 from megabucket.checkpoint.restore import restore
-from megabucket.comm import LoopbackWorld
-from megabucket.testing import param_specs
+from megabucket.testing import LoopbackWorld, param_specs
 
 KINDS = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),

@@ -9,8 +9,9 @@ from kept_in_memory import KeptInMemory
 import megabucket as mb
 from megabucket.checkpoint.capture import TrainingParts, capture, to_host
 from megabucket.checkpoint.doors.megatron import DpZeroState, import_dp_zero, load_dp_zero
-from megabucket.comm import LocalCommunicator, LoopbackWorld
+from megabucket.comm import LocalCommunicator
 from megabucket.errors import CheckpointMismatchError
+from megabucket.testing import LoopbackWorld
 
 SHAPES = {"a": (3,), "b": (2, 2), "c": (70,)}
 # The last one first, from multiples of 64, closed at 70 elements or more, padded to multiples of lcm(2, 128):

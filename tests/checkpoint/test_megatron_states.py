@@ -14,8 +14,8 @@ from megatron_states import CASES, LATER, SHAPES, STEPS, Weights
 import megabucket as mb
 from megabucket.checkpoint.capture import TrainingParts, capture, to_host
 from megabucket.checkpoint.doors.megatron import DpZeroState, import_dp_zero, load_dp_zero
-from megabucket.comm import LoopbackWorld
 from megabucket.errors import CheckpointMismatchError
+from megabucket.testing import LoopbackWorld
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed: pip install megatron-core", allow_module_level=True)

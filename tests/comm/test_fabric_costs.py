@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.comm.fabric import movement
-from megabucket.comm.fabric.costs import Cost
 from megabucket.errors import ConfigError
 from megabucket.planning.links import RingLink
 from megabucket.testing import EmulatedFabric, fabric_lateness
+from megabucket.testing.fabric import movement
+from megabucket.testing.fabric.costs import Cost
 from megabucket.trace import CollectiveKind
 
 LATENCIES = st.floats(0, 1)

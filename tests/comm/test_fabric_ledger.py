@@ -11,10 +11,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.comm.fabric import ledger as ledger_module
-from megabucket.comm.fabric.ledger import Ledger, Links, ledger_words
-from megabucket.comm.fabric.shared import SharedWords, share_words
 from megabucket.errors import ConfigError
+from megabucket.testing.fabric import ledger as ledger_module
+from megabucket.testing.fabric.ledger import Ledger, Links, ledger_words
+from megabucket.testing.fabric.shared import SharedWords, share_words
 
 MACHINE = 4  # ranks
 
@@ -148,7 +148,7 @@ def test_a_lock_that_another_process_holds_is_not_waited_for_for_ever():
     ("machine", "reason"), [("elsewhere", "the first rank runs on another machine"), (None, "No such file or directory")]
 )
 def test_ranks_that_do_not_share_memory_are_refused(machine, reason, tmp_path):
-    from megabucket.comm.fabric import shared
+    from megabucket.testing.fabric import shared
 
     store = dist.HashStore()
     store.set("file", json.dumps([str(tmp_path / "missing"), machine or shared._machine()]))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megabucket.comm.fabric.movement import Mover
 from megabucket.comm.port import ReduceOp
+from megabucket.testing.fabric.movement import Mover
 
 RANK, SIZE = 1, 2
 

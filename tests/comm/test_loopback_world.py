@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.comm import AllGather, AllReduce, Broadcast, LoopbackWorld, ReduceOp, ReduceScatter
+from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter
 from megabucket.errors import CollectiveDeadlockError, CollectiveError, InFlightWriteError, MismatchedCollectiveError
+from megabucket.testing import LoopbackWorld
 
 
 def launch_on_all(world, make_calls, label="test"):

@@ -3,9 +3,10 @@
 import torch
 
 from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, _ParamAndGradBucketGroup
-from megabucket.comm import LoopbackWorld, ReduceOp
+from megabucket.comm import ReduceOp
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec, build_layout
+from megabucket.testing import LoopbackWorld
 
 POLICY = GradSyncPolicy(reduce_scatters=False, op=ReduceOp.SUM, average=True)
 

@@ -4,9 +4,9 @@ import copy
 
 import torch
 
-from megabucket.comm import LoopbackWorld
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
+from megabucket.testing import LoopbackWorld
 
 
 class Ranks:

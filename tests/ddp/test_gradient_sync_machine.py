@@ -19,7 +19,6 @@ from sync_ranks import Expected, Rank, pattern
 
 from megabucket.buffer import GradPhase
 from megabucket.buffer.views import dtype_name
-from megabucket.comm import LoopbackWorld
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import (
     LateGradientError,
@@ -32,6 +31,7 @@ from megabucket.errors import (
     UnusedParameterError,
 )
 from megabucket.layout import ParamSpec
+from megabucket.testing import LoopbackWorld
 
 # (14 + 6) * 3 ranks * 4 = 240: a single gradient is exact in bfloat16 (8 bits), sums are exact in float32.
 AMOUNTS = st.integers(-14, 14)

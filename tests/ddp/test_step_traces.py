@@ -10,10 +10,10 @@ import torch
 from loop_ranks import Ranks, Weights
 
 import megabucket as mb
-from megabucket.comm import LoopbackWorld
 from megabucket.config import DistributedDataParallelConfig, resolve
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import PeerFailedError
+from megabucket.testing import LoopbackWorld
 from megabucket.trace import Lane, ListRecorder
 
 TRACED = {"bucket_size": 1, "step_traces": True}

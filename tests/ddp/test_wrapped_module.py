@@ -11,7 +11,6 @@ import torch
 from loop_ranks import Ranks, Weights, grads
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.comm import LoopbackWorld
 from megabucket.errors import (
     AlreadyWrappedError,
     ConfigError,
@@ -21,6 +20,7 @@ from megabucket.errors import (
     PeerFailedError,
     PhaseError,
 )
+from megabucket.testing import LoopbackWorld
 from megabucket.trace.recorder import ListRecorder
 
 SHARDED = {"use_distributed_optimizer": True}

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Broadcast, Communicator, Handle, LoopbackWorld, ReduceOp, ReduceScatter
+from megabucket.comm import AllGather, AllReduce, Broadcast, Communicator, Handle, ReduceOp, ReduceScatter
 from megabucket.comm.port import Call
 from megabucket.doctor import Report, run_doctor
+from megabucket.testing import LoopbackWorld
 
 Lie = Callable[[int, Call], Call]
 """Of a rank and a reduction of floats: what is launched instead, after changing the tensors at will."""

@@ -16,10 +16,11 @@ from liars import (
     summing_instead_of_averaging,
 )
 
-from megabucket.comm import AllGather, AllReduce, LoopbackWorld, ReduceOp
+from megabucket.comm import AllGather, AllReduce, ReduceOp
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.doctor import Verdict, run_doctor
 from megabucket.errors import CollectiveError, ConfigError
+from megabucket.testing import LoopbackWorld
 
 
 def honest(communicator):

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.comm import Handle, LoopbackWorld
+from megabucket.comm import Handle
 from megabucket.errors import ConfigError
 from megabucket.measure.collectives import SMALLEST_BYTES, Cell, cells_of, sizes_up_to, time_collectives
+from megabucket.testing import LoopbackWorld
 from megabucket.trace import CollectiveKind
 from megabucket.units import dtype_bytes
 

@@ -8,7 +8,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import megabucket as mb
-from megabucket.comm import LoopbackWorld
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError, PhaseError
 from megabucket.layout import ParamSpec
@@ -16,6 +15,7 @@ from megabucket.measure.profile import WorkloadProfile, choose_rank
 from megabucket.measure.profile_events import EventKind
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.planning.workload_match import check_workload_matches, model_fingerprint
+from megabucket.testing import LoopbackWorld
 
 SHORT_S, LONG_S = 0.004, 0.012
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.comm import LoopbackWorld
+from megabucket.testing import LoopbackWorld
 
 MODES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 

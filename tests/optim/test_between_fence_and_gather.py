@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, save_checkpoint
-from megabucket.comm import Communicator, Handle, LoopbackWorld
+from megabucket.comm import Communicator, Handle
 from megabucket.ddp.patience import insist
 from megabucket.errors import CollectiveError, MegabucketError, PeerFailedError, PhaseError, ReplicasDivergedError
+from megabucket.testing import LoopbackWorld
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
 SIZE = 3

@@ -8,7 +8,6 @@ import torch
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
-from megabucket.comm import LoopbackWorld
 from megabucket.errors import (
     ConfigError,
     LateGradientError,
@@ -20,6 +19,7 @@ from megabucket.errors import (
 )
 from megabucket.optim import squares
 from megabucket.optim.norm import sum_of_squares
+from megabucket.testing import LoopbackWorld
 
 ALL_REDUCE = {}
 SHARDED = {"use_distributed_optimizer": True}

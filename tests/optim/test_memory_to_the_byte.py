@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.buffer import WithheldGrad
-from megabucket.comm import LoopbackWorld
 from megabucket.planning.memory import RankMemory, rank_memory
+from megabucket.testing import LoopbackWorld
 
 ADAMW, MOMENTUM, SGD = 2, 1, 0  # moments per element
 BUILD = {

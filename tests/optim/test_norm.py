@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.comm import LocalCommunicator, LoopbackWorld
+from megabucket.comm import LocalCommunicator
 from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
+from megabucket.testing import LoopbackWorld
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.comm import LoopbackWorld
 from megabucket.errors import LayoutMismatchError, NonFiniteGradientError
 from megabucket.optim import squares
+from megabucket.testing import LoopbackWorld
 
 SIZE = 3
 WAYS = {

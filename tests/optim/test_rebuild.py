@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.comm import LoopbackWorld
 from megabucket.errors import (
     LayoutMismatchError,
     NoTrainableParametersError,
@@ -22,6 +21,7 @@ from megabucket.errors import (
     StorageMovedError,
     TrainabilityChangedError,
 )
+from megabucket.testing import LoopbackWorld
 
 MODES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 

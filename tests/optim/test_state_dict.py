@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.comm import LoopbackWorld
 from megabucket.errors import (
     CheckpointMismatchError,
     CheckpointUnavailableError,
@@ -15,6 +14,7 @@ from megabucket.errors import (
     PeerFailedError,
     PhaseError,
 )
+from megabucket.testing import LoopbackWorld
 
 MODES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 

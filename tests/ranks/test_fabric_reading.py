@@ -19,10 +19,10 @@ from fabric_ranks import QUICK, joined, run
 from pool import Rank
 
 from megabucket.comm import ProcessGroupCommunicator, ReduceScatter, peer_memory
-from megabucket.comm.fabric import movement
 from megabucket.comm.plan import InBackground
 from megabucket.comm.torch_group import _all_gather, _reduce_scatter  # by the names this torch has
 from megabucket.testing import EmulatedFabric
+from megabucket.testing.fabric import movement
 
 pytestmark = pytest.mark.dist
 

@@ -15,9 +15,10 @@ from megabucket.chaos.loopback_soak.replay import describe_program, replay, shri
 from megabucket.chaos.loopback_soak.soak import SoakedWorld, all_kinds, run_loopback_soak
 from megabucket.chaos.loopback_soak.turns import Turns, TurnsCommunicator
 from megabucket.chaos.loopback_soak.worlds import draw_world
-from megabucket.comm import AllReduce, LoopbackWorld
+from megabucket.comm import AllReduce
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.errors import CollectiveDeadlockError
+from megabucket.testing import LoopbackWorld
 
 SEED = 0
 

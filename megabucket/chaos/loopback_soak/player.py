@@ -14,12 +14,12 @@ from megabucket.chaos.loopback_soak.model_changes import Before
 from megabucket.chaos.loopback_soak.program import Block, WorldSpec
 from megabucket.chaos.loopback_soak.seen import BlockSeen
 from megabucket.chaos.loopback_soak.turns import Turns, TurnsCommunicator
-from megabucket.comm import LoopbackWorld
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.grad_sync import GradSync
 from megabucket.errors import CollectiveError, InFlightWriteError, PhaseError
 from megabucket.optim import DistributedOptimizer
+from megabucket.testing import LoopbackWorld
 
 _COMPLETION_SHARE = 0.3
 _PAUSE_SHARE = 0.08

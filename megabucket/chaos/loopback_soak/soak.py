@@ -18,7 +18,7 @@ from megabucket.chaos.loopback_soak.player import Player
 from megabucket.chaos.loopback_soak.program import Episode, WorldSpec
 from megabucket.chaos.loopback_soak.turns import Turns
 from megabucket.chaos.loopback_soak.worlds import draw_world
-from megabucket.comm import LoopbackWorld
+from megabucket.testing import LoopbackWorld
 
 EPISODES_PER_WORLD: Final = 40
 _TIMEOUT_S: Final = 60.0

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from megabucket.comm import Communicator, Handle, LoopbackWorld
+from megabucket.comm import Communicator, Handle
 from megabucket.comm.port import Call
+from megabucket.testing import LoopbackWorld
 
 _Result = TypeVar("_Result")
 

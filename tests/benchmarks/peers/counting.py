@@ -88,7 +88,7 @@ def full_bytes(kind: str, shapes: list[Any], dtypes: list[str], *, ranks: int) -
 @contextmanager
 def watched_fabric(counts: Counts) -> Iterator[None]:
     """Count what is launched on groups of the emulated fabric."""
-    from megabucket.comm.fabric.group import FabricGroup
+    from megabucket.testing.fabric.group import FabricGroup
 
     depth = [0]  # a method of the group may call another one
 

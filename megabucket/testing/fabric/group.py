@@ -16,22 +16,22 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from megabucket.comm.background_reader import BackgroundReader
-from megabucket.comm.fabric import movement
-from megabucket.comm.fabric.costs import Cost
-from megabucket.comm.fabric.flight import Clock, Flight, Lateness
-from megabucket.comm.fabric.ledger import Ledger, Links, ledger_words
-from megabucket.comm.fabric.messages import FixedClock, receive, receive_from_any, send
-from megabucket.comm.fabric.nic import Nic
-from megabucket.comm.fabric.shared import share_words
-from megabucket.comm.fabric.threads import hurry_this_thread
-from megabucket.comm.fabric.work import BatchedWork, FabricWork
 from megabucket.comm.gloo_paths import can_exchange_among
 from megabucket.comm.peer_memory import get_to_know
 from megabucket.comm.torch_probes import FABRIC
 from megabucket.comm.wires import Wires, can_meet
+from megabucket.testing.fabric import movement
+from megabucket.testing.fabric.costs import Cost
+from megabucket.testing.fabric.flight import Clock, Flight, Lateness
+from megabucket.testing.fabric.ledger import Ledger, Links, ledger_words
+from megabucket.testing.fabric.messages import FixedClock, receive, receive_from_any, send
+from megabucket.testing.fabric.nic import Nic
+from megabucket.testing.fabric.shared import share_words
+from megabucket.testing.fabric.threads import hurry_this_thread
+from megabucket.testing.fabric.work import BatchedWork, FabricWork
 
 if TYPE_CHECKING:
-    from megabucket.comm.fabric.settings import EmulatedFabric
+    from megabucket.testing.fabric.settings import EmulatedFabric
 
 Tensors = list[torch.Tensor]
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from megabucket.comm.fabric.shared import SharedWords
+from megabucket.testing.fabric.shared import SharedWords
 
 NUM_SLOTS: Final = 4096
 """Collectives a rank may be ahead of the slowest one in a group, less one; a launch beyond that waits."""

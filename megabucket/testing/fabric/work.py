@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.fabric.flight import Flight
-from megabucket.comm.fabric.nic import Nic
+from megabucket.testing.fabric.flight import Flight
+from megabucket.testing.fabric.nic import Nic
 
 _NO_LIMIT: Final = timedelta(0)
 

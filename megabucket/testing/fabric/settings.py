@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.fabric.costs import Cost, together
-from megabucket.comm.fabric.flight import Lateness
-from megabucket.comm.fabric.group import FabricGroup
 from megabucket.comm.torch_probes import FABRIC
 from megabucket.errors import ConfigError
+from megabucket.testing.fabric.costs import Cost, together
+from megabucket.testing.fabric.flight import Lateness
+from megabucket.testing.fabric.group import FabricGroup
 
 _ALWAYS_MOVED_BYTES: Final = 256
 

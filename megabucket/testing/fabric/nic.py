@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from megabucket.comm.fabric.flight import Flight
-from megabucket.comm.fabric.threads import hurry_this_thread
+from megabucket.testing.fabric.flight import Flight
+from megabucket.testing.fabric.threads import hurry_this_thread
 
 _JOIN_S: Final = 1.0
 
