@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megabucket.checkpoint.restore import LoadedCheckpoint
     from megabucket.config.ddp import DistributedDataParallelConfig
     from megabucket.ddp import DistributedDataParallel
-    from megabucket.ddp.agreed_stop import AgreedStop
+    from megabucket.ddp import AgreedStop
     from megabucket.layout import ModelLayout, ParamSpec, build_layout, check_layout
     from megabucket.measure.profile import ProfileCallback, WorkloadProfiler, profile_workload
     from megabucket.optim import DistributedOptimizer, StepResult
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "AgreedStop": "megabucket.ddp.agreed_stop",
+    "AgreedStop": "megabucket.ddp",
     "Checkpointer": "megabucket.checkpoint.checkpointer",
     "DistributedDataParallel": "megabucket.ddp",
     "DistributedDataParallelConfig": "megabucket.config.ddp",

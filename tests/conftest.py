@@ -28,7 +28,7 @@ settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")
 
 # A test process has one fork server, whoever starts it first, so what it loads is the same for all who fork from it.
 # Torch loads torch._dynamo with the first optimizer, which takes each process as long as torch itself.
-multiprocessing.set_forkserver_preload(["torch.distributed", "torch._dynamo", "megabucket.training.loop"])
+multiprocessing.set_forkserver_preload(["torch.distributed", "torch._dynamo", "megabucket.ddp"])
 
 os.environ.pop("COLUMNS", None)  # what prints tables adapts to it, and so would tests of their text
 

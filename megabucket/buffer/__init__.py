@@ -1,16 +1,26 @@
 """Contiguous buffers, buckets and bucket groups: memory and its phases."""
 
-from megabucket.buffer.bucket_group import GradSyncPolicy, _ParamAndGradBucketGroup
-from megabucket.buffer.buffer import ParamAndGradBuffer, _ParamAndGradBucket
+from megabucket.buffer.bucket_group import _ParamAndGradBucketGroup
+from megabucket.buffer.grad_slot import WithheldGrad
+from megabucket.buffer.param_and_grad_buffer import (
+    ParamAndGradBuffer,
+    _ParamAndGradBucket,
+    dense_strides,
+    dtype_name,
+    dtype_named,
+    view_like,
+)
 from megabucket.buffer.phases import GradPhase, ParamPhase
-from megabucket.buffer.withheld_grad import WithheldGrad
 
 __all__ = [
     "GradPhase",
-    "GradSyncPolicy",
     "ParamAndGradBuffer",
     "ParamPhase",
     "WithheldGrad",
     "_ParamAndGradBucket",
     "_ParamAndGradBucketGroup",
+    "dense_strides",
+    "dtype_name",
+    "dtype_named",
+    "view_like",
 ]

@@ -1,55 +1,113 @@
 """``_ParamAndGradBucketGroup``: buckets whose collectives go out together, and the phases of their memory.
 
-Owns readiness, launch and completion of one group. Does not know other groups: in which order groups are launched is the
-wrapper's business (``ddp.launcher``).
+Owns how gradients come in, launch and completion of one group. Does not know other groups: in which order groups are launched
+is the business of the step (``ddp/step.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
+import math
+import weakref
+from collections.abc import Sequence, Sized
+from contextlib import nullcontext
+from typing import Final
 
 import torch
 
-from megabucket.buffer.buffer import _ParamAndGradBucket
 from megabucket.buffer.finite import FiniteTest
-from megabucket.buffer.intake import GradIntake
-from megabucket.buffer.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, PhaseMachine
-from megabucket.buffer.readiness import Readiness
-from megabucket.buffer.scaling import GradScale
+from megabucket.buffer.grad_slot import GradSlot, GradState, WithheldGrad
+from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
+from megabucket.buffer.phases import GradPhase, ParamPhase, enter
 from megabucket.buffer.streams import GradStreams
-from megabucket.buffer.withheld_grad import WithheldGrad
 from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.comm.plan import run_through
-from megabucket.comm.port import Batch
-from megabucket.errors import CollectiveError
+from megabucket.config.resolve import StepPolicy
+
+LARGE_BYTES: Final = 128 << 10
+"""A gradient of more bytes is stored at once, with what is staged."""
+
+MOST_STAGED: Final = 64
+"""So many gradients are staged at most: all that is touched for them is still in the cache when they are stored."""
+
+STAGED_BYTES: Final = 1 << 20
+"""So many bytes are staged at most, if all of the small gradients are as large as the average."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradSyncPolicy:
-    """What all groups of one wrapper do with their gradients."""
+def grad_scale(num_ranks: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Return by what gradients of ``dtype`` are divided before and after a sum over ranks, to become a mean.
 
-    reduce_scatters: bool
-    op: ReduceOp
-    average: bool
-    """Whether the reduced gradient is a mean, by the collective or by scaling."""
-    tests_finite: bool = True
-    """Whether gradients are looked through for nan and inf before they are sent."""
-    accumulates_in_fp32: bool = False
-    """Whether a reduce-scatter adds 16-bit gradients up in float32."""
-    reduces_in_place: bool = False
-    """Whether a reduce-scatter may take no memory beside the gradients."""
-    reads_peers: bool = False
-    """Whether ranks on one host may read each other's memory."""
-    withholds_because: str = ""
-    """Why ``param.grad`` is not for the caller from backward to its reduction, and what to do instead; empty where it is."""
+    A float32 or float64 sum is divided once, at the end. In a 16-bit buffer that could overflow before that, and dividing all
+    first would flush small float16 gradients to zero; so a power of two near the square root of the number of ranks, which is
+    exact, is divided out before, and the rest after.
+
+    >>> grad_scale(6, torch.float32), grad_scale(6, torch.float16)
+    ((1.0, 6.0), (2.0, 3.0))
+    """
+    before = 2.0 ** math.floor(math.log2(math.sqrt(num_ranks))) if dtype.itemsize == 2 else 1.0
+    return before, num_ranks / before
 
 
-def _is_accumulating(grads: PhaseMachine[GradPhase]) -> bool:
-    return grads.current is GradPhase.ACCUMULATING
+class Readiness:
+    """When is a bucket group complete? Counts gradients per parameter; learns in the first step how many to expect.
+
+    A parameter usually receives one gradient per backward, but several when reentrant activation checkpointing re-runs a layer
+    that is used twice, or when the last microbatch runs several backwards. Nothing in the model says so before, so the first
+    step only counts; from then on a group is complete when every parameter has received as many gradients as it did then.
+
+    A step with fewer gradients is still right: the group is sent at the end of the step. A step with more gradients is refused
+    (a gradient comes too late), and the step after it only counts again.
+    """
+
+    __slots__ = ("_counts", "_expected", "num_incomplete")
+
+    def __init__(self, num_params: int) -> None:
+        self._counts = [0] * num_params
+        self._expected: list[int] | None = None
+        self.num_incomplete = num_params
+        """How many parameters have received fewer gradients than expected; all of them while nothing is known."""
+
+    def mark(self, params: Sequence[int]) -> bool:
+        """Count one gradient of each parameter; return whether one of them makes the group complete. O(1) for each."""
+        counts, expected = self._counts, self._expected
+        num_complete = 0
+        for param in params:
+            count = counts[param] + 1
+            counts[param] = count
+            if expected is not None and count == expected[param]:
+                num_complete += 1
+        self.num_incomplete -= num_complete
+        return num_complete > 0 and self.num_incomplete == 0
+
+    def end_step(self, *, learns: bool = False, unlearns: bool = False) -> None:
+        """Forget the counts.
+
+        Args:
+            learns: whether the step was whole, so that the first one teaches how many gradients to expect.
+            unlearns: whether this step brought more gradients than that one had.
+        """
+        if unlearns:
+            self._expected = None
+        elif learns and self._expected is None and any(self._counts):
+            # A parameter without a gradient still holds its group back: sending early could only lose a later gradient.
+            self._expected = [max(count, 1) for count in self._counts]
+        self._counts = [0] * len(self._counts)
+        self.num_incomplete = len(self._counts)
+
+
+class Staging(list[torch.Tensor]):
+    """Parameters of a group whose gradients were taken out of ``param.grad`` and wait to be stored, many in one call.
+
+    Hooks of parameters hold this, where no garbage collector looks, so nothing may stay in it.
+    """
+
+    __slots__ = ("grads", "room")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grads: list[torch.Tensor] = []
+        """Their gradients."""
+        self.room = 0
+        """How many may be staged before the group must look at them; 0 while nothing is known about the backward."""
 
 
 class _ParamAndGradBucketGroup:
@@ -57,202 +115,315 @@ class _ParamAndGradBucketGroup:
 
     Args:
         index: position in the launch order.
-        num_groups: groups of the wrapper, for error texts.
         buckets: at least one; their order is the order of the calls in the batch.
         communicator: the ranks to reduce with.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[_ParamAndGradBucket],
-        *,
-        index: int,
-        num_groups: int,
-        communicator: Communicator,
-        policy: GradSyncPolicy,
+        self, buckets: Sequence[_ParamAndGradBucket], *, index: int, communicator: Communicator, policy: StepPolicy
     ) -> None:
         self.buckets = list(buckets)
-        self.index = index
-        self.num_groups = num_groups
+        self.index, self.label = index, f"bucket {index}"
         self.communicator = communicator
         self.policy = policy
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self.params = [slot.param for slot in self.slots]
+        """In buffer order."""
+        self.position_of = {id(slot.param): position for position, slot in enumerate(self.slots)}
+        """Where each parameter stands in ``slots``. By identity, so that hooks may hold it."""
         self.readiness = Readiness(len(self.slots))
-        self._streams = GradStreams.of(self.buckets[0].grad_data.device)
+        self.staging = Staging()
+        self.streams = GradStreams.of(self.buckets[0].grad_data.device)
+        self.is_complete = False
+        """Whether all gradients of this step have come, as far as it is known how many there will be."""
         self.missing: tuple[str, ...] = ()
         """Parameters that had no gradient when the group was launched."""
         self.cleared: tuple[str, ...] = ()
         """Those of ``missing`` whose place held values of an earlier step, and zeros are reduced instead."""
         self.interrupted: list[str] = []
         """Parameters whose gradient of this step was cleared or replaced before the step was over."""
-        self.intake = GradIntake(self.slots, self.readiness, self.interrupted, self._streams)
-        self._grads = PhaseMachine(f"the gradients of bucket group {index}", GradPhase.ACCUMULATING, GRAD_TRANSITIONS)
-        self._params = PhaseMachine(f"the parameters of bucket group {index}", ParamPhase.GATHERED, PARAM_TRANSITIONS)
+        small_bytes = [param.nbytes for param in self.params if param.nbytes <= LARGE_BYTES]
+        self._most_staged = min(MOST_STAGED, STAGED_BYTES * len(small_bytes) // max(sum(small_bytes), 1))
+        self._post_hooks: Sequence[Sized] = ()
+        self._is_taking = self._counts = False  # in this backward
+        self._limit = 0
+        self._staged: list[GradSlot] = []  # whose state is STAGED
+        self.grad_phase = GradPhase.ACCUMULATING
+        """Who may touch the gradients."""
+        self.param_phase = ParamPhase.GATHERED
+        """Who may touch the parameters."""
         self._grad_handle: Handle | None = None
-        self._param_handle: Handle | None = None
-        # It knows the phases only: nothing may lead back to a parameter from its .grad, where no garbage collector looks.
-        accumulates = functools.partial(_is_accumulating, self._grads)
-        for slot in self.slots:
-            slot.accumulates = accumulates
-        if policy.withholds_because:
-            for slot in self.slots:
-                what = f"the gradient of {slot.name!r}"
-                slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withholds_because, accumulates=accumulates)
-        self._values = [slot.param.data for slot in self.slots]
-        self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
-        self._are_params_hidden = False
-        self._is_everywhere = False  # what was reduced, not only this rank's shard of it
         self._grad_gather: Handle | None = None
-        self._divisions: Iterator[object] = iter(())
-        num_ranks = communicator.size if policy.average and policy.op is ReduceOp.SUM else 1
-        self._scales = [GradScale.mean_of(num_ranks, bucket.grad_data.dtype) for bucket in self.buckets]
-        self.finite_test, self.sum_test = self._make_finite_tests()
-        self._prepare_calls()
+        self._param_handle: Handle | None = None
+        self._values = [param.data for param in self.params]
+        self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
+        self.param_values = self._values
+        """What each parameter must look at now."""
+        self._is_everywhere = False  # what was reduced, not only this rank's shard of it
+        # It knows the group weakly: nothing may lead back to a parameter from its .grad, where no garbage collector looks.
+        accumulates = functools.partial(_is_accumulating, weakref.ref(self))
+        for slot in self.slots:
+            slot.accumulates, slot.settle = accumulates, self._settle
+            if policy.withheld_because:
+                what = f"the gradient of {slot.name!r}"
+                slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withheld_because, accumulates=accumulates)
+        self._prepare()
 
-    def _prepare_calls(self) -> None:
+    def _prepare(self) -> None:
         communicator, policy, rank = self.communicator, self.policy, self.communicator.rank
-        grads = [(bucket.grad_data, scale.divisor_after) for bucket, scale in zip(self.buckets, self._scales, strict=True)]
-        self._reduce_calls = communicator.prepare([AllReduce(grad, policy.op, divisor=divisor) for grad, divisor in grads])
-        if policy.reduce_scatters:
-            self._grad_shards = [bucket.shard(bucket.grad_data, rank) for bucket in self.buckets]
+        num_ranks = communicator.size if policy.averages and not policy.averages_in_collective else 1
+        op = ReduceOp.AVG if policy.averages_in_collective else ReduceOp.SUM
+        scales = [grad_scale(num_ranks, bucket.grad_data.dtype) for bucket in self.buckets]
+        self._divided_before = [
+            (bucket.grad_data, before) for bucket, (before, _) in zip(self.buckets, scales, strict=True) if before != 1
+        ]
+        grads = [(bucket.grad_data, after) for bucket, (_, after) in zip(self.buckets, scales, strict=True)]
+        self._reduce_calls = communicator.prepare([AllReduce(grad, op, divisor) for grad, divisor in grads])
+        self.grad_shards = [bucket.shard(bucket.grad_data, rank) for bucket in self.buckets] if policy.is_sharded else []
+        if policy.is_sharded:
             self._scatter_calls = communicator.prepare(
                 [
                     ReduceScatter(
                         shard,
                         grad,
-                        policy.op,
+                        op,
                         in_fp32=policy.accumulates_in_fp32 and shard.element_size() == 2,
                         in_place=policy.reduces_in_place,
                         divisor=divisor,
                     )
-                    for shard, (grad, divisor) in zip(self._grad_shards, grads, strict=True)
+                    for shard, (grad, divisor) in zip(self.grad_shards, grads, strict=True)
                 ]
             )
             self._gather_calls = communicator.prepare(
                 [AllGather(bucket.param_data, bucket.shard(bucket.param_data, rank)) for bucket in self.buckets]
             )
-
-    def _make_finite_tests(self) -> tuple[FiniteTest, FiniteTest]:
-        """Return the test of what is sent and that of the sum.
-
-        A float32 gradient (bfloat16 and float64 have as much room) whose sum over the ranks could be infinite is as good as
-        infinite itself. Gradients that a float16 can hold, but not their sum, are common; so the sum is tested, too.
-        """
-        num_ranks = self.communicator.size
-        is_half = [bucket.grad_data.dtype == torch.float16 and num_ranks > 1 for bucket in self.buckets]
+        # A float32 gradient (bfloat16 and float64 have as much room) whose sum over the ranks could be infinite is as good as
+        # infinite itself. Gradients that a float16 can hold, but not their sum, are common; so the sum is tested, too.
+        is_half = [bucket.grad_data.dtype == torch.float16 and communicator.size > 1 for bucket in self.buckets]
         headrooms = [
-            1.0 if half else max(2.0 ** (num_ranks - 1).bit_length() / scale.divisor_before, 1.0)
-            for half, scale in zip(is_half, self._scales, strict=True)
+            1.0 if half else max(2.0 ** (communicator.size - 1).bit_length() / before, 1.0)
+            for half, (before, _) in zip(is_half, scales, strict=True)
         ]
         halves = [bucket for bucket, half in zip(self.buckets, is_half, strict=True) if half]
-        return (
-            FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets], headrooms),
-            FiniteTest([slot for bucket in halves for slot in bucket.slots], [bucket.grad_data for bucket in halves]),
-        )
+        self.finite_test = FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets], headrooms)
+        """Of what is sent."""
+        half_slots = [slot for bucket in halves for slot in bucket.slots]
+        self.sum_test = FiniteTest(half_slots, [bucket.grad_data for bucket in halves])
+        """Of the sum, where it may overflow although all it was made of is finite."""
 
-    @property
-    def readable_batches(self) -> list[Batch]:
-        """What the ranks may do by reading each other's memory."""
-        if not self.policy.reads_peers:
-            return []
-        return [self._scatter_calls, self._gather_calls] if self.policy.reduce_scatters else [self._reduce_calls]
+    # Gradients come in #
 
-    @property
-    def grad_phase(self) -> GradPhase:
-        """Who may touch the gradients now."""
-        return self._grads.current
+    def receive(self, position: int, *, counts: bool, may_stage: bool) -> bool:
+        """Take the gradient of one parameter, and store those that are staged if it is time for them.
 
-    @property
-    def param_phase(self) -> ParamPhase:
-        """Who may touch the parameters now."""
-        return self._params.current
-
-    @cached_property
-    def label(self) -> str:
-        """Name of the group in traces and errors."""
-        return f"bucket {self.index}"
-
-    @property
-    def params(self) -> list[torch.nn.Parameter]:
-        """The parameters of all buckets of the group, in buffer order."""
-        return [slot.param for slot in self.slots]
-
-    # Gradients #
-
-    def receive_grad(self, position: int, *, counts: bool, may_wait: bool = False) -> bool:
-        """Store the gradient autograd has just produced for one parameter; return whether the group is complete now.
+        Returns whether the group is complete now.
 
         Args:
             position: of the parameter in ``slots``. The group is accumulating.
-            counts: whether this is the backward that is going to be reduced.
-            may_wait: whether small gradients of this backward may wait for each other.
+            counts: whether this is the backward that is going to be reduced. What is staged counts as the first gradient does.
+            may_stage: whether gradients of this backward may be staged, if nothing here is against it.
         """
-        is_complete = self.intake.receive(position, counts=counts, may_wait=may_wait)
+        if not self._is_taking:
+            self._is_taking, self._counts = True, counts
+            self._limit = self._most_staged if may_stage and self._has_no_other_hooks() else 0
+        is_complete = False
+        if self.streams is not None and not self.streams.is_here():
+            is_complete = self._store_staged()  # on the stream that has computed them
+            self.streams.note()
+        slot = self.slots[position]
+        param, grad = slot.param, slot.param.grad
+        if not self._limit or param.grad_added_to_main_grad or grad is None:  # type: ignore[attr-defined]
+            self._settle(param)
+            if slot.store():
+                self.interrupted.append(slot.name)
+            is_complete = (counts and self.readiness.mark((position,))) or is_complete
+        else:
+            self.staging.append(param)
+            self.staging.grads.append(grad)
+            param.grad = None
+        num_awaited = self._num_awaited()
+        if len(self.staging) >= num_awaited or (self.staging and param.nbytes > LARGE_BYTES):
+            is_complete = self._store_staged() or is_complete
+            num_awaited = self._num_awaited()
+        self.staging.room = num_awaited - 1
         if is_complete:
-            self.communicator.tell_ready(self.label)
+            self.is_complete = True
+            for recorder in self.communicator.progress.recorders:
+                recorder.note_ready(self.label)
         return is_complete
+
+    def end_backward(self) -> None:
+        """Store what is staged, and show all gradients. What comes next may belong to another backward."""
+        self._store_staged()
+        if self.streams is not None:
+            self.streams.follow()  # what uses the gradients now does so on the current stream
+        for slot in self._staged:
+            slot.show()
+        self._end_taking()
+
+    def drop_staged(self) -> None:
+        """Forget what is staged: the gradients of this step are not used."""
+        self.staging.clear()
+        self.staging.grads.clear()
+        for slot in self._staged:
+            slot.state = GradState.STALE
+        self._end_taking()
+
+    def _end_taking(self) -> None:
+        self._staged.clear()
+        self._is_taking, self.staging.room = False, 0
+
+    def _has_no_other_hooks(self) -> bool:
+        """Whether no other code has hooks on the parameters, which would look for their gradients."""
+        if not self._post_hooks:  # the dicts, which stay the same
+            hooks = [param._post_accumulate_grad_hooks for param in self.params]
+            if None in hooks:
+                return False
+            self._post_hooks = hooks
+        return sum(map(len, self._post_hooks)) == len(self._post_hooks)
+
+    def _num_awaited(self) -> int:
+        """Return with how many staged gradients the group must look at them: they may be the last ones."""
+        return min(self._limit, self.readiness.num_incomplete) if self._counts else self._limit
+
+    def _settle(self, param: torch.Tensor) -> None:
+        """Store what is staged if it is a gradient of ``param``: other code is about to write into its place."""
+        if any(staged is param for staged in self.staging):
+            self._store_staged()
+
+    def _store_staged(self) -> bool:
+        """Store and count what is staged; return whether the group is complete now."""
+        staging = self.staging
+        if not staging:
+            return False
+        positions, grads = list(map(self.position_of.__getitem__, map(id, staging))), staging.grads
+        staging.clear()
+        staging.grads = []
+        with torch.no_grad(), nullcontext() if self.streams is None else self.streams.last():
+            self._store_all(positions, grads)
+        return self._counts and self.readiness.mark(positions)
+
+    def _store_all(self, positions: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """Bring gradients that were taken out of ``param.grad`` into their views: one call to copy, one to add.
+
+        Raises:
+            PhaseError: a fused kernel has added to ``main_grad`` where a gradient was staged.
+        """
+        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for position, grad in zip(positions, grads, strict=True):
+            slot = self.slots[position]
+            state = slot.state
+            # A copy could broadcast if the parameter's shape has changed.
+            is_plain = type(grad) is torch.Tensor and not grad.is_sparse and grad.numel() == slot.numel
+            if not is_plain or state is GradState.KERNEL or slot.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                _flush(copied, added)  # what comes now may be added to them
+                slot.param.grad = slot.view if slot.param.grad_added_to_main_grad else grad  # type: ignore[attr-defined]
+                if slot.store():
+                    self.interrupted.append(slot.name)
+                if slot.param.grad is not slot.view:
+                    continue
+                slot.param.grad = None
+            elif state is GradState.STAGED:  # a second gradient in this backward, which autograd could not add itself
+                _flush(copied, added)
+                added[0].append(slot.view)
+                added[1].append(grad)
+                continue
+            elif grad is not slot.view:
+                if state is GradState.HELD:
+                    self.interrupted.append(slot.name)
+                targets, sources = added if state is GradState.CLEAN else copied
+                targets.append(slot.view)
+                sources.append(grad)
+            slot.state = GradState.STAGED
+            self._staged.append(slot)
+        _flush(copied, added)
+
+    # Gradients go out #
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the reduction of this step was sent and not waited for to its end."""
+        return self._grad_handle is not None and self._grad_handle.is_started
 
     def start_grad_sync(self) -> None:
         """Hand the gradients to a collective. Parameters without a gradient are reduced as zeros and listed in ``missing``.
 
-        May be called again when an exception (an interrupt, say) has kept the collective from being launched.
-
         Raises:
             PhaseError: the group is not accumulating.
         """
-        if self._grads.current is not GradPhase.IN_FLIGHT or self._grad_handle is not None:
-            self._grads.enter(GradPhase.IN_FLIGHT)
-        self.missing, self.cleared = self.intake.hand_over()
+        self.grad_phase = enter(self.grad_phase, GradPhase.IN_FLIGHT, group=self.index)
+        self._hand_over()
         if self.policy.tests_finite:
             self.finite_test.run()
-        for scale, bucket in zip(self._scales, self.buckets, strict=True):
-            scale.before(bucket.grad_data)
+        for values, divisor in self._divided_before:
+            values.div_(divisor)
         self._launch_grads()
 
     def start_dropped_sync(self) -> None:
         """Take part in the reduction of a step that is dropped, with whatever the buffer holds: nothing can go wrong here.
 
-        Does nothing when the group was launched.
+        Does nothing when the group was launched. May be called again after an interrupt.
         """
-        if self._grads.current is GradPhase.IN_FLIGHT and self._grad_handle is not None:
+        if self.is_launched:
             return
-        self.intake.drop()
-        if self._grads.current is not GradPhase.IN_FLIGHT:
-            self._grads.enter(GradPhase.IN_FLIGHT)
-        if self._streams is not None:
-            self._streams.join()
+        self.drop_staged()
+        if self.grad_phase is GradPhase.REDUCED:
+            self.grad_phase = enter(self.grad_phase, GradPhase.ACCUMULATING, group=self.index)
+        if self.grad_phase is GradPhase.ACCUMULATING:
+            self.grad_phase = enter(self.grad_phase, GradPhase.IN_FLIGHT, group=self.index)
+        if self.streams is not None:
+            self.streams.join()
         for slot in self.slots:
-            slot.param.grad = None
-            slot.is_clean = False
+            slot.param.grad, slot.state = None, GradState.STALE
         self.missing = self.cleared = ()
-        self.finite_test.forget()
+        self.finite_test.found, self.finite_test.flag = (), None
         self._launch_grads()
 
-    def _launch_grads(self) -> None:
-        self._is_everywhere, self._grad_gather = not self.policy.reduce_scatters, None
-        reduced = [bucket.grad_data for bucket in self.buckets] if self._is_everywhere else self._grad_shards
-        # An iterator in C: a finish that is interrupted and begun again goes on where it was, and divides nothing twice.
-        self._divisions = chain(*(scale.divisions(values) for scale, values in zip(self._scales, reduced, strict=True)))
-        self._grad_handle = self.communicator.launch(
-            self._reduce_calls if self._is_everywhere else self._scatter_calls, label=self.label
+    def _hand_over(self) -> None:
+        """Let go of all views so that a collective can own them."""
+        self._store_staged()
+        if self.streams is not None:
+            self.streams.join()
+        rest = (
+            [slot for slot in self.slots if slot.state is not GradState.STAGED] if len(self._staged) < len(self.slots) else []
         )
+        for slot in self._staged:
+            slot.state = GradState.STALE
+        self._end_taking()
+        missing, cleared = [], []
+        for slot in rest:
+            was_clean = slot.state is GradState.CLEAN
+            if not slot.hand_over():
+                missing.append(slot.name)
+                if not was_clean:
+                    cleared.append(slot.name)
+                    if slot.was_cleared:
+                        self.interrupted.append(slot.name)
+        self.missing, self.cleared = tuple(missing), tuple(cleared)
+
+    def _launch_grads(self) -> None:
+        self._is_everywhere, self._grad_gather = not self.policy.is_sharded, None
+        calls = self._reduce_calls if self._is_everywhere else self._scatter_calls
+        self._grad_handle = self.communicator.handle(calls, label=self.label)
+        self._grad_handle.start()
 
     def finish_grad_sync(self) -> None:
         """Wait for the collective and leave reduced gradients behind. Does nothing when they are there already.
 
         Raises:
             PhaseError: the group was not launched.
-            CollectiveError: the launch had failed.
         """
-        if self._grads.current is GradPhase.REDUCED:
+        if self.grad_phase is GradPhase.REDUCED:
             return
-        if self._grads.current is GradPhase.IN_FLIGHT:
-            if not self._wait(self._grad_handle).has_divided:
-                run_through(self._divisions)
-            self.sum_test.forget()
+        if self.grad_phase is GradPhase.IN_FLIGHT and self._grad_handle is None:
+            self._launch_grads()  # an interrupt has kept it from being sent
+        if self._grad_handle is not None:
+            self._grad_handle.wait()
+            self.sum_test.found, self.sum_test.flag = (), None
             if self.policy.tests_finite and self._is_everywhere:
                 self.sum_test.run()
-        self._grads.enter(GradPhase.REDUCED)
+        self.grad_phase = enter(self.grad_phase, GradPhase.REDUCED, group=self.index)
         self._grad_handle = None
 
     def gather_grads(self) -> None:
@@ -263,8 +434,9 @@ class _ParamAndGradBucketGroup:
         if self._is_everywhere:
             return
         if self._grad_gather is None:
-            calls = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self._grad_shards, strict=True)]
-            self._grad_gather = self.communicator.launch(calls, label=f"gradient gather {self.index}")
+            calls = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self.grad_shards, strict=True)]
+            self._grad_gather = self.communicator.handle(calls, label=f"gradient gather {self.index}")
+        self._grad_gather.start()
         self._grad_gather.wait()
         if self.policy.tests_finite:
             self.sum_test.run()
@@ -281,19 +453,21 @@ class _ParamAndGradBucketGroup:
 
     def withhold_grads(self) -> None:
         """Let ``param.grad`` refuse to be used until the gradients are published, or forgotten, if that is the policy."""
-        if self.policy.withholds_because and self._grads.current is not GradPhase.REDUCED:
-            is_sent = self._grads.current is GradPhase.IN_FLIGHT
+        if self.policy.withheld_because and self.grad_phase is not GradPhase.REDUCED:
+            is_sent = self.grad_phase is GradPhase.IN_FLIGHT
             for slot in self.slots:
                 slot.withhold(is_sent=is_sent)
 
     def withdraw_grads(self) -> None:
-        """Show no gradients, in place of ``publish``: nobody steps on them."""
+        """Show no gradients, in place of ``publish``: no optimizer steps on them."""
         for slot in self.slots:
             slot.withdraw()
 
     def reopen(self) -> None:
         """Start a step on top of what plain torch code left in ``param.grad``: nothing, zeros, or reduced values."""
-        self._grads.enter(GradPhase.ACCUMULATING)
+        if self.grad_phase is not GradPhase.ACCUMULATING:
+            self.grad_phase = enter(self.grad_phase, GradPhase.ACCUMULATING, group=self.index)
+        self.is_complete = False
         self.interrupted.clear()
 
     def reset(self) -> None:
@@ -302,68 +476,64 @@ class _ParamAndGradBucketGroup:
         Raises:
             PhaseError: a collective still owns the gradients.
         """
-        self.intake.drop()
-        if self._grads.current is not GradPhase.ACCUMULATING:
-            self._grads.enter(GradPhase.ACCUMULATING)
-        self.interrupted.clear()
+        if self._is_taking:
+            self.drop_staged()
+        self.reopen()
         for slot in self.slots:
             slot.forget()
-        self.readiness.abandon_step()
+        self.readiness.end_step()
 
     # Parameters #
 
-    @property
-    def param_values(self) -> list[torch.Tensor]:
-        """What each parameter must look at now: memory, shape and memory order."""
-        return self._nans if self._are_params_hidden else self._values
-
     def mark_params_stale(self) -> None:
         """Say that the optimizer has updated this rank's shard and the others' are out of date."""
-        self._params.enter(ParamPhase.STALE)
+        self.param_phase = enter(self.param_phase, ParamPhase.STALE, group=self.index)
 
     def start_param_sync(self) -> None:
         """Gather the shards of all ranks. Does nothing while a gather is in flight."""
-        if self._params.current is ParamPhase.IN_FLIGHT:
-            return
-        self._params.enter(ParamPhase.IN_FLIGHT)
-        self._param_handle = self.communicator.launch(self._gather_calls, label=f"param gather {self.index}")
+        if self.param_phase is not ParamPhase.IN_FLIGHT:
+            self.param_phase = enter(self.param_phase, ParamPhase.IN_FLIGHT, group=self.index)
+        if self._param_handle is None:
+            self._param_handle = self.communicator.handle(self._gather_calls, label=f"param gather {self.index}")
+        self._param_handle.start()
 
     def finish_param_sync(self) -> None:
-        """Return when every parameter of the group may be read, gathering first where needed.
-
-        Raises:
-            CollectiveError: the launch had failed.
-        """
-        if self._params.current is ParamPhase.GATHERED:
+        """Return when every parameter of the group may be read, gathering first where needed."""
+        if self.param_phase is ParamPhase.GATHERED:
             return
         self.start_param_sync()
-        self._wait(self._param_handle)
-        self._params.enter(ParamPhase.GATHERED)
-        self._param_handle = None
+        if self._param_handle is not None:
+            self._param_handle.wait()
         self.show_params()
+        self.param_phase = enter(self.param_phase, ParamPhase.GATHERED, group=self.index)
+        self._param_handle = None
 
     def show_params(self) -> None:
         """Let the parameters look at the buffer again, whatever it holds by now. Does nothing when they do."""
-        if self._are_params_hidden:
-            self._are_params_hidden = False
-            for slot, values in zip(self.slots, self._values, strict=True):
-                slot.param.data = values
+        if self.param_values is not self._values:
+            for param, values in zip(self.params, self._values, strict=True):
+                param.data = values
+            self.param_values = self._values
 
     def hide_params(self) -> None:
         """Let the parameters read as NaN until ``finish_param_sync``: what reads them too early must not get old values.
 
         Nothing is written; each parameter looks at a single NaN for a while. A write to it raises in torch.
         """
-        self._are_params_hidden = True
-        for slot, nans in zip(self.slots, self._nans, strict=True):
-            slot.param.data = nans
+        self.param_values = self._nans
+        for param, nans in zip(self.params, self._nans, strict=True):
+            param.data = nans
 
-    def _wait(self, handle: Handle | None) -> Handle:
-        if handle is None:
-            raise CollectiveError(
-                f"[rank {self.communicator.rank}] a collective of {self.label} of {self.num_groups} could not be launched (the "
-                "error was raised then), so there is nothing to wait for and this rank is out of step with the others. "
-                "End the run and start again."
-            )
-        handle.wait()
-        return handle
+
+def _is_accumulating(reference: weakref.ref[_ParamAndGradBucketGroup]) -> bool:
+    group = reference()
+    return group is not None and group.grad_phase is GradPhase.ACCUMULATING
+
+
+def _flush(copied: tuple[list[torch.Tensor], list[torch.Tensor]], added: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+    if copied[0]:
+        torch._foreach_copy_(*copied)
+    if added[0]:
+        torch._foreach_add_(*added)
+    for tensors in (*copied, *added):
+        tensors.clear()

@@ -42,25 +42,22 @@ class FiniteTest:
         # Exact in the dtype: its largest value, divided by a power of two.
         limits = [torch.finfo(flat.dtype).max / headroom for flat, headroom in zip(flats, headrooms, strict=True)]
         self._has_headroom = any(headroom > 1 for headroom in headrooms)
-        self._flats = [(flat, limit) for flat, limit in zip(flats, limits, strict=True) if flat.numel()]
+        self.flats = [(flat, limit) for flat, limit in zip(flats, limits, strict=True) if flat.numel()]
+        """What is tested, with the largest value there may be."""
         self.found: tuple[NonFiniteParam, ...] = ()
         """What the last ``run`` found; on a device only after ``name_culprits``."""
         self.flag: torch.Tensor | None = None  # 0D bool on the device, or None where the host knows already
 
     def run(self) -> None:
         """Test the gradients as they are now: one reading pass."""
-        self.forget()
-        for flat, limit in self._flats:
+        self.found, self.flag = (), None
+        for flat, limit in self.flats:
             if flat.device.type != "cpu":
                 is_bad = is_beyond(*torch.aminmax(flat), limit)
                 self.flag = is_bad if self.flag is None else self.flag.logical_or_(is_bad)
             elif not _is_within_on_host(flat, limit):
                 self.name_culprits()
                 return
-
-    def forget(self) -> None:
-        """Know of nothing: what is sent next is not tested."""
-        self.found, self.flag = (), None
 
     def name_culprits(self) -> None:
         """Look for the parameters. Slow, and only after a hit. After the reduction these are the culprits of all ranks."""

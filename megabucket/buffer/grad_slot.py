@@ -1,35 +1,44 @@
 """One parameter's place in the gradient buffer, and the rule that brings each gradient there in one pass over memory.
 
-The rule needs no flag between backwards, because ``param.grad`` is the state:
+Autograd leaves a gradient in ``param.grad``; what it finds there decides what it does:
 
-* ``None`` before backward: nothing accumulated in this step. Autograd hands its gradient over without copying, and ``store``
-  copies it into the buffer (casting to the buffer's dtype). One pass, and no zeroing before it. Into a view that was zeroed on
-  purpose it is added instead, because others may have added there by hand.
-* the buffer view: autograd adds the next gradient in place, into the buffer. One pass, nothing left to store.
-* anything else: the caller put it there (or ``create_graph=True`` made a new sum); it already contains what was accumulated,
-  so it is copied.
-
-Within a backward a gradient may be released: the view holds it, and ``param.grad`` is ``None`` already, for the launch.
+* ``None``: autograd hands its gradient over without copying. The first one of a step is copied into the view (casting to the
+  buffer's dtype): one pass, and no zeroing before it. A second one of the same backward is added. Into a view that was zeroed
+  on purpose it is added, because others may have added there by hand.
+* the view: autograd adds the next gradient in place, into the buffer. One pass, nothing left to store.
+* anything else: the caller put it there (or ``create_graph=True`` made a new sum); it already contains what was accumulated, so
+  it is copied.
 
 While a collective owns the buffer ``param.grad`` is ``None``, so a late gradient lands in memory of its own and is found. After
 a backward that leaves gradients nobody may use yet it is a ``WithheldGrad``, which stands for what the buffer has.
 
 Fused weight-gradient kernels add into ``main_grad`` themselves, set ``grad_added_to_main_grad`` and hand autograd a dummy.
 Their ``param.grad`` stays ``None`` (autograd must not add dummies up) and their view is zeroed at the start of a step. A
-parameter with ``zero_out_wgrad`` gets zeros as its dummy, so what autograd has added to them (the other end of a tied
-weight) is a gradient and counts.
-
-Kernels that ask before they write (``megabucket.fused``) need no zeros: ``prepare_kernel`` says whether to overwrite or to add.
+parameter with ``zero_out_wgrad`` gets zeros as its dummy, so what autograd has added to them (the other end of a tied weight)
+is a gradient and counts. Kernels that ask before they write (``megabucket.fused``) need no zeros: ``prepare_kernel`` says what
+to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from megabucket.buffer.withheld_grad import WithheldGrad
 from megabucket.errors import PhaseError
+
+
+class GradState(enum.Enum):
+    """What the view of one parameter holds."""
+
+    STALE = "stale"  # values of another step: the first gradient overwrites them
+    CLEAN = "clean"  # zeros, and what was added on purpose since: the first gradient is added
+    STAGED = "staged"  # gradients of this backward and earlier ones; param.grad is None to its end
+    HELD = "held"  # gradients of this step; param.grad is the view
+    KERNEL = "kernel"  # a fused kernel has added in this step; param.grad is None
 
 
 class GradSlot:
@@ -39,16 +48,13 @@ class GradSlot:
         "__weakref__",
         "_dummy_address",
         "_kernel_asks",
-        "_uses_fused_kernel",
+        "_needs_zeros",
         "accumulates",
-        "added_by_kernel",
-        "has_received",
-        "is_clean",
-        "is_released",
         "name",
         "numel",
         "param",
         "settle",
+        "state",
         "view",
         "was_cleared",
         "withheld",
@@ -59,19 +65,11 @@ class GradSlot:
         self.param = param
         self.view = view  # ND, gradient dtype, memory order of the parameter
         self.numel = view.numel()
-        self.is_clean = True
-        """Whether the view holds nothing but zeros and what was added on purpose since; false means stale values."""
+        self.state = GradState.CLEAN
         self.accumulates: Callable[[], bool] | None = None
         """Whether the view may be written to; ``None``: always. It must not lead back to the parameter."""
-        self._uses_fused_kernel = False
-        self.added_by_kernel = False
-        """Whether a fused kernel has added to the view in this step."""
-        self._kernel_asks = False
+        self._needs_zeros = self._kernel_asks = False  # of fused kernels
         self._dummy_address = 0
-        self.has_received = False
-        """Whether a backward of this step brought a gradient. A view that was zeroed in place is one that brought nothing."""
-        self.is_released = False
-        """Whether the view holds the gradient of this step and ``param.grad`` shows it no more. Only within a backward."""
         self.was_cleared = False
         """Whether ``hand_over`` found nothing any more of what this step had brought."""
         self.settle: Callable[[torch.Tensor], None] | None = None
@@ -81,73 +79,56 @@ class GradSlot:
 
     @property
     def has_grad(self) -> bool:
-        """Whether there is a gradient: of this step, or of the last one, if nobody has cleared it."""
-        return self.added_by_kernel or self.is_released or self.param.grad is not None
+        """Whether there is a gradient: of this step, or of the last one, if it was not cleared."""
+        return self.param.grad is not None or self.state in (GradState.STAGED, GradState.KERNEL)
 
     def store(self) -> bool:
-        """Bring the gradient that autograd has just accumulated into the buffer.
+        """Bring the gradient that autograd has just left in ``param.grad`` into the buffer.
 
-        Returns whether it takes the place of what earlier backwards of this step had brought: somebody has cleared or replaced
-        that meanwhile.
+        Returns whether it takes the place of what earlier backwards of this step had brought: that was cleared or replaced
+        meanwhile.
 
         Raises:
             PhaseError: a fused kernel added its gradient to values of an earlier step.
         """
-        is_first = not self.has_received
-        self.has_received = True
         if self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self._store_fused()
             return False
-        if self.is_released:
-            self._store_again()
-            return False
+        had_received = self.state is GradState.HELD
         # With create_graph=True autograd makes a new sum instead of adding in place.
-        return self._store_grad() and not (is_first or torch.is_grad_enabled())
+        return self._store_grad() and had_received and not torch.is_grad_enabled()
 
     def _store_grad(self) -> bool:
         """Copy or add a gradient that is not in the view; return whether it takes the place of what was there, if anything."""
-        grad = self.param.grad
-        if grad is self.view or grad is None:
+        grad, state = self.param.grad, self.state
+        if grad is None:
             return False
-        if type(grad) is WithheldGrad:
-            self.param.grad = self.view  # autograd has added to it through what stood in for it
+        if grad is self.view or type(grad) is WithheldGrad:  # autograd has added to it, or to what stood in for it
+            self.param.grad = self.view
+            self.state = GradState.HELD
             return False
         if grad.requires_grad:
             grad = grad.detach()  # create_graph=True: the graph must not grow into the buffer
-        if self.added_by_kernel:
-            self.view.add_(grad)  # this layer's kernel ran for another microbatch or another use; this one came by autograd
+        if state in (GradState.KERNEL, GradState.STAGED):
+            self.view.add_(grad)  # the view holds other gradients of this step
             self.param.grad = None
             return False
-        if self.is_clean:
+        if state is GradState.CLEAN:
             self.view.add_(grad)
         elif grad.is_sparse:
             self.view.zero_().add_(grad)
         else:
             self.view.copy_(grad)
-        self.is_clean = False
+        self.state = GradState.HELD
         self.param.grad = self.view
         return True
 
-    def _store_again(self) -> None:
-        """Add a second gradient of one backward, which autograd could not add itself."""
-        grad = self.param.grad
-        if grad is not None:
-            self.view.add_(grad.detach())
-            self.param.grad = None
-
-    def put_back(self, grad: torch.Tensor | None) -> None:
-        """Give back to ``param.grad`` what was taken out of it before a kernel can have written, for ``store``."""
-        self.param.grad = self.view if self.param.grad_added_to_main_grad else grad  # type: ignore[attr-defined]
-
-    def release(self) -> None:
-        """Show a gradient that is in the view no more."""
-        self.is_released = True
-        self.param.grad = None
-
-    def reclaim(self) -> None:
-        """Show a released gradient again."""
-        self.is_released = False
+    def show(self) -> None:
+        """Show a gradient that was staged."""
+        self.state = GradState.HELD
         self.param.grad = self.view
+
+    # Fused kernels #
 
     def prepare_kernel(self) -> float | None:
         """Return what a kernel must multiply ``main_grad`` by before it adds a gradient: 0 overwrites, 1 adds.
@@ -157,16 +138,37 @@ class GradSlot:
         """
         if self.settle is not None:
             self.settle(self.param)
-        if self.is_released or self.param.grad is not None or not (self.accumulates is None or self.accumulates()):
+        is_free = self.param.grad is None and self.state is not GradState.STAGED
+        if not is_free or not (self.accumulates is None or self.accumulates()):
             return None
-        return 1.0 if self.is_clean or self.added_by_kernel else 0.0
+        return 1.0 if self.state in (GradState.CLEAN, GradState.KERNEL) else 0.0
 
     def note_kernel(self, dummy: torch.Tensor) -> None:
         """Note that a kernel which has asked has added a gradient, and what it hands to autograd in its place."""
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        self.added_by_kernel = self._kernel_asks = True
-        self.is_clean = False  # so if this step is dropped, the next one overwrites
+        self.state = GradState.KERNEL
+        self._kernel_asks = True
         self._dummy_address = dummy.data_ptr()
+
+    def _store_fused(self) -> None:
+        param = self.param
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        if self._kernel_asks:
+            self._kernel_asks = False
+            if not getattr(param, "zero_out_wgrad", False):
+                self._check_dummy()
+        else:
+            self._needs_zeros = True  # from the next forget() on there are zeros to add to
+        if param.grad is self.view or self.state not in (GradState.CLEAN, GradState.KERNEL):
+            raise PhaseError(
+                f"a fused kernel added the gradient of {self.name!r} to main_grad, which was not prepared for it: "
+                "the first gradient of a parameter that sometimes comes from a fused kernel needs zeros to add to. "
+                "Call zero_grad_buffer() before each step of such a model, and use the fused kernel in every microbatch."
+            )
+        self.state = GradState.KERNEL
+        if param.grad is not None and getattr(param, "zero_out_wgrad", False):
+            self.view.add_(param.grad.detach())
+        param.grad = None
 
     def _check_dummy(self) -> None:
         """Refuse a dummy that autograd has added a gradient to.
@@ -183,52 +185,31 @@ class GradSlot:
                 "zero_out_wgrad = True on the parameter, or use torch.nn.Linear for this layer."
             )
 
-    def _store_fused(self) -> None:
-        param = self.param
-        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        if self._kernel_asks:
-            self._kernel_asks = False
-            if not getattr(param, "zero_out_wgrad", False):
-                self._check_dummy()
-        else:
-            self._uses_fused_kernel = True  # from the next forget() on there are zeros to add to
-        if param.grad is self.view or not (self.is_clean or self.added_by_kernel):
-            raise PhaseError(
-                f"a fused kernel added the gradient of {self.name!r} to main_grad, which was not prepared for it: "
-                "the first gradient of a parameter that sometimes comes from a fused kernel needs zeros to add to. "
-                "Call zero_grad_buffer() before each step of such a model, and use the fused kernel in every microbatch."
-            )
-        self.added_by_kernel = True
-        if param.grad is not None and getattr(param, "zero_out_wgrad", False):
-            self.view.add_(param.grad.detach())
-        param.grad = None
+    # Between backward and the next step #
 
     def hand_over(self) -> bool:
         """Let go of the view so that a collective can own it; return whether this step brought a gradient.
 
         A ``param.grad`` that the caller set since the last backward is what counts. Without a gradient the view is zero
-        afterwards, unless somebody wrote into a clean view on purpose.
+        afterwards, unless values were written into a clean view on purpose.
         """
-        grad = self.param.grad
-        if grad is self.view and not self.added_by_kernel:  # nearly always, so without what is for the other cases
+        grad, state = self.param.grad, self.state
+        self.state, self.was_cleared = GradState.STALE, False
+        if grad is self.view and state is not GradState.KERNEL:  # nearly always
             self.param.grad = None
-            has_received, self.has_received = self.has_received, False
-            self.was_cleared = self.is_clean = False
-            return has_received
+            return state is GradState.HELD
         is_withheld = isinstance(grad, WithheldGrad)
-        is_set_by_caller = not (grad is None or grad is self.view or is_withheld)
-        if is_set_by_caller:
+        if not (grad is None or is_withheld or grad is self.view):  # set by the caller
+            self.state = state
             self._store_grad()
-        has_grad = self.has_grad
-        has_brought = (self.has_received and has_grad) or self.added_by_kernel or is_set_by_caller
-        self.was_cleared = self.has_received and not has_grad
-        if not has_grad and not self.is_clean:
+            self.state, self.param.grad = GradState.STALE, None
+            return True
+        if grad is None and state in (GradState.STALE, GradState.HELD):
+            self.was_cleared = state is GradState.HELD
             self.view.zero_()
         if not is_withheld:
             self.param.grad = None
-        self.added_by_kernel = self.has_received = False
-        self.is_clean = False
-        return has_brought
+        return state in (GradState.STAGED, GradState.KERNEL) or (is_withheld and state is GradState.HELD)
 
     def withhold(self, *, is_sent: bool) -> None:
         """Let nobody use the gradient until the next of ``publish``, ``forget`` and ``withdraw``.
@@ -248,11 +229,93 @@ class GradSlot:
         """Show the reduced values to plain torch code as ``param.grad``."""
         self.param.grad = self.view
 
-    def forget(self) -> None:
-        """Start a step: the next gradient overwrites. Costs no pass over memory, except for fused kernels."""
+    def forget(self, *, is_zeroed: bool = False) -> None:
+        """Start a step: the next gradient overwrites. Costs no pass over memory, except for fused kernels.
+
+        Args:
+            is_zeroed: whether the view was filled with zeros; the next gradient is added then.
+        """
         self.param.grad = None
         self.param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        self.added_by_kernel = self.has_received = self._kernel_asks = False
-        if self._uses_fused_kernel:
+        self._kernel_asks = False
+        if self._needs_zeros and not is_zeroed:
             self.view.zero_()
-            self.is_clean = True
+        if self._needs_zeros or is_zeroed:
+            self.state = GradState.CLEAN
+        elif self.state is not GradState.CLEAN:
+            self.state = GradState.STALE
+
+
+class WithheldGrad(torch.Tensor):
+    """A gradient that nobody may use now. It can be looked at from outside and converted; all else is a ``PhaseError``.
+
+    With ``None`` in ``.grad``, ``torch.nn.utils.clip_grad_norm_`` and its like would find nothing to do and say nothing; with
+    the gradient there, they would work on one rank's part of it, in memory that a collective may own. It has no memory of its
+    own. Why it is more than ``None``: docs/decisions/withheld-gradients.md.
+
+    Args:
+        like: the tensor it stands for.
+        what: names it, in texts.
+        reason: why it is withheld, and what to do instead.
+        accumulates: whether what a backward brings now is to be added to ``like``; otherwise it is dropped. The hook of the
+            parameter, which runs afterwards, knows what that means.
+    """
+
+    # Everything is refused where torch dispatches, because calls that begin in C++ come by there, too.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _what: str
+    _reason: str
+    _like: torch.Tensor
+    _accumulates: Callable[[], bool]
+
+    def __new__(cls, like: torch.Tensor, *, what: str, reason: str, accumulates: Callable[[], bool]) -> WithheldGrad:  # noqa: PYI034 - Python 3.10 has no Self
+        """Make a tensor without memory."""
+        made = _without_memory(cls, like, dtype=like.dtype, device=like.device)
+        made._what, made._reason, made._like, made._accumulates = what, reason, like, accumulates
+        return made
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Say why the gradient cannot be used.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(f"{operation} was called on {self._what}, which {self._reason}")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Let autograd add to it, and the conversion of a module convert it; refuse everything else.
+
+        Raises:
+            PhaseError: the gradient is used.
+        """
+        if func is torch.ops.aten._to_copy.default and kwargs is not None:
+            return args[0]._converted(**kwargs)
+        if torch._C._current_graph_task_id() >= 0 and isinstance(args[0], WithheldGrad):
+            if func is torch.ops.aten.add_.Tensor:
+                return args[0]._accumulate(args[1])
+            if func is torch.ops.aten.add.Tensor:  # create_graph=True
+                return args[0]._like + args[1] if args[0]._accumulates() else args[1].clone()
+        withheld = next(used for used in tree_leaves((args, kwargs)) if isinstance(used, WithheldGrad))
+        return withheld.refuse(str(func.overloadpacket).removeprefix("aten."))
+
+    def _converted(self, *, dtype: Any = None, device: Any = None, **_: Any) -> WithheldGrad:
+        made = _without_memory(type(self), self, dtype=dtype or self.dtype, device=device or self.device)
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def _accumulate(self, grad: torch.Tensor) -> WithheldGrad:
+        if self._accumulates():
+            self._like.add_(grad)
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self._what}: withheld, because it {self._reason}>"
+
+
+def _without_memory(cls: type[WithheldGrad], like: torch.Tensor, *, dtype: torch.dtype, device: torch.device) -> WithheldGrad:
+    made: WithheldGrad = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=device)
+    return made

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 from megabucket.errors import PhaseError
 
@@ -32,15 +32,11 @@ class ParamPhase(enum.Enum):
 
 Phase = TypeVar("Phase", GradPhase, ParamPhase)
 
-GRAD_TRANSITIONS: Final[Mapping[GradPhase, frozenset[GradPhase]]] = MappingProxyType(
+TRANSITIONS: Final[Mapping[GradPhase | ParamPhase, frozenset[GradPhase | ParamPhase]]] = MappingProxyType(
     {
         GradPhase.ACCUMULATING: frozenset({GradPhase.IN_FLIGHT}),
         GradPhase.IN_FLIGHT: frozenset({GradPhase.REDUCED}),
         GradPhase.REDUCED: frozenset({GradPhase.ACCUMULATING}),
-    }
-)
-PARAM_TRANSITIONS: Final[Mapping[ParamPhase, frozenset[ParamPhase]]] = MappingProxyType(
-    {
         ParamPhase.GATHERED: frozenset({ParamPhase.STALE, ParamPhase.IN_FLIGHT}),
         ParamPhase.STALE: frozenset({ParamPhase.IN_FLIGHT}),
         ParamPhase.IN_FLIGHT: frozenset({ParamPhase.GATHERED}),
@@ -48,28 +44,19 @@ PARAM_TRANSITIONS: Final[Mapping[ParamPhase, frozenset[ParamPhase]]] = MappingPr
 )
 
 
-class PhaseMachine(Generic[Phase]):
-    """The current phase and the table of legal transitions."""
+def enter(current: Phase, following: Phase, *, group: int) -> Phase:
+    """Return ``following``, where a bucket group in phase ``current`` may go.
 
-    __slots__ = ("_owner", "_transitions", "current")
-
-    def __init__(self, owner: str, initial: Phase, transitions: Mapping[Phase, frozenset[Phase]]) -> None:
-        self._owner = owner
-        self.current: Phase = initial
-        self._transitions: Mapping[Phase, frozenset[Phase]] = transitions
-
-    def enter(self, phase: Phase) -> None:
-        """Go to ``phase``.
-
-        Raises:
-            PhaseError: the table has no way from the current phase to ``phase``.
-        """
-        if phase not in self._transitions[self.current]:
-            # Sorted: a set of texts has another order in every process, and all ranks shall say the same.
-            allowed = ", ".join(sorted(f"'{following.value}'" for following in self._transitions[self.current]))
-            raise PhaseError(
-                f"{self._owner} is '{self.current.value}' and cannot become '{phase.value}' (only {allowed}). "
-                "The calls of a step came in an order that would read or write memory somebody else owns; "
-                "the order is backward, finish_grad_sync, step, zero_grad."
-            )
-        self.current = phase
+    Raises:
+        PhaseError: the table has no way there.
+    """
+    if following not in TRANSITIONS[current]:
+        what = "gradients" if isinstance(current, GradPhase) else "parameters"
+        # Sorted: a set of texts has another order in every process, and all ranks shall say the same.
+        allowed = ", ".join(sorted(f"'{phase.value}'" for phase in TRANSITIONS[current]))
+        raise PhaseError(
+            f"the {what} of bucket group {group} is '{current.value}' and cannot become '{following.value}' (only {allowed}). "
+            "The calls of a step came in an order that would read or write memory somebody else owns; "
+            "the order is backward, finish_grad_sync, step, zero_grad."
+        )
+    return following

@@ -7,7 +7,7 @@ from typing import Final
 
 from megabucket.chaos.outcome import CellOutcome
 from megabucket.chaos.verdict import FAILING, VerdictName
-from megabucket.config.text import as_script_data
+from megabucket.report.page import as_script_data
 
 _GOOD: Final = frozenset({VerdictName.RIGHT, VerdictName.NAMED})
 _NEUTRAL: Final = frozenset({VerdictName.SKIPPED})

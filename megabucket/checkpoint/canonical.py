@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from megabucket.buffer.views import dtype_name
+from megabucket.buffer import dtype_name
 from megabucket.checkpoint.pieces import Piece, TensorInfo
 
 _WRAPPED_IN: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing

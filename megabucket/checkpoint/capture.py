@@ -128,7 +128,6 @@ def tell_state(parts: TrainingParts) -> ToldState:
 
 def _state_to_tell(parts: TrainingParts, ranks: GroupRanks, unfit: list[OptimizerParametersError]) -> dict[str, Any]:
     settle(parts, "saving a checkpoint")
-    parts.ddp.sync.check_has_updated("saving a checkpoint")
     described: list[Any] = []
     if isinstance(parts.optimizer, DistributedOptimizer):
         try:

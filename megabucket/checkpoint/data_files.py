@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megabucket.buffer.views import dtype_name
+from megabucket.buffer import dtype_name
 from megabucket.checkpoint.cut import FileCutter, Part
 from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_all
 from megabucket.checkpoint.header import encode_header

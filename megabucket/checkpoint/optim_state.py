@@ -15,17 +15,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from megabucket.buffer.views import dtype_name, view_like
+from megabucket.buffer import dtype_name, view_like
 from megabucket.checkpoint.canonical import canonical_name, info_of
 from megabucket.checkpoint.pieces import Json, Piece, TensorInfo
 from megabucket.checkpoint.plain_values import encode
 from megabucket.errors import OptimizerParametersError
 from megabucket.layout import Span
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.described import NUMBER_TYPES, Description, StateEntry, describe_number
-from megabucket.optim.shards import MainShard, main_dtype
-from megabucket.optim.unshard import ShardHolder, describe_runs, merge_descriptions
-from megabucket.optim.whole_state import KNOWN_NUMBERS
+from megabucket.optim.state_dict import NUMBER_TYPES, Description, StateEntry, describe_number
+from megabucket.optim.shards import MainShard
+from megabucket.optim.state_dict import main_dtype
+from megabucket.optim.state_dict import ShardHolder, describe_runs, merge_descriptions
+from megabucket.optim.state_dict import KNOWN_NUMBERS
 
 MAIN_PREFIX = "optim.main."
 STATE_PREFIX = "optim.state."

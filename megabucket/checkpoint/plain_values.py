@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from megabucket.buffer.views import dtype_name, dtype_named
+from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.pieces import Json
 from megabucket.errors import ConfigError
 

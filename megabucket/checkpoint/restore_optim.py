@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megabucket.buffer.views import dtype_name, dtype_named
+from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
 from megabucket.checkpoint.optim_state import MAIN_PREFIX, members_by_name, members_of, state_name
 from megabucket.checkpoint.pieces import Json
@@ -19,10 +19,11 @@ from megabucket.checkpoint.restore_model import source_of
 from megabucket.checkpoint.staging import Staging, Stored, find_difference
 from megabucket.errors import name_list
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.described import Description, StateEntry, entry_from_json, number_in
-from megabucket.optim.shards import MainShard, main_dtype
-from megabucket.optim.torch_format import set_groups
-from megabucket.optim.whole_state import WholeState
+from megabucket.optim.state_dict import Description, StateEntry, entry_from_json, number_in
+from megabucket.optim.shards import MainShard
+from megabucket.optim.state_dict import main_dtype
+from megabucket.optim.state_dict import set_groups
+from megabucket.optim.state_dict import WholeState
 
 
 @dataclass(frozen=True, slots=True, eq=False)

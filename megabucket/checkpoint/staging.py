@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from megabucket.buffer.views import dtype_name, dtype_named
+from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import order_of
 from megabucket.checkpoint.pieces import Json, Piece, TensorInfo
 from megabucket.checkpoint.plain_values import tensor_names

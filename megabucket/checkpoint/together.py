@@ -9,14 +9,12 @@ from typing import Any, Final, TypeVar
 import torch
 
 from megabucket.checkpoint.ranks import Ranks, as_error, written
-from megabucket.comm import Communicator, Exchange
+from megabucket.comm import Communicator, exchange
 from megabucket.ddp import DistributedDataParallel
+from megabucket.ddp.step import GradSync
 
 _Result = TypeVar("_Result")
-_LABEL: Final = "checkpoint"
-_LENGTH_BYTES: Final = 8
-_SHORT_BYTES: Final = 1024
-"""What ranks say about a save mostly fits into this, and is heard after one collective."""
+_LABEL: Final = "saving or loading a checkpoint"
 
 
 class GroupRanks:
@@ -24,33 +22,29 @@ class GroupRanks:
 
     Args:
         device: where the process group can work.
+        sync: of the wrapper; finds ranks that are in another call.
     """
 
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        self._communicator, self._device = communicator, device
+    def __init__(self, communicator: Communicator, device: torch.device, sync: GradSync | None = None) -> None:
+        self._communicator, self._device, self._sync = communicator, device, sync
         self.rank, self.size = communicator.rank, communicator.size
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> GroupRanks:
         """Return the ranks of a wrapper."""
-        return cls(ddp.communicator, ddp.param_and_grad_buffers[0].grad_data.device)
+        return cls(ddp.communicator, ddp.param_and_grad_buffers[0].grad_data.device, ddp.sync)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Return what each rank gave, by rank: one collective, or two where some rank gives more than a little."""
+        """Return what each rank gave, by rank.
+
+        Raises:
+            CallMismatchError: some rank is in another call, or in a step.
+        """
         if self.size == 1:
             return [payload]
-        beginning = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[:_SHORT_BYTES]
-        heard = self._exchange(beginning, capacity_bytes=_LENGTH_BYTES + _SHORT_BYTES)
-        longest = max(int.from_bytes(message[:_LENGTH_BYTES], "little") for message in heard)
-        beginnings = [message[_LENGTH_BYTES:] for message in heard]
-        if longest <= _SHORT_BYTES:
-            return beginnings
-        ends = self._exchange(payload[_SHORT_BYTES:], capacity_bytes=longest - _SHORT_BYTES)
-        return [beginning + end for beginning, end in zip(beginnings, ends, strict=True)]
-
-    def _exchange(self, payload: bytes, *, capacity_bytes: int) -> list[bytes]:
-        exchange = Exchange(self._communicator, payload, capacity_bytes=capacity_bytes, device=self._device, label=_LABEL)
-        return exchange.wait()
+        if self._sync is not None:
+            self._sync.call(_LABEL)
+        return exchange(self._communicator, payload, device=self._device, label=_LABEL)
 
 
 def tell(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:

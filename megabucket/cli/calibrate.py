@@ -41,10 +41,10 @@ def calibrate(
     """Measure collectives over sizes; start the ranks with torchrun -m megabucket calibrate ..."""
     import os
 
-    from megabucket.config.load import load_config
     from megabucket.errors import ConfigError
     from megabucket.measure.calibrate import CalibrationPlan
     from megabucket.measure.calibrate import calibrate as run
+    from megabucket.planning.run_config import load_config
     from megabucket.trace import CollectiveKind
     from megabucket.training.launch import read_launch
     from megabucket.units import parse_count

@@ -160,7 +160,7 @@ def can_load(
     json: _Json = False,
 ) -> None:
     """Name everything that keeps 'megabucket train -c CONFIG' from loading a checkpoint; nothing is read or changed."""
-    from megabucket.config.load import load_config
+    from megabucket.planning.run_config import load_config
     from megabucket.training.can_load import load_findings
 
     run = load_config(config, overrides or [])
@@ -176,7 +176,7 @@ def can_load(
 
 
 def _finding_lines(stored: StoredCheckpoint, found: LoadFindings) -> Iterator[str]:
-    from megabucket.config.text import printable
+    from megabucket.errors import printable
 
     yield from (printable(problem, 300) for problem in found.problems)
     yield from (printable(f"changed: {change}", 300) for change in found.changes)
@@ -221,7 +221,7 @@ def _described(stored: StoredCheckpoint) -> dict[str, object]:
 def _lines(stored: StoredCheckpoint) -> Iterator[str]:
     from megabucket.checkpoint.dtypes import ITEM_BYTES
     from megabucket.cli.text_table import text_table
-    from megabucket.config.text import printable
+    from megabucket.errors import printable
     from megabucket.units import format_count
 
     total_bytes = sum(file.num_bytes for file in stored.files)
@@ -242,7 +242,7 @@ def _lines(stored: StoredCheckpoint) -> Iterator[str]:
 
 
 def _difference_lines(found: Comparison) -> Iterator[str]:
-    from megabucket.config.text import printable
+    from megabucket.errors import printable
 
     for what, differences in (("tensor", found.tensors), ("value", found.values)):
         for difference in differences[:_SHOWN]:

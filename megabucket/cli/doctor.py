@@ -23,10 +23,9 @@ def doctor(
     """Check the ranks, their back-end and the gradients; start the ranks with torchrun -m megabucket doctor ..."""
     import os
 
-    from megabucket.config.load import load_config
-    from megabucket.config.run import RunConfig
     from megabucket.doctor import run_doctor
     from megabucket.errors import ConfigError
+    from megabucket.planning.run_config import RunConfig, load_config
     from megabucket.training.launch import joined_ranks, read_launch
 
     if config is None and overrides:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megabucket.config.resolve import ResolvedConfig
-    from megabucket.config.run import RunConfig
+    from megabucket.planning.run_config import RunConfig
 
 
 def explain(
@@ -21,7 +21,7 @@ def explain(
     json: Annotated[bool, typer.Option("--json", help="print the values as JSON on stdout")] = False,
 ) -> None:
     """Print what the config leaves to the model and the group: each value and its reason."""
-    from megabucket.config.load import load_config
+    from megabucket.planning.run_config import load_config
 
     answers = _resolve_all(load_config(config, overrides or []), dp_size)
     if json:

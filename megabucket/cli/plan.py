@@ -12,7 +12,7 @@ from megabucket.cli.exit_codes import ExitCode
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megabucket.layout.describe import BucketRow, LayoutTotals
+    from megabucket.planning.describe import BucketRow, LayoutTotals
     from megabucket.planning.memory import RankMemory
 
 _GIB = 1024**3
@@ -30,12 +30,12 @@ def plan(
 ) -> None:
     """Print the buckets a model would get, and the memory of a rank by category in both modes."""
     from megabucket.cli.plan_text import bucket_lines, memory_lines, total_lines
-    from megabucket.config.load import load_config
     from megabucket.errors import ConfigError
     from megabucket.layout import build_layout
-    from megabucket.layout.describe import describe_rows, describe_totals
     from megabucket.planning.architecture import param_specs
+    from megabucket.planning.describe import describe_rows, describe_totals
     from megabucket.planning.memory import memory_by_mode
+    from megabucket.planning.run_config import load_config
 
     run = load_config(config, overrides or [])
     if run.model is None:

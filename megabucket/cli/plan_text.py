@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Final
 
 from megabucket.cli.text_table import output_width, shortened, text_table
-from megabucket.config.text import printable
-from megabucket.layout.describe import BucketRow, LayoutTotals
+from megabucket.errors import printable
+from megabucket.planning.describe import BucketRow, LayoutTotals
 from megabucket.planning.memory import RankMemory
 from megabucket.units import format_bytes, format_count
 

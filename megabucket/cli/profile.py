@@ -33,8 +33,8 @@ def profile(
     """Measure when gradients are ready and parameters needed; start several ranks with torchrun -m megabucket profile ..."""
     import os
 
-    from megabucket.config.load import load_config
     from megabucket.measure.profile_training import ProfilePlan, profile_training
+    from megabucket.planning.run_config import load_config
     from megabucket.training.launch import read_launch
 
     run, launch = load_config(config, overrides or []), read_launch(os.environ)
@@ -54,7 +54,7 @@ def _print_json(measured: WorkloadProfile) -> None:
 
 
 def _print_summary(measured: WorkloadProfile, out: Path) -> None:
-    from megabucket.config.text import printable
+    from megabucket.errors import printable
     from megabucket.units import format_bytes, format_seconds
 
     workload, facts = measured.workload, measured.facts

@@ -22,7 +22,7 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="print all figures as JSON on stdout")] = False,
 ) -> None:
     """Write a page with timeline, sweep, buckets, memory and scaling, its figures as JSON, and a Chrome trace."""
-    from megabucket.config.load import load_config
+    from megabucket.planning.run_config import load_config
     from megabucket.report import collect, read_measured, write_report
 
     run = load_config(config, overrides or [])

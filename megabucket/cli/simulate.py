@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from megabucket.config.run import RunConfig
+    from megabucket.planning.run_config import RunConfig
 
 
 def simulate(
@@ -24,7 +24,7 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="print the figures as JSON on stdout")] = False,
 ) -> None:
     """Print the simulated step for each bucket size and for the optimal cuts, and how it scales."""
-    from megabucket.config.load import load_config
+    from megabucket.planning.run_config import load_config
 
     run = load_config(config, overrides or [])
     if ladder:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from megabucket.cli.text_table import output_width, text_table, wrapped
-from megabucket.config.text import printable
+from megabucket.errors import printable
 from megabucket.planning.ladder import Rung
 from megabucket.planning.links import FlatLink
 from megabucket.planning.outlook import Outlook

@@ -44,7 +44,7 @@ def train(
 
     from rich.console import Console
 
-    from megabucket.config.load import load_config
+    from megabucket.planning.run_config import load_config
     from megabucket.training.launch import read_launch
     from megabucket.training.loop import run_training
     from megabucket.training.progress import SilentView, make_view

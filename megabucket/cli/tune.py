@@ -34,9 +34,9 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
     """Find the bucket plan with the shortest step, measured; start the ranks with torchrun -m megabucket tune ..."""
     import os
 
-    from megabucket.config.load import load_config
     from megabucket.measure.tune import TunePlan, tune_training
     from megabucket.measure.tuned_config import write_tuning
+    from megabucket.planning.run_config import load_config
     from megabucket.training.launch import read_launch
 
     run = load_config(config, overrides or [])

@@ -1,26 +1,34 @@
-"""Communication: the port, and what stands behind it. The only package that calls ``torch.distributed``."""
+"""Communication: the port, and what stands behind it."""
 
-from megabucket.comm.exchange import Exchange, exchange_bytes, exchange_some
-from megabucket.comm.liveness import Liveness, StragglerWarning
-from megabucket.comm.port import (
+from megabucket.comm.communicator import (
     AllGather,
     AllReduce,
+    Batch,
     Broadcast,
+    Call,
     Communicator,
+    DoneHandle,
     Handle,
     LocalCommunicator,
     Progress,
     ReduceOp,
     ReduceScatter,
 )
-from megabucket.comm.torch_group import ProcessGroupCommunicator, discover_communicator
+from megabucket.comm.exchange import Exchange, Gate, exchange
+from megabucket.comm.liveness import Liveness, StragglerWarning
+from megabucket.comm.samehost import with_same_host_copies
+from megabucket.comm.torch import ProcessGroupCommunicator, discover_communicator
 
 __all__ = [
     "AllGather",
     "AllReduce",
+    "Batch",
     "Broadcast",
+    "Call",
     "Communicator",
+    "DoneHandle",
     "Exchange",
+    "Gate",
     "Handle",
     "Liveness",
     "LocalCommunicator",
@@ -30,6 +38,6 @@ __all__ = [
     "ReduceScatter",
     "StragglerWarning",
     "discover_communicator",
-    "exchange_bytes",
-    "exchange_some",
+    "exchange",
+    "with_same_host_copies",
 ]

@@ -1,23 +1,96 @@
-"""Every rank's bytes on every rank: for digests and reports, not for gradients."""
+"""What ranks say to each other: whether they do the same, and any bytes. Everything here travels on the control channel.
+
+Every message that opens something, a step's fence or a collective call, is the same all-reduce of a few integers. So ranks
+that are in different calls meet in it, see the same numbers, and both know that they differ.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
 
-from megabucket.comm.port import AllGather, Broadcast, Communicator
+from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, Communicator, Handle, ReduceOp
+from megabucket.errors import CollectiveError
 
-_LENGTH_BYTES = 8
+_LENGTH_BYTES: Final = 8
+_MOST_BYTES: Final = 1 << 30
+"""Of one rank in one exchange: a length beyond it comes from something else than this package."""
+
+
+class Answer(NamedTuple):
+    """What all ranks have said, the same on all of them."""
+
+    is_alike: bool
+    """Whether kind and fingerprint are equal on all ranks."""
+    flag: int
+    """The largest of all ranks."""
+    is_nonfinite: bool
+    """Whether some rank has said so."""
+
+
+class Gate:
+    """The message by which ranks learn whether they do the same: the maximum over the ranks of six integers.
+
+    A number that must be equal goes in with both signs, so its largest and its smallest value come out. One message at a time
+    is under way.
+
+    Args:
+        device: where the collective runs.
+    """
+
+    def __init__(self, communicator: Communicator, *, device: torch.device) -> None:
+        self._control = communicator.control
+        self._vector = torch.zeros(6, dtype=torch.int64, device=device)
+        self._batch = self._control.prepare([AllReduce(self._vector, ReduceOp.MAX)])
+        self._handle: Handle | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether a message is under way: sent, and its answer not taken."""
+        return self._handle is not None and self._handle.is_started
+
+    def send(self, kind: int, fingerprint: int, *, flag: int, label: str, nonfinite: torch.Tensor | None = None) -> None:
+        """Send this rank's side without waiting. An interrupt leaves it sent as a whole or not at all.
+
+        Args:
+            kind: of what this rank does.
+            fingerprint: of what must be equal, below 2**62.
+            nonfinite: 0D, not zero if a gradient on the device is not finite; the host does not know it yet.
+        """
+        numbers = [kind, -kind, fingerprint, -fingerprint, flag, 0]
+        # From ordinary memory a copy to a device waits for everything queued there; from pinned memory it waits for nothing.
+        self._vector.copy_(torch.tensor(numbers, dtype=torch.int64, pin_memory=self._vector.is_cuda), non_blocking=True)
+        if nonfinite is not None:
+            self._vector[5].logical_or_(nonfinite)
+        self._handle = self._control.handle(self._batch, label=label)
+        self._handle.start()
+
+    def take(self) -> Answer:
+        """Wait for all ranks and return their answer. The next message may be sent then.
+
+        Raises:
+            MegabucketError: a rank was lost, or interrupted for good.
+        """
+        if self._handle is None:
+            raise CollectiveError("there is no message whose answer could be taken")
+        self._handle.wait()
+        kind, no_kind, fingerprint, no_fingerprint, flag, nonfinite = self._vector.tolist()
+        self._handle = None
+        return Answer(kind == -no_kind and fingerprint == -no_fingerprint, flag, bool(nonfinite))
 
 
 class Exchange:
-    """One all-gather of at most ``capacity_bytes`` from each rank, launched by the constructor.
+    """Every rank's bytes on every rank, at most ``capacity_bytes`` each: one all-gather. Nothing is sent before ``start``.
 
     Args:
-        payload: what this rank says; at most ``capacity_bytes`` long.
+        payload: what this rank says.
         capacity_bytes: the same on every rank.
         device: where the process group can work.
+
+    Raises:
+        ValueError: the payload does not fit.
     """
 
     def __init__(
@@ -26,44 +99,52 @@ class Exchange:
         if len(payload) > capacity_bytes:
             raise ValueError(f"{label}: {len(payload)} bytes do not fit into {capacity_bytes}")
         record = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
-        self._record_bytes = _LENGTH_BYTES + capacity_bytes
-        self._records = torch.zeros(communicator.size * self._record_bytes, dtype=torch.uint8, device=device)  # 1D
-        start = communicator.rank * self._record_bytes
-        own = self._records[start : start + self._record_bytes]
+        self._capacity_bytes = capacity_bytes
+        self._records = torch.zeros(communicator.size, _LENGTH_BYTES + capacity_bytes, dtype=torch.uint8, device=device)
+        own = self._records[communicator.rank]
         own[: len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
-        self._handle = communicator.launch([AllGather(self._records, own)], label=label)
+        self._handle = communicator.control.handle([AllGather(self._records.view(-1), own)], label=label)
+
+    def start(self) -> None:
+        """Send this rank's bytes, unless they were sent before."""
+        self._handle.start()
 
     def wait(self) -> list[bytes]:
         """Return what each rank said, by rank."""
+        self._handle.start()
         self._handle.wait()
-        flat = self._records.cpu().numpy().tobytes()
-        records = [flat[start : start + self._record_bytes] for start in range(0, len(flat), self._record_bytes)]
-        return [record[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(record[:_LENGTH_BYTES], "little")] for record in records]
+        rows = [row.tobytes() for row in self._records.cpu().numpy()]
+        lengths = [min(int.from_bytes(row[:_LENGTH_BYTES], "little"), self._capacity_bytes) for row in rows]
+        return [row[_LENGTH_BYTES : _LENGTH_BYTES + length] for row, length in zip(rows, lengths, strict=True)]
 
 
-def exchange_bytes(communicator: Communicator, payload: bytes, *, device: torch.device, label: str) -> list[bytes]:
-    """Return the payloads of all ranks, of any length, by rank: two collectives."""
-    length = len(payload).to_bytes(_LENGTH_BYTES, "little")
-    lengths = Exchange(communicator, length, capacity_bytes=_LENGTH_BYTES, device=device, label=f"{label} length").wait()
-    longest = max(int.from_bytes(length, "little") for length in lengths)
-    return Exchange(communicator, payload, capacity_bytes=longest, device=device, label=label).wait()
-
-
-def exchange_some(
-    communicator: Communicator, payload: bytes, *, speakers: Sequence[int], device: torch.device, label: str
+def exchange(
+    communicator: Communicator, payload: bytes, *, device: torch.device, label: str, speakers: Sequence[int] | None = None
 ) -> list[bytes]:
-    """Return what some ranks say, of any length, in the order of ``speakers``: what is sent does not grow with the other ranks.
+    """Return the payloads of all ranks by rank, or those of some ranks, of any length up to 1 GiB.
+
+    The ranks agree on the longest first. What is sent does not grow with ranks that are no speakers.
 
     Args:
-        payload: of this rank; of no interest if it is none of the speakers.
-        speakers: the same on every rank.
+        speakers: the same on every rank; the result is in this order. ``None``: all ranks speak.
+
+    Raises:
+        CollectiveError: a payload is too long, on every rank.
     """
-    lengths = [torch.tensor([len(payload)], dtype=torch.int64, device=device) for _ in speakers]  # 1D each
-    calls = [Broadcast(length, root) for length, root in zip(lengths, speakers, strict=True)]
-    communicator.launch(calls, label=f"{label} length").wait()
-    texts = [torch.zeros(int(length), dtype=torch.uint8, device=device) for length in lengths]  # 1D each
-    if payload and communicator.rank in speakers:
-        texts[speakers.index(communicator.rank)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    calls = [Broadcast(text, root) for text, root in zip(texts, speakers, strict=True)]
-    communicator.launch(calls, label=label).wait()
-    return [text.cpu().numpy().tobytes() for text in texts]
+    is_heard = speakers is None or communicator.rank in speakers
+    longest = torch.tensor([len(payload) if is_heard else 0], dtype=torch.int64, device=device)  # 1D
+    communicator.control.launch([AllReduce(longest, ReduceOp.MAX)], label=f"{label} length").wait()
+    capacity_bytes = int(longest)
+    if capacity_bytes > _MOST_BYTES:
+        raise CollectiveError(f"{label}: a rank has {capacity_bytes} bytes to say, and {_MOST_BYTES} are the limit")
+    if speakers is None:
+        whole = Exchange(communicator, payload, capacity_bytes=capacity_bytes, device=device, label=label)
+        return whole.wait()
+    rows = torch.zeros(len(speakers), _LENGTH_BYTES + capacity_bytes, dtype=torch.uint8, device=device)
+    if is_heard:
+        record = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
+        rows[speakers.index(communicator.rank)][: len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    calls = [Broadcast(row, root) for row, root in zip(rows.unbind(), speakers, strict=True)]
+    communicator.control.launch(calls, label=label).wait()
+    texts = [row.tobytes() for row in rows.cpu().numpy()]
+    return [row[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(row[:_LENGTH_BYTES], "little")] for row in texts]

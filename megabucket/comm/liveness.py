@@ -1,15 +1,79 @@
-"""How the ranks of a process group watch each other: the settings, in order with the group, and the warning about slow ones."""
+"""Who of the other ranks is there: signs of life in the store of the group, waits in slices, one finding for all ranks.
+
+Each rank has a thread that writes beats into the store and reads those of the others. A wait for a collective is many short
+ones: C++ does not return to Python while it waits, so a signal handler would run only when the collective ends. Between two
+slices the waiting rank looks at the others. The first rank that finds out why a wait cannot end writes it into the store, and
+all ranks raise what stands there.
+
+::
+
+    waiting thread                    thread of the rank                store
+      request() / ask()  --mailbox-->   read, compare_set   <------->   <wrapper>/rank/<r>   Beat
+      view               <----------    publish a View                  <wrapper>/finding    Finding
+                                        every heartbeat_s   -------->   board/<r>            Block: where a rank has long waited
+
+Only works of gloo can be waited for in slices: a wait that times out does them no harm.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+import contextlib
+import enum
+import json
+import os
+import queue
+import select
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from logging import getLogger
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from typing_extensions import Self
+
+from megabucket.comm.communicator import Progress
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.errors import ConfigError, rank_list
+from megabucket.errors import ConfigError, ForkedProcessError, MegabucketError, PeerLostError, WrapperBrokenError, rank_list
 
+_LOGGER: Final = getLogger("megabucket")
+
+_SLICE: Final = timedelta(milliseconds=100)
 _RANKS_SHOWN: Final = 5
+_LONGEST_GAP_S: Final = 1.0  # between two looks of this rank; a longer one means that this process was stopped itself
+_LOOKS_AT_DEAD: Final = 2  # what a rank sent before it died may still be on its way
+_LOOKS_AT_ENDED: Final = 10  # the same for one that ended in good order and had launched what is waited for
+_BLOCKED_S: Final = 1.0  # a wait is written to the board after this time
+_ANSWER_S: Final = 0.5  # how long an answer of the store is worth waiting for when a rank is lost already
+_DIAGNOSIS_S: Final = 1.0  # a process that closed its connections is gone within this time, or goes on without the group
+_DIAGNOSIS_BEATS: Final = 3.5  # and on another host, its beats stop
+_START_S: Final = 5.0
+_JOIN_S: Final = 1.0
+_READ_EVERY_S: Final = 0.2
+_READ_S_PER_RANK: Final = 0.01  # all ranks may be blocked at once, and each reads as many values as there are ranks
+
+_READ, _UNBLOCK, _LEAVE = "read", "unblock", "leave"  # requests to the thread beside what it is to write
+
+_SLICE_ENDED: Final = "Operation timed out!"
+_TIME_LIMIT: Final = ("Timed out waiting", "Application timeout caused pair closure")
+_LOST: Final = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection timed out",
+    "Connection refused",
+    "No route to host",
+    "Network is unreachable",
+)
+
+
+# Settings #
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +81,8 @@ class Liveness:
     """When a rank counts as lost and when as slow.
 
     Attributes:
-        heartbeat_s: how often each rank writes a sign of life into the store of its group; ``None``: never, so that only dead
-            and stopped processes of the same host are noticed.
+        heartbeat_s: how often each rank writes a sign of life into the store of its group; ``None``: only once, so that only
+            dead and stopped processes of the same host are noticed.
         dead_after_s: a rank without a sign of life for this long is lost.
         straggler_warning_s: how long a rank waits for living ones before it warns; ``None``: for ever.
         is_default: nobody chose ``dead_after_s``, so it gives way to a group whose time limit is short.
@@ -92,3 +156,789 @@ class StragglerWarning(UserWarning):
 
 def _warning_of(fields: dict[str, Any]) -> StragglerWarning:
     return StragglerWarning(**fields)
+
+
+# Processes of the same host #
+
+
+class ProcessState(enum.Enum):
+    """What a look at a process shows."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"  # by a signal or a debugger: it may go on
+    DEAD = "dead"  # gone, waiting to be reaped, or its id belongs to another process by now
+    UNKNOWN = "unknown"  # on another host or in another container
+
+
+class ProcessIdentity(NamedTuple):
+    """A process, told from others that had or will have the same id."""
+
+    host: str
+    pid: int
+    start_ticks: int  # clock ticks from boot to its start
+    pid_space: str  # equal for two processes whose ids mean the same; empty where that cannot be told
+
+
+def identify_this_process() -> ProcessIdentity:
+    """Return who this process is. To be called again in a forked child."""
+    host, pid = socket.gethostname(), os.getpid()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        space = f"{boot} {Path('/proc/self/ns/pid').readlink()}"  # containers of one host share the boot, not the ids
+        number, _, start_ticks = _read_stat(pid)
+        if (number, start_ticks) != (_read_stat("self")[0], _read_stat("self")[2]):
+            return ProcessIdentity(host, pid, 0, "")  # /proc belongs to another container
+    except (OSError, ValueError, IndexError):
+        return ProcessIdentity(host, pid, 0, "")
+    return ProcessIdentity(host, pid, start_ticks, space)
+
+
+def look_at(process: ProcessIdentity, *, from_space: str) -> ProcessState:
+    """Return the state of a process, as seen by a process whose ids mean what ``from_space`` says."""
+    if not from_space or process.pid_space != from_space:
+        return ProcessState.UNKNOWN
+    try:
+        _, letter, start_ticks = _read_stat(process.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return ProcessState.DEAD
+    except (OSError, ValueError, IndexError):
+        return ProcessState.UNKNOWN
+    if start_ticks != process.start_ticks or letter in "ZXx":
+        return ProcessState.DEAD
+    return ProcessState.STOPPED if letter in "Tt" else ProcessState.RUNNING
+
+
+def _read_stat(pid: int | Literal["self"]) -> tuple[int, str, int]:
+    """Return the fields 1, 3 and 22 of what proc(5) says about a process: id, letter of its state, ticks at its start."""
+    # The name of the program, field 2, is in parentheses and may contain anything, parentheses too.
+    number, _, rest = Path(f"/proc/{pid}/stat").read_bytes().partition(b"(")
+    fields = rest.rpartition(b")")[2].split()
+    return int(number), fields[0].decode("ascii"), int(fields[19])
+
+
+# What stands in the store #
+
+
+class Beat(NamedTuple):
+    """One sign of life of a rank."""
+
+    process: ProcessIdentity
+    number: int
+    every_s: float | None  # None: this one is all there will be
+    step: int
+    phase: str
+    bucket: int  # -1: in none
+    num_launched: int
+    has_left: bool  # the last one: its program ended in good order, or its wrapper was detached
+
+    @property
+    def place(self) -> str:
+        """Where the rank was in its work."""
+        return f"{self.phase}, step {self.step}" + (f", bucket {self.bucket}" if self.bucket >= 0 else "")
+
+    @property
+    def last_seen(self) -> str:
+        """The place as the end of a text, where the beat was one of many."""
+        return "" if self.every_s is None else f"; last seen in {self.place}"
+
+
+class Block(NamedTuple):
+    """Where a rank has waited for long. Ranks are numbered in the whole program."""
+
+    wrapper: str
+    label: str
+    members: tuple[int, ...]  # ranks of the wrapper
+
+
+Finding = PeerLostError | WrapperBrokenError
+"""Why nothing can be launched any more: the error that all ranks raise."""
+
+
+class View(NamedTuple):
+    """What the store said at one moment."""
+
+    asked_at_s: float = 0.0  # time.monotonic() before the store was asked for ``beats``
+    beats: Mapping[int, Beat] = MappingProxyType({})
+    finding: Finding | None = None
+    blocks: Mapping[int, Block] = MappingProxyType({})  # by rank of the whole program
+
+
+def decode_beat(raw: bytes) -> Beat | None:
+    """Return the sign of life in a value of the store, or ``None`` when there is none: a store may be shared with others."""
+    try:
+        process, *fields = json.loads(raw)
+        beat = Beat(ProcessIdentity(*process), *fields)
+    except (ValueError, TypeError):
+        return None
+    types = [type(value) for value in (*beat.process, beat.number, *beat[3:])]
+    return beat if types == [str, int, int, str, int, int, str, int, int, bool] else None
+
+
+def encode_finding(finding: Finding) -> str:
+    """Return the JSON form."""
+    return json.dumps([type(finding).__name__, finding.__dict__])
+
+
+def decode_finding(raw: bytes) -> Finding | None:
+    """Return the finding in a value of the store, or ``None`` when there is none."""
+    try:
+        name, fields = json.loads(raw)
+        return PeerLostError(**fields) if name == PeerLostError.__name__ else WrapperBrokenError(**fields)
+    except (ValueError, TypeError):
+        return None
+
+
+def _decode_block(raw: bytes) -> Block | None:
+    try:
+        wrapper, label, members = json.loads(raw)
+        return Block(str(wrapper), str(label), tuple(map(int, members)))
+    except (ValueError, TypeError):
+        return None
+
+
+# The thread #
+
+
+class Heartbeat:
+    """Signs of life of this rank and a view of the others.
+
+    Args:
+        store: of the process group. A TCP store is cloned, so that no request of this thread holds up the caller's.
+        members: ranks of the wrapper in the whole program; this one is ``members[rank]``.
+        progress: of the communicator; read at each beat.
+        every_s: seconds between beats; ``None``: only the first one is written, which says who this process is.
+        is_wanted: asked at each beat; ``False`` ends the thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        members: Sequence[int],
+        progress: Progress,
+        every_s: float | None,
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        self.rank, self.members, self.every_s = rank, tuple(members), every_s
+        self.name = ""
+        """Of the wrapper, the same on all ranks."""
+        self.process = identify_this_process()
+        self.read_every_s = max(_READ_EVERY_S, _READ_S_PER_RANK * len(members))
+        self.view = View()
+        self.num_answers = 0
+        self.failure = ""
+        """Why the thread ended, when the store was the reason."""
+        self.is_stopped = False
+        self._num_requests = 0
+        self._progress = progress
+        self._is_wanted = is_wanted
+        self._count = 0
+        self._known: set[int] = set()  # ranks that have ever written
+        # SimpleQueue, because the garbage collector may end a communicator at any moment, in this thread, too: a put from
+        # there must not need a lock that the interrupted code holds.
+        self._mailbox: queue.SimpleQueue[Finding | Block | str] = queue.SimpleQueue()
+        is_ready = threading.Event()
+        # In a list, which the thread empties: a thread refers to its arguments as long as it runs, and a program that
+        # destroys the group of a TCP store may want to listen on the same port again.
+        arguments = ([store], is_ready)
+        self._thread = threading.Thread(target=self._run, args=arguments, name=f"megabucket-heartbeat-{rank}", daemon=True)
+        self._thread.start()
+        # A program that ends at once would find the thread inside of a connect that is tried again and again, which nothing
+        # can end: see stop(). Usually this takes a millisecond.
+        is_ready.wait(_START_S)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request waits for the store, or will wait for ever."""
+        return self._num_requests != self.num_answers
+
+    def request(self) -> None:
+        """Have ``view`` renewed soon, unless that is under way."""
+        if not self.is_busy:
+            self.post(_READ)
+
+    def post(self, what: Finding | Block | str) -> None:
+        """Have ``view`` renewed after something was written: a finding, unless there is one, or where this rank waits."""
+        self._num_requests += 1
+        self._mailbox.put(what)
+
+    def ask(self, timeout_s: float, what: Finding | str = _READ) -> View | None:
+        """Return what the store says after ``what`` was written, or ``None`` when it does not answer in time."""
+        self.post(what)
+        number, deadline_s = self._num_requests, time.monotonic() + timeout_s
+        while self.num_answers < number:
+            if time.monotonic() > deadline_s or not self._thread.is_alive() or os.getpid() != self.process.pid:
+                return None
+            time.sleep(0.002)
+        return self.view
+
+    def stop(self) -> None:
+        """Write a final beat and stop the thread. Waits for it up to a second: only a store that does not answer takes so long.
+
+        A daemon thread that returns from C++ into an interpreter that is gone aborts the process, so this runs at exit.
+        """
+        if os.getpid() != self.process.pid:
+            return  # a forked child has no such thread, and its parent's is not to be ended
+        self.is_stopped = True
+        self._mailbox.put(_LEAVE)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    # In the thread #
+
+    def _run(self, stores: list[Store], is_ready: threading.Event) -> None:
+        try:
+            with _StoreConnection(stores.pop()) as connection:
+                self._serve(connection, is_ready)
+        except Exception as error:
+            # Not reported here: it happens at the end of programs, too, when the host of the store is the first to go. A rank
+            # that is blocked notices that there are no answers.
+            self.failure = f"{type(error).__name__}: {error}"
+            is_ready.set()
+
+    def _serve(self, connection: _StoreConnection, is_ready: threading.Event) -> None:
+        # Several wrappers may share a group, one after the other, too. All ranks make them in the same order.
+        self.name = f"megabucket/{connection.store.add(f'megabucket/instances/{self.rank}', 1)}"
+        store = PrefixStore(self.name, connection.store)
+        connection.board.set(_rank_key(self.members[self.rank]), "")
+        what: Finding | Block | str | None = None
+        while what != _LEAVE:
+            if what is None:  # time for a beat
+                self._beat(store)
+                if len(self._known) < len(self.members):
+                    # Until all have come: when it matters, the store may be out of reach. A process that is stopped while it
+                    # holds the lock of a file store, for instance, stops the store.
+                    self.view = self.view._replace(asked_at_s=time.monotonic(), beats=self._read_beats(store))
+                is_ready.set()
+                next_beat_s = time.monotonic() + (self.every_s or float("inf"))
+            else:
+                self._answer(store, connection.board, what)
+            what = self._next_request(next_beat_s)
+            if not self._is_wanted():
+                return  # the group was destroyed: nothing is waited for over it any more
+            connection.check()
+        self._beat(store, has_left=True)
+
+    def _next_request(self, next_beat_s: float) -> Finding | Block | str | None:
+        """Return the next request, or ``None`` when it is time for a beat."""
+        timeout_s = None if self.every_s is None else max(0.0, next_beat_s - time.monotonic())
+        try:
+            return self._mailbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def _beat(self, store: Store, *, has_left: bool = False) -> None:
+        progress = self._progress
+        self._count += 1
+        place = (progress.step, progress.phase, progress.bucket, progress.num_launched)
+        # A list, because a file store keeps every beat.
+        beat = json.dumps(Beat(self.process, self._count, self.every_s, *place, has_left), separators=(",", ":"))
+        store.set(_rank_key(self.rank), beat)
+
+    def _answer(self, store: Store, board: Store, what: Finding | Block | str) -> None:
+        view = self.view
+        finding, blocks = view.finding, view.blocks
+        if isinstance(what, MegabucketError):
+            finding = decode_finding(store.compare_set("finding", "", encode_finding(what)))
+        elif finding is None and store.check(["finding"]):
+            finding = decode_finding(store.get("finding"))
+        if isinstance(what, Block) or what == _UNBLOCK:
+            board.set(_rank_key(self.members[self.rank]), json.dumps(what))
+            blocks = {}
+        now_s = time.monotonic()
+        if what != _READ or now_s - view.asked_at_s >= self.read_every_s:
+            is_blocked = isinstance(what, Block) or (blocks and what == _READ)
+            blocks = self._read_blocks(board) if is_blocked else blocks
+            view = View(now_s, self._read_beats(store), finding, blocks)
+        self.view = view._replace(finding=finding, blocks=blocks)
+        self.num_answers += 1
+
+    def _read_beats(self, store: Store) -> dict[int, Beat]:
+        unknown = [rank for rank in range(len(self.members)) if rank not in self._known]
+        if unknown:
+            # get() would wait for a rank that has not written yet.
+            all_wrote = store.check([_rank_key(rank) for rank in unknown])
+            self._known.update(rank for rank in unknown if all_wrote or store.check([_rank_key(rank)]))
+        ranks = sorted(self._known - {self.rank})
+        values = store.multi_get([_rank_key(rank) for rank in ranks]) if ranks else []
+        beats = {rank: decode_beat(value) for rank, value in zip(ranks, values, strict=True)}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
+
+    def _read_blocks(self, board: Store) -> dict[int, Block]:
+        members = [self.members[rank] for rank in sorted(self._known)]  # each has written before its first beat
+        blocks = dict(zip(members, map(_decode_block, board.multi_get([_rank_key(member) for member in members])), strict=True))
+        return {member: block for member, block in blocks.items() if block is not None}
+
+
+def _rank_key(rank: int) -> str:
+    return f"rank/{rank}"
+
+
+def _bottom_of(store: Any) -> Any:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+class _StoreConnection:
+    """A store over a connection of its own, and the board of the whole program in it."""
+
+    def __init__(self, store: Store) -> None:
+        bottom = _bottom_of(store)
+        clone: Callable[[], Store] | None = getattr(store, "clone", None)  # not in every torch
+        self._probe: socket.socket | None = None
+        self.store = store
+        if clone is not None and isinstance(bottom, TCPStore):
+            self.store = clone()
+            bottom = _bottom_of(self.store)
+            # Says nothing, and is closed by the host as the clone is. The first request over a closed connection would make
+            # c10d print a page of C++ frames, as the usual last output of a program whose rank 0 ends first.
+            with contextlib.suppress(OSError):
+                self._probe = socket.create_connection((bottom.host, bottom.port), timeout=_START_S)
+        self.board = PrefixStore("megabucket/board", bottom)
+
+    def check(self) -> None:
+        """Do nothing while the connection is open, as far as is known.
+
+        Raises:
+            ConnectionResetError: the host of the store has closed it.
+        """
+        if self._probe is not None:
+            poll = select.poll()
+            poll.register(self._probe, select.POLLRDHUP)
+            if poll.poll(0):
+                raise ConnectionResetError("the host of the store has closed the connection")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._probe is not None:
+            self._probe.close()
+
+
+# Waiting #
+
+
+class Work(Protocol):
+    """What can be waited for in slices: a work of gloo, or one that behaves alike."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Return when it is done, or raise a ``RuntimeError``: it has failed, or the time is over and it goes on."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Return whether it is done or has failed."""
+        ...
+
+
+def wait_slice(work: Work) -> bool:
+    """Wait for a work, up to a tenth of a second; return whether it is done.
+
+    Raises:
+        RuntimeError: the work has failed.
+    """
+    try:
+        work.wait(_SLICE)
+    except RuntimeError as error:
+        # Nothing is called in here: a signal handler that ran now would raise "during handling of" a time-out of ours
+        # (in Python 3.10 it does all the same, now and then).
+        failure = error
+    else:
+        return True
+    try:
+        if not str(failure).startswith(_SLICE_ENDED):
+            raise failure
+    finally:
+        del failure  # it knows this frame, and so would keep the work and its tensors until garbage is collected
+    if not work.is_completed():
+        return False
+    work.wait()  # it ended at the same moment: well, or with an error of its own
+    return True
+
+
+def is_lost_connection(failure: str) -> bool:
+    """Whether the text of a failed work says that another rank cannot be reached or did not come."""
+    return any(text in failure for text in (*_LOST, *_TIME_LIMIT))
+
+
+def is_time_limit(failure: str) -> bool:
+    """Whether the text of a failed work says that the time limit of the group was over."""
+    return any(text in failure for text in _TIME_LIMIT)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What one blocked rank has seen of another one during one wait."""
+
+    beat: Beat
+    state: ProcessState = ProcessState.UNKNOWN
+    looks_at_dead: int = 0
+    stopped_s: float = 0.0
+    silent_s: float = 0.0  # since its last beat
+
+
+class Observations:
+    """What is known about the other ranks during one wait, and what it means, in words. Talks to nobody.
+
+    Args:
+        number: of the launch that is waited for, counted from 1 and alike on all ranks.
+        look_at: returns the state of a process.
+    """
+
+    def __init__(
+        self, *, number: int, rank: int, size: int, look_at: Callable[[ProcessIdentity], ProcessState], read_every_s: float
+    ) -> None:
+        self._number = number
+        self._others = [other for other in range(size) if other != rank]
+        self._look_at = look_at
+        self._longest_gap_s = max(_LONGEST_GAP_S, 2 * read_every_s)
+        self._peers: dict[int, _Peer] = {}
+        self._looked_at_s = self._asked_at_s = 0.0
+
+    def note(self, view: View, at_s: float) -> None:
+        """Take a look at the processes and note what the store said."""
+        # A long gap between two looks counts as a short one: then it was this process that was stopped, and others may live.
+        gap_s = min(at_s - self._looked_at_s, _LONGEST_GAP_S)
+        view_gap_s = min(view.asked_at_s - self._asked_at_s, self._longest_gap_s)
+        self._looked_at_s, self._asked_at_s = at_s, view.asked_at_s
+        for rank, beat in view.beats.items():
+            peer = self._peers.get(rank)
+            if peer is None:
+                peer, gap_s, view_gap_s = self._peers.setdefault(rank, _Peer(beat)), 0.0, 0.0
+            peer.state = self._look_at(beat.process)
+            peer.looks_at_dead = peer.looks_at_dead + 1 if peer.state is ProcessState.DEAD else 0
+            peer.stopped_s = peer.stopped_s + gap_s if peer.state is ProcessState.STOPPED else 0.0
+            peer.silent_s = peer.silent_s + view_gap_s if beat.number == peer.beat.number else 0.0
+            peer.beat = beat
+
+    def gone(self) -> dict[int, str]:
+        """Return the ranks that are surely dead, or have left without launching what is waited for.
+
+        Crashed ranks come first: a clean exit may only be a reaction to a crash.
+        """
+        if not any(self._is_gone(peer) for peer in self._peers.values()):
+            return {}
+        crashed = {
+            rank: f"died: process {peer.beat.process.pid} on {peer.beat.process.host} is gone{peer.beat.last_seen}"
+            for rank, peer in self._peers.items()
+            if peer.state is ProcessState.DEAD and not peer.beat.has_left
+        }
+        return crashed or {
+            rank: f"left: its program ended, or its wrapper was detached, after {peer.beat.num_launched} launches; this was "
+            f"launch {self._number}"
+            for rank, peer in self._peers.items()
+            if peer.beat.has_left and (peer.state is ProcessState.DEAD or peer.beat.num_launched < self._number)
+        }
+
+    def _is_gone(self, peer: _Peer) -> bool:
+        if peer.beat.has_left and peer.beat.num_launched < self._number:
+            return True
+        return peer.looks_at_dead >= (_LOOKS_AT_ENDED if peer.beat.has_left else _LOOKS_AT_DEAD)
+
+    def frozen(self, dead_after_s: float) -> dict[int, str]:
+        """Return the ranks that have been stopped, or without a sign of life, for that long."""
+        found = {}
+        for rank, peer in self._peers.items():
+            is_silent = peer.silent_s >= dead_after_s and peer.beat.every_s is not None and not peer.beat.has_left
+            if is_silent or peer.stopped_s >= dead_after_s:
+                why = ", its process is stopped" if peer.state is ProcessState.STOPPED else ""
+                found[rank] = f"froze: no sign of life for {dead_after_s:g} s{why}{peer.beat.last_seen}"
+        return found
+
+    def vanished(self, silent_s: float) -> dict[int, str]:
+        """Return the ranks without a beat for that long or, if there are none, those that never wrote one."""
+        silent = {
+            rank: f"went away: no sign of life for {silent_s:.1f} s{peer.beat.last_seen}"
+            for rank, peer in self._peers.items()
+            if peer.beat.every_s is not None and peer.silent_s >= silent_s
+        }
+        return silent or dict.fromkeys(self._absent(), "went away or never came: it has given no sign of life")
+
+    def late(self) -> dict[int, str]:
+        """Return the ranks that have not launched what is waited for, as far as they tell."""
+        found = dict.fromkeys(self._absent(), "has given no sign of life: it has not wrapped its module yet")
+        for rank, peer in self._peers.items():
+            if peer.state is ProcessState.STOPPED:
+                found[rank] = "has not launched its part; its process is stopped"
+            elif peer.beat.every_s is not None and peer.beat.num_launched < self._number:
+                found[rank] = f"is alive but has not launched its part; it is in {peer.beat.place}"
+        return dict(sorted(found.items()))
+
+    def _absent(self) -> list[int]:
+        return [rank for rank in self._others if rank not in self._peers]
+
+
+@dataclass(slots=True)
+class _LongWait:
+    """One wait that takes long."""
+
+    label: str
+    number: int
+    seen: Observations
+    started_s: float = field(default_factory=time.monotonic)
+    looked_at_s: float = field(default_factory=time.monotonic)
+    num_answers: int = -1
+    store_silent_s: float = 0.0
+    block: Block | None = None  # as it stands on the board
+    num_circles: int = 0  # how often in a row ranks were seen to wait for one another
+    has_warned: bool = False
+
+
+class PeerWatch:
+    """Waits for the works of one communicator and says why when they do not end.
+
+    Args:
+        group_timeout_s: time limit of the process group, for texts; ``None``: unknown.
+        flight_record: returns torch's account of the last collectives.
+        on_loss: called when nothing can be launched any more.
+    """
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        liveness: Liveness,
+        *,
+        progress: Progress,
+        group_timeout_s: float | None,
+        flight_record: Callable[[], str],
+        on_loss: Callable[[], None],
+    ) -> None:
+        self.finding: Finding | None = None
+        """Set when ranks were lost or interrupted; nothing can be launched from then on."""
+        self._heartbeat = heartbeat
+        self._liveness = liveness
+        self._progress = progress
+        self._group_timeout_s = group_timeout_s
+        self._flight_record = flight_record
+        self._on_loss = on_loss
+
+    def wait(self, works: Iterable[Work], *, label: str, number: int) -> None:
+        """Return when the works of one launch are done.
+
+        Args:
+            number: of the launch, counted from 1 and alike on all ranks.
+
+        Raises:
+            PeerLostError: a rank died, froze, or left without launching its part.
+            WrapperBrokenError: a rank was interrupted, or ranks wait for one another in different wrappers.
+            ForkedProcessError: this is a child of the process that launched them.
+        """
+        wait: _LongWait | None = None
+        try:
+            for work in works:
+                while not wait_slice(work):
+                    wait = wait or self._begin(label, number)
+                    self._look(wait)
+        except RuntimeError as error:
+            if isinstance(error, MegabucketError) or not is_lost_connection(str(error)):
+                raise
+            finding = self._diagnose(wait or self._begin(label, number), str(error))
+            raise self._conclude(finding) from error
+        finally:
+            self._leave_board(wait)
+
+    def wait_for_all_ranks(self, label: str) -> None:
+        """Return when every rank has written a beat, which it does when it wraps.
+
+        Raises:
+            MegabucketError: as ``wait``.
+        """
+        wait, deadline_s = self._begin(label, 0), time.monotonic() + (self._group_timeout_s or float("inf"))
+        try:
+            while len(self._heartbeat.view.beats) < len(self._heartbeat.members) - 1:
+                if time.monotonic() > deadline_s:
+                    raise self._conclude(self._too_late(wait))
+                self._look(wait)
+                time.sleep(0.005)
+        finally:
+            self._leave_board(wait)
+
+    def break_off(self, finding: Finding) -> None:
+        """Let the other ranks know why this one launches nothing more. Does not wait."""
+        if self.finding is None:
+            self.finding = finding
+            self._heartbeat.post(finding)
+            self._on_loss()
+
+    def _begin(self, label: str, number: int) -> _LongWait:
+        heartbeat = self._heartbeat
+        seen = Observations(
+            number=number,
+            rank=heartbeat.rank,
+            size=len(heartbeat.members),
+            look_at=lambda process: look_at(process, from_space=heartbeat.process.pid_space),
+            read_every_s=heartbeat.read_every_s,
+        )
+        return _LongWait(label, number, seen)
+
+    def _look(self, wait: _LongWait) -> None:
+        """Look at the other ranks once.
+
+        Raises:
+            MegabucketError: the wait cannot end.
+        """
+        heartbeat, now_s = self._heartbeat, time.monotonic()
+        if os.getpid() != heartbeat.process.pid:
+            raise ForkedProcessError(rank=heartbeat.rank, operation=f"{wait.label} was waited for")
+        if heartbeat.is_stopped:
+            return  # the communicator was closed: this wait goes on without a view of the others
+        heartbeat.request()
+        wait.seen.note(heartbeat.view, now_s)
+        is_silent = heartbeat.is_busy and heartbeat.num_answers == wait.num_answers
+        wait.store_silent_s = wait.store_silent_s + min(now_s - wait.looked_at_s, _LONGEST_GAP_S) if is_silent else 0.0
+        wait.num_answers, wait.looked_at_s = heartbeat.num_answers, now_s
+        finding = self.finding or heartbeat.view.finding or self._find_cause(wait)
+        if finding is not None:
+            raise self._conclude(finding)
+        if wait.block is None and now_s - wait.started_s >= _BLOCKED_S:
+            wait.block = Block(f"{heartbeat.name} of ranks {list(heartbeat.members)}", wait.label, heartbeat.members)
+            heartbeat.post(wait.block)
+        self._warn_of_stragglers(wait, now_s - wait.started_s)
+
+    def _find_cause(self, wait: _LongWait) -> Finding | None:
+        dead_after_s = self._liveness.dead_after_s
+        if wait.seen.gone():
+            self._refresh(wait)  # with what the dead wrote last
+            if states := wait.seen.gone():
+                return self._settle(wait, states)
+        if states := wait.seen.frozen(dead_after_s):
+            return self._settle(wait, states, recorder=self._flight_record())
+        if wait.store_silent_s >= dead_after_s:
+            reason = self._heartbeat.failure or "its host may be gone or frozen"
+            silence = f"the store of the process group has not answered for {dead_after_s:g} s: {reason}"
+            return PeerLostError(ranks=(), states=(), during=self._during(wait, silence))
+        # Twice in a row: what stands on the board may be a moment old.
+        circle = self._find_circle(wait)
+        wait.num_circles = wait.num_circles + 1 if circle else 0
+        return self._settle_circle(wait, circle) if wait.num_circles > 1 else None
+
+    def _find_circle(self, wait: _LongWait) -> dict[int, Block]:
+        """Return ranks of the program that wait for one another, each in another wrapper than the next one."""
+        if wait.block is None:
+            return {}
+        own = self._heartbeat.members[self._heartbeat.rank]
+        blocks = {**self._heartbeat.view.blocks, own: wait.block}
+        path, seen = [own], {own}
+        # Each rank waits for all members of its wrapper that wait elsewhere; where that leads back here, no wait ever ends.
+        pending = [iter(wait.block.members)]
+        while pending:
+            following = next((rank for rank in pending[-1] if _waits_for(blocks, path[-1], rank)), None)
+            if following == own:
+                return {rank: blocks[rank] for rank in path}
+            if following is None:
+                pending.pop()
+                path.pop()
+            elif following not in seen:
+                seen.add(following)
+                path.append(following)
+                pending.append(iter(blocks[following].members))
+        return {}
+
+    def _settle_circle(self, wait: _LongWait, circle: Mapping[int, Block]) -> Finding:
+        places = [f"rank {rank} waits for {block.label} of {block.wrapper}" for rank, block in sorted(circle.items())]
+        cause = (
+            f"ranks wait for one another: {'; '.join(places)}. Every rank must use its wrappers, and make collective calls, in "
+            "the same order"
+        )
+        step, phase = self._progress.step, self._progress.phase
+        return self._first(wait, WrapperBrokenError(step=step, rank=None, phase=phase, cause=cause))
+
+    def _warn_of_stragglers(self, wait: _LongWait, waited_s: float) -> None:
+        limit_s = self._liveness.straggler_warning_s
+        if wait.has_warned or limit_s is None or waited_s < limit_s:
+            return
+        wait.has_warned = True
+        late = wait.seen.late()
+        warning = StragglerWarning(
+            rank=self._heartbeat.rank,
+            waited_s=waited_s,
+            waiting_for=self._waiting_for(wait),
+            ranks=tuple(late),
+            states=tuple(late.values()),
+        )
+        try:
+            warnings.warn(warning, stacklevel=2)
+        except StragglerWarning:  # where warnings are errors: an exception here would end the step of this rank
+            _LOGGER.warning("%s", warning)
+
+    def _leave_board(self, wait: _LongWait | None) -> None:
+        if wait is not None and wait.block is not None:
+            wait.block = None
+            self._heartbeat.post(_UNBLOCK)
+
+    # When a wait cannot end #
+
+    def _diagnose(self, wait: _LongWait, failure: str) -> Finding:
+        """Find out why gloo gave up.
+
+        Which rank it was, gloo does not say. A process that dies closes its connections before it is seen to be dead.
+        """
+        seen, started_s = wait.seen, time.monotonic()
+        patience_s = max(_DIAGNOSIS_S, _DIAGNOSIS_BEATS * (self._heartbeat.every_s or 0.0))
+        finding = self.finding or self._refresh(wait)
+        while finding is None:
+            waited_s = time.monotonic() - started_s
+            if states := seen.gone():
+                return self._settle(wait, states)
+            if is_time_limit(failure):
+                return self._too_late(wait)
+            if waited_s > patience_s:
+                silent_s = patience_s - (self._heartbeat.every_s or 0.0)
+                return self._settle(wait, seen.vanished(silent_s), _first_sentence(failure))
+            time.sleep(0.02)
+            finding = self._refresh(wait)
+        return finding
+
+    def _too_late(self, wait: _LongWait) -> Finding:
+        states = {rank: f"did not come in time: it {state}" for rank, state in wait.seen.late().items()}
+        limit = "" if self._group_timeout_s is None else f" ({self._group_timeout_s:g} s)"
+        reason = f"the time limit of the process group{limit} was over"
+        return self._settle(wait, states, reason, recorder=self._flight_record())
+
+    def _refresh(self, wait: _LongWait) -> Finding | None:
+        """Look again, with what the store says now, and return what another rank has found."""
+        view = self._ask(wait) or self._heartbeat.view
+        wait.seen.note(view, time.monotonic())
+        return view.finding
+
+    def _ask(self, wait: _LongWait, what: Finding | str = _READ) -> View | None:
+        """Return what the store says, or ``None`` when it does not answer, or has not for a while."""
+        if wait.store_silent_s >= _LONGEST_GAP_S:
+            return None
+        view = self._heartbeat.ask(_ANSWER_S, what)
+        if view is None:
+            wait.store_silent_s += _ANSWER_S
+        return view
+
+    def _settle(self, wait: _LongWait, states: Mapping[int, str], reason: str = "", *, recorder: str = "") -> Finding:
+        """Return the finding that ranks are lost, or what another rank has found before."""
+        ranks, during = tuple(states), self._during(wait, reason)
+        return self._first(wait, PeerLostError(ranks=ranks, states=tuple(states.values()), during=during, recorder=recorder))
+
+    def _first(self, wait: _LongWait, finding: Finding) -> Finding:
+        view = self._ask(wait, finding)
+        return finding if view is None or view.finding is None else view.finding
+
+    def _during(self, wait: _LongWait, reason: str) -> str:
+        return f"noticed while waiting for {self._waiting_for(wait)}" + (f": {reason}" if reason else "")
+
+    def _waiting_for(self, wait: _LongWait) -> str:
+        return f"{wait.label} of step {self._progress.step} ({self._progress.phase})"
+
+    def _conclude(self, finding: Finding) -> Finding:
+        if self.finding is None:
+            self.finding = finding
+            self._on_loss()
+        return self.finding.copy()
+
+
+def _waits_for(blocks: Mapping[int, Block], rank: int, other: int) -> bool:
+    """Return whether a blocked rank waits for another one that is blocked in another wrapper."""
+    return other in blocks and blocks[other].wrapper != blocks[rank].wrapper
+
+
+def _first_sentence(failure: str) -> str:
+    """Strip the source location and the closing hint from an error message of gloo."""
+    return failure.rpartition(".cc:")[2].partition("] ")[2].partition(". ")[0] or failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeGuard
@@ -20,6 +21,7 @@ _UNKNOWN_KEY: Final = "unknown_key"
 _UNKNOWN_KEYS_SHOWN: Final = 5
 _KEY_CHARS_SHOWN: Final = 60
 _LARGEST_NUMBER: Final = 2**62
+_FLOAT_TEXT: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Section(BaseModel):
@@ -104,11 +106,9 @@ def _read_count(value: Any) -> Any:
     return value
 
 
-def _read_number(value: Any) -> Any:
-    """Accept an integer where a float is meant; refuse bool, which Python counts among the integers."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER:
-        return float(value)
-    return value
+def _read_float(value: Any) -> Any:
+    """Accept ``"3e-4"``; leave the rest to strict validation, which takes whole numbers, too."""
+    return float(value) if isinstance(value, str) and _FLOAT_TEXT.fullmatch(value) else value
 
 
 def read_tuple(value: Any) -> Any:
@@ -118,7 +118,9 @@ def read_tuple(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(_read_count), at.Ge(0), at.Le(_LARGEST_NUMBER)]
 PositiveCount = Annotated[int, BeforeValidator(_read_count), at.Gt(0), at.Le(_LARGEST_NUMBER)]
-PositiveNumber = Annotated[float, BeforeValidator(_read_number), at.Gt(0), at.Le(_LARGEST_NUMBER)]
+PositiveNumber = Annotated[float, at.Gt(0), at.Le(_LARGEST_NUMBER)]
+Positive = Annotated[float, BeforeValidator(_read_float), at.Gt(0)]
+NonNegative = Annotated[float, BeforeValidator(_read_float), at.Ge(0)]
 ParamNames = Annotated[tuple[Annotated[str, at.MinLen(1)], ...], BeforeValidator(read_tuple)]
 
 

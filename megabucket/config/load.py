@@ -1,29 +1,35 @@
-"""``load_config``: from a file and ``key=value`` arguments to a ``RunConfig``, or one readable error.
+"""``load_section``: from a file and ``section.field=value`` arguments to a validated config, or one readable error.
 
-Owns the order of the steps (read, override, validate) and the text of what is wrong. Reads no environment variables.
+Owns the order of the steps (read, override, validate), the syntax of an override, and the text of what is wrong. Reads no
+environment variables.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from pydantic import ValidationError
 
-from megabucket.config.overrides import Override, apply_overrides, parse_override
-from megabucket.config.run import RunConfig
-from megabucket.config.simulation import IMPLIED_KINDS
-from megabucket.config.text import printable, quoted
-from megabucket.config.yaml_loader import KeyPath, Plain, YamlDocument, read_yaml
-from megabucket.errors import ConfigError
+from megabucket.config.ddp import Section
+from megabucket.config.yaml_loader import KeyPath, Plain, YamlDocument, parse_yaml, read_yaml
+from megabucket.errors import ConfigError, printable, quoted
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+Config = TypeVar("Config", bound=Section)
+
+MAX_KEY_PARTS: Final = 20
+"""Dots in the key of an override, plus one: no config is deeper."""
+
 MAX_PROBLEMS: Final = 20
 """Problems shown in one error; the rest is counted."""
 
+_KEY_PART: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _PROBLEM_CHARS: Final = 500
 _VALUE_CHARS: Final = 60
 _YAML_1_1_BOOLEANS: Final = frozenset({"yes", "no", "on", "off", "y", "n"})
@@ -38,12 +44,13 @@ _MESSAGES: Final = {
 }
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_section(path: Path | str | None, overrides: Sequence[str], section: type[Config]) -> Config:
     """Read a YAML file, apply ``key=value`` overrides and validate the result.
 
     Args:
         path: of the file; ``None``: there is none, and the overrides say everything.
         overrides: for example ``ddp.bucket_size=40M``; a later one wins over an earlier one, all win over the file.
+        section: what the file may say.
 
     Raises:
         ConfigError: anything wrong with the file, an override or a value. The text lists at most 20 problems, each with
@@ -55,9 +62,68 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
     parsed = [parse_override(text) for text in overrides]
     data = apply_overrides(document.data or {}, parsed)
     try:
-        return RunConfig.model_validate(data)
+        return section.model_validate(data)
     except ValidationError as error:
         raise explain_validation_error(error, data=data, document=document, overrides=parsed) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One ``key=value`` argument, taken apart."""
+
+    path: tuple[str, ...]
+    value: Plain
+    text: str
+    """The argument as it was given."""
+
+
+def parse_override(text: str) -> Override:
+    """Take one ``key=value`` argument apart.
+
+    The key is a dotted path. The value is a YAML scalar, ``[...]`` or ``{...}``; nothing after the ``=`` means null.
+
+    Raises:
+        ConfigError: no ``=``, a key that is not a dotted path of names, or a value that is not YAML.
+
+    >>> parse_override("optimizer.betas=[0.9,0.95]").value
+    [0.9, 0.95]
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{quoted(text)} is not key=value; write for example ddp.bucket_size=40M")
+    path = tuple(key.strip().split("."))
+    if len(path) > MAX_KEY_PARTS or not all(_KEY_PART.fullmatch(part) for part in path):
+        raise ConfigError(f"{quoted(text)}: the key must be names joined by dots, for example ddp.bucket_size=40M")
+    document = parse_yaml(value, source=f"command line, {quoted(text)}", flow_only=True)
+    return Override(path, document.data, text)
+
+
+def apply_overrides(data: Mapping[str, Plain], overrides: Iterable[Override]) -> dict[str, Plain]:
+    """Return ``data`` with each override in place; a later one wins over an earlier one. ``data`` is not changed.
+
+    Sections on the way that are missing or null are made.
+
+    Raises:
+        ConfigError: an override reaches into something that is not a section.
+
+    >>> apply_overrides({"ddp": {"num_buckets": 4}}, [parse_override("ddp.bucket_size=40M")])
+    {'ddp': {'num_buckets': 4, 'bucket_size': '40M'}}
+    """
+    result = dict(data)
+    for override in overrides:
+        section = result
+        for depth, part in enumerate(override.path[:-1], start=1):
+            inner = section.get(part)
+            if inner is not None and not isinstance(inner, dict):
+                raise ConfigError(
+                    f"{quoted(override.text)}: {'.'.join(override.path[:depth])} is {_kind(inner)}, not a section, so "
+                    "nothing inside it can be set; override it as a whole"
+                )
+            # A copy on the way down keeps the caller's nested values unchanged.
+            section[part] = inner = dict(inner or {})
+            section = inner
+        section[override.path[-1]] = override.value
+    return result
 
 
 def explain_validation_error(
@@ -86,14 +152,21 @@ def explain_validation_error(
     return ConfigError("\n  ".join([f"{document.source}: {count} problems", *problems]), problems=problems)
 
 
+def _kind(value: Plain) -> str:
+    return "a list" if isinstance(value, list) else f"the value {quoted(str(value))}"
+
+
 def _path_in_data(loc: tuple[int | str, ...], data: Plain) -> KeyPath:
     """Return where pydantic's location lies in the data: right inside a tagged union stands the tag, which is no key."""
     path: list[int | str] = []
     value, may_be_tag = data, False
-    for part in loc:
-        if may_be_tag and isinstance(value, dict) and (part == value.get("kind") or _is_implied_kind(part, value)):
-            may_be_tag = False
-            continue
+    for number, part in enumerate(loc, start=1):
+        if may_be_tag and isinstance(value, dict):
+            # A key that is missing ends a location, so one that goes on names a kind that was left to a default.
+            is_implied_kind = part not in value and number < len(loc)
+            if part == value.get("kind") or is_implied_kind:
+                may_be_tag = False
+                continue
         path.append(part)
         if isinstance(value, dict) and isinstance(part, str):
             value = value.get(part)
@@ -103,10 +176,6 @@ def _path_in_data(loc: tuple[int | str, ...], data: Plain) -> KeyPath:
             value = None
         may_be_tag = True
     return tuple(path)
-
-
-def _is_implied_kind(part: int | str, value: dict[str, Plain]) -> bool:
-    return part in IMPLIED_KINDS and "kind" not in value
 
 
 def _place(path: KeyPath, document: YamlDocument, arguments: Mapping[KeyPath, str]) -> str:

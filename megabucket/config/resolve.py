@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.config.overlap import overlap_obstacle
 from megabucket.errors import ConfigError, LayoutError
 from megabucket.units import MIB, dtype_bytes
 
@@ -63,6 +62,16 @@ class ResolvedConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return name -> value and reason as plain data, ready for JSON."""
         return {entry.name: {"value": entry.value, "reason": entry.reason} for entry in self.entries}
+
+
+def check_group_size(value: object, *, name: str = "dp_size") -> None:
+    """Refuse what is no number of ranks.
+
+    Raises:
+        LayoutError: ``value`` is not an integer of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LayoutError(f"{name}={value!r} is not a group size; give the number of data-parallel ranks, at least 1")
 
 
 def resolve_grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) -> str:
@@ -116,12 +125,30 @@ def bucket_end_multiple(config: DistributedDataParallelConfig, dp_size: int) -> 
     >>> bucket_end_multiple(DistributedDataParallelConfig(), 3)
     384
     """
-    _check_dp_size(dp_size)
+    check_group_size(dp_size)
     if not is_padded(config):
         return 1
     if config.pad_buckets_for_high_nccl_busbw:
         return math.lcm(dp_size, BUCKET_END_ALIGNMENT, HIGH_BUSBW_ALIGNMENT)
     return math.lcm(dp_size, BUCKET_END_ALIGNMENT)
+
+
+def overlap_obstacle(config: DistributedDataParallelConfig, *, dp_size: int, is_one_bucket: bool) -> str | None:
+    """Return why no bucket is sent before backward ends, or ``None`` when buckets are.
+
+    Args:
+        dp_size: ranks of the data-parallel group.
+        is_one_bucket: whether one bucket holds everything.
+    """
+    if not config.overlap_grad_reduce:
+        return "overlap_grad_reduce=False: buckets go out after backward"
+    if dp_size == 1:
+        return "dp_size=1: there is nothing to send"
+    if config.bucket_groups == "single":
+        return "bucket_groups='single': all buckets wait for the last gradient"
+    if is_one_bucket:
+        return "everything fits into one bucket, complete only when backward ends; a smaller bucket_size would overlap"
+    return None
 
 
 def resolve(
@@ -145,7 +172,7 @@ def resolve(
         ConfigError: more buckets were asked for than there are elements.
         LayoutError: ``dp_size`` is not positive, or no buffer can hold ``param_dtype``.
     """
-    _check_dp_size(dp_size)
+    check_group_size(dp_size)
     grad_dtype, grad_reason = _grad_dtype(config, param_dtype)
     size = _bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=dtype_bytes(grad_dtype))
     return ResolvedConfig(
@@ -177,11 +204,6 @@ class _BucketSize:
         return self.numel is None or total_numel <= self.numel
 
 
-def _check_dp_size(dp_size: object) -> None:
-    if isinstance(dp_size, bool) or not isinstance(dp_size, int) or dp_size < 1:
-        raise LayoutError(f"dp_size={dp_size!r} is not a group size; give the number of data-parallel ranks, at least 1")
-
-
 def _grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) -> tuple[str, str]:
     dtype_bytes(param_dtype)
     if param_dtype not in _HALF_PRECISION:
@@ -194,7 +216,7 @@ def _grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) -> tupl
 def _bucket_size(
     config: DistributedDataParallelConfig, *, dp_size: int, total_numel: int | None, grad_itemsize_bytes: int
 ) -> _BucketSize:
-    _check_dp_size(dp_size)
+    check_group_size(dp_size)
     if _has_one_bucket(config):
         reason = "layout='megatron' without overlap_grad_reduce: one bucket per buffer, whatever sizes the buckets"
         return _BucketSize(None, reason)
@@ -311,3 +333,82 @@ def _overlap_entry(config: DistributedDataParallelConfig, dp_size: int, *, is_on
     obstacle = overlap_obstacle(config, dp_size=dp_size, is_one_bucket=is_one_bucket)
     why = "overlap_grad_reduce=True: a bucket is launched as soon as its gradients are complete"
     return Resolved("overlaps_backward", obstacle is None, obstacle if obstacle is not None else why)
+
+
+# What a step does #
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """What a wrapper does in each step. Made once from its config, so that no code below reads a config field."""
+
+    is_sharded: bool
+    """Whether gradients are reduce-scattered, and each rank owns one shard of the optimizer."""
+    overlaps_grads: bool
+    overlaps_params: bool
+    averages: bool
+    """Whether the reduced gradient is a mean, by the collective or by division."""
+    averages_in_collective: bool = False
+    accumulates_in_fp32: bool = False
+    """Whether a reduce-scatter adds 16-bit gradients up in float32."""
+    reduces_in_place: bool = False
+    """Whether a reduce-scatter may take no memory beside the gradients."""
+    is_one_batch: bool = False
+    """Whether all buckets go out together."""
+    finishes_with_backward: bool = False
+    """Whether the end of the last backward leaves reduced gradients; otherwise an optimizer or the caller asks for them."""
+    is_explicit: bool = False
+    """Whether only the caller may ask."""
+    tests_finite: bool = True
+    skips_nonfinite: bool = False
+    unused_is_zero: bool = False
+    counts_skipped_forwards: bool = True
+    has_fence: bool = True
+    watches_model: bool = True
+    copies_on_host: bool = False
+    """Whether ranks on one host may read each other's memory."""
+    withheld_because: str = ""
+    """Why ``param.grad`` is not for the caller from backward to its reduction, and what to do instead; empty where it is."""
+
+
+def resolve_step(config: DistributedDataParallelConfig) -> StepPolicy:
+    """Return what a config means for each step."""
+    is_sharded = config.use_distributed_optimizer
+    return StepPolicy(
+        is_sharded=is_sharded,
+        overlaps_grads=config.overlap_grad_reduce,
+        overlaps_params=config.overlap_param_gather,
+        averages=config.grad_reduction == "mean",
+        averages_in_collective=config.average_in_collective,
+        accumulates_in_fp32=config.reduce_scatter_with_fp32_accumulation,
+        reduces_in_place=config.reduce_in_place,
+        is_one_batch=config.bucket_groups == "single",
+        finishes_with_backward=config.finish == "auto" and not is_sharded,
+        is_explicit=config.finish == "explicit",
+        tests_finite=config.nonfinite_gradients != "allow",
+        skips_nonfinite=config.nonfinite_gradients == "skip_step",
+        unused_is_zero=config.unused_parameters == "zero",
+        counts_skipped_forwards=config.skipped_forwards == "error",
+        has_fence=config.fence,
+        watches_model=config.check_model_changes,
+        # Without a fence nothing but gloo finds ranks that are out of step, and it does not see what waits over other sockets.
+        copies_on_host=config.read_peer_memory and config.fence,
+        withheld_because=_why_withheld(config),
+    )
+
+
+def _why_withheld(config: DistributedDataParallelConfig) -> str:
+    if config.use_distributed_optimizer:
+        return (
+            "is reduce-scattered (use_distributed_optimizer=True): from backward to the optimizer's step each rank has a "
+            "gradient of its own there, or one shard of the reduced one, in memory that a collective may own. Its norm, and "
+            "what is clipped by it, would differ between ranks. Clip with DistributedOptimizer(..., clip_grad=1.0), and read "
+            "the norm over all ranks from what its step() returns; scale with ddp.scale_gradients() after finish_grad_sync(). "
+            "With ddp.force_all_reduce = True before backward, finish_grad_sync() leaves whole gradients in param.grad."
+        )
+    if config.finish == "explicit":
+        return (
+            "is not reduced yet (finish='explicit'), and a collective may own its memory. Call ddp.finish_grad_sync() first; "
+            "then read, scale or clip it."
+        )
+    return ""

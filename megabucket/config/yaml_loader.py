@@ -1,49 +1,41 @@
-"""Read YAML that strangers may have written: small, flat enough, without aliases, and with one meaning per number.
+"""Read YAML with the line of every value and one meaning for every number.
 
-Owns the rules of the files this library accepts. It walks the events of PyYAML's pure Python parser and builds the values
-itself, so limits hold before anything is built and every value knows its line. Everything wrong with a file is a
-``ConfigError`` that starts with ``file:line``. Called by ``load`` for files and by ``overrides`` for values on the command
-line; knows nothing about config sections.
+PyYAML parses; here its nodes become plain values. Everything wrong with a file is a ``ConfigError`` that starts with
+``file:line``. Called by ``load`` for files and for values on the command line; knows nothing about config sections.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NoReturn, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import yaml
 
-from megabucket.config.text import printable, quoted
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, printable, quoted
 
 MAX_BYTES: Final = 1024 * 1024
-"""Bytes of a file."""
-
-MAX_DEPTH: Final = 20
-"""Collections inside each other."""
-
-MAX_NODES: Final = 10_000
-"""Scalars (keys count) and collections together."""
+"""Bytes of a file. PyYAML takes seconds for as many, so a larger file is taken for another one by mistake."""
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 KeyPath: TypeAlias = "tuple[str | int, ...]"
 
-_MAX_NUMBER_CHARS: Final = 100
+_MAX_NUMBER_CHARS: Final = 100  # longer ones are text, which no section takes for a number
 
 # YAML 1.2, core schema. Hexadecimal and octal are left out with the ambiguous spellings below.
-_NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
-_BOOLEANS: Final = MappingProxyType({"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False})
+_WORDS: Final[Mapping[str, bool | None]] = MappingProxyType(
+    dict.fromkeys(("", "~", "null", "Null", "NULL"), None)
+    | dict.fromkeys(("true", "True", "TRUE"), True)
+    | dict.fromkeys(("false", "False", "FALSE"), False)
+)
 _INT: Final = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE: Final = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
 # Read as numbers by some YAML versions and as others, or as text, by the rest: 010 is 8 or 10, 1:30 is 90, 4_0 is 40.
 _AMBIGUOUS: Final = re.compile(r"[-+]?(0[0-9_]+|0[xob][0-9A-Fa-f_]+|[0-9]+_[0-9_]*|[0-9]+(:[0-5]?[0-9])+)")
-# Strings with these cannot be written to any file.
-_SURROGATES: Final = frozenset(chr(code) for code in range(0xD800, 0xE000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +76,12 @@ def parse_yaml(text: str, *, source: str, flow_only: bool = False) -> YamlDocume
     """Parse one YAML document into plain values.
 
     Numbers and booleans follow YAML 1.2: ``1e-4`` is a float, ``yes`` is text, and spellings that YAML versions read
-    differently (``010``, ``1:30``, ``4_0``) are refused. So are anchors, aliases, tags, merge keys, several documents, keys
-    that are not text, and a key given twice. At most 20 levels and 10,000 nodes.
+    differently (``010``, ``1:30``, ``4_0``) are refused. So are anchors, aliases, tags, several documents, keys that are not
+    text, and a key given twice.
 
     Args:
         source: what errors call the text.
-        flow_only: accept scalars, ``[...]`` and ``{...}`` only, as fits a value on a command line.
+        flow_only: accept scalars, ``[...]`` and ``{...}`` only, as fits a value on a command line; errors tell no line.
 
     Raises:
         ConfigError: the text is not such a document; the message starts with ``source:line``.
@@ -97,180 +89,100 @@ def parse_yaml(text: str, *, source: str, flow_only: bool = False) -> YamlDocume
     >>> parse_yaml("lr: 1e-4", source="x.yaml").data
     {'lr': 0.0001}
     """
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"{source}: longer than {MAX_BYTES} characters, the limit for a config")
-    builder = _Builder(source, flow_only=flow_only)
+    lines: dict[KeyPath, int] = {}
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            builder.accept(event)
+        node = yaml.compose(text, Loader=_Loader)
+        if flow_only and isinstance(node, yaml.CollectionNode) and not node.flow_style:
+            problem = "only a plain value, [...] or {...} can stand here; quote text that contains ': ' or '- '"
+            raise _Refusal(node.start_mark, problem)
+        return YamlDocument(None if node is None else _plain(node, (), lines), MappingProxyType(lines), source)
     except yaml.YAMLError as error:
-        line, problem = _syntax_problem(error, text)
-        place = source if flow_only or line is None else f"{source}:{line}"
-        raise ConfigError(f"{place}: not valid YAML: {problem}") from None
-    except ConfigError:
-        raise
-    except (ValueError, IndexError, OverflowError, RecursionError) as error:
-        # Malformed escapes and directives make PyYAML's scanner fail in Python's own terms.
-        raise ConfigError(
-            f"{source}:{builder.line}: not valid YAML after this line: {type(error).__name__}: {printable(str(error))}"
-        ) from None
-    return YamlDocument(builder.root, MappingProxyType(builder.lines), source)
+        line, problem = _problem(error, text)
+    except RecursionError:
+        line, problem = None, "not valid YAML: nested too deeply"
+    except (ValueError, IndexError, OverflowError) as error:
+        # Malformed escapes make PyYAML's scanner fail in Python's own terms.
+        line, problem = None, f"not valid YAML: {type(error).__name__}: {printable(str(error))}"
+    place = source if flow_only or line is None else f"{source}:{line}"
+    raise ConfigError(f"{place}: {problem}")
 
 
-def _syntax_problem(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
-    """Return the line, where PyYAML knows it, and what is wrong there."""
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    if mark is not None:
-        problem = getattr(error, "problem", None) or getattr(error, "context", None) or "syntax error"
-        return mark.line + 1, printable(str(problem))
-    position = getattr(error, "position", None)
-    if isinstance(position, int):
-        line = text.count("\n", 0, position) + 1
-        return line, f"the character {text[position : position + 1]!r} is not allowed"
-    return None, printable(str(error))
+class _Refusal(yaml.MarkedYAMLError):
+    """Something that is YAML, but has no place in a config."""
+
+    def __init__(self, mark: yaml.Mark, problem: str) -> None:
+        super().__init__(problem=problem, problem_mark=mark)
 
 
-@dataclass(slots=True)
-class _OpenList:
-    """A list whose end has not come yet."""
+class _Loader(yaml.SafeLoader):
+    """Composes the nodes of one document without anchors, aliases and tags."""
 
-    value: list[Plain]
-    path: KeyPath
-
-
-@dataclass(slots=True)
-class _OpenMapping:
-    """A mapping whose end has not come yet."""
-
-    value: dict[str, Plain]
-    path: KeyPath
-    key: str | None = None
-    """The key whose value comes next; ``None``: a key comes next."""
-    key_lines: dict[str, int] = field(default_factory=dict)
-
-
-class _Builder:
-    """Builds the value from events, without recursion; checks every limit before it stores anything."""
-
-    def __init__(self, source: str, *, flow_only: bool) -> None:
-        self.root: Plain = None
-        self.lines: dict[KeyPath, int] = {}
-        self.line = 1
-        self._source = source
-        self._flow_only = flow_only
-        self._stack: list[_OpenList | _OpenMapping] = []
-        self._num_nodes = 0
-        self._num_documents = 0
-
-    def accept(self, event: yaml.Event) -> None:
-        line = self.line = event.start_mark.line + 1 if event.start_mark is not None else self.line
-        if isinstance(event, yaml.DocumentStartEvent):
-            self._start_document(event, line)
-        elif isinstance(event, yaml.AliasEvent):
-            self._fail(line, f"the alias {quoted(event.anchor or '')} is not allowed; write the value out")
-        elif isinstance(event, yaml.NodeEvent):
-            self._check_node(event, line)
-            if isinstance(event, yaml.ScalarEvent):
-                self._scalar(event, line)
-            else:
-                self._open(event, line)
-        elif isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent)):
-            self._stack.pop()
-
-    def _start_document(self, event: yaml.DocumentStartEvent, line: int) -> None:
-        self._num_documents += 1
-        if self._num_documents > 1:
-            self._fail(line, "a second document starts here; a config is one document")
-        if event.tags or event.version:
-            self._fail(line, "directives (%YAML, %TAG) are not allowed; remove them")
-
-    def _check_node(self, event: yaml.NodeEvent, line: int) -> None:
-        self._num_nodes += 1
-        if self._num_nodes > MAX_NODES:
-            self._fail(line, f"more than {MAX_NODES} values, the limit for a config")
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Return the next node: one value, in one place, of the type that its text says."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        is_alias = isinstance(event, yaml.AliasEvent)
+        if is_alias:
+            raise _Refusal(event.start_mark, f"the alias {quoted(event.anchor)} is not allowed; write the value out")
         if event.anchor is not None:
-            self._fail(
-                line,
-                f"the anchor {quoted(event.anchor)} is not allowed; write the value out where it is used",
-            )
-        tag = getattr(event, "tag", None)
-        if tag is not None:
-            self._fail(line, f"the tag {quoted(tag)} is not allowed; write the plain value")
+            problem = f"the anchor {quoted(event.anchor)} is not allowed; write the value out where it is used"
+            raise _Refusal(event.start_mark, problem)
+        if event.tag is not None:
+            raise _Refusal(event.start_mark, f"the tag {quoted(event.tag)} is not allowed; write the plain value")
+        return super().compose_node(parent, index)
 
-    def _open(self, event: yaml.NodeEvent, line: int) -> None:
-        if self._flow_only and not getattr(event, "flow_style", True):
-            self._fail(line, "only a plain value, [...] or {...} can stand here; quote text that contains ': ' or '- '")
-        if self._is_key_next():
-            self._fail(line, "a key must be text, not a list or a mapping")
-        if len(self._stack) >= MAX_DEPTH:
-            self._fail(line, f"nested deeper than {MAX_DEPTH} levels, the limit for a config")
-        if isinstance(event, yaml.SequenceStartEvent):
-            items: list[Plain] = []
-            self._stack.append(_OpenList(items, self._store(items, line)))
-        else:
-            pairs: dict[str, Plain] = {}
-            self._stack.append(_OpenMapping(pairs, self._store(pairs, line)))
 
-    def _scalar(self, event: yaml.ScalarEvent, line: int) -> None:
-        # The first of the pair is true for plain scalars: quoted and block scalars are always text.
-        is_plain = event.implicit[0]
-        if not event.value.isascii() and any(char in _SURROGATES for char in event.value):
-            self._fail(line, "an escape for half a character (a surrogate); write the character itself")
-        if is_plain and event.value == "<<" and self._is_key_next():
-            self._fail(line, "the merge key << is not allowed; write the keys out")
-        value = self._resolve(event.value, line) if is_plain else event.value
-        top = self._stack[-1] if self._stack else None
-        if isinstance(top, _OpenMapping) and top.key is None:
-            if not isinstance(value, str):
-                self._fail(line, f"a key must be text; quote {quoted(event.value)} if it is a name")
-            if value in top.key_lines:
-                first = top.key_lines[value]
-                self._fail(line, f"the key {quoted(value)} is given twice, first in line {first}; keep one of them")
-            top.key, top.key_lines[value] = value, line
-        else:
-            self._store(value, line)
+def _plain(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Plain:
+    """Return the value of a node, and note the lines of all values inside it."""
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, (*path, index), lines) for index, item in enumerate(node.value)]
+    if not isinstance(node, yaml.MappingNode):
+        return _scalar(node)
+    values: dict[str, Plain] = {}
+    for key_node, value_node in node.value:
+        mark = key_node.start_mark
+        if isinstance(key_node, yaml.CollectionNode):
+            raise _Refusal(mark, "a key must be text, not a list or a mapping")
+        key = _scalar(key_node)
+        if not isinstance(key, str):
+            raise _Refusal(mark, f"a key must be text; quote {quoted(key_node.value)} if it is a name")
+        key_path = (*path, key)
+        if key in values:
+            first = lines[key_path]
+            raise _Refusal(mark, f"the key {quoted(key)} is given twice, first in line {first}; keep one of them")
+        lines[key_path] = mark.line + 1  # a value may stand lines below its key; the key is what a reader looks for
+        values[key] = _plain(value_node, key_path, lines)
+    return values
 
-    def _is_key_next(self) -> bool:
-        top = self._stack[-1] if self._stack else None
-        return isinstance(top, _OpenMapping) and top.key is None
 
-    def _store(self, value: Plain, line: int) -> KeyPath:
-        """Put ``value`` where the innermost open collection expects it and return its path."""
-        top = self._stack[-1] if self._stack else None
-        path: KeyPath = ()
-        if isinstance(top, _OpenList):
-            path = (*top.path, len(top.value))
-            top.value.append(value)
-        elif top is not None and top.key is not None:
-            path = (*top.path, top.key)
-            top.value[top.key] = value
-            # A value may stand lines below its key; the key is what a reader looks for.
-            line = top.key_lines[top.key]
-            top.key = None
-        else:
-            self.root = value
-        self.lines[path] = line
-        return path
+def _scalar(node: yaml.Node) -> bool | int | float | str | None:
+    text: str = node.value
+    is_quoted = getattr(node, "style", None) is not None
+    if is_quoted or len(text) > _MAX_NUMBER_CHARS:
+        return text
+    if text in _WORDS:
+        return _WORDS[text]
+    if _AMBIGUOUS.fullmatch(text):
+        raise _Refusal(
+            node.start_mark,
+            f"{quoted(text)} is a different number, or text, depending on the YAML version; write plain decimal digits, "
+            "or quote it if it is text",
+        )
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    not_finite = _NOT_FINITE.fullmatch(text)
+    return float(not_finite[1] + not_finite[2]) if not_finite else text
 
-    def _resolve(self, text: str, line: int) -> Plain:
-        if text in _NULL:
-            return None
-        if text in _BOOLEANS:
-            return _BOOLEANS[text]
-        if _AMBIGUOUS.fullmatch(text):
-            self._fail(
-                line,
-                f"{quoted(text)} is a different number, or text, depending on the YAML version; write plain decimal digits, "
-                "or quote it if it is text",
-            )
-        is_int = _INT.fullmatch(text) is not None
-        if not is_int and not _FLOAT.fullmatch(text):
-            not_finite = _NOT_FINITE.fullmatch(text)
-            return float(not_finite[1] + not_finite[2]) if not_finite else text
-        if len(text) > _MAX_NUMBER_CHARS:
-            self._fail(line, f"a number of {len(text)} characters; at most {_MAX_NUMBER_CHARS} are read")
-        return int(text) if is_int else float(text)
 
-    def _fail(self, line: int, problem: str) -> NoReturn:
-        place = self._source if self._flow_only else f"{self._source}:{line}"
-        raise ConfigError(f"{place}: {problem}")
+def _problem(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
+    """Return the line, where PyYAML knows it, and what is wrong there."""
+    if isinstance(error, yaml.reader.ReaderError):
+        character = text[error.position : error.position + 1]
+        return text.count("\n", 0, error.position) + 1, f"not valid YAML: the character {character!r} is not allowed"
+    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark or error.context_mark) is None:
+        return None, f"not valid YAML: {printable(str(error))}"
+    if isinstance(error, _Refusal):
+        return mark.line + 1, str(error.problem)
+    return mark.line + 1, f"not valid YAML: {printable(str(error.problem or error.context))}"

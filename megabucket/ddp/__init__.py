@@ -1,5 +1,5 @@
-"""The wrapper: discovery, hooks, launch order, gradient sync and param gather."""
+"""The wrapper: discovery, hooks, launch order, the state of a step, the fence and the param gather."""
 
-from megabucket.ddp.wrapper import DistributedDataParallel
+from megabucket.ddp.distributed_data_parallel import AgreedStop, DistributedDataParallel
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["AgreedStop", "DistributedDataParallel"]

@@ -1,156 +1,679 @@
-"""The fence: one small collective at the end of each step, after which all ranks know whether all of them are whole.
+"""The fence: one small message at the end of each step, after which all ranks know whether all of them are whole.
 
-Each rank contributes a few integers; the collective takes their maximum. A number that must be equal goes in with both signs,
-so its largest and its smallest value come out. Only when the ranks disagree, or one of them reports a fault, are the reports
-themselves exchanged.
-
-A rank that was asked to stop says so in the place of the faults, where a fault of any rank is louder: it is heard at the next
-fence then.
+What this rank counts and finds goes into its report. The fence compares a fingerprint of what must be equal, and a flag for
+what is wrong. Only when ranks differ, or one of them reports a problem, do they exchange the reports themselves, and each makes
+the same error of them. Collective calls outside of a step (saving, wrapping, ...) begin with the same message, so a rank that
+is in another call is found and named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+import dataclasses
+import hashlib
+import json
+import marshal
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Final
 
 import torch
 
-from megabucket.comm import AllReduce, Communicator, Exchange, Handle, ReduceOp
-from megabucket.ddp.capture import check_not_capturing
-from megabucket.ddp.step_report import StepReport, record_bytes
+from megabucket import errors
+from megabucket.comm import Communicator, Exchange, Gate, exchange
+from megabucket.config.resolve import StepPolicy
+from megabucket.ddp.guards import Hyperparameters, Problem, texts_of
+from megabucket.errors import (
+    CallMismatchError,
+    ConfigError,
+    HyperparameterMismatchError,
+    LayoutMismatchError,
+    MegabucketError,
+    MicrobatchMismatchError,
+    PeerFailedError,
+    PhaseError,
+    ReplicasDivergedError,
+    ScheduleMismatchError,
+    StepMismatchError,
+    UnusedParameterError,
+    name_list,
+)
 
-_NUM_PAIRS: Final = 8
-_NUM_FLAGS: Final = 2
-_FAULT: Final = 2 * _NUM_PAIRS
-_NONFINITE: Final = 2 * _NUM_PAIRS + 1
+RECORD_BYTES: Final = 16_384
+"""Room for one report in a small world; lists of names are cut to fit."""
+
+_LEAST_RECORD_BYTES: Final = 4_096  # room for every problem at once with one short name of each list
+_ALL_RECORDS_BYTES: Final = 1 << 21  # every rank receives the records of all
+_NAME_CHARS: Final = 200
+_TEXT_CHARS: Final = 2_000
+_UPDATES_COMPARED: Final = 16
+_DIFFERENCES_SHOWN: Final = 5
+_MOST_SPEAKERS: Final = 8  # a text may be megabytes long, and every rank receives those of all speakers
+_STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem of any rank is louder than a wish to stop, which is heard at the next fence
+_END_OF_STEP: Final = "the end of a step"
 _CAPTURABLE: Final = (
     "Wrap with fence=False and nonfinite_gradients='allow', which asks nothing, and capture forward, backward and a plain "
     "optimizer with capturable=True (docs/gpu.md)."
 )
-_WISH, _BROKEN = 1, 2
+
+Entry = tuple[object, ...]
+"""One thing that must be equal on all ranks: a name and values, which are plain (text, numbers, tuples of them)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One rank's side of a step, or of a collective call. Travels as JSON."""
+
+    rank: int
+    doing: str = _END_OF_STEP
+    sent_buckets: bool = False
+    """Whether this message closes a step whose buckets are on their way, and every rank must take part in them."""
+    problems: tuple[Problem, ...] = ()
+    fingerprint: int = 0
+    step_number: int = -1
+    """The caller's own number of the step; -1 when it gives none."""
+    num_microbatches: int = 0
+    num_skipped_forwards: int = 0
+    num_dropped_steps: int = 0
+    num_updates: int = 0
+    """Optimizer steps since the last agreement."""
+    missed_update: str = ""
+    """What kept this rank from one of them; no problem where no other rank has made it."""
+    num_loads: int = 0
+    """Loads of weights since the last agreement that no broadcast has followed."""
+    kept: tuple[str, ...] = ()
+    """Parameters for which the step began on a gradient of the step before that was not cleared."""
+    interrupted: tuple[str, ...] = ()
+    """Parameters whose gradient was cleared or replaced between two backwards of the step; what counts is whether there are."""
+    hyperparameters: tuple[Any, ...] = ()
+    """By which numbers the optimizer updates: after this fence if ``is_committing``, else since the last one. Sent as texts."""
+    is_committing: bool = False
+    """Whether the optimizer updates right after this fence."""
+    force_all_reduce: bool = False
+
+    def to_bytes(self, capacity_bytes: int = RECORD_BYTES) -> bytes:
+        """Return the report as JSON of at most so many bytes; names and texts are cut as far as needed.
+
+        Args:
+            capacity_bytes: what ``record_bytes`` gives.
+        """
+        num_names, data = 1 << 10, dataclasses.asdict(self)
+        data["hyperparameters"] = texts_of(self.hyperparameters)
+        while True:
+            # As text what JSON does not know: a rank that could not send its report would leave the others waiting for it.
+            payload = json.dumps(_cut(data, num_names), separators=(",", ":"), default=str).encode()
+            if len(payload) <= capacity_bytes:
+                return payload
+            num_names = num_names // 2 if num_names else _AS_SHORT_AS_CAN_BE
+
+    @staticmethod
+    def from_bytes(payload: bytes) -> Report:
+        """Return the report that ``to_bytes`` has written."""
+        read = json.loads(payload).items()
+        data: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in read}
+        data["problems"] = tuple(Problem(kind, fields) for kind, fields in data["problems"])
+        return Report(**data)
+
+
+_AS_SHORT_AS_CAN_BE: Final = -1
+
+
+def record_bytes(num_ranks: int) -> int:
+    """Return the room for one report: less in a large world, so that what a rank receives does not grow with it at once.
+
+    >>> [record_bytes(num_ranks) for num_ranks in (2, 128, 256, 16_384)]
+    [16384, 16384, 8192, 4096]
+    """
+    return max(min(RECORD_BYTES, _ALL_RECORDS_BYTES // num_ranks), _LEAST_RECORD_BYTES)
+
+
+def _cut(value: Any, num_names: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _cut(part, num_names) for key, part in value.items()}
+    if isinstance(value, Problem):
+        return [value.kind, _cut(dict(value.fields), num_names)]
+    if isinstance(value, list | tuple):
+        if value and not isinstance(value[0], str):
+            return [_cut(part, num_names) for part in value]
+        return _cut_names(value, num_names)
+    # Texts shrink with the lists: JSON may need twelve bytes for a character.
+    num_chars = 16 if num_names == _AS_SHORT_AS_CAN_BE else min(_TEXT_CHARS, 4 * num_names + 40)
+    return value[:num_chars] if isinstance(value, str) else value
+
+
+def _cut_names(names: Sequence[str], num_names: int) -> list[str]:
+    num_shown, num_chars = max(num_names, 5), min(_NAME_CHARS, 4 * num_names + 20)
+    if num_names == _AS_SHORT_AS_CAN_BE:
+        num_shown, num_chars = 1, 8
+    shown = [name if len(name) <= num_chars else f"{name[:num_chars]}..." for name in names[:num_shown]]
+    return shown if len(names) <= len(shown) else [*shown, f"... {len(names)} in all"]
+
+
+class StepCounters:
+    """What this rank has counted and found since the last fence. Becomes the report of the next one."""
+
+    def __init__(self, rank: int, *, counts_skipped_forwards: bool) -> None:
+        self._rank = rank
+        self._counts_skipped_forwards = counts_skipped_forwards
+        self.num_open_forwards = 0
+        """Training forwards that no backward has reached."""
+        self._generation = 0  # forwards from before a dropped step do not count any more
+        self._updates: list[Hyperparameters] = []
+        self._grad_scale = 1.0  # what the reduced gradients were multiplied with
+        self._num_loads = self._num_dropped_steps = 0
+        self._missed_update = ""
+        self.step_number = -1
+        """The caller's own number of the step; -1 when it gives none."""
+        self.num_microbatches = self.num_updates = 0
+        self.kept: tuple[str, ...] = ()
+        """Parameters whose reduced gradient was not cleared when the step began."""
+        self.hyperparameters: Hyperparameters = ()
+        """By which the optimizer is going to update; looked at when it commits."""
+        self.wants_stop = False
+        """Whether this rank was asked to stop. It says so at every fence; what comes of it is the caller's business."""
+        self.problems: dict[str, Problem] = {}
+        """By what they are about."""
+
+    def continue_from(self, other: StepCounters) -> None:
+        """Take over what outlives a rebuild: the caller's wishes, and what the next fence has to hear about updates."""
+        self.step_number, self.wants_stop = other.step_number, other.wants_stop
+        self.num_updates, self._missed_update = other.num_updates, other._missed_update
+        self._updates = list(other._updates)
+
+    def reached_forward(self) -> Callable[[], None]:
+        """Return what to call when a backward reaches the forward that has just ended; calls after the first do nothing."""
+        generation, is_reached = self._generation, False
+
+        def note_reached() -> None:
+            nonlocal is_reached
+            if not is_reached and generation == self._generation:
+                self.num_open_forwards -= 1
+            is_reached = True
+
+        return note_reached
+
+    def note_failure(self, phase: str, cause: str, *, is_certain: bool = False) -> None:
+        """Note why this rank cannot finish the step; the first cause counts, unless a later one is certain."""
+        problem = Problem(PeerFailedError.__name__, {"phase": phase, "cause": cause})
+        if is_certain or "failure" not in self.problems:
+            self.problems["failure"] = problem
+
+    def note_failure_was_caught(self) -> None:
+        """Note that the caller has caught the exception of a failure and gone on."""
+        fields = self.problems["failure"].fields
+        fields["cause"] += " (caught inside the `with ddp.step():` block, which cannot go on)"
+
+    def note_late(self, param: str, *, bucket: int, num_buckets: int, phase: str) -> None:
+        """Note a gradient that came after its bucket was sent. The text tells of the bucket of the first one."""
+        fields = {"params": [], "bucket": bucket, "num_buckets": num_buckets, "phase": phase}
+        late = self.problems.setdefault("late", Problem(errors.LateGradientError.__name__, fields))
+        if param not in late.fields["params"]:
+            late.fields["params"].append(param)
+
+    @property
+    def late_phase(self) -> str:
+        """What the bucket of the first late gradient was; empty without one."""
+        return str(self.problems["late"].fields["phase"]) if "late" in self.problems else ""
+
+    def note_load(self) -> None:
+        """Count a load of weights."""
+        self._num_loads += 1
+
+    def note_broadcast(self) -> None:
+        """Note that all ranks have the values of the first one, whatever was loaded."""
+        self._num_loads = 0
+
+    def note_dropped_step(self) -> None:
+        """Count a step whose gradients were cleared in place of an update."""
+        self._num_dropped_steps += 1
+
+    def note_grad_scale(self, factor: float) -> None:
+        """Note that the reduced gradients were multiplied."""
+        self._grad_scale *= factor
+
+    def note_update(self, hyperparameters: Hyperparameters) -> None:
+        """Count an optimizer step on gradients of an agreed step.
+
+        Args:
+            hyperparameters: to be compared at the next fence; none if they were at the last one.
+        """
+        self.num_updates += 1
+        if hyperparameters and len(self._updates) < _UPDATES_COMPARED:  # more updates between two fences are made alike
+            self._updates.append(self._with_scale(hyperparameters))
+
+    def note_missed_update(self, cause: str) -> None:
+        """Note what kept this rank from an update; it is told if others have made it."""
+        self._missed_update = cause
+
+    def _with_scale(self, hyperparameters: Hyperparameters) -> Hyperparameters:
+        return (*hyperparameters, ("scale_gradients()", self._grad_scale))
+
+    def report(
+        self, *, is_committing: bool, force_all_reduce: bool, sent_buckets: bool, interrupted: Sequence[str] = ()
+    ) -> Report:
+        """Return this rank's side of the step.
+
+        Args:
+            interrupted: parameters whose gradient was cleared between two backwards.
+        """
+        # Two optimizers may step in any order.
+        updates = sorted(self._updates, key=str) if len(self._updates) > 1 else list(self._updates)
+        if is_committing:
+            updates.append(self._with_scale(self.hyperparameters))
+        num_skipped = self.num_open_forwards if self._counts_skipped_forwards else 0
+        numbers = (self.step_number, self.num_microbatches, num_skipped, self._num_dropped_steps, self.num_updates)
+        flags = (is_committing, force_all_reduce, sent_buckets)
+        return Report(
+            self._rank,
+            sent_buckets=sent_buckets,
+            problems=tuple(self.problems.values()),
+            fingerprint=_fingerprint(numbers, flags, self._num_loads, self.kept, bool(interrupted), updates),
+            step_number=self.step_number,
+            num_microbatches=self.num_microbatches,
+            num_skipped_forwards=num_skipped,
+            num_dropped_steps=self._num_dropped_steps,
+            num_updates=self.num_updates,
+            missed_update=self._missed_update,
+            num_loads=self._num_loads,
+            kept=self.kept,
+            interrupted=tuple(interrupted),
+            hyperparameters=tuple(updates),
+            is_committing=is_committing,
+            force_all_reduce=force_all_reduce,
+        )
+
+    def forget_grads(self) -> None:
+        """Forget what was counted and found about gradients that are forgotten themselves."""
+        self.num_microbatches, self.kept, self._grad_scale = 0, (), 1.0
+        self.problems.pop("late", None)
+
+    def start_step(self, *, is_over: bool = False) -> None:
+        """Count anew, after a fence.
+
+        Args:
+            is_over: whether the step was dropped; then what its forwards had begun is over.
+        """
+        self.num_microbatches = self.num_updates = self._num_dropped_steps = self._num_loads = 0
+        self.kept, self._grad_scale = (), 1.0
+        self._missed_update = ""
+        self._updates.clear()
+        self.problems.clear()
+        if is_over:
+            self._generation += 1
+            self.num_open_forwards = 0
+        """Training forwards that no backward has reached."""
 
 
 class Fence:
-    """The agreement of one wrapper's ranks, step after step.
+    """The agreement of one wrapper's ranks: about steps, and about the collective calls between them.
 
     Args:
-        communicator: the ranks; ``None`` for a rank that asks nobody.
-        device: where the collective runs.
+        num_buckets: for texts.
+        policy: without a fence this rank asks nobody at the end of a step.
+        device: where the messages travel.
     """
 
-    def __init__(self, communicator: Communicator | None, *, device: torch.device) -> None:
-        self.communicator = communicator if communicator is not None and communicator.size > 1 else None
-        self._device = device
-        # Two vectors in turn. An interrupt may come when a fence is launched and nobody has noted that yet. The rank gives up
-        # its step then, with another fence, which must not be written over the one in flight.
-        self._calls = []
-        if self.communicator is not None:
-            vectors = [torch.zeros(2 * _NUM_PAIRS + _NUM_FLAGS, dtype=torch.int64, device=device) for _ in range(2)]  # 1D
-            self._calls = [self.communicator.prepare([AllReduce(vector, ReduceOp.MAX)]) for vector in vectors]
-        self._turn = 0
+    def __init__(self, communicator: Communicator, *, num_buckets: int, policy: StepPolicy, device: torch.device) -> None:
+        self._communicator, self._device, self._num_buckets = communicator, device, num_buckets
+        self._asks = policy.has_fence and communicator.size > 1
+        self._gate = Gate(communicator, device=device) if communicator.size > 1 else None
+        self._report: Report | None = None  # of the message under way
+        self._is_nonfinite: torch.Tensor | None = None
+        self._exchange: Exchange | None = None
+        self.counters = StepCounters(communicator.rank, counts_skipped_forwards=policy.counts_skipped_forwards)
+        """What this rank will report."""
+        self.stop_is_wanted = False
+        """Whether some rank has said at the last fence that it was asked to stop."""
 
-    def launch(self, report: StepReport, *, nonfinite: torch.Tensor | None = None) -> PendingFence:
-        """Say this rank's side and return without waiting.
+    @property
+    def is_sent(self) -> bool:
+        """Whether a message is under way whose answer was not taken."""
+        return self._report is not None and (not self._asks or (self._gate is not None and self._gate.is_sent))
+
+    def send(self, report: Report, nonfinite: Sequence[torch.Tensor] = ()) -> None:
+        """Send this rank's side of a step without waiting. A rank with a problem sends its report right behind.
 
         Args:
-            nonfinite: 0D, not zero if a gradient on the device is not finite; the host does not know it yet.
+            nonfinite: 0D flags on the device, set if gradients are not finite; the host does not know them yet.
 
         Raises:
             PhaseError: a CUDA graph is being captured.
         """
-        if self.communicator is not None or nonfinite is not None:
+        if self._asks or nonfinite:
             reader = "the end of a step asks whether it is whole on all ranks, and whether its gradients are finite"
             check_not_capturing(self._device, reader=reader, remedy=_CAPTURABLE)
-        if self.communicator is None:
-            is_whole = _is_faultless(_flags(report)) and (nonfinite is None or not bool(nonfinite))
-            return PendingFence(self, report, handle=None, vector=None, is_whole=is_whole)
-        calls = self._calls[self._turn]
-        self._turn = 1 - self._turn
-        vector = calls[0].full
-        numbers = [*_signed_pairs(report), *_flags(report)]
-        # From ordinary memory a copy to a device waits for everything queued there; from pinned memory it waits for nothing.
-        vector.copy_(torch.tensor(numbers, dtype=torch.int64, pin_memory=vector.is_cuda), non_blocking=True)
-        if nonfinite is not None:
-            vector[_NONFINITE].logical_or_(nonfinite)
-        self.communicator.progress.phase = "fence"
-        handle = self.communicator.launch(calls, label="fence")
-        return PendingFence(self, report, handle=handle, vector=vector)
+        self._is_nonfinite = torch.stack(list(nonfinite)).any() if nonfinite else None
+        self._report = report
+        if self._asks and self._gate is not None:
+            self._communicator.progress.phase = "fence"
+            is_finite = "nonfinite" not in self.counters.problems
+            flag = _IS_BROKEN if len(report.problems) > (not is_finite) else _STOP_IS_WANTED * self.counters.wants_stop
+            is_nonfinite = self._is_nonfinite if is_finite else torch.ones(())
+            self._gate.send(_END_KIND, report.fingerprint, flag=flag, label="fence", nonfinite=is_nonfinite)
+            if report.problems:
+                self._start_exchange(report)
 
-    def exchange(self, report: StepReport) -> Exchange | None:
-        """Send this rank's report; all ranks do so when the fence says that something is wrong."""
-        if self.communicator is None:
-            return None
-        capacity_bytes = record_bytes(self.communicator.size)
-        payload = report.to_bytes(capacity_bytes)
-        return Exchange(self.communicator, payload, capacity_bytes=capacity_bytes, device=self._device, label="step report")
-
-
-class PendingFence:
-    """A fence that was launched."""
-
-    def __init__(
-        self,
-        fence: Fence,
-        report: StepReport,
-        *,
-        handle: Handle | None,
-        vector: torch.Tensor | None,
-        is_whole: bool | None = None,
-    ) -> None:
-        self._fence, self._report = fence, report
-        self._handle, self._vector = handle, vector
-        self._is_whole = is_whole
-        self.stop_is_wanted = report.wants_stop
-        """Whether some rank wants to stop, once ``is_whole`` has returned: the same on all ranks."""
-        self._exchange: Exchange | None = None
-
-    def send_report(self) -> None:
-        """Take part in the exchange of reports without waiting for the fence: it cannot hold, so all ranks will do so."""
-        self._exchange = self._fence.exchange(self._report)
-
-    def is_whole(self) -> bool:
-        """Wait; return whether all ranks agree and none reports a fault."""
-        if self._is_whole is None and self._handle is not None and self._vector is not None:
-            self._handle.wait()
-            values = self._vector.tolist()
-            pairs = values[: 2 * _NUM_PAIRS]
-            agree = all(largest == -negated for largest, negated in zip(pairs[::2], pairs[1::2], strict=True))
-            self._is_whole = agree and _is_faultless(values[2 * _NUM_PAIRS :])
-            self.stop_is_wanted = values[_FAULT] == _WISH
-        return bool(self._is_whole)
-
-    def reports(self, report: StepReport | None = None) -> Sequence[StepReport]:
-        """Wait; return the reports of all ranks. Only where the fence is not whole.
+    def take(self, name_culprits: Callable[[], Report]) -> Sequence[Report]:
+        """Wait for all ranks; return their reports where something is wrong, and nothing where all of them are whole.
 
         Args:
-            report: says more than the one the fence was launched with.
+            name_culprits: returns this rank's report again, with what a device knew before the host did.
+
+        Raises:
+            MegabucketError: a rank was lost, or interrupted for good.
         """
-        own = report or self._report
+        report = self._report
+        if report is None:
+            raise PhaseError("there is no fence to wait for")
+        if self._asks and self._gate is not None:
+            is_alike, flag, is_nonfinite = self._gate.take()
+            self.stop_is_wanted = flag == _STOP_IS_WANTED
+            is_whole = is_alike and flag != _IS_BROKEN and not is_nonfinite
+        else:
+            is_whole = not report.problems and (self._is_nonfinite is None or not bool(self._is_nonfinite))
+            self.stop_is_wanted = self.counters.wants_stop
+        if not is_whole and self._exchange is None:
+            report = name_culprits() if self._is_nonfinite is not None and bool(self._is_nonfinite) else report
+        reports = [] if is_whole else self._exchange_reports(report)
+        self._report = None
+        return reports
+
+    def _start_exchange(self, report: Report) -> Exchange:
         if self._exchange is None:
-            self._exchange = self._fence.exchange(own)  # kept: a wait that is interrupted goes on with the same one
-        exchange = self._exchange
-        return [own] if exchange is None else [StepReport.from_bytes(payload) for payload in exchange.wait()]
+            capacity_bytes = record_bytes(self._communicator.size)
+            payload = report.to_bytes(capacity_bytes)
+            label, device = "step report", self._device
+            self._exchange = Exchange(self._communicator, payload, capacity_bytes=capacity_bytes, device=device, label=label)
+        self._exchange.start()
+        return self._exchange
+
+    def _exchange_reports(self, report: Report) -> list[Report]:
+        if not self._asks and report.doing == _END_OF_STEP:
+            return [Report.from_bytes(report.to_bytes())]
+        payloads = self._start_exchange(report).wait()
+        self._exchange = None
+        return [Report.from_bytes(payload) for payload in payloads]
+
+    def call(
+        self, label: str, entries: Sequence[Entry], failure: Exception | None, *, step: int = 0
+    ) -> tuple[MegabucketError | None, bool]:
+        """Open a collective call outside of a step, or go on in it, together with all ranks.
+
+        Returns the error that all ranks raise, and whether some rank has sent the buckets of a step.
+
+        Args:
+            label: of the call; its part before a colon is what ranks fail in.
+            entries: what must be equal on all ranks.
+            failure: why this rank cannot go on.
+        """
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        if self._gate is None:
+            return failure if isinstance(failure, MegabucketError) or failure is None else _failed(0, 0, label, text), False
+        fingerprint = _fingerprint(text, list(entries))
+        self._gate.send(_kind(label), fingerprint, flag=_IS_BROKEN * (failure is not None), label=label)
+        is_alike, flag, _ = self._gate.take()
+        if is_alike and flag != _IS_BROKEN:
+            return None, False
+        if is_alike and isinstance(failure, MegabucketError):
+            return failure, False  # all ranks have failed alike
+        problems = () if failure is None else (Problem(PeerFailedError.__name__, {"phase": _phase_of(label), "cause": text}),)
+        own = Report(self._communicator.rank, doing=label, problems=problems, fingerprint=fingerprint)
+        reports = self._exchange_reports(own)
+        sent_buckets = any(report.sent_buckets for report in reports)
+        error = resolve_error(step, self._num_buckets, reports)
+        if error is None:
+            lines = [describe_entry(entry) for entry in entries]
+            error = agree_on_difference(self._communicator, reports, lines, device=self._device, label=label)
+        return error, sent_buckets
 
 
-def _signed_pairs(report: StepReport) -> list[int]:
-    values = (
-        report.step_number,
-        report.num_microbatches,
-        report.num_skipped_forwards,
-        report.num_dropped_steps,
-        report.num_updates,
-        report.checksum,
-        int(report.is_committing),
-        int(report.force_all_reduce),
+_END_KIND: Final = 1
+
+
+def _kind(label: str) -> int:
+    return 2 + int.from_bytes(hashlib.blake2b(label.encode(), digest_size=4).digest(), "big")
+
+
+def _phase_of(label: str) -> str:
+    return label.partition(":")[0]
+
+
+def _failed(step: int, rank: int, label: str, cause: str) -> PeerFailedError:
+    return PeerFailedError(step=step, rank=rank, phase=_phase_of(label), cause=cause)
+
+
+def _fingerprint(*facts: Any) -> int:
+    """Return a number below 2**62 that is equal where plain values are."""
+    # Version 2 of the format writes values only, not whether two of them are the same object.
+    return int.from_bytes(hashlib.blake2b(marshal.dumps(facts, 2), digest_size=8).digest(), "big") >> 2
+
+
+def check_not_capturing(device: torch.device, *, reader: str, remedy: str) -> None:
+    """Refuse to let the host read from a device whose current stream is being captured. Costs nothing on a CPU.
+
+    Args:
+        reader: what reads, for the text.
+        remedy: what to do instead.
+
+    Raises:
+        PhaseError: a CUDA graph is being captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise PhaseError(
+            f"a CUDA graph is being captured, and {reader}: the host would wait for the device, which does nothing before the "
+            f"graph is replayed. {remedy}"
+        )
+
+
+# From the reports of all ranks to the one error that all of them raise. Pure: the same reports give the same error. #
+
+_COMPARED: Final[tuple[tuple[str, type[MegabucketError], str], ...]] = (
+    ("step_number", StepMismatchError, "the caller's step numbers"),
+    ("num_dropped_steps", StepMismatchError, "dropped steps (zero_grad() without an optimizer step)"),
+    ("num_skipped_forwards", StepMismatchError, "training forwards that no backward has reached"),
+    ("num_microbatches", MicrobatchMismatchError, ""),
+    ("kept", StepMismatchError, "steps begun without clearing the last gradients (zero_grad()) of {names}"),
+    ("is_committing", ScheduleMismatchError, "finish_grad_sync() before the optimizer step (0: called)"),
+    ("force_all_reduce", ScheduleMismatchError, "force_all_reduce"),
+)
+_FIRST_KINDS: Final = (
+    "PeerFailedError",
+    "StorageMovedError",
+    "TrainabilityChangedError",
+    "ParametersChangedError",
+    "DetachedGradError",
+)
+
+
+def resolve_error(step: int, num_buckets: int, reports: Sequence[Report]) -> MegabucketError | None:
+    """Return the error that the reports add up to, or ``None``.
+
+    When several things went wrong, the one that explains the others is named: a failed rank also has too few microbatches, a
+    frozen parameter is also unused.
+
+    Args:
+        step: agreed steps before this one.
+        reports: of all ranks in rank order, or of this rank alone where nothing is exchanged.
+    """
+    return next(_errors(step, num_buckets, reports), None)
+
+
+def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+    if len({_phase_of(report.doing) for report in reports}) > 1:
+        yield CallMismatchError(step=step, by_rank=[report.doing for report in reports])
+    # Before all that follows: whatever else happened in this step, the weights are not what they should be.
+    yield from _divergences(step, reports)
+    yield from _problems(step, reports, _FIRST_KINDS)
+    yield from _disagreements(step, reports)
+    yield from _problems(step, reports, ("LateGradientError",))
+    if by_rank := _differing(reports, lambda report: bool(report.interrupted)):
+        names = sorted({name for report in reports for name in report.interrupted})
+        what = f"steps whose gradients were cleared or replaced between two backwards ({name_list(names)})"
+        yield StepMismatchError(step=step, what=what, by_rank=by_rank)
+    yield from _unused(step, num_buckets, reports)
+    yield from _problems(step, reports, ("NonFiniteGradientError",))
+    if all(report.doing == _END_OF_STEP for report in reports) and (
+        by_rank := _differing(reports, lambda one: one.fingerprint)
+    ):
+        # The reports, which hold so many names and no more, say nothing about it.
+        yield StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
+
+
+def _divergences(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+    if by_rank := _differing(reports, lambda report: report.num_updates):
+        causes = [f"rank {one.rank} failed in {fields['phase']}: {fields['cause']}" for one, fields in _failures(reports)]
+        causes += [f"rank {one.rank} made none because of {one.missed_update}" for one in reports if one.missed_update]
+        cause = f" ({causes[0]})" if causes else ""
+        yield ReplicasDivergedError(step=step, what=f"optimizer updates since the last agreement{cause}", by_rank=by_rank)
+    if by_rank := _differing(reports, lambda report: report.num_loads):
+        what = "loads of weights (load_state_dict(), by submodule) since the last agreement"
+        yield ReplicasDivergedError(step=step, what=what, by_rank=by_rank, usual_cause="load")
+    if not any(report.is_committing for report in reports):
+        for name, values in _differing_hyperparameters(reports):
+            what = f"hyperparameters of the last update ({name})"
+            yield ReplicasDivergedError(step=step, what=what, by_rank=values, usual_cause="hyperparameters")
+
+
+def _failures(reports: Sequence[Report]) -> list[tuple[Report, Mapping[str, Any]]]:
+    return [(one, problem.fields) for one in reports for problem in one.problems if problem.kind == PeerFailedError.__name__]
+
+
+def _problems(step: int, reports: Sequence[Report], kinds: Sequence[str]) -> Iterator[MegabucketError]:
+    for kind in kinds:
+        for report in reports:
+            for problem in report.problems:
+                if problem.kind == kind:
+                    yield getattr(errors, kind)(step=step, rank=report.rank, **problem.fields)
+
+
+def _disagreements(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+    for name, kind, what in _COMPARED:
+        values = [getattr(report, name) for report in reports]
+        if name == "kept":
+            in_order = dict.fromkeys(kept for value in values for kept in value)
+            odd = [kept for kept in in_order if any(kept not in value for value in values)]
+            values = [int(bool(odd) and odd[0] in value) for value in values]
+            what = what.format(names=name_list(odd))  # noqa: PLW2901 - filled in
+        by_rank = tuple(map(int, values))
+        if len(set(by_rank)) > 1:
+            yield kind(step=step, by_rank=by_rank, **({"what": what} if what else {}))  # type: ignore[call-arg]
+    for name, texts in _differing_hyperparameters(reports):
+        yield HyperparameterMismatchError(step=step, what=name, by_rank=texts)
+
+
+def _differing(reports: Sequence[Report], value: Callable[[Report], int]) -> tuple[int, ...]:
+    """Return the values by rank if they differ, else nothing."""
+    values = tuple(int(value(report)) for report in reports)
+    return values if len(set(values)) > 1 else ()
+
+
+def _differing_hyperparameters(reports: Sequence[Report]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Return the name of each number that differs, with its values by rank."""
+    by_rank = [{text.rpartition("=")[0]: text.rpartition("=")[2] for text in report.hyperparameters} for report in reports]
+    for name in dict.fromkeys(name for numbers in by_rank for name in numbers):
+        values = tuple(numbers.get(name, "nothing") for numbers in by_rank)
+        if len(set(values)) > 1:
+            yield name, values
+
+
+def _unused(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+    ranks_of: dict[str, list[int]] = {}
+    found = [
+        (one.rank, problem.fields) for one in reports for problem in one.problems if problem.kind == "UnusedParameterError"
+    ]
+    for rank, fields in found:
+        for name in fields["params"]:
+            ranks_of.setdefault(name, []).append(rank)
+    params_of: dict[tuple[int, ...], list[str]] = {}
+    for name, of_name in ranks_of.items():
+        params_of.setdefault(tuple(of_name), []).append(name)
+    for ranks, params in list(params_of.items())[:1]:
+        yield UnusedParameterError(
+            step=step,
+            ranks=ranks,
+            params=params,
+            bucket=found[0][1]["bucket"],
+            num_buckets=num_buckets,
+            num_ranks=len(reports),
+            elsewhere=[(names, others) for others, names in params_of.items() if others != ranks],
+        )
+
+
+def agree_on_difference(
+    communicator: Communicator, reports: Sequence[Report], lines: Sequence[str], *, device: torch.device, label: str
+) -> LayoutMismatchError:
+    """Return the error about entries of a call that differ, made of the texts of one rank for each fingerprint.
+
+    Args:
+        lines: this rank's entries.
+    """
+    first_ranks: dict[int, int] = {}
+    for report in reports:
+        first_ranks.setdefault(report.fingerprint, report.rank)
+    speakers = list(first_ranks.values())[:_MOST_SPEAKERS]
+    payload = json.dumps(list(lines)).encode()
+    texts = exchange(communicator, payload, speakers=speakers, device=device, label=f"{label} texts")
+    return mismatch(dict(zip(speakers, map(json.loads, texts), strict=True)), phase=_phase_of(label))
+
+
+def mismatch(lines_of: Mapping[int, Sequence[str]], *, phase: str = "wrap") -> LayoutMismatchError:
+    """Return the error about entries that differ, the first ones in full.
+
+    Args:
+        lines_of: what ranks have, by rank; the first one is rank 0.
+    """
+    differences, num_entries = [], 0
+    for index, lines in enumerate(zip_longest(*lines_of.values(), fillvalue="nothing")):
+        num_entries += 1
+        other = next(((rank, line) for rank, line in zip(lines_of, lines, strict=True) if line != lines[0]), None)
+        if other is not None:
+            differences.append(f"entry {index}: rank 0 has {lines[0]}, rank {other[0]} has {other[1]}")
+    return LayoutMismatchError(
+        differences=differences[:_DIFFERENCES_SHOWN], num_different=len(differences), num_entries=num_entries, phase=phase
     )
-    return [signed for value in values for signed in (value, -value)]
 
 
-def _flags(report: StepReport) -> list[int]:
-    has_fault = any(part is not None for part in (report.failure, report.change, report.late, report.unused))
-    return [_BROKEN if has_fault else _WISH * report.wants_stop, int(report.nonfinite is not None)]
+def describe_entry(entry: Entry) -> str:
+    """Return an entry as a reader wants it.
+
+    >>> describe_entry(("config", "bucket_size", 40))
+    'config bucket_size=40'
+    >>> describe_entry(("l2.weight", (4, 4), "float32"))
+    'l2.weight (4, 4) float32'
+    """
+    if entry[0] == "config":
+        return f"config {entry[1]}={entry[2]}"
+    return " ".join(map(str, entry))
 
 
-def _is_faultless(flags: Sequence[int]) -> bool:
-    fault, nonfinite = flags
-    return fault != _BROKEN and not nonfinite
+def describe(error: BaseException | str | None) -> str:
+    """Return an exception as other ranks read it; ``None`` is one that autograd keeps to itself."""
+    if error is None:
+        return (
+            "an exception that autograd keeps to itself; it stands in the log of that rank, and would stand here inside "
+            "`with ddp.step():`"
+        )
+    if isinstance(error, str):
+        return error
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as cause:  # the text of an exception is code of the caller, too
+        return f"{type(error).__name__} (its text cannot be made: {type(cause).__name__})"
+
+
+def step_number_of(number: int | None) -> int:
+    """Return the caller's step number as the fence compares it.
+
+    Raises:
+        ConfigError: it is no number from 0 to 2**62.
+    """
+    if number is None:
+        return -1
+    try:
+        value = operator.index(number)
+    except TypeError:
+        value = -1
+    if isinstance(number, bool) or not 0 <= value < 2**62:
+        raise ConfigError(f"step_number must be None or an integer from 0 to 2**62, got {number!r}")
+    return value

@@ -60,7 +60,7 @@ def check_replicas(params: Mapping[str, torch.Tensor], communicator: Communicato
     own = [0 if param.is_meta or not param.numel() else checksum(param) for param in params.values()]
     device = next((param.device for param in params.values() if not param.is_meta), torch.device("cpu"))
     extremes = torch.tensor([own, [-number for number in own]], dtype=torch.int64, device=device).flatten()  # 1D
-    communicator.launch([AllReduce(extremes, ReduceOp.MAX)], label="replica checksums").wait()
+    communicator.control.launch([AllReduce(extremes, ReduceOp.MAX)], label="replica checksums").wait()
     largest, negated = extremes.view(2, -1).tolist()
     differing = [index for index, (high, low) in enumerate(zip(largest, negated, strict=True)) if high != -low]
     if differing:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megabucket.comm import Communicator
-from megabucket.comm.exchange import exchange_bytes
+from megabucket.comm.exchange import exchange
 from megabucket.errors import CollectiveError
 
 
@@ -18,7 +18,7 @@ def gather_facts(communicator: Communicator, fact: dict[str, Any], device: torch
     Raises:
         CollectiveError: what arrived is not what was sent, so nothing about other ranks can be said at all.
     """
-    texts = exchange_bytes(communicator, json.dumps(fact).encode(), device=device, label="doctor facts")
+    texts = exchange(communicator, json.dumps(fact).encode(), device=device, label="doctor facts")
     try:
         return [json.loads(text) for text in texts]
     except ValueError:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from megabucket.comm.torch_group import _all_gather, _reduce_scatter
-from megabucket.comm.torch_probes import is_gloo, store_of
+from megabucket.comm import _all_gather, _reduce_scatter
+from megabucket.comm.torch import is_gloo, store_of
 from megabucket.errors import CollectiveError
 
 _NUMEL: Final = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from megabucket.comm.torch_probes import FABRIC
+from megabucket.comm.torch import FABRIC
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.group_answers import GroupProbes
 from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, by_rank, right_or, wrong_ranks

@@ -11,8 +11,8 @@ from typing import Final
 import torch
 
 from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter
-from megabucket.comm.port import Call
-from megabucket.comm.reading_paths import LEAST_BYTES
+from megabucket.comm import Call
+from megabucket.comm.samehost import LEAST_BYTES
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, by_rank, odd_ones_out, right_or
 from megabucket.doctor.rank_code import WIDTHS, RankCode, Reading

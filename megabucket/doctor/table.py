@@ -9,9 +9,8 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from megabucket.config.text import printable
 from megabucket.doctor.report import Line, Report, Verdict
-from megabucket.errors import rank_list
+from megabucket.errors import printable, rank_list
 from megabucket.units import format_seconds
 
 _FOLDED_FROM: Final = 4

@@ -2,10 +2,9 @@
 
 from megabucket.layout.build import build_layout
 from megabucket.layout.invariants import BUFFER_INVARIANTS, check_layout
-from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout, ParamSlot, Span
-from megabucket.layout.order import BucketId, launch_order
+from megabucket.layout.layout import BucketId, BucketLayout, BufferLayout, ModelLayout, ParamSlot, Span, launch_order
 from megabucket.layout.serialize import layout_diff
-from megabucket.layout.shards import ShardSlice, shard_slices
+from megabucket.layout.shards import ShardOwners, ShardSlice, shard_owners, shard_slices
 from megabucket.layout.spec import BufferKey, ParamSpec
 
 __all__ = [
@@ -17,11 +16,13 @@ __all__ = [
     "ModelLayout",
     "ParamSlot",
     "ParamSpec",
+    "ShardOwners",
     "ShardSlice",
     "Span",
     "build_layout",
     "check_layout",
     "launch_order",
     "layout_diff",
+    "shard_owners",
     "shard_slices",
 ]

@@ -1,4 +1,4 @@
-"""``build_layout``: from parameter descriptions to a layout. Pure arithmetic; calls nothing but ``config.resolve``.
+"""``build_layout``: from parameter descriptions and a config to a layout. Pure arithmetic; ``config.resolve`` has the rules.
 
 The padded layout is Megatron-Core's. Its constants: parameters start at multiples of 64 elements, buckets end at multiples
 of ``lcm(dp_size, 128)``, or ``lcm(dp_size, 128, 65536)`` for NCCL's bus bandwidth.
@@ -6,19 +6,20 @@ of ``lcm(dp_size, 128)``, or ``lcm(dp_size, 128, 65536)`` for NCCL's bus bandwid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import (
     START_ALIGNMENT,
     bucket_end_multiple,
+    check_group_size,
     is_padded,
     resolve_bucket_size,
+    resolve_cuts,
     resolve_grad_dtype,
 )
-from megabucket.errors import LayoutError, name_list
-from megabucket.layout.by_name import cuts_of, ready_indices
+from megabucket.errors import ConfigError, LayoutError, name_list
 from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout, ParamSlot
 from megabucket.layout.spec import BufferKey, ParamSpec
 from megabucket.units import dtype_bytes
@@ -61,31 +62,31 @@ def build_layout(
         by_key.setdefault(key, []).append((index, spec))
 
     padded = is_padded(config)
-    cuts, ready = cuts_of(config, specs), ready_indices(config, specs)
+    cuts, ready = _cuts(config, specs), _ready_indices(config, specs)
     buffers = []
     for key, indexed_specs in by_key.items():
         group_size = expert_dp_size if key.group == "expert" and expert_dp_size is not None else dp_size
-        policy = _CutPolicy(
+        empty = BufferLayout(
+            key=key,
+            params={},
+            buckets=(),
+            num_shards=group_size if padded else 1,
             bucket_size=resolve_bucket_size(
                 config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=dtype_bytes(key.grad_dtype)
             ),
             start_alignment=START_ALIGNMENT if padded else 1,
             end_multiple=bucket_end_multiple(config, group_size),
-            isolates_shared_embeddings=padded,
-            num_shards=group_size if padded else 1,
-            cuts=cuts,
-            ready_index=ready,
         )
-        buffers.append(_build_buffer(key, indexed_specs, policy))
+        buffers.append(_filled(empty, indexed_specs, cuts, ready))
     return ModelLayout(tuple(buffers))
 
 
 def _check_arguments(specs: Sequence[ParamSpec], dp_size: int, expert_dp_size: int | None) -> None:
     if not specs:
         raise LayoutError("a layout needs at least one trainable parameter, got none")
-    for name, value in (("dp_size", dp_size), ("expert_dp_size", expert_dp_size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise LayoutError(f"{name} must be an integer >= 1, got {value!r}")
+    check_group_size(dp_size)
+    if expert_dp_size is not None:
+        check_group_size(expert_dp_size, name="expert_dp_size")
     seen: set[str] = set()
     twice = [spec.name for spec in specs if spec.name in seen or seen.add(spec.name)]  # type: ignore[func-returns-value]
     if twice:
@@ -95,23 +96,57 @@ def _check_arguments(specs: Sequence[ParamSpec], dp_size: int, expert_dp_size: i
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _CutPolicy:
-    bucket_size: int | None
-    start_alignment: int
-    end_multiple: int
-    isolates_shared_embeddings: bool
-    num_shards: int
-    cuts: frozenset[str] | None
-    ready_index: Mapping[str, int] | None
+def _cuts(config: DistributedDataParallelConfig, specs: Sequence[ParamSpec]) -> frozenset[str] | None:
+    """Return the names of the parameters that close a bucket; ``None`` when a size closes buckets."""
+    if config.bucket_cuts is not None:  # names are checked also where the config does not use its cuts
+        _check_known("bucket_cuts", config.bucket_cuts, {spec.name for spec in specs}, remedy="plan the cuts for this model")
+    cuts = resolve_cuts(config)
+    return None if cuts is None else frozenset(cuts)
+
+
+def _ready_indices(config: DistributedDataParallelConfig, specs: Sequence[ParamSpec]) -> Mapping[str, int] | None:
+    """Return the position of each parameter in the recorded order; ``None`` without one."""
+    if config.bucket_order is None:
+        return None
+    remedy = "record the order of this model"
+    _check_known("bucket_order", config.bucket_order, {spec.name for spec in specs}, remedy=remedy)
+    indices = {name: index for index, name in enumerate(config.bucket_order)}
+    missing = [spec.name for spec in specs if spec.name not in indices]
+    if missing:
+        raise ConfigError(
+            f"bucket_order leaves out {name_list(missing)} ({len(missing)} of {len(specs)} trainable parameters), so these "
+            f"would have no place in a buffer. {_way_out('bucket_order', remedy)}"
+        )
+    return indices
+
+
+def _check_known(field: str, names: Sequence[str], known: Collection[str], *, remedy: str) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"{field} names {name_list(unknown)}, not among the {len(known)} trainable parameters of the model. "
+            f"{_way_out(field, remedy)}"
+        )
+
+
+def _way_out(field: str, remedy: str) -> str:
+    return (
+        f"It fits one model only: {remedy}, or drop {field}. For a module that has changed since it was wrapped, give the "
+        "config that fits now to ddp.rebuild(config)."
+    )
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _build_buffer(key: BufferKey, indexed_specs: Sequence[tuple[int, ParamSpec]], policy: _CutPolicy) -> BufferLayout:
-    """Walk the parameters in the order in which backward produces gradients: as recorded, or roughly the last one first."""
+def _filled(
+    empty: BufferLayout,
+    indexed_specs: Sequence[tuple[int, ParamSpec]],
+    cuts: Collection[str] | None,
+    ready: Mapping[str, int] | None,
+) -> BufferLayout:
+    """Return a buffer with the parameters in it, in the order of backward: as recorded, or roughly the last one first."""
     slots: dict[str, ParamSlot] = {}
     buckets: list[BucketLayout] = []
     names: list[str] = []
@@ -119,35 +154,30 @@ def _build_buffer(key: BufferKey, indexed_specs: Sequence[tuple[int, ParamSpec]]
 
     def close(end: int) -> None:
         nonlocal bucket_start, cursor
-        stop = _round_up(end, policy.end_multiple)
+        stop = _round_up(end, empty.end_multiple)
         buckets.append(BucketLayout(len(buckets), bucket_start, stop, end - bucket_start, tuple(names)))
         names.clear()
         bucket_start = cursor = stop
 
-    cuts, ready = policy.cuts, policy.ready_index
     in_order = reversed(indexed_specs) if ready is None else sorted(indexed_specs, key=lambda item: ready[item[1].name])
     for index, spec in in_order:
-        isolated = spec.shared_embedding and policy.isolates_shared_embeddings
-        cursor = _round_up(cursor, policy.start_alignment)
+        isolated = spec.shared_embedding and empty.start_alignment > 1
+        cursor = _round_up(cursor, empty.start_alignment)
         if isolated and names:
             close(cursor)  # at the aligned position: the gap counts as part of the bucket, as in Megatron
         start, cursor = cursor, cursor + spec.numel
         names.append(spec.name)
         ready_index = None if ready is None else ready[spec.name]
         slots[spec.name] = ParamSlot(start, cursor, len(buckets), index, spec.shape, spec.shared_embedding, ready_index)
-        is_full = policy.bucket_size is not None and cursor - bucket_start >= policy.bucket_size
+        is_full = empty.bucket_size is not None and cursor - bucket_start >= empty.bucket_size
         if isolated or is_full or (cuts is not None and spec.name in cuts):
             close(cursor)
     if names:
         close(cursor)
 
-    return BufferLayout(
-        key=key,
+    return replace(
+        empty,
         params={spec.name: slots[spec.name] for _, spec in indexed_specs},
         buckets=tuple(buckets),
-        num_shards=policy.num_shards,
-        bucket_size=policy.bucket_size,
-        start_alignment=policy.start_alignment,
-        end_multiple=policy.end_multiple,
         cuts=None if cuts is None else tuple(name for bucket in buckets for name in bucket.params if name in cuts),
     )

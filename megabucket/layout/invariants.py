@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Final
 
@@ -90,26 +91,17 @@ def _buckets_tile_the_buffer(buffer: BufferLayout) -> Iterator[str]:
         position = bucket.stop
 
 
-def _order_is_reverse_registration(buffer: BufferLayout) -> Iterator[str]:
-    for before, after in pairwise(_names_in_order(buffer)):
+def _order_is_the_expected_one(buffer: BufferLayout, *, is_recorded: bool) -> Iterator[str]:
+    """Parameters lie in the order in which gradients are expected. Looks at pairs with a recorded place, or at the others."""
+    names = [name for bucket in buffer.buckets for name in bucket.params if name in buffer.params]
+    for before, after in pairwise(names):
         first, second = buffer.params[before], buffer.params[after]
-        if first.ready_index is not None and second.ready_index is not None:
+        if is_recorded != (first.ready_index is not None and second.ready_index is not None):
             continue
-        if first.registration_index <= second.registration_index or first.start > second.start:
-            yield f"{before!r} (number {first.registration_index}) stands before {after!r} (number {second.registration_index})"
-
-
-def _order_is_the_recorded_one(buffer: BufferLayout) -> Iterator[str]:
-    for before, after in pairwise(_names_in_order(buffer)):
-        first, second = buffer.params[before], buffer.params[after]
-        if first.ready_index is None or second.ready_index is None:
-            continue
-        if first.ready_index >= second.ready_index or first.start > second.start:
-            yield f"{before!r} (ready as number {first.ready_index}) stands before {after!r} (number {second.ready_index})"
-
-
-def _names_in_order(buffer: BufferLayout) -> list[str]:
-    return [name for bucket in buffer.buckets for name in bucket.params if name in buffer.params]
+        if first.expected_position >= second.expected_position or first.start > second.start:
+            known = f"ready as number {first.ready_index}" if is_recorded else f"number {first.registration_index}"
+            later = second.ready_index if is_recorded else second.registration_index
+            yield f"{before!r} ({known}) stands before {after!r} (number {later})"
 
 
 def _starts_are_aligned(buffer: BufferLayout) -> Iterator[str]:
@@ -214,8 +206,8 @@ BUFFER_INVARIANTS: Final[dict[str, _Check]] = {
     "ranges-are-disjoint": _ranges_are_disjoint,
     "ranges-lie-inside-their-bucket": _ranges_lie_inside_their_bucket,
     "buckets-tile-the-buffer": _buckets_tile_the_buffer,
-    "order-is-reverse-registration": _order_is_reverse_registration,
-    "order-is-the-recorded-one": _order_is_the_recorded_one,
+    "order-is-reverse-registration": partial(_order_is_the_expected_one, is_recorded=False),
+    "order-is-the-recorded-one": partial(_order_is_the_expected_one, is_recorded=True),
     "starts-are-aligned": _starts_are_aligned,
     "bucket-ends-are-aligned": _bucket_ends_are_aligned,
     "shards-are-equal": _shards_are_equal,

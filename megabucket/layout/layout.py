@@ -1,7 +1,7 @@
 """The layout as data: where each parameter lies, how buffers are cut into buckets. No torch, no decisions.
 
-``build`` makes these values, ``serialize`` reads and writes them, ``invariants`` checks them. All positions count elements
-and all ranges are half-open.
+``build`` makes these values, ``shards`` says who owns what of them, ``serialize`` reads and writes them, ``invariants`` checks
+them. All positions count elements and all ranges are half-open.
 
 ::
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megabucket.errors import LayoutError
 from megabucket.layout.spec import BufferKey
 from megabucket.units import dtype_bytes
 
@@ -50,6 +51,11 @@ class ParamSlot(NamedTuple):
     def numel(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+    @property
+    def expected_position(self) -> int:
+        """A number that is smaller the earlier the gradient is expected, over all buffers of a model."""
+        return -self.registration_index if self.ready_index is None else self.ready_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,15 @@ class BufferLayout:
         return self.numel * dtype_bytes(self.key.grad_dtype)
 
     def shard_span(self, *, bucket: int, rank: int) -> Span:
-        """Return the buffer range that ``rank`` owns in ``bucket``; it may hold nothing but padding."""
+        """Return the buffer range that ``rank`` owns in ``bucket``; it may hold nothing but padding.
+
+        Raises:
+            LayoutError: ``bucket`` or ``rank`` is out of range.
+        """
+        if not 0 <= bucket < len(self.buckets):
+            raise LayoutError(f"bucket {bucket} is out of range; the buffer {self.key} has {len(self.buckets)} buckets")
+        if not 0 <= rank < self.num_shards:
+            raise LayoutError(f"rank {rank} is out of range; the buffer {self.key} is cut for {self.num_shards} shards")
         cut = self.buckets[bucket]
         shard_numel = cut.numel // self.num_shards
         return Span(cut.start + rank * shard_numel, cut.start + (rank + 1) * shard_numel)
@@ -161,3 +175,26 @@ class ModelLayout:
     def numel(self) -> int:
         """Number of elements over all buffers, padding included."""
         return sum(buffer.numel for buffer in self.buffers)
+
+
+class BucketId(NamedTuple):
+    """A bucket of a model: which buffer, and which bucket of it."""
+
+    buffer: int
+    bucket: int
+
+
+def launch_order(layout: ModelLayout) -> tuple[BucketId, ...]:
+    """Return all buckets in the order in which every rank launches them: that in which backward should complete them.
+
+    A bucket is complete when the gradient of its last parameter is. Gradients are expected in the recorded order
+    (``bucket_order``); without one, roughly in reverse registration order. Within one buffer this is index order; buckets of
+    several buffers (dtypes) are interleaved, so that none waits for the whole backward. The order is a function of the layout
+    alone: what hooks do never changes it.
+    """
+    ids = [
+        (max(buffer.params[name].expected_position for name in bucket.params), BucketId(buffer_index, bucket.index))
+        for buffer_index, buffer in enumerate(layout.buffers)
+        for bucket in buffer.buckets
+    ]
+    return tuple(bucket_id for _, bucket_id in sorted(ids))

@@ -7,11 +7,11 @@ tensor per bucket. ``megabucket.optim`` makes tensors of them, ``megabucket.plan
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from megabucket.layout.layout import BufferLayout, Span
-from megabucket.layout.shards import shard_slices
+from megabucket.layout.shards import params_inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ def plan_runs(
     """
     runs: list[_OpenRun] = []
     for bucket in layout.buckets:
-        pieces = _owned(layout, bucket.index, rank) if is_sharded else _whole(layout, bucket.index)
+        span = layout.shard_span(bucket=bucket.index, rank=rank) if is_sharded else Span(bucket.start, bucket.stop)
         last: _OpenRun | None = None  # runs do not cross buckets: each bucket has a shard of its own
-        for name, span in pieces:
+        for name, piece in params_inside(layout, span, bucket=bucket.index):
             group = group_of.get(name)
             signature = signature_of.get(name) if signature_of is not None else None
             if last is not None and group == last.group and signature == last.signature:
-                last.stop = span.stop
+                last.stop = piece.stop
                 last.params.append(name)
             elif group is not None:
-                last = _OpenRun(group, signature, span.start, span.stop, [name])
+                last = _OpenRun(group, signature, piece.start, piece.stop, [name])
                 runs.append(last)
             else:
                 last = None
@@ -70,15 +70,3 @@ class _OpenRun:
     start: int
     stop: int
     params: list[str]
-
-
-def _owned(layout: BufferLayout, bucket: int, rank: int) -> Iterator[tuple[str, Span]]:
-    for piece in shard_slices(layout, bucket=bucket, rank=rank):
-        yield piece.param, piece.in_buffer
-
-
-def _whole(layout: BufferLayout, bucket: int) -> Iterator[tuple[str, Span]]:
-    for name in layout.buckets[bucket].params:
-        slot = layout.params[name]
-        if slot.stop > slot.start:
-            yield name, Span(slot.start, slot.stop)

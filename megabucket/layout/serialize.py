@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, get_args, get_origin
 
 from megabucket.errors import LayoutError, name_list
 from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout, ParamSlot
@@ -16,6 +17,24 @@ from megabucket.layout.spec import BufferKey
 _FORMAT: Final = "megabucket-layout"
 _VERSION: Final = 1
 _MAX_DIFFERENCES: Final = 20
+
+# What the objects in the text hold.
+_BUFFER: Final = {
+    **dict.fromkeys(("param_dtype", "grad_dtype", "group"), str),
+    **dict.fromkeys(("num_shards", "bucket_size", "start_alignment", "end_multiple"), int),
+    "cuts": list[str],
+    "params": list,
+    "buckets": list,
+}
+_SLOT: Final = {
+    **dict.fromkeys(("start", "stop", "bucket", "index", "ready"), int),
+    "name": str,
+    "shape": list[int],
+    "shared_embedding": bool,
+}
+_BUCKET: Final = {"index": int, "start": int, "stop": int, "numel_unpadded": int, "params": list[str]}
+_MAY_BE_MISSING: Final = frozenset({"cuts", "ready"})
+_MAY_BE_NULL: Final = frozenset({"bucket_size"})
 
 
 def layout_to_json(layout: ModelLayout) -> str:
@@ -35,13 +54,14 @@ def layout_from_json(text: str) -> ModelLayout:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"the text is not JSON: {error}") from None
-    root = _Reader(data, "layout")
-    if root.get("format", str) != _FORMAT:
-        raise LayoutError(f"the text is JSON but not a layout: format is {data['format']!r}, expected {_FORMAT!r}")
-    if root.get("version", int) != _VERSION:
-        raise LayoutError(f"layout version {data['version']} is not known to this release, which reads {_VERSION}")
-    buffers = root.get("buffers", list)
-    return ModelLayout(tuple(_read_buffer(_Reader(item, f"buffers[{i}]")) for i, item in enumerate(buffers)))
+    root = _read_fields(data, "layout", {"format": str})
+    if root["format"] != _FORMAT:
+        raise LayoutError(f"the text is JSON but not a layout: format is {root['format']!r}, expected {_FORMAT!r}")
+    root = _read_fields(data, "layout", {"version": int})
+    if root["version"] != _VERSION:
+        raise LayoutError(f"layout version {root['version']} is not known to this release, which reads {_VERSION}")
+    root = _read_fields(data, "layout", {"buffers": list})
+    return ModelLayout(tuple(_read_buffer(item, f"buffers[{i}]") for i, item in enumerate(root["buffers"])))
 
 
 def layout_diff(ours: ModelLayout, theirs: ModelLayout) -> tuple[str, ...]:
@@ -89,14 +109,9 @@ def _slot_text(slot: ParamSlot) -> str:
 
 def _buffer_to_data(buffer: BufferLayout) -> dict[str, Any]:
     return {
-        "param_dtype": buffer.key.param_dtype,
-        "grad_dtype": buffer.key.grad_dtype,
-        "group": buffer.key.group,
-        "num_shards": buffer.num_shards,
-        "bucket_size": buffer.bucket_size,
-        "start_alignment": buffer.start_alignment,
-        "end_multiple": buffer.end_multiple,
-        **({} if buffer.cuts is None else {"cuts": list(buffer.cuts)}),
+        **{name: getattr(buffer.key, name) for name in ("param_dtype", "grad_dtype", "group")},
+        **{name: getattr(buffer, name) for name in ("num_shards", "bucket_size", "start_alignment", "end_multiple")},
+        **({} if buffer.cuts is None else {"cuts": buffer.cuts}),
         "params": [
             {
                 "name": name,
@@ -104,90 +119,55 @@ def _buffer_to_data(buffer: BufferLayout) -> dict[str, Any]:
                 "stop": slot.stop,
                 "bucket": slot.bucket,
                 "index": slot.registration_index,
-                "shape": list(slot.shape),
+                "shape": slot.shape,
                 "shared_embedding": slot.shared_embedding,
                 **({} if slot.ready_index is None else {"ready": slot.ready_index}),
             }
             for name, slot in sorted(buffer.params.items(), key=lambda item: (item[1].registration_index, item[0]))
         ],
-        "buckets": [
-            {
-                "index": bucket.index,
-                "start": bucket.start,
-                "stop": bucket.stop,
-                "numel_unpadded": bucket.numel_unpadded,
-                "params": list(bucket.params),
-            }
-            for bucket in buffer.buckets
-        ],
+        "buckets": [{name: getattr(bucket, name) for name in _BUCKET} for bucket in buffer.buckets],
     }
 
 
-class _Reader:
-    """One JSON object, read field by field with its path in every error."""
+def _read_buffer(data: object, path: str) -> BufferLayout:
+    fields = _read_fields(data, path, _BUFFER)
+    slots: dict[str, ParamSlot] = {}
+    for i, item in enumerate(fields["params"]):
+        slot = _read_fields(item, f"{path}.params[{i}]", _SLOT)
+        name = slot.pop("name")
+        if name in slots:
+            raise LayoutError(f"{path}: parameter {name!r} stands twice")
+        slots[name] = ParamSlot(registration_index=slot.pop("index"), ready_index=slot.pop("ready", None), **slot)
+    buckets = (_read_fields(item, f"{path}.buckets[{i}]", _BUCKET) for i, item in enumerate(fields.pop("buckets")))
+    key = BufferKey(*(fields.pop(name) for name in ("param_dtype", "grad_dtype", "group")))
+    return BufferLayout(**fields | {"key": key, "params": slots, "buckets": tuple(BucketLayout(**one) for one in buckets)})
 
-    def __init__(self, data: object, path: str) -> None:
-        if not isinstance(data, dict):
-            raise LayoutError(f"{path} must be an object, got {type(data).__name__}")
-        self._data, self._path = data, path
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._data
+def _read_fields(data: object, path: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of one JSON object; an error names the path of a field that is missing or of another type."""
+    if not isinstance(data, dict):
+        raise LayoutError(f"{path} must be an object, got {type(data).__name__}")
+    fields: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        if name in data:
+            is_null = data[name] is None and name in _MAY_BE_NULL
+            fields[name] = None if is_null else _checked(data[name], f"{path}.{name}", kind)
+        elif name not in _MAY_BE_MISSING:
+            raise LayoutError(f"{path} has no {name!r}")
+    return fields
 
-    def get(self, key: str, kind: type) -> Any:
-        if key not in self._data:
-            raise LayoutError(f"{self._path} has no {key!r}")
-        value = self._data[key]
-        # bool is an int to Python but not to JSON.
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise LayoutError(f"{self._path}.{key} must be {kind.__name__}, got {type(value).__name__}")
+
+def _checked(value: Any, path: str, kind: Any) -> Any:
+    """Return a value of the type it must have, a list as a tuple if its items have one, too."""
+    item_kinds = get_args(kind)
+    if not _is_a(value, get_origin(kind) or kind):
+        raise LayoutError(f"{path} must be {kind.__name__}, got {type(value).__name__}")
+    if not item_kinds:
         return value
-
-    def get_optional_int(self, key: str) -> int | None:
-        return None if self._data.get(key, 0) is None else int(self.get(key, int))
-
-    def get_list(self, key: str, kind: type) -> tuple[Any, ...]:
-        values = self.get(key, list)
-        if any(not isinstance(value, kind) or isinstance(value, bool) for value in values):
-            raise LayoutError(f"{self._path}.{key} must hold {kind.__name__} only")
-        return tuple(values)
+    if not all(_is_a(item, item_kinds[0]) for item in value):
+        raise LayoutError(f"{path} must hold {item_kinds[0].__name__} only")
+    return tuple(value)
 
 
-def _read_buffer(reader: _Reader) -> BufferLayout:
-    params: dict[str, ParamSlot] = {}
-    for i, item in enumerate(reader.get("params", list)):
-        entry = _Reader(item, f"{reader._path}.params[{i}]")
-        name = entry.get("name", str)
-        if name in params:
-            raise LayoutError(f"{reader._path}: parameter {name!r} stands twice")
-        params[name] = ParamSlot(
-            start=entry.get("start", int),
-            stop=entry.get("stop", int),
-            bucket=entry.get("bucket", int),
-            registration_index=entry.get("index", int),
-            shape=entry.get_list("shape", int),
-            shared_embedding=entry.get("shared_embedding", bool),
-            ready_index=entry.get("ready", int) if "ready" in entry else None,
-        )
-    buckets = []
-    for i, item in enumerate(reader.get("buckets", list)):
-        entry = _Reader(item, f"{reader._path}.buckets[{i}]")
-        buckets.append(
-            BucketLayout(
-                index=entry.get("index", int),
-                start=entry.get("start", int),
-                stop=entry.get("stop", int),
-                numel_unpadded=entry.get("numel_unpadded", int),
-                params=entry.get_list("params", str),
-            )
-        )
-    return BufferLayout(
-        key=BufferKey(reader.get("param_dtype", str), reader.get("grad_dtype", str), reader.get("group", str)),
-        params=params,
-        buckets=tuple(buckets),
-        num_shards=reader.get("num_shards", int),
-        bucket_size=reader.get_optional_int("bucket_size"),
-        start_alignment=reader.get("start_alignment", int),
-        end_multiple=reader.get("end_multiple", int),
-        cuts=reader.get_list("cuts", str) if "cuts" in reader else None,
-    )
+def _is_a(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))  # bool is an int to Python, not to JSON

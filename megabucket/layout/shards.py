@@ -1,11 +1,11 @@
-"""Which pieces of which parameters a rank owns, in the four coordinate systems that meet in an optimizer step. No torch."""
+"""Which rank owns which piece of which parameter: the one place that cuts buckets into shards. No torch."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from megabucket.errors import LayoutError
 from megabucket.layout.layout import BufferLayout, Span
 
 
@@ -41,29 +41,71 @@ def shard_slices(buffer: BufferLayout, *, bucket: int, rank: int) -> tuple[Shard
     Raises:
         LayoutError: ``bucket`` or ``rank`` is out of range.
     """
-    if not 0 <= bucket < len(buffer.buckets):
-        raise LayoutError(f"bucket {bucket} is out of range; the buffer {buffer.key} has {len(buffer.buckets)} buckets")
-    if not 0 <= rank < buffer.num_shards:
-        raise LayoutError(f"rank {rank} is out of range; the buffer {buffer.key} is cut for {buffer.num_shards} shards")
-    cut = buffer.buckets[bucket]
     shard = buffer.shard_span(bucket=bucket, rank=rank)
-    # Names lie in buffer order, so the owned parameters are consecutive: find the first, stop after the last.
-    first = bisect_right(cut.params, shard.start, key=lambda name: buffer.params[name].stop)
-    pieces = []
-    for position in range(first, len(cut.params)):
-        name = cut.params[position]
+    origin = buffer.buckets[bucket].start
+    return tuple(
+        ShardSlice(
+            param=name,
+            in_buffer=piece,
+            in_bucket=Span(piece.start - origin, piece.stop - origin),
+            in_shard=Span(piece.start - shard.start, piece.stop - shard.start),
+            in_param=Span(piece.start - buffer.params[name].start, piece.stop - buffer.params[name].start),
+        )
+        for name, piece in params_inside(buffer, shard, bucket=bucket)
+    )
+
+
+def params_inside(buffer: BufferLayout, span: Span, *, bucket: int) -> Iterator[tuple[str, Span]]:
+    """Yield each parameter of a bucket that has elements in ``span``, and which, in buffer order and coordinates."""
+    names = buffer.buckets[bucket].params
+    # Names lie in buffer order, so these parameters are consecutive: find the first, stop after the last.
+    for position in range(bisect_right(names, span.start, key=lambda name: buffer.params[name].stop), len(names)):
+        slot = buffer.params[names[position]]
+        if slot.start >= span.stop:
+            return
+        piece = Span(max(slot.start, span.start), min(slot.stop, span.stop))
+        if piece.start < piece.stop:
+            yield names[position], piece
+
+
+class ShardOwners(NamedTuple):
+    """Ranks next to each other, ``first_rank`` to ``last_rank`` inclusive, that own pieces of the same parameters."""
+
+    first_rank: int
+    last_rank: int
+    params: tuple[str, ...]
+    """In buffer order; empty when the ranks own padding only."""
+
+
+def shard_owners(buffer: BufferLayout, *, bucket: int) -> Iterator[ShardOwners]:
+    """Yield all ranks with what they own of one bucket, each once, in rank order.
+
+    Time is linear in the number of parameters, whatever the number of ranks.
+    """
+    cut = buffer.buckets[bucket]
+    shard_numel = cut.numel // buffer.num_shards
+    # The owners of the parameters seen last. The next parameter may begin in the shard of the last of them.
+    first_rank, last_rank = 0, -1
+    names: list[str] = []
+    for name in cut.params if shard_numel else ():
         slot = buffer.params[name]
-        start, stop = max(slot.start, shard.start), min(slot.stop, shard.stop)
-        if slot.start >= shard.stop:
-            break
-        if start < stop:
-            pieces.append(
-                ShardSlice(
-                    param=name,
-                    in_buffer=Span(start, stop),
-                    in_bucket=Span(start - cut.start, stop - cut.start),
-                    in_shard=Span(start - shard.start, stop - shard.start),
-                    in_param=Span(start - slot.start, stop - slot.start),
-                )
-            )
-    return tuple(pieces)
+        if slot.start == slot.stop:
+            continue
+        first = (slot.start - cut.start) // shard_numel
+        last = (slot.stop - 1 - cut.start) // shard_numel
+        if first == last_rank:
+            if first_rank < last_rank:  # one parameter spans these ranks; the last of them owns more than that
+                yield ShardOwners(first_rank, last_rank - 1, tuple(names))
+            first_rank = last_rank
+            names.append(name)
+            first += 1
+        if first <= last:
+            if names:
+                yield ShardOwners(first_rank, last_rank, tuple(names))
+            if last_rank + 1 < first:
+                yield ShardOwners(last_rank + 1, first - 1, ())
+            first_rank, last_rank, names = first, last, [name]
+    if names:
+        yield ShardOwners(first_rank, last_rank, tuple(names))
+    if last_rank + 1 < buffer.num_shards:
+        yield ShardOwners(last_rank + 1, buffer.num_shards - 1, ())

@@ -14,13 +14,13 @@ import torch
 
 from megabucket import __version__
 from megabucket.comm import discover_communicator
-from megabucket.config.fabric import FabricConfig
 from megabucket.errors import ConfigError
 from megabucket.measure.collectives import Timing, cells_of, time_collectives
 from megabucket.measure.out_file import not_writable, why_not_writable
 from megabucket.planning.fit import AffineFit, fit_affine
 from megabucket.planning.inputs import write_link
 from megabucket.planning.links import MeasuredLink, TableKey
+from megabucket.planning.simulation_config import FabricConfig
 from megabucket.trace import CollectiveKind
 from megabucket.training.launch import Launch, Ranks, joined_ranks
 

@@ -17,8 +17,8 @@ from typing import Final
 
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Broadcast, Communicator, ReduceScatter, exchange_bytes
-from megabucket.comm.port import Batch, Call
+from megabucket.comm import AllGather, AllReduce, Broadcast, Communicator, ReduceScatter, exchange
+from megabucket.comm import Batch, Call
 from megabucket.errors import ConfigError
 from megabucket.trace import CollectiveKind
 from megabucket.units import dtype_bytes
@@ -195,7 +195,7 @@ def _time_calls(batches: Sequence[Sequence[Call]], count: int, communicator: Com
 
 
 def _exchange(own: list[list[float]], communicator: Communicator, device: torch.device) -> list[list[list[float]]]:
-    payloads = exchange_bytes(communicator, json.dumps(own).encode(), device=device, label="timings")
+    payloads = exchange(communicator, json.dumps(own).encode(), device=device, label="timings")
     return [json.loads(payload) for payload in payloads]
 
 

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from megabucket.comm import AllReduce, Communicator, exchange_bytes
+from megabucket.comm import AllReduce, Communicator, exchange
 from megabucket.ddp import DistributedDataParallel
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.host import HostCosts
@@ -169,5 +169,5 @@ def _timed_after(meet: Callable[[], None], phase: Callable[[], None]) -> float:
 
 def slowest(own: list[float], communicator: Communicator, *, device: torch.device) -> list[float]:
     """Return the largest of all ranks' numbers, place by place. Collective call."""
-    payloads = exchange_bytes(communicator, json.dumps(own).encode(), device=device, label="timings")
+    payloads = exchange(communicator, json.dumps(own).encode(), device=device, label="timings")
     return [max(column) for column in zip(*(json.loads(payload) for payload in payloads), strict=True)]

@@ -18,8 +18,8 @@ import torch
 from typing_extensions import Self
 
 import megabucket
-from megabucket.buffer.views import dtype_name
-from megabucket.comm import Communicator, exchange_bytes
+from megabucket.buffer import dtype_name
+from megabucket.comm import Communicator, exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import resolve_grad_dtype
 from megabucket.ddp import DistributedDataParallel
@@ -173,7 +173,7 @@ class WorkloadProfiler:
         if communicator is not None and communicator.size > 1:
             device = next(iter(self._params.values())).device
             payload = json.dumps(profile.to_dict()).encode()
-            answers = exchange_bytes(communicator, payload, device=device, label="workload")
+            answers = exchange(communicator, payload, device=device, label="workload")
             profile = choose_rank([WorkloadProfile.from_dict(json.loads(answer)) for answer in answers], which_rank)
         if communicator is None or communicator.rank == 0:
             profile.write(path)

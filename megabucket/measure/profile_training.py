@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megabucket.comm import LocalCommunicator
-from megabucket.config.run import RunConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError
 from megabucket.measure.out_file import why_not_writable
 from megabucket.measure.profile import WhichRank, WorkloadProfile, WorkloadProfiler, choose_rank
 from megabucket.optim import DistributedOptimizer
+from megabucket.planning.run_config import RunConfig
 from megabucket.training.bytegpt import next_byte_loss
 from megabucket.training.launch import Launch, joined_ranks
 from megabucket.training.optimizer import make_optimizer, set_learning_rate

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 from megabucket.comm import discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.config.run import RunConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
@@ -31,6 +30,7 @@ from megabucket.measure.profile_training import ProfilePlan, profile_task
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.links import Link
+from megabucket.planning.run_config import RunConfig
 from megabucket.planning.simulate import FENCE, Mode
 from megabucket.planning.tune import (
     SIZE_FIELDS,

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from megabucket import __version__
-from megabucket.config.run import RunConfig
-from megabucket.config.text import printable
+from megabucket.errors import printable
 from megabucket.measure.tune import Tuning
+from megabucket.planning.run_config import RunConfig
 from megabucket.planning.simulate import Mode
 from megabucket.planning.tune import DEFAULT, SIZE_FIELDS, Candidate, Comparison
 from megabucket.units import format_seconds

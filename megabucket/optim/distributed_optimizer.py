@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megabucket.buffer import GradPhase
 from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.agreement import agree
-from megabucket.ddp.capture import check_not_capturing
-from megabucket.ddp.hyperparameters import read_hyperparameters
-from megabucket.ddp.patience import insist
-from megabucket.ddp.step_agreement import describe
-from megabucket.ddp.step_report import Failure
-from megabucket.errors import (
-    ConfigError,
-    MegabucketError,
-    UnreducedGradientsError,
-)
-from megabucket.optim.norm import GlobalNorm, clip_by_norm
-from megabucket.optim.published_grads import take_published_grads
-from megabucket.optim.sharding import Sharding
-from megabucket.optim.shards import MainShard, load_grads, shown_grads
-from megabucket.optim.squares import Squares
-from megabucket.optim.step_result import StepResult, nonfinite_result
-from megabucket.optim.torch_format import pack, unpack
+from megabucket.ddp.fence import check_not_capturing
+from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
+from megabucket.ddp.step import StepState
+from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
+from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
+from megabucket.optim.shards import MainShard, Sharding, shown_grads
+from megabucket.optim.state_dict import pack, unpack
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did. All ranks agree on ``updated`` and ``grad_norm``."""
+
+    updated: bool
+    """Whether parameters were changed."""
+    grad_norm: float
+    """Global L2 norm of the reduced gradients, before clipping; nan where it was not computed."""
+    reason: str
+    """Why parameters were not changed, with the parameters at fault on this rank; empty when they were."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -70,7 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # No super().__init__(): this object forwards to torch_optimizer, which owns groups, state and defaults.
         self.torch_optimizer = torch_optimizer
         self.ddp = ddp
-        self._is_sharded = ddp.ddp_config.use_distributed_optimizer
+        self._is_sharded = ddp.policy.is_sharded
         self._sharding = Sharding(torch_optimizer, ddp)
         self._returns_grad_norm = returns_grad_norm
         self._sharding.shard(clip_grad=clip_grad, returns_grad_norm=returns_grad_norm, label="DistributedOptimizer()")
@@ -172,40 +172,50 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError("DistributedOptimizer.step() takes no closure; run forward and backward before calling it")
         remedy = "Capture a plain optimizer with capturable=True in its place (docs/gpu.md)."
         check_not_capturing(self._device, reader="DistributedOptimizer.step() decides on the host what to do", remedy=remedy)
-        self._sharding.check_is_current()
-        self._sharding.check_grads_are_withheld()
-        self._check_backward_has_run()
-        hyperparameters = read_hyperparameters(self.param_groups)
-        self.ddp.sync.tally.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)))
-        squares = Squares(self._sharding.shards_of_group) if self._needs_norm() else None
-        is_second_call = self.ddp.sync.is_between_steps  # on the same gradients, which commit() refuses
-        if squares is None and self._is_sharded and not is_second_call:
-            self._refresh_before_fence()
-        interrupt = self.ddp.sync.commit() if squares is None else squares.take_during(self.ddp.sync.commit)
-        # From here on the others run norm and gather, whatever happens on this rank, so this rank runs them, too.
-        if self.ddp.sync.skip_reason:
-            self.ddp.sync.end_step()
-            result = StepResult(updated=False, grad_norm=math.nan, reason=self.ddp.sync.skip_reason)
-            interrupt = interrupt or (None if squares is None else squares.failure)
-        else:
-            another = self._prepare(squares)
-            interrupt = interrupt or another
-            if squares is None:
-                result = self._update(math.nan)
-            else:
-                self._global_norm.launch()
-                norm, another = insist(self._global_norm.finish)
-                result = self._update_if_finite(norm)
-                interrupt = interrupt or another
-        self.ddp.communicator.tell_pause()
-        if interrupt is not None:
-            raise interrupt
-        return result
+        sync = self.ddp.sync
+        self._check_may_step()
+        needs_norm = self._needs_norm()
+        squares = []
+        for group in sync.agree(is_committing=self._is_sharded):
+            if needs_norm and self._is_sharded:  # while others are on their way
+                squares += [sum_of_squares(shard.buffer_grads) for shard in self._sharding.shards_of_group[group.index]]
+        self.ddp.communicator.progress.enter(sync.step, "optimizer")
+        if sync.skip_reason:
+            sync.end_update()
+            return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
+        if not self._is_sharded:
+            self._take_published_grads()
+        # From here on the others update and gather, whatever happens on this rank: if it cannot, the wrapper is broken.
+        try:
+            return self._update(squares, needs_norm=needs_norm)
+        except BaseException as error:
+            sync.fall_out("optimizer.step()", error, is_final=True)
+            raise
+
+    def _check_may_step(self) -> None:
+        """Refuse a step that would go wrong on this rank, while all of them can still be told."""
+        sync = self.ddp.sync
+        sync.check_not_dropped()
+        if sync.is_reduced and sync.state is not StepState.AGREED:
+            raise PhaseError("step() was called twice on the same gradients; run backward and zero_grad() between two steps.")
+        try:
+            self._sharding.check_is_current()
+            self._sharding.check_shards_are_untouched()
+            check_learning_rates(self.param_groups)
+            hyperparameters = read_hyperparameters(self.param_groups)
+            sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)))
+            is_due = sync.state is StepState.LAUNCHING and not self.ddp.policy.is_explicit
+            if not (is_due or sync.state is StepState.AGREED):
+                raise UnreducedGradientsError(rank=self.ddp.communicator.rank)
+            self._refresh()
+        except Exception as error:
+            sync.refuse_update(error)
+            raise
 
     def _needs_norm(self) -> bool:
         """Whether the norm is computed in this step: the same on all ranks, as the fence compares what it depends on."""
-        config = self.ddp.ddp_config
-        if self._returns_grad_norm or self.clip_grad > 0 or not config.fence or config.nonfinite_gradients == "allow":
+        policy = self.ddp.policy
+        if self._returns_grad_norm or self.clip_grad > 0 or not (policy.has_fence and policy.tests_finite):
             return True
         # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
         grads = [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
@@ -217,79 +227,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._num_value_changes != self.ddp.num_value_changes:
             self.reload_main_params()
 
-    def _refresh_before_fence(self) -> None:
-        """Refresh where there is no norm, behind the fence, that could keep the others from updating if this fails."""
-        try:
-            self._refresh()
-        except BaseException as error:
-            self.ddp.sync.fail("optimizer.step()", error)
-            raise
+    def _take_published_grads(self) -> None:
+        """Let what the caller did to ``param.grad`` after the all-reduce count, as it would with a plain optimizer.
 
-    def _prepare(self, squares: Squares | None) -> BaseException | None:
-        """Make ready what is stepped on and this rank's part of the norm, all that can fail; return what has interrupted it."""
-        try:
-            if not self._is_sharded:
-                take_published_grads(self.ddp.bucket_groups)
-            if squares is not None or not self._is_sharded:
-                self._refresh()
-            _, interrupt = insist(lambda: load_grads(self._shards))
-            if squares is not None:
-                self._global_norm.add(squares.all())
-        except BaseException as error:
-            self._give_up(error, awaits_norm=squares is not None)
-            raise
-        return interrupt
-
-    def _give_up(self, error: BaseException, *, awaits_norm: bool) -> None:
-        """Let the others know that this rank does not update, although it was whole at the fence.
-
-        Those that wait for its part of the norm find it to be nan, and ask why before anybody updates. Where they wait for
-        nothing, they update, and are told at the next fence.
+        Raises:
+            PhaseError: a gradient was cleared; a flat shard cannot leave single parameters out of a step.
         """
-        sync = self.ddp.sync
-        if not self._is_sharded:
-            sync.note_missed_update(error)
-        elif awaits_norm:
-            with suppress(MegabucketError):  # what has brought us here is on its way already
-                self._global_norm.spoil()
-                self._global_norm.launch()
-                self._global_norm.finish()
-            sync.fail("optimizer.step()", error)
-        else:
-            sync.end_step()
-            self._fail_update(error)
+        for slot in (slot for group in self.ddp.bucket_groups for slot in group.slots):
+            grad = slot.param.grad
+            if grad is slot.view:
+                continue
+            if grad is None:
+                error = PhaseError(
+                    f"the gradient of {slot.name!r} was cleared between the gradient sync and step(). A DistributedOptimizer "
+                    "steps on flat shards and cannot leave single parameters out. Zero the gradient in place, or use a plain "
+                    "torch optimizer, which skips parameters without a gradient."
+                )
+                self.ddp.sync.refuse_update(error)
+                raise error
+            slot.view.copy_(grad)
+            slot.publish()
 
-    def _fail_update(self, error: BaseException) -> None:
-        """Note an update that has failed, for the next fence, and gather as the others do, whatever happened here."""
-        self.ddp.sync.tally.failure = Failure("optimizer", describe(error))
-        if self._is_sharded:
-            with suppress(MegabucketError):  # the error is on its way already
-                self._gather()
-
-    def _update_if_finite(self, norm: float) -> StepResult:
-        if self._is_sharded and math.isnan(norm):
-            self.ddp.sync.vote_on_update()
-        if math.isfinite(norm):
-            return self._update(norm)
-        self.ddp.sync.end_step()
-        return nonfinite_result(norm, self._shards, has_others=self._is_sharded and self.ddp.communicator.size > 1)
-
-    def _update(self, norm: float) -> StepResult:
-        """Step on the shards, and gather what has come of it."""
-        sync = self.ddp.sync
-        sync.end_step()
-        try:
-            self._step_on_shards(norm)
-            # Shards are updated after the fence has compared the hyperparameters, whole parameters before the next one does.
-            sync.note_update(() if self._is_sharded else sync.tally.hyperparameters)
-        except BaseException as error:
-            self._fail_update(error)
-            raise
-        if self._is_sharded:
-            self._gather()
-        return StepResult(updated=True, grad_norm=norm, reason="")
-
-    def _step_on_shards(self, norm: float) -> None:
+    def _update(self, squares: list[torch.Tensor], *, needs_norm: bool) -> StepResult:
+        """Step on the shards where the gradient norm is finite, and gather what has come of it."""
+        sync, norm = self.ddp.sync, math.nan
+        for shard in self._shards:
+            shard.load_grad()
+        if needs_norm:
+            norm = self._global_norm.of(squares or [sum_of_squares(shard.buffer_grads) for shard in self._shards])
+            if not math.isfinite(norm):
+                sync.end_update()
+                return StepResult(updated=False, grad_norm=norm, reason=self._why_not_finite(norm))
         try:
             if self.clip_grad > 0:
                 clip_by_norm([shard.grad for shard in self._shards], norm=norm, max_norm=self.clip_grad)
@@ -298,15 +266,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             for shard in self._shards:
                 shard.store_values()
-
-    def _gather(self) -> None:
-        for group in self.ddp.bucket_groups:
-            group.mark_params_stale()
-        try:
+        # Shards are updated after the fence has compared the hyperparameters, whole parameters before the next one does.
+        sync.counters.note_update(() if self._is_sharded else sync.counters.hyperparameters)
+        if self._is_sharded:
+            for group in self.ddp.bucket_groups:
+                group.mark_params_stale()
             self.ddp.start_param_sync()
-        except BaseException:
-            self.ddp.finish_param_sync()  # what an interrupted wait has left in the buffer, a forward must not read
-            raise
+        sync.end_update()
+        return StepResult(updated=True, grad_norm=norm, reason="")
+
+    def _why_not_finite(self, norm: float) -> str:
+        names = [name for shard in self._shards for name in shard.params_with_nonfinite_grad()]
+        if names:
+            culprit = f"not finite in this rank's shard of {name_list(names)}"
+        elif self._is_sharded and self.ddp.communicator.size > 1:
+            culprit = "not finite on another rank"
+        else:
+            culprit = "every gradient is finite, but the sum of their squares is not"
+        return f"the gradient norm is {norm}: {culprit}"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients of the wrapped module; see ``DistributedDataParallel.zero_grad``."""
@@ -322,19 +299,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             shard.reload_values()
         self._num_value_changes = self.ddp.num_value_changes
 
-    def _check_backward_has_run(self) -> None:
-        sync = self.ddp.sync
-        sync.check_not_failed()
-        if sync.is_finished:
-            return
-        in_flight = any(group.grad_phase is GradPhase.IN_FLIGHT for group in self.ddp.bucket_groups)
-        has_run = sync.awaits_finish or in_flight
-        if self.ddp.ddp_config.finish == "explicit" or not has_run:
-            error = UnreducedGradientsError(rank=self.ddp.communicator.rank)
-            if not has_run:
-                sync.fail("optimizer.step()", error)  # ranks that did run their last backward are waiting
-            raise error
-
     # State #
 
     def state_dict(self) -> dict[str, Any]:
@@ -345,11 +309,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         large for one rank's memory, use ``save_checkpoint``, which gathers nothing.
 
         Raises:
-            PhaseError: a step is open, the last update has failed on this rank, or the optimizer is not the current one.
+            PhaseError: a step is open, or the optimizer is not the current one.
             OptimizerParametersError: the state of a shard cannot be told apart by parameter.
             PeerFailedError: another rank cannot give its part.
         """
-        self._settle_together("state_dict()", self.ddp.sync.check_has_updated)
+        self._settle_together("state_dict()")
         return pack(self.torch_optimizer, self._sharding.members, self._sharding.whole_state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -370,15 +334,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Main values that do not round to the weights, now or after these were loaded, go at the next step.
         self._num_value_changes = -1
 
-    def _settle_together(self, operation: str, check: Callable[[str], None] | None = None) -> None:
+    def _settle_together(self, operation: str) -> None:
         failure: MegabucketError | None = None
         try:
             self.settle_values(operation)
-            if check is not None:
-                check(operation)
         except MegabucketError as error:
             failure = error
-        agree(self.ddp.communicator, [], failure=failure, device=self._device, label=f"optimizer: {operation}")
+        self.ddp.sync.call(operation, failure=failure)
 
     def settle_values(self, operation: str) -> None:
         """Make parameters and main parameters what the last step has left, for whoever reads them all.

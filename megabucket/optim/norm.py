@@ -8,13 +8,13 @@ difference into the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Final
 
 import torch
 
-from megabucket.comm import AllReduce, Communicator, Handle
+from megabucket.comm import AllReduce, Communicator
 from megabucket.errors import ConfigError
 
 _CHUNK_NUMEL: Final = 1 << 17
@@ -34,38 +34,20 @@ class GlobalNorm:
         self._communicator = communicator
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
         self._calls = communicator.prepare([AllReduce(self._total)]) if is_sharded else []
-        self._handle: Handle | None = None
 
-    def of(self, grads: Sequence[torch.Tensor]) -> float:
+    def of(self, squares: Sequence[torch.Tensor]) -> float:
         """Return the norm over this rank's gradients and those of the other ranks.
 
         Args:
-            grads: this rank's gradients; alignment gaps and padding in them are zero and count nothing. May be empty: a rank
-                can own nothing but padding.
+            squares: what ``sum_of_squares`` has made of each of this rank's gradients; alignment gaps and padding in them are
+            zero
+                and count nothing. May be empty: a rank can own nothing but padding.
         """
-        self.add([sum_of_squares(grad) for grad in grads])
-        self.launch()
-        return self.finish()
-
-    def add(self, squares: Iterable[torch.Tensor]) -> None:
-        """Take this rank's gradients, as ``of`` does, but as what ``sum_of_squares`` has made of each."""
         self._total.zero_()
         for square in squares:
             self._total += square
-
-    def spoil(self) -> None:
-        """Let the norm be nan on every rank, because this one has no gradients to give."""
-        self._total.fill_(math.nan)
-
-    def launch(self) -> None:
-        """Send what this rank has taken."""
         if self._calls:
-            self._handle = self._communicator.launch(self._calls, label="grad norm")
-
-    def finish(self) -> float:
-        """Wait for the other ranks and return the norm. May be called again."""
-        if self._handle is not None:
-            self._handle.wait()
+            self._communicator.launch(self._calls, label="grad norm").wait()
         norm = self._total.sqrt()
         # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
         rounded = float(norm.float())

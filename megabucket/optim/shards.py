@@ -1,21 +1,45 @@
-"""The flat tensors an optimizer steps on: this rank's shards, cut where the optimizer's parameter groups change.
+"""The flat tensors an optimizer steps on, and how they take the place of whole parameters in its groups.
 
-Where they are cut is planned in ``layout.runs``; here a run becomes tensors. Alignment gaps inside a run are zeros that stay
-zeros.
+A ``MainShard`` is one run of this rank's shards, cut where the optimizer's parameter groups change (``layout/shards.py`` plans
+where); alignment gaps inside a run are zeros that stay zeros. ``GroupMembers`` knows which parameters are in which group, also
+while shards stand in their place. ``Sharding`` changes over: wrapping an optimizer shards it; a rebuild takes that back, and
+shards it anew for the buffers that the wrapper has then. In between the torch optimizer is a plain one over whole parameters,
+so whatever fails there loses nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from megabucket.buffer import ParamAndGradBuffer, WithheldGrad
-from megabucket.errors import name_list
+from megabucket.ddp import DistributedDataParallel
+from megabucket.ddp.fence import Entry
+from megabucket.ddp.guards import read_hyperparameters, texts_of
+from megabucket.ddp.replicas import checksum
+from megabucket.errors import CheckpointUnavailableError, ConfigError, OptimizerParametersError, PhaseError, name_list
 from megabucket.layout import Span
-from megabucket.layout.runs import ShardRun
+from megabucket.layout.runs import ShardRun, plan_runs
+from megabucket.optim.norm import check_clip_grad
+from megabucket.optim.state_dict import (
+    KNOWN_NUMBERS,
+    ShardHolder,
+    ShardState,
+    StateCutter,
+    Unpacked,
+    WholeState,
+    in_memory_order,
+    main_dtype,
+    set_groups,
+    state_of_empty_params,
+    unshard,
+)
 
 _WITHHELD_BECAUSE: Final = (
     "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction that is "
@@ -31,11 +55,6 @@ class RunPiece(NamedTuple):
     param: str
     in_param: Span  # counted from the start of the parameter, in its memory order
     in_run: Span
-
-
-def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
-    """Return what parameters of a dtype are stepped in: float32 where they are narrower."""
-    return torch.float32 if param_dtype.itemsize < torch.float32.itemsize else param_dtype
 
 
 class MainShard:
@@ -130,12 +149,6 @@ class MainShard:
         ]
 
 
-def load_grads(shards: Sequence[MainShard]) -> None:
-    """Make the gradient of each shard the reduced one of this step. May be begun again."""
-    for shard in shards:
-        shard.load_grad()
-
-
 @contextmanager
 def shown_grads(shards: Sequence[MainShard]) -> Iterator[None]:
     """Let an optimizer see the gradients of its shards."""
@@ -146,3 +159,478 @@ def shown_grads(shards: Sequence[MainShard]) -> Iterator[None]:
     finally:
         for shard in shards:
             shard.withhold_grad()
+
+
+_NEEDS_WHOLE_TENSORS: Final = frozenset(
+    {"adafactor", "lbfgs", "muon", "shampoo", "lamb", "fusedlamb", "lars", "sparseadam"}  # names in lower case
+)
+"""Optimizers whose update of one element depends on others of the same tensor; a flat shard would change the result."""
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that is known to look at whole tensors.
+
+    Raises:
+        ConfigError: it is.
+    """
+    kind = type(optimizer).__name__
+    if any(base.__name__.lower() in _NEEDS_WHOLE_TENSORS for base in type(optimizer).__mro__):
+        raise ConfigError(
+            f"{kind} uses the shape of whole parameters, and a DistributedOptimizer steps on flat shards cut across them, so "
+            "the result would be silently different. Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or "
+            f"{kind} as a plain optimizer with use_distributed_optimizer=False."
+        )
+
+
+class GroupMembers:
+    """The parameters of each group of one optimizer, in the caller's order.
+
+    The groups hold either them or stand-ins; ``replace`` and ``restore`` change over.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._replaced: list[list[torch.nn.Parameter]] = []  # by group, of those that hold stand-ins
+        self._stand_ins: set[torch.nn.Parameter] = set()
+        self._once_in_module: set[torch.nn.Parameter] = set()
+
+    def by_group(self) -> list[list[torch.nn.Parameter]]:
+        """Return the parameters by group; those that were added since the last ``replace`` come last."""
+        members = [list(group) for group in self._replaced]
+        for index, group in enumerate(self._optimizer.param_groups):
+            if index == len(members):
+                members.append([])
+            known = set(members[index])
+            members[index] += [tensor for tensor in group["params"] if tensor not in self._stand_ins and tensor not in known]
+        return members
+
+    def waiting(self) -> list[torch.nn.Parameter]:
+        """Return trainable parameters that were added and have no shard yet."""
+        in_groups = [group["params"] for group in self._optimizer.param_groups]
+        if sum(map(len, in_groups)) == len(self._stand_ins):
+            return []  # the usual case costs nothing
+        return [tensor for group in in_groups for tensor in group if tensor not in self._stand_ins and tensor.requires_grad]
+
+    def add_group(self, group: dict[str, object]) -> None:
+        """Add a group to the optimizer.
+
+        Raises:
+            OptimizerParametersError: some of its parameters are in a group already.
+        """
+        before = {tensor for members in self.by_group() for tensor in members}
+        self._optimizer.add_param_group(group)
+        added = self._optimizer.param_groups[-1]["params"]
+        twice = [f"parameter {index}, shape {tuple(tensor.shape)}" for index, tensor in enumerate(added) if tensor in before]
+        if twice:
+            del self._optimizer.param_groups[-1]
+            raise OptimizerParametersError(
+                problem="the added group has parameters that are in a group already, frozen ones included",
+                params=twice,
+                remedy="Leave them out; ddp.rebuild() alone takes notice of parameters that were unfrozen.",
+            )
+
+    def replace(self, stand_ins: Sequence[tuple[int, torch.nn.Parameter]], params: Collection[torch.nn.Parameter]) -> None:
+        """Put stand-ins into the groups, given with the index of their group. Members that left the module leave the groups.
+
+        Args:
+            params: those of the module, frozen ones included.
+        """
+        self._replaced = [[tensor for tensor in group if not self._has_left(tensor, params)] for group in self.by_group()]
+        self._once_in_module = {tensor for group in self._replaced for tensor in group if tensor in params}
+        self._stand_ins = {tensor for _, tensor in stand_ins}
+        for index, group in enumerate(self._optimizer.param_groups):
+            group["params"][:] = [tensor for group_index, tensor in stand_ins if group_index == index]
+
+    def restore(self) -> None:
+        """Put the parameters back into the groups."""
+        members = self.by_group()
+        self._replaced, self._stand_ins = [], set()
+        for group, of_group in zip(self._optimizer.param_groups, members, strict=True):
+            group["params"][:] = of_group
+
+    def _has_left(self, tensor: torch.nn.Parameter, params: Collection[torch.nn.Parameter]) -> bool:
+        return tensor in self._once_in_module and tensor not in params
+
+    def by_name(self, names: Mapping[torch.nn.Parameter, str], params: Collection[torch.nn.Parameter]) -> dict[str, int]:
+        """Return the group of each parameter of the wrapper, or say what does not fit.
+
+        Args:
+            names: of the parameters in the buffers.
+            params: those of the module, frozen ones included.
+
+        Raises:
+            OptimizerParametersError: groups and wrapper do not hold the same trainable parameters, each once.
+        """
+        group_of: dict[str, int] = {}
+        foreign, twice = [], []
+        for index, group in enumerate(self.by_group()):
+            for position, tensor in enumerate(group):
+                name = names.get(tensor)
+                if name in group_of:
+                    twice.append(name)
+                elif name is not None:
+                    group_of[name] = index
+                elif tensor.requires_grad and not self._has_left(tensor, params):
+                    foreign.append(f"group {index}, parameter {position}, shape {tuple(tensor.shape)}")
+        self._check_none(foreign, twice, left_out=[name for name in names.values() if name not in group_of])
+        return group_of
+
+    def _check_none(self, foreign: Sequence[str], twice: Sequence[str], *, left_out: Sequence[str]) -> None:
+        is_rebuilding = bool(self._once_in_module)
+        if foreign:
+            raise OptimizerParametersError(
+                problem="the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
+                params=foreign,
+                remedy="Put them into the wrapped module, or take them out of the group, and call ddp.rebuild() again."
+                if is_rebuilding
+                else "Build the optimizer over the parameters of the wrapped module, after wrapping it.",
+            )
+        if twice:
+            raise OptimizerParametersError(
+                problem="the optimizer has the same parameter twice", params=twice, remedy="Put each parameter into one group."
+            )
+        if left_out:
+            raise OptimizerParametersError(
+                problem="trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
+                params=left_out,
+                remedy="Add them with optimizer.add_param_group(), or freeze them with requires_grad_(False), and call "
+                "ddp.rebuild() again."
+                if is_rebuilding
+                else "Add them to a group, or freeze them with requires_grad_(False) before wrapping.",
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """Shards and their state, before anything steps on them."""
+
+    shards: list[MainShard]
+    state: dict[torch.nn.Parameter, ShardState]
+    entries: list[Entry]
+    """What must be equal on all ranks: group and state of each parameter."""
+
+
+class Sharding:
+    """The shards of one optimizer, and what belongs to no shard.
+
+    Args:
+        optimizer: over whole parameters, until ``shard`` is called.
+        ddp: the wrapper of the parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel) -> None:
+        self._optimizer = optimizer
+        self._ddp = ddp
+        self._is_sharded = ddp.policy.is_sharded
+        self._members = GroupMembers(optimizer)
+        # Of parameters that are in no shard, beside the optimizer's own state: see WholeState.
+        self._main_values: dict[torch.Tensor, torch.Tensor] = {}
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self._members.by_group() for p in group}
+        self._numbers = KNOWN_NUMBERS
+        self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
+        optimizer.register_step_pre_hook(_refuse_withheld_grads)
+        itself = weakref.ref(self)
+        optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself(), held, "state_dict()"))
+        optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself(), held, "load_state_dict()"))
+        self.shards: list[MainShard] = []
+        """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
+        self.shards_of_group: dict[int, list[MainShard]] = {}
+        """Those in the buckets of each bucket group, by its index."""
+
+    def _cut(self, whole: WholeState) -> _Cut:
+        """Cut parameters and state for the buffers as they are now. Changes nothing."""
+        params = {name: param for param, name in self._ddp.param_names.items()}
+        cutter = StateCutter(whole, params)
+        signature_of = {name: cutter.signature(name) for name in params}
+        group_of = self._group_of()
+        shards = self._make_shards(group_of, signature_of)
+        for shard in shards:
+            cutter.restore_main_values(shard)
+        state = {shard.main: cutter.state_of(shard) for shard in shards}
+        return _Cut(shards, state, [(name, f"in group {group_of[name]}", *signature_of[name]) for name in params])
+
+    def _group_of(self) -> dict[str, int]:
+        return self._members.by_name(self._ddp.param_names, set(self._ddp.module.parameters()))
+
+    def _make_shards(self, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]) -> list[MainShard]:
+        rank, is_sharded = self._ddp.communicator.rank, self._is_sharded
+        return [
+            MainShard(run, buffer)
+            for buffer in self._ddp.param_and_grad_buffers
+            for run in plan_runs(buffer.layout, group_of, rank=rank, is_sharded=is_sharded, signature_of=signature_of)
+        ]
+
+    def _take(self, cut: _Cut) -> None:
+        """Put shards in place of the parameters. Those without a shard keep their state, those gone from the module leave."""
+        ddp, state = self._ddp, self._optimizer.state
+        self._members.replace([(shard.run.group, shard.main) for shard in cut.shards], set(ddp.module.parameters()))
+        staying = {param for group in self._members.by_group() for param in group if param not in ddp.param_names}
+        for key in [key for key in state if isinstance(key, torch.Tensor) and key not in staying]:
+            del state[key]
+        state.update({main: values for main, values in cut.state.items() if values})
+        self._main_values = {param: values for param, values in self._main_values.items() if param in staying}
+        self._dtypes = {param: dtype for param, dtype in self._dtypes.items() if param in staying}
+        self.shards, self._buffers = cut.shards, ddp.param_and_grad_buffers
+        self.shards_of_group = {group.index: [] for group in ddp.bucket_groups}
+        index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}
+        for shard in cut.shards:
+            self.shards_of_group[index_of[shard.run.params[0]]].append(shard)  # no run crosses buckets
+
+    def undo(self) -> None:
+        """Put whole parameters, with their state, back into the groups. A collective call; a second one does nothing.
+
+        Raises:
+            OptimizerParametersError: the state of a shard cannot be told apart by parameter. Nothing was changed.
+            PeerFailedError: another rank's cannot.
+        """
+        if not self._buffers:
+            return
+        state = self._optimizer.state
+        found = unshard(
+            self.shards, state, ShardHolder(self._buffers, self._ddp.sync, self._ddp.communicator, self._is_sharded)
+        )
+        for shard in self.shards:
+            state.pop(shard.main, None)
+        state.update({**found.values, **state_of_empty_params(found, self.members)})
+        self._main_values |= found.main_values
+        self._dtypes |= found.dtypes
+        self._numbers = found.numbers
+        self._members.restore()
+        self.shards, self._buffers = [], []
+        self.shards_of_group.clear()
+
+    def shard(self, *, clip_grad: float, returns_grad_norm: bool, label: str) -> None:
+        """Shard, with the state there is and the main values from before. A collective call.
+
+        Raises:
+            ConfigError: the optimizer cannot work on flat shards, or ``clip_grad`` is no norm.
+            OptimizerParametersError: the groups do not hold the trainable parameters, or some state cannot be cut. Nothing was
+                changed.
+            LayoutMismatchError: groups, hyperparameters, step counts or kinds of state are not the same on all ranks.
+            PeerFailedError: another rank could not shard.
+        """
+        cut, failure = None, None
+        entries: list[Entry] = []
+        try:
+            check_elementwise(self._optimizer)
+            check_clip_grad(clip_grad)
+            numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
+            cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers))
+            entries = [*cut.entries, (type(self._optimizer).__name__,), (f"clip_grad={float(clip_grad)}",)]
+            entries.append((f"returns_grad_norm={bool(returns_grad_norm)}",))
+            entries += [(text,) for text in texts_of([numbers])]
+        except Exception as error:
+            failure = error
+        self._ddp.sync.call(label, entries, failure)
+        assert cut is not None  # noqa: S101 - otherwise there was a failure
+        self._take(cut)
+
+    # State of whole parameters, to save and to load #
+
+    @property
+    def members(self) -> list[list[torch.nn.Parameter]]:
+        """The parameters of each group, in the caller's order."""
+        return self._members.by_group()
+
+    @property
+    def holder(self) -> ShardHolder:
+        """Where the shards lie."""
+        return ShardHolder(self._buffers, self._ddp.sync, self._ddp.communicator, self._is_sharded)
+
+    @property
+    def state_of_others(self) -> WholeState:
+        """What is kept for parameters that are in no shard: frozen ones, those that were added."""
+        kept = {param for group in self.members for param in group if param not in self._ddp.param_names}
+        state = {param: values for param, values in self._optimizer.state.items() if param in kept}
+        mains = {param: values for param, values in self._main_values.items() if param in kept}
+        return WholeState(state, mains, self._dtypes, self._numbers)
+
+    def whole_state(self) -> WholeState:
+        """Return the state of all parameters, on every rank. A collective call; changes nothing.
+
+        Raises:
+            OptimizerParametersError: the state of a shard cannot be told apart by parameter.
+            PeerFailedError: another rank's cannot.
+        """
+        found = unshard(self.shards, self._optimizer.state, self.holder._replace(label="state_dict()"))
+        kept = self.state_of_others
+        beside = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        return WholeState(
+            {**found.values, **state_of_empty_params(found, self.members), **kept.values, **beside},
+            {**found.main_values, **kept.main_values},
+            {**found.dtypes, **kept.dtypes},
+            found.numbers,
+        )
+
+    def load(self, unpack: Callable[[], Unpacked]) -> None:
+        """Take state of whole parameters, main values and hyperparameters. A collective call.
+
+        Main values are taken as they are. Where there are none, those of now stay.
+
+        Args:
+            unpack: returns what to load, or raises.
+
+        Raises:
+            CheckpointMismatchError: it does not fit. As with all other errors, nothing was changed.
+            LayoutMismatchError: it is not the same on all ranks.
+            PeerFailedError: another rank cannot load it.
+        """
+        cut, found, failure = None, None, None
+        entries: list[Entry] = []
+        try:
+            found = unpack()
+            cut = self._cut(found.whole)
+            self._fill_main_values(cut.shards, found.whole)
+            entries = [*cut.entries, *_checksums(found.whole, self._ddp.param_names)]
+            entries += [(text,) for text in texts_of([read_hyperparameters(found.groups, waits=True)])]
+        except Exception as error:
+            failure = error
+        self._ddp.sync.call("load_state_dict()", entries, failure)
+        assert cut is not None and found is not None  # noqa: S101, PT018 - otherwise there was a failure
+        self._take(cut)
+        self._keep_others(found.whole)
+        set_groups(self._optimizer, found.groups)
+
+    def plan_load(self, signature_of: Mapping[str, Hashable]) -> list[MainShard]:
+        """Return shards to load state into. They are of no effect until ``take_loaded``; float32 ones lie in the buffers.
+
+        Args:
+            signature_of: by parameter; those that share a shard have the same.
+        """
+        return self._make_shards(self._group_of(), signature_of)
+
+    def take_loaded(
+        self, state: Mapping[MainShard, ShardState], groups: Sequence[Mapping[str, Any]], others: WholeState
+    ) -> None:
+        """Put shards that were loaded, and their state, in place of those of now.
+
+        Args:
+            groups: hyperparameters by group, without ``params``.
+            others: what belongs to parameters without a shard.
+        """
+        self._take(_Cut(list(state), {shard.main: values for shard, values in state.items()}, []))
+        self._keep_others(others)
+        self._dtypes |= others.dtypes
+        set_groups(self._optimizer, groups)
+
+    def _fill_main_values(self, shards: Sequence[MainShard], whole: WholeState) -> None:
+        """Give new shards the main values that were loaded, and else those that the shards of now hold."""
+        params = {name: param for param, name in self._ddp.param_names.items()}
+        # The layout is the same, so what a rank owns of a parameter is the same piece.
+        held = {piece.param: shard.main[slice(*piece.in_run)] for shard in self.shards for piece in shard.pieces()}
+        with torch.no_grad():
+            for shard in (shard for shard in shards if shard.has_own_values):
+                for piece in shard.pieces():
+                    param = params[piece.param]
+                    given = whole.main_values.get(param)
+                    values = held.get(piece.param)
+                    if given is not None:
+                        values = in_memory_order(given, param, shard.main)[slice(*piece.in_param)]
+                    if values is not None:
+                        shard.main[slice(*piece.in_run)] = values
+
+    def _keep_others(self, whole: WholeState) -> None:
+        """Take the state of parameters without a shard, and what belongs to no parameter."""
+        state = self._optimizer.state
+        others = {param for group in self.members for param in group if param not in self._ddp.param_names}
+        for key in [key for key in state if key in others or not isinstance(key, torch.Tensor)]:
+            del state[key]
+        for key, values in whole.values.items():
+            if key in others or not isinstance(key, torch.Tensor):
+                state[key] = copy.deepcopy(values)  # torch would hold the caller's own tensors
+        self._main_values = {param: main.clone() for param, main in whole.main_values.items() if param in others}
+
+    def add_param_group(self, group: dict[str, object]) -> None:
+        """Add parameters that get shards when the optimizer is sharded next.
+
+        Raises:
+            OptimizerParametersError: one of them is in a group already.
+        """
+        self._members.add_group(group)
+
+    def refuse_shards_of(self, held: torch.optim.Optimizer, method: str) -> None:
+        """Refuse to speak of shards as if they were parameters.
+
+        Raises:
+            CheckpointUnavailableError: the optimizer is the one that holds them.
+        """
+        if held is self._optimizer and self._buffers:
+            communicator = self._ddp.communicator
+            num_shards = communicator.size if self._is_sharded else 1
+            raise CheckpointUnavailableError(
+                optimizer=type(held).__name__, method=method, rank=communicator.rank, num_shards=num_shards
+            )
+
+    def check_is_current(self) -> None:
+        """Refuse to go on with shards that are not the whole of what is trained.
+
+        Raises:
+            PhaseError: the wrapper was rebuilt without this optimizer, or has to be before the next step.
+        """
+        if self._ddp.param_and_grad_buffers is not self._buffers:
+            raise PhaseError(
+                "the wrapper was rebuilt, but this optimizer was not: a DistributedOptimizer that was built after it has taken "
+                "its place, and what it steps on is no longer part of the module. Use the later one."
+            )
+        waiting = self._members.waiting()
+        if waiting:
+            names = {param: name for name, param in self._ddp.module.named_parameters()}
+            shown = [names.get(param, f"one of shape {tuple(param.shape)}, not in the module") for param in waiting]
+            raise PhaseError(
+                f"trainable parameters were added to the optimizer and have no shard yet: {name_list(shown)}. Their gradients "
+                "are not reduced, so they would be updated differently on every rank. Call ddp.rebuild() on every rank."
+            )
+
+    def check_shards_are_untouched(self) -> None:
+        """Refuse to go on as if nothing had happened when shards have left the groups, or their gradients were meant to change.
+
+        Raises:
+            PhaseError: a shard is not in its group, or its gradient was cleared or replaced since the last step.
+        """
+        groups = self._optimizer.param_groups
+        held = [{id(tensor) for tensor in group["params"]} for group in groups]
+        if gone := [one for one in self.shards if one.run.group >= len(held) or id(one.main) not in held[one.run.group]]:
+            raise PhaseError(
+                f"the flat shard of {name_list(gone[0].run.params)} is no longer in parameter group {gone[0].run.group} of the "
+                "optimizer, so it would never be updated again. Freeze parameters with requires_grad_(False) and call "
+                "ddp.rebuild(), or set the group's learning rate to 0, rather than taking tensors out of the groups."
+            )
+        touched = [shard for shard in self.shards if not shard.is_grad_withheld]
+        for shard in touched:
+            shard.withhold_grad()
+        if touched:
+            raise PhaseError(
+                f"the gradient of a flat shard ({name_list(touched[0].run.params)}) was cleared or replaced between two steps, "
+                "to no effect: a DistributedOptimizer steps on what the gradient sync has left in the buffers. If it was "
+                "zero_grad() of the torch optimizer in it, call that of the DistributedOptimizer instead; set gradients of the "
+                "model's parameters, before the sync, rather than those of shards."
+            )
+
+
+def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> list[Entry]:
+    """Return a checksum of all values per element of each parameter, which ranks compare."""
+    return [
+        (f"checksum of the state of {name!r}:", *(checksum(value) for value in _tensors_of(whole, param)))
+        for param, name in names.items()
+    ]
+
+
+def _tensors_of(whole: WholeState, param: torch.nn.Parameter) -> list[torch.Tensor]:
+    held = [*(whole.values.get(param) or {}).values(), whole.main_values.get(param)]
+    return [value for value in held if isinstance(value, torch.Tensor) and value.numel()]
+
+
+def _refuse_shards(sharding: Sharding | None, held: torch.optim.Optimizer, method: str) -> None:
+    """Refuse to let flat shards pass for the state of a model. A shell that holds whole parameters shares the hook."""
+    if sharding is not None:
+        sharding.refuse_shards_of(held, method)
+
+
+def _refuse_withheld_grads(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuse a step that ``DistributedOptimizer.step()`` has not asked for.
+
+    Before it begins: an optimizer that fails on a gradient may have decayed weights or counted a step by then.
+    """
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if isinstance(param.grad, WithheldGrad):
+            param.grad.refuse(f"{type(optimizer).__name__}.step()")

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Final, overload
 
 from pydantic import TypeAdapter, ValidationError
 
-from megabucket.config.architecture import (
+from megabucket.config.load import explain_validation_error
+from megabucket.config.yaml_loader import read_yaml
+from megabucket.errors import ConfigError, printable, quoted
+from megabucket.layout import ParamSpec
+from megabucket.planning.decoders import gpt_specs, hf_gpt2_specs, llama_specs, moe_specs
+from megabucket.planning.hf_config import read_hf_config
+from megabucket.planning.json_file import read_json
+from megabucket.planning.model_config import (
     ArchitectureConfig,
     FactoryConfig,
     GptConfig,
@@ -23,14 +30,6 @@ from megabucket.config.architecture import (
     ParamEntry,
     ParamListConfig,
 )
-from megabucket.config.load import explain_validation_error
-from megabucket.config.text import printable, quoted
-from megabucket.config.yaml_loader import read_yaml
-from megabucket.errors import ConfigError
-from megabucket.layout import ParamSpec
-from megabucket.planning.decoders import gpt_specs, hf_gpt2_specs, llama_specs, moe_specs
-from megabucket.planning.hf_config import read_hf_config
-from megabucket.planning.json_file import read_json
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megabucket.config.architecture import GptConfig, LlamaConfig, MlaConfig, MoeConfig
 from megabucket.layout import ParamSpec
+from megabucket.planning.model_config import GptConfig, LlamaConfig, MlaConfig, MoeConfig
 
 
 def gpt_specs(config: GptConfig) -> Iterator[ParamSpec]:

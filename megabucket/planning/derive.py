@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from megabucket.config.architecture import ArchitectureConfig, MoeConfig
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import resolve_grad_dtype
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
 from megabucket.planning.architecture import decoder_of
+from megabucket.planning.model_config import ArchitectureConfig, MoeConfig
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.units import dtype_bytes
 

@@ -12,10 +12,9 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from megabucket.config.architecture import GptConfig, HfConfig, LlamaConfig, MlaConfig, MoeConfig
-from megabucket.config.text import printable
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, printable
 from megabucket.planning.json_file import read_json
+from megabucket.planning.model_config import GptConfig, HfConfig, LlamaConfig, MlaConfig, MoeConfig
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 """Bytes of a config.json; the largest are some kilobytes."""

@@ -14,9 +14,17 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
-from megabucket.config import RunConfig, Section
+from megabucket.config import Section
 from megabucket.config.load import explain_validation_error
-from megabucket.config.simulation import (
+from megabucket.config.yaml_loader import YamlDocument, read_yaml
+from megabucket.errors import ConfigError, printable
+from megabucket.layout import ParamSpec
+from megabucket.planning import RunConfig
+from megabucket.planning.derive import workload_of_specs
+from megabucket.planning.fit import AffineFit
+from megabucket.planning.json_file import read_json
+from megabucket.planning.links import FlatLink, Link, MeasuredLink, Point, RingLink, TableKey, TwoLevelLink
+from megabucket.planning.simulation_config import (
     FileLinkConfig,
     FlatLinkConfig,
     LinkConfig,
@@ -25,14 +33,6 @@ from megabucket.config.simulation import (
     TwoLevelLinkConfig,
     WorkloadConfig,
 )
-from megabucket.config.text import printable
-from megabucket.config.yaml_loader import YamlDocument, read_yaml
-from megabucket.errors import ConfigError
-from megabucket.layout import ParamSpec
-from megabucket.planning.derive import workload_of_specs
-from megabucket.planning.fit import AffineFit
-from megabucket.planning.json_file import read_json
-from megabucket.planning.links import FlatLink, Link, MeasuredLink, Point, RingLink, TableKey, TwoLevelLink
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.planning.workload_match import check_workload_matches
 from megabucket.trace import CollectiveKind

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megabucket.config.text import printable
 from megabucket.config.yaml_loader import YamlDocument
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, printable
 
 
 def read_json(path: Path, *, max_bytes: int, what: str) -> YamlDocument:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from megabucket.config import DistributedDataParallelConfig, RunConfig
+from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ModelLayout, ParamSpec, build_layout
+from megabucket.planning import RunConfig
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.cuts import BucketPlan, cuts_by_buffer, per_tensor_plan, plan_of_layout, uniform_plan
 from megabucket.planning.derive import wire_bytes

@@ -13,8 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final
 
-from megabucket.config.text import printable
-from megabucket.errors import ConfigError, name_list
+from megabucket.errors import ConfigError, name_list, printable
 
 SCHEMA: Final = "megabucket.workload"
 SCHEMA_VERSION: Final = 1

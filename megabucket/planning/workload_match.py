@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-from megabucket.config.text import printable
-from megabucket.errors import ConfigError, name_list
+from megabucket.errors import ConfigError, name_list, printable
 from megabucket.layout import ParamSpec
 from megabucket.planning.workload import Workload
 

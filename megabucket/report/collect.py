@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from megabucket.config import RunConfig
+from megabucket.planning import RunConfig
 from megabucket.planning.links import FlatLink, Link, MeasuredLink, RingLink, TwoLevelLink
 from megabucket.planning.outlook import Outlook, outlook_of
 from megabucket.planning.setting import Setting, setting_of

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from megabucket.config.text import printable
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, printable
 from megabucket.planning.json_file import read_limited
 from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepTrace
 

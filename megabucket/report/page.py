@@ -5,11 +5,11 @@ Its parts lie in ``assets``: ``simulate.js`` is the timing model, ``chart.js`` d
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Final
 
-from megabucket.config.text import as_script_data
 from megabucket.report.collect import Report
 from megabucket.report.page_data import Limits, page_data
 
@@ -41,6 +41,16 @@ def assemble(frame: str, scripts: Sequence[str], data: Any) -> str:
     """
     page = frame.replace("@STYLE@", read_asset("page.css")).replace("@SCRIPTS@", "\n".join(scripts))
     return page.replace("@DATA@", as_script_data(data))  # last: a name in it may well be "@STYLE@"
+
+
+def as_script_data(data: Any) -> str:
+    r"""Return data as JSON that cannot end the script element it stands in.
+
+    >>> as_script_data(["</script>"])
+    '["\\u003c/script>"]'
+    """
+    text = json.dumps(data, separators=(",", ":"), default=list)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def read_asset(name: str) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from megabucket.config.text import printable
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, printable
 from megabucket.planning.cuts import uniform_plan
 from megabucket.planning.links import MeasuredLink
 from megabucket.planning.setting import Setting

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         assert_sound,
         assert_views_are_a_bijection,
     )
-    from megabucket.testing.loopback import LoopbackWorld
+    from megabucket.testing.loopback import ListRecorder, LoopbackWorld
     from megabucket.testing.one_of_many import OneOfMany
     from megabucket.testing.strategies import (
         LayoutInput,
@@ -35,6 +35,7 @@ __all__ = [
     "EmulatedFabric",
     "Lateness",
     "LayoutInput",
+    "ListRecorder",
     "LoopbackWorld",
     "OneOfMany",
     "assert_json_round_trip",
@@ -54,7 +55,8 @@ __all__ = [
 
 _MODULES: Final = MappingProxyType(
     {name: f"{__name__}.invariants" if name.startswith("assert_") else f"{__name__}.strategies" for name in __all__}
-    | {"LoopbackWorld": "megabucket.testing.loopback", "OneOfMany": f"{__name__}.one_of_many"}
+    | dict.fromkeys(("ListRecorder", "LoopbackWorld"), f"{__name__}.loopback")
+    | {"OneOfMany": f"{__name__}.one_of_many"}
     | dict.fromkeys(("EmulatedFabric", "Lateness", "fabric_lateness"), "megabucket.testing.fabric")
 )
 

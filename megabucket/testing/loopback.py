@@ -1,8 +1,9 @@
 """A world of N ranks in one process, with real tensors and no network: the second rung of the tests, and public.
 
-Collectives are matched by their position in each rank's schedule. A mismatch fails at once and names both calls, where a
-process group would hang or mix data. Results are computed when a collective completes: at the last launch, or, with
-``completion="manual"``, when the test says so, in any order. Sums run in rank order in the tensors' own dtype.
+Collectives are matched by their position in each rank's schedule, on data and on control by itself. A mismatch fails at once
+and names both calls, where a process group would hang or mix data. Results are computed when a collective completes: at the
+last launch, or, with ``completion="manual"``, when the test says so, in any order. Sums run in rank order in the tensors' own
+dtype.
 
 The input of every call is copied at launch and compared bit by bit at completion, so a write into a buffer in flight is found
 with certainty.
@@ -14,13 +15,21 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import torch
 
-from megabucket.comm.port import AllGather, AllReduce, Broadcast, Call, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.errors import CollectiveDeadlockError, CollectiveError, InFlightWriteError, MismatchedCollectiveError
-from megabucket.trace.recorder import Interval, Lane, Recorder
+from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Call, Communicator, Handle, ReduceOp, ReduceScatter
+from megabucket.errors import (
+    CollectiveDeadlockError,
+    CollectiveError,
+    InFlightWriteError,
+    MismatchedCollectiveError,
+    WrapperBrokenError,
+)
+from megabucket.trace.clock import HostClock
+from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
 
 _Result = TypeVar("_Result")
 
@@ -107,6 +116,8 @@ def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
             call.shard.detach().copy_(result[rank * numel : (rank + 1) * numel])
         else:
             call.full.detach().copy_(result)
+        if isinstance(call, AllReduce | ReduceScatter) and call.divisor != 1:
+            call.result.detach().div_(call.divisor)
 
 
 class LoopbackWorld:
@@ -137,8 +148,10 @@ class LoopbackWorld:
         self._changed = threading.Condition()
         self._returned_ranks: set[int] = set()
         self._collectives: list[_Collective] = []
-        self._num_launched = [0] * size
+        self._channels: dict[str, list[_Collective]] = {"data": [], "control": []}
+        self._num_launched = {(rank, channel): 0 for rank in range(size) for channel in self._channels}
         self._failure: BaseException | None = None
+        self._broken: WrapperBrokenError | None = None
 
     def communicator(self, rank: int, recorder: Recorder | None = None) -> Communicator:
         """Return the communicator of one rank; a second call for a rank continues its schedule.
@@ -148,7 +161,16 @@ class LoopbackWorld:
         """
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is not in a world of {self.size} (ranks count from 0)")
-        return _LoopbackCommunicator(self, rank, recorder)
+        communicator = _LoopbackCommunicator(self, rank, recorder)
+        communicator.control = _LoopbackCommunicator(self, rank, channel="control")
+        communicator.control.progress = communicator.progress
+        return communicator
+
+    def break_off(self, error: WrapperBrokenError) -> None:
+        """Let no rank launch anything more, and end the waits for what is not complete with an error."""
+        with self._changed:
+            self._broken = self._broken or error
+            self._changed.notify_all()
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -208,14 +230,17 @@ class LoopbackWorld:
             raise errors[0]
         return [results[rank] for rank in range(self.size)]
 
-    def _launch(self, rank: int, calls: Sequence[Call], label: str) -> _Collective:
+    def _launch(self, rank: int, channel: str, calls: Sequence[Call], label: str) -> _Collective:
         with self._changed:
-            sequence = self._num_launched[rank]
-            if sequence == len(self._collectives):
-                self._collectives.append(_Collective(sequence))
-            collective = self._collectives[sequence]
+            if self._broken is not None:
+                raise self._broken.copy()
+            position, known = self._num_launched[rank, channel], self._channels[channel]
+            if position == len(known):
+                known.append(_Collective(len(self._collectives)))
+                self._collectives.append(known[-1])
+            collective = known[position]
             collective.add(rank, calls, _describe(calls, label))
-            self._num_launched[rank] += 1
+            self._num_launched[rank, channel] += 1
             if len(collective.batches) == self.size:
                 if self._completion == "immediate":
                     collective.complete()
@@ -226,6 +251,8 @@ class LoopbackWorld:
         with self._changed:
             if self._is_threaded:
                 self._changed.wait_for(lambda: self._has_news(collective), self._timeout_s)
+                if self._broken is not None and not collective.is_complete and len(collective.batches) < self.size:
+                    raise self._broken.copy()
                 if self._failure is not None and not collective.is_complete:
                     raise CollectiveError(
                         f"[rank {rank}] gave up waiting for collective {collective.sequence}: another rank failed with "
@@ -243,33 +270,73 @@ class LoopbackWorld:
 
     def _has_news(self, collective: _Collective) -> bool:
         """Whether a wait for a collective is over: it can be completed, or it never will be."""
-        if self._failure is not None or collective.is_complete or len(collective.batches) == self.size:
+        if self._failure is not None or self._broken is not None:
+            return True
+        if collective.is_complete or len(collective.batches) == self.size:
             return True
         return any(rank not in collective.batches for rank in self._returned_ranks)
 
 
 class _LoopbackCommunicator(Communicator):
-    def __init__(self, world: LoopbackWorld, rank: int, recorder: Recorder | None) -> None:
+    def __init__(self, world: LoopbackWorld, rank: int, recorder: Recorder | None = None, *, channel: str = "data") -> None:
         super().__init__(rank=rank, size=world.size, recorder=recorder)
-        self._world = world
+        self.world, self.channel = world, channel
 
-    def _launch(self, calls: Sequence[Call], label: str) -> Handle:
-        start_s = time.perf_counter()
-        return _LoopbackHandle(self._world, self._world._launch(self.rank, calls, label), self, label, start_s=start_s)
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
+        return _LoopbackHandle(self, batch, record)
+
+    def break_off(self, error: WrapperBrokenError) -> None:
+        self.world.break_off(error)
 
 
 class _LoopbackHandle(Handle):
-    def __init__(
-        self, world: LoopbackWorld, collective: _Collective, owner: _LoopbackCommunicator, label: str, *, start_s: float
-    ) -> None:
-        self._world, self._collective, self._owner = world, collective, owner
-        self._label, self._start_s = label, start_s
-        self._is_recorded = False
+    def __init__(self, owner: _LoopbackCommunicator, batch: Batch, record: CollectiveRecord) -> None:
+        self._owner, self._batch, self._label = owner, batch, record.label
+        self._collective: _Collective | None = None
+        wants_time = any(recorder.records_time for recorder in owner.progress.recorders)
+        self._launch = Launch(record, clock=HostClock() if wants_time else None)
+
+    @property
+    def is_started(self) -> bool:
+        return self._collective is not None
+
+    def start(self) -> None:
+        if self._collective is not None:
+            return
+        owner, progress = self._owner, self._owner.progress
+        self._launch.note("launched")
+        self._collective = owner.world._launch(owner.rank, owner.channel, self._batch, self._label)
+        progress.num_launched += 1
+        for recorder in progress.recorders:
+            recorder.record_launch(self._launch)
 
     def wait(self) -> None:
-        start_s, recorder = time.perf_counter(), self._owner.recorder
-        self._world._wait(self._owner.rank, self._collective)
-        if recorder.records_time and not self._is_recorded:
-            self._is_recorded = True
-            recorder.record_interval(Interval(Lane.COMM, self._label, self._start_s, self._collective.completed_s))
-            self._owner.record_wait(self._label, start_s)
+        if self._collective is None:
+            raise CollectiveError(f"[rank {self._owner.rank}] {self._label} was not launched, so there is nothing to wait for")
+        self._launch.note("wait_start")
+        self._owner.world._wait(self._owner.rank, self._collective)
+        self._launch.done = self._collective.completed_s
+        self._launch.note("wait_stop")
+
+
+@dataclass(slots=True)
+class ListRecorder:
+    """A recorder that keeps all launches, in order."""
+
+    records_time: bool = True
+    launches: list[Launch] = field(default_factory=list)
+
+    @property
+    def collectives(self) -> list[CollectiveRecord]:
+        """What was launched."""
+        return [launch.record for launch in self.launches]
+
+    def record_launch(self, launch: Launch) -> None:
+        """Keep it."""
+        self.launches.append(launch)
+
+    def enter_phase(self, step: int, phase: str) -> None:
+        """Keep nothing."""
+
+    def note_ready(self, label: str) -> None:
+        """Keep nothing."""

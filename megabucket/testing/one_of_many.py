@@ -7,12 +7,10 @@ this rank's share times their number, and gathered parameters are of no use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from megabucket.comm.port import AllGather, AllReduce, Call, Communicator, DoneHandle, Handle, ReduceOp, ReduceScatter
-from megabucket.trace.recorder import Recorder
+from megabucket.comm import AllGather, AllReduce, Batch, Call, Communicator, Handle, ReduceOp, ReduceScatter
+from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
 
 
 class OneOfMany(Communicator):
@@ -30,16 +28,42 @@ class OneOfMany(Communicator):
             raise ValueError(f"rank {rank} is not in a world of {size} (ranks count from 0)")
         super().__init__(rank=rank, size=size, recorder=recorder)
 
-    def _launch(self, calls: Sequence[Call], label: str) -> Handle:  # noqa: ARG002 - the port's
-        with torch.no_grad():
-            for call in calls:
-                self._run(call)
-        return DoneHandle()
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
+        return _OneHandle(self, batch, record)
 
-    def _run(self, call: Call) -> None:
+    @torch.no_grad()
+    def run(self, call: Call) -> None:
+        """Do one call as if all ranks had said the same."""
         if isinstance(call, AllGather):
             call.full.detach().view(self.size, -1).copy_(call.shard.detach().clone().view(1, -1))
         elif isinstance(call, ReduceScatter):
             call.shard.detach().copy_(call.full.detach().view(self.size, -1)[self.rank].clone())
-        if isinstance(call, AllReduce | ReduceScatter) and call.op is ReduceOp.SUM:
-            (call.tensor if isinstance(call, AllReduce) else call.shard).detach().mul_(self.size)
+        if isinstance(call, AllReduce | ReduceScatter):
+            if call.op is ReduceOp.SUM:
+                call.result.detach().mul_(self.size)
+            if call.divisor != 1:
+                call.result.detach().div_(call.divisor)
+
+
+class _OneHandle(Handle):
+    def __init__(self, owner: OneOfMany, batch: Batch, record: CollectiveRecord) -> None:
+        self._owner, self._batch, self._record = owner, batch, record
+        self._is_started = False
+
+    @property
+    def is_started(self) -> bool:
+        return self._is_started
+
+    def start(self) -> None:
+        if self._is_started:
+            return
+        self._is_started = True
+        for call in self._batch:
+            self._owner.run(call)
+        progress = self._owner.progress
+        progress.num_launched += 1
+        for recorder in progress.recorders:
+            recorder.record_launch(Launch(self._record, clock=None))
+
+    def wait(self) -> None:
+        pass

@@ -2,21 +2,10 @@
 
 from megabucket.trace.chrome import chrome_trace, write_chrome_trace
 from megabucket.trace.clock import Clock, DeviceClock, HostClock
-from megabucket.trace.launches import LaunchTimes
-from megabucket.trace.online import OnlineRecorder
-from megabucket.trace.recorder import (
-    CollectiveKind,
-    CollectiveRecord,
-    Interval,
-    Lane,
-    ListRecorder,
-    NullRecorder,
-    Recorder,
-    TeeRecorder,
-)
+from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Interval, Lane, Launch, Recorder
 from megabucket.trace.step_log import StepTraceLog, TensorBoardLog, step_figures
 from megabucket.trace.step_recorder import StepRecorder
-from megabucket.trace.step_trace import StepTrace
+from megabucket.trace.step_trace import LaunchTimes, StepTrace
 
 __all__ = [
     "Clock",
@@ -26,15 +15,12 @@ __all__ = [
     "HostClock",
     "Interval",
     "Lane",
+    "Launch",
     "LaunchTimes",
-    "ListRecorder",
-    "NullRecorder",
-    "OnlineRecorder",
     "Recorder",
     "StepRecorder",
     "StepTrace",
     "StepTraceLog",
-    "TeeRecorder",
     "TensorBoardLog",
     "chrome_trace",
     "step_figures",

@@ -1,14 +1,15 @@
 """What a step did, as data: intervals on lanes and collectives with their bytes, and the port that receives them.
 
-The communicator and the training loop write here; metrics and reports read. No torch, no clock of its own: times are
-seconds of one monotonic clock (``time.perf_counter``) chosen by the writer.
+The communicator and the wrapper write here; metrics and reports read. No torch. Times are seconds of ``time.perf_counter``.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from megabucket.trace.clock import Clock, Stamp
 
 
 class Lane(enum.Enum):
@@ -75,78 +76,43 @@ class CollectiveRecord:
         return self.kind.ring_passes * self.payload_bytes * (self.num_ranks - 1) / self.num_ranks
 
 
+@dataclass(slots=True, eq=False)
+class Launch:
+    """One launch and the moments of its life, filled in as they come; ``None``: not yet, or nobody notes it."""
+
+    record: CollectiveRecord
+    clock: Clock | None
+    """Notes the moments; ``None``: nobody wants them."""
+    launched: Stamp = None
+    done: Stamp = None
+    """When the collective was complete."""
+    wait_start: Stamp = None
+    """When the caller's thread came to need the result."""
+    wait_stop: Stamp = None
+    """When it went on."""
+
+    def note(self, moment: Literal["launched", "done", "wait_start", "wait_stop"]) -> None:
+        """Note that a moment has come, if it has not before."""
+        if self.clock is not None and getattr(self, moment) is None:
+            setattr(self, moment, self.clock.stamp())
+
+
 class Recorder(Protocol):
-    """Receives what happened; called on the hot path and from communication threads, so it must be quick and thread-safe."""
+    """Receives what happened; called on the hot path, so it must be quick."""
 
     @property
     def records_time(self) -> bool:
-        """Whether intervals are wanted; without, no clock is read and no callback installed."""
+        """Whether moments are wanted; without, no clock is read and no callback installed."""
         ...
 
-    def record_interval(self, interval: Interval) -> None:
-        """Receive one finished interval."""
+    def record_launch(self, launch: Launch) -> None:
+        """Receive one launch, at the moment it is made. Its later moments are filled in, by other threads perhaps."""
         ...
 
-    def record_collective(self, record: CollectiveRecord) -> None:
-        """Receive one launch, at the moment it is made."""
+    def enter_phase(self, step: int, phase: str) -> None:
+        """Receive that a phase of a step begins, and ends the one before."""
         ...
 
-
-class NullRecorder:
-    """Drops everything: the default."""
-
-    @property
-    def records_time(self) -> bool:
-        """No clock is read."""
-        return False
-
-    def record_interval(self, interval: Interval) -> None:
-        """Drop it."""
-
-    def record_collective(self, record: CollectiveRecord) -> None:
-        """Drop it."""
-
-
-class TeeRecorder:
-    """Gives everything to two recorders; each gets intervals only if it wants them."""
-
-    def __init__(self, first: Recorder, second: Recorder) -> None:
-        self._first, self._second = first, second
-
-    @property
-    def records_time(self) -> bool:
-        """Whether one of them wants intervals."""
-        return self._first.records_time or self._second.records_time
-
-    def record_interval(self, interval: Interval) -> None:
-        """Pass the interval on."""
-        for recorder in (self._first, self._second):
-            if recorder.records_time:
-                recorder.record_interval(interval)
-
-    def record_collective(self, record: CollectiveRecord) -> None:
-        """Pass the launch on."""
-        self._first.record_collective(record)
-        self._second.record_collective(record)
-
-
-@dataclass(slots=True)
-class ListRecorder:
-    """Keeps everything in order of arrival. Appending to a list is atomic, so communication threads may write too."""
-
-    records_time: bool = True
-    intervals: list[Interval] = field(default_factory=list)
-    collectives: list[CollectiveRecord] = field(default_factory=list)
-
-    def record_interval(self, interval: Interval) -> None:
-        """Append the interval."""
-        self.intervals.append(interval)
-
-    def record_collective(self, record: CollectiveRecord) -> None:
-        """Append the launch."""
-        self.collectives.append(record)
-
-    def clear(self) -> None:
-        """Forget everything recorded so far."""
-        self.intervals.clear()
-        self.collectives.clear()
+    def note_ready(self, label: str) -> None:
+        """Receive that a bucket group is complete."""
+        ...

@@ -9,8 +9,7 @@ from typing import IO, Any, Final, Protocol
 from typing_extensions import Self
 
 from megabucket.errors import ConfigError
-from megabucket.trace.launches import LaunchTimes
-from megabucket.trace.step_trace import StepTrace
+from megabucket.trace.step_trace import LaunchTimes, StepTrace
 
 SCHEMA: Final = 1
 """Version of the lines; raised when a field changes its meaning or goes away."""

@@ -1,83 +1,151 @@
-"""``StepRecorder``: receives what a run does and cuts it into steps. No torch.
+"""``StepRecorder``: turns what is noted while a program trains into one ``StepTrace`` per step. No torch, no profiler.
 
-A collective may be launched in one step and complete in the next (the param gather does), and its interval is only known
-when it completes. So a step is handed out one step later, when everything that touches it has been recorded; each moment
-of an interval then counts for the step it lies in.
+The wrapper says when forward, backward and optimizer begin and when a bucket is ready; the communicator says what it launches,
+and notes in the launch when it completes and when the caller's thread stands still for it. All of that costs an append each,
+per bucket and phase, never per parameter. A trace is put together when somebody asks for it.
+
+A step begins with its first training forward (or backward) and ends with its optimizer, as far as that is heard of, and with
+the reduction of its gradients otherwise. Time between steps belongs to none.
 """
 
 from __future__ import annotations
 
-from megabucket.trace.recorder import CollectiveRecord, Interval
-from megabucket.trace.step_trace import StepTrace, clip_interval
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+from megabucket.trace.clock import Clock, HostClock, Stamp
+from megabucket.trace.recorder import Interval, Lane, Launch
+from megabucket.trace.step_trace import LaunchTimes, StepTrace, clip_interval
+
+BETWEEN_STEPS: Final = "between steps"
+"""The phase after the gradients are reduced: the step may end here."""
+
+PAUSE: Final = "pause"
+"""The phase after a backward or an optimizer: the caller does something of its own."""
+
+_BEGINNINGS: Final = ("forward", "backward")
+_COMPUTE: Final = ("forward", "backward", "optimizer")
+_STEPS_KEPT: Final = 4
+"""The step that runs, the last one, and two more whose times a device may still owe."""
+_MOST_KEPT: Final = 100_000
+"""Launches kept of one step, when a program communicates without ever beginning another."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What was noted about one step."""
+
+    number: int
+    phases: list[tuple[str, Stamp]] = field(default_factory=list)
+    ready: list[tuple[str, Stamp]] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
 
 
 class StepRecorder:
-    """A recorder for a loop of steps: memory stays bounded by two steps.
+    """The recorder behind ``DistributedDataParallel.last_step_trace``. All of it is called by the thread that trains."""
 
-    ``begin`` and ``end_step`` are called by the loop's thread; recording is thread-safe, because it appends to a list.
-    """
-
-    def __init__(self, *, rank: int) -> None:
+    def __init__(self, *, rank: int, clock: Clock | None = None) -> None:
         self._rank = rank
-        self._intervals: list[Interval] = []
-        self._collectives: list[CollectiveRecord] = []
-        self._started_s = 0.0
-        self._num_steps = 0
-        self._held: StepTrace | None = None
+        self._clock: Clock = clock if clock is not None else HostClock()
+        self._steps: list[_Step] = []
 
     @property
     def records_time(self) -> bool:
-        """Intervals are wanted."""
+        """Moments are wanted."""
         return True
 
-    def record_interval(self, interval: Interval) -> None:
-        """Keep the interval until its step is handed out."""
-        self._intervals.append(interval)
+    def record_launch(self, launch: Launch) -> None:
+        """Keep a launch in the step that runs or has just ended."""
+        if self._steps and len(self._steps[-1].launches) < _MOST_KEPT:
+            self._steps[-1].launches.append(launch)
 
-    def record_collective(self, record: CollectiveRecord) -> None:
-        """Count the launch for the step that runs now."""
-        self._collectives.append(record)
-
-    def begin(self, now_s: float, *, step: int | None = None) -> None:
-        """Start the next step at ``now_s``: what was recorded since the last one (an evaluation, say) belongs to none.
+    def enter_phase(self, step: int, phase: str) -> None:
+        """Note that a phase begins, and ends the one before; the first forward or backward after a reduction begins a step.
 
         Args:
-            step: its number, where a run goes on that has made steps before.
+            step: steps that were agreed on, or dropped, before this moment. It rises when the gradients are reduced, so the
+                optimizer's phase comes with the number of the next step.
+            phase: ``forward``, ``backward``, ``optimizer``, or something else for what is not computation.
         """
-        self._started_s = now_s
-        self._num_steps = self._num_steps if step is None else step
-        self._collectives.clear()
+        if phase in _BEGINNINGS and (not self._steps or self._steps[-1].number != step):
+            self._steps.append(_Step(step))
+            del self._steps[:-_STEPS_KEPT]
+        # A loop of forwards without a backward is one phase, however long.
+        if self._steps and not (self._steps[-1].phases and self._steps[-1].phases[-1][0] == phase):
+            self._steps[-1].phases.append((phase, self._clock.stamp()))
 
-    def end_step(self, now_s: float) -> StepTrace | None:
-        """End the running step at ``now_s`` and start the next; return the step before it, complete now.
+    def note_ready(self, label: str) -> None:
+        """Note that a bucket is complete."""
+        if self._steps:
+            self._steps[-1].ready.append((label, self._clock.stamp()))
 
-        Returns ``None`` at the end of the first step.
-        """
-        complete = self._complete(self._held)
-        launched, self._collectives = tuple(self._collectives), []
-        self._held = StepTrace(self._num_steps, self._rank, self._started_s, now_s, (), launched)
-        self._num_steps += 1
-        self._started_s = now_s
-        return complete
+    def last(self) -> StepTrace | None:
+        """Return the last step that has ended and whose times are known; ``None`` before there is one."""
+        return next((trace for step in reversed(self._steps) if (trace := self._trace(step)) is not None), None)
 
-    def flush(self) -> StepTrace | None:
-        """Return the last step, once all its collectives are complete; ``None`` when there is none."""
-        last, self._held = self._complete(self._held), None
-        return last
-
-    def _complete(self, step: StepTrace | None) -> StepTrace | None:
-        """Put the intervals into the window of ``step`` and drop those that reach no further."""
-        if step is None:
+    def _trace(self, step: _Step) -> StepTrace | None:
+        """Return the trace of a step that was kept, or ``None`` when it has not ended or its times are not known."""
+        phases = [(phase, self._clock.seconds(stamp)) for phase, stamp in step.phases]
+        known = [(phase, moment_s) for phase, moment_s in phases if moment_s is not None]
+        stop_s = _stop_s(known)
+        if stop_s is None or len(known) < len(phases):
             return None
-        known = self._intervals.copy()
-        inside = [part for interval in known if (part := clip_interval(interval, step.start_s, step.stop_s)) is not None]
-        # Only a prefix is looked at: other threads append meanwhile.
-        self._intervals[: len(known)] = [interval for interval in known if interval.stop_s > step.stop_s]
+        start_s = known[0][1]
+        ready_s = {label: self._clock.seconds(stamp) for label, stamp in step.ready}
+        own, intervals = [], [Interval(Lane.COMPUTE, *span) for span in _compute_spans(known)]
+        for launch in (launch for kept in self._steps for launch in kept.launches):
+            launched_s, *later_s = _moments_s(launch)
+            if launched_s is not None:
+                intervals += _intervals_of(launch.record.label, launched_s, *later_s, stop_s=stop_s)
+                if start_s <= launched_s < stop_s:
+                    record, within_s = launch.record, [one if one is not None and one <= stop_s else None for one in later_s]
+                    facts = (record.label, record.kind, record.payload_bytes, ready_s.get(record.label))
+                    own.append((record, LaunchTimes(*facts, launched_s, *within_s)))
+        inside = [part for one in intervals if (part := clip_interval(one, start_s, stop_s)) is not None]
         return StepTrace(
-            step=step.step,
-            rank=step.rank,
-            start_s=step.start_s,
-            stop_s=step.stop_s,
-            intervals=tuple(sorted(inside, key=lambda interval: (interval.start_s, interval.stop_s))),
-            collectives=step.collectives,
+            step=step.number,
+            rank=self._rank,
+            start_s=start_s,
+            stop_s=stop_s,
+            intervals=tuple(sorted(inside, key=lambda one: (one.start_s, one.stop_s))),
+            collectives=tuple(record for record, _ in own),
+            launches=tuple(times for _, times in own),
         )
+
+
+def _moments_s(launch: Launch) -> list[float | None]:
+    """Return when a launch was made, complete, needed, and no longer waited for, as far as that is known."""
+    clock, moments = launch.clock, (launch.launched, launch.done, launch.wait_start, launch.wait_stop)
+    launched_s, done_s, wait_start_s, wait_stop_s = [
+        None if clock is None or moment is None else clock.seconds(moment) for moment in moments
+    ]
+    # One that was waited for is complete, also where nobody tells when that was.
+    return [launched_s, wait_stop_s if done_s is None else done_s, wait_start_s, wait_stop_s]
+
+
+def _intervals_of(
+    label: str, launched_s: float, done_s: float | None, wait_start_s: float | None, wait_stop_s: float | None, *, stop_s: float
+) -> Iterator[Interval]:
+    """Yield when a launch was under way, to the end of the step where nobody knows better, and when it was waited for."""
+    yield Interval(Lane.COMM, label, launched_s, max(stop_s, launched_s) if done_s is None else done_s)
+    if wait_start_s is not None and wait_stop_s is not None:
+        yield Interval(Lane.WAIT, label, wait_start_s, wait_stop_s)
+
+
+def _stop_s(phases: list[tuple[str, float]]) -> float | None:
+    """Return when a step ended: with the last pause after its reduction, or with the reduction; ``None`` if it has not."""
+    stop_s, is_reduced = None, False
+    for phase, moment_s in phases:
+        is_reduced = is_reduced or phase == BETWEEN_STEPS
+        if is_reduced and phase in (BETWEEN_STEPS, PAUSE):
+            stop_s = moment_s
+    return stop_s
+
+
+def _compute_spans(phases: list[tuple[str, float]]) -> list[tuple[str, float, float]]:
+    """Return label, start and stop of each phase of computation that has ended."""
+    return [
+        (phase, start_s, stop_s) for (phase, start_s), (_, stop_s) in pairwise(phases) if phase in _COMPUTE and start_s < stop_s
+    ]

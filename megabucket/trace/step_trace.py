@@ -1,16 +1,33 @@
 """``StepTrace``: what one rank did in one step, and what of its communication was hidden. No torch.
 
-Written by ``StepRecorder`` and ``OnlineRecorder`` from measurements; a simulator may write the same type, so that prediction
-and measurement can be compared number by number.
+Written by ``StepRecorder`` from measurements; a simulator may write the same type, so that prediction and measurement can be
+compared number by number.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megabucket.trace.launches import LaunchTimes
-from megabucket.trace.recorder import CollectiveRecord, Interval, Lane
+from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Interval, Lane
 from megabucket.trace.spans import Spans, difference, intersection, length_s, union
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTimes:
+    """One launch in a step. Times are seconds of the trace's clock; ``None``: not within the step, or unknown."""
+
+    label: str
+    kind: CollectiveKind
+    payload_bytes: int
+    ready_s: float | None
+    """When the last gradient of the bucket arrived; ``None`` as well for what is no bucket."""
+    launched_s: float
+    done_s: float | None
+    """When the collective was complete."""
+    wait_start_s: float | None
+    """When the caller's thread came to need the result."""
+    wait_stop_s: float | None
+    """When it went on; the time in between is exposed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from megabucket.config.architecture import GptConfig
+from megabucket.planning.model_config import GptConfig
 
 _INIT_STD: Final = 0.02
 

@@ -10,10 +10,10 @@ from megabucket.checkpoint.capture import TrainingParts
 from megabucket.checkpoint.plain_values import decode
 from megabucket.checkpoint.restore import mismatches
 from megabucket.checkpoint.stored import StoredCheckpoint
-from megabucket.config.architecture import GptConfig
-from megabucket.config.run import RunConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.optim import DistributedOptimizer
+from megabucket.planning.model_config import GptConfig
+from megabucket.planning.run_config import RunConfig
 from megabucket.training.optimizer import make_optimizer
 from megabucket.training.resume import BATCH_FACT, CORPUS_FACT, NOT_OURS, config_facts, fact_changes, saved_facts
 from megabucket.training.task import initial_model, trainable_model

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from megabucket.config.run import RunConfig
 from megabucket.config.training import OptimizerConfig
 from megabucket.errors import ConfigError
 from megabucket.optim import StepResult
+from megabucket.planning.run_config import RunConfig
 from megabucket.trace import StepRecorder
 from megabucket.training.metrics import MetricsLog
 from megabucket.training.optimizer import make_optimizer

@@ -20,8 +20,8 @@ import torch.distributed as dist
 # optimizer is made; imported here, before there is a group, it cannot hold one for ever (joined_ranks says why it must not).
 import torch.distributed.nn.functional
 
-from megabucket.config.fabric import FabricConfig
 from megabucket.errors import ConfigError
+from megabucket.planning.simulation_config import FabricConfig
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from megabucket import __version__
-from megabucket.config.run import RunConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.memory import exchange_memory, rank_memory
+from megabucket.planning.run_config import RunConfig
 from megabucket.trace import StepRecorder, StepTrace, write_chrome_trace
 from megabucket.training.compare import Comparison, Outcome, check_comparable, check_same_run, compare_with_torch
 from megabucket.training.host import PeakMemory, loopback_bytes

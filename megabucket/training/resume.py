@@ -16,12 +16,12 @@ from megabucket.checkpoint.checkpointer import load_checkpoint
 from megabucket.checkpoint.file_system import FileSystem, reason_of
 from megabucket.checkpoint.restore import LoadedCheckpoint
 from megabucket.checkpoint.together import GroupRanks, together
-from megabucket.config.architecture import GptConfig
 from megabucket.config.checkpoint import CheckpointConfig
-from megabucket.config.run import RunConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
 from megabucket.optim import DistributedOptimizer
+from megabucket.planning.model_config import GptConfig
+from megabucket.planning.run_config import RunConfig
 from megabucket.training.metrics import jsonable
 from megabucket.training.task import Task
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megabucket.checkpoint.checkpointer import Checkpointer
 from megabucket.config.checkpoint import CheckpointConfig
 from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.agreed_stop import AgreedStop
+from megabucket.ddp import AgreedStop
 from megabucket.errors import CheckpointNotSavedError
 from megabucket.optim import DistributedOptimizer
 from megabucket.training.metrics import MetricsLog

@@ -9,9 +9,9 @@ from typing import Final
 
 import torch
 
-from megabucket.config.architecture import GptConfig
-from megabucket.config.run import RunConfig
 from megabucket.errors import ConfigError, CorpusError
+from megabucket.planning.model_config import GptConfig
+from megabucket.planning.run_config import RunConfig
 from megabucket.training.bytegpt import ByteGPT, next_byte_loss
 from megabucket.training.corpus import Corpus, Split, read_corpus
 from megabucket.training.launch import Ranks

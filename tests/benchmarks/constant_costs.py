@@ -16,8 +16,8 @@ import torch
 from paired import interleave, ratio, timed
 
 import megabucket as mb
-from megabucket.ddp.agreement import digest_of, model_entries
-from megabucket.ddp.grad_hook import grad_hooks
+from megabucket.ddp.fence import digest_of, model_entries
+from megabucket.ddp.hooks import grad_hooks
 from megabucket.layout import ParamSpec, build_layout
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from megabucket.testing import EmulatedFabric, fabric_lateness
-from megabucket.testing.fabric.costs import Cost
 
 REPETITIONS = 40
 SIZES_BYTES = [1024, 64 * 1024, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, 16 * 1024 * 1024]
@@ -49,7 +48,7 @@ def count() -> int:
 def lateness_s(tensor: torch.Tensor, fabric: EmulatedFabric, observe: Callable[[dist.Work], float]) -> tuple[list[float], int]:
     """Return the lateness of each repetition on the slowest rank, and how many waited for data."""
     size = dist.get_world_size()
-    link_s = fabric.seconds((Cost(2, tensor.nbytes),), size)
+    link_s = fabric.collective_s(ring_passes=2, payload_bytes=tensor.nbytes, num_ranks=size)
     spans = []
     num_slow = 0
     for _ in range(REPETITIONS):
@@ -85,7 +84,7 @@ def main() -> None:
                 cells.append(f"{statistics.median(late) * 1e3:.2f} ({statistics.quantiles(late, n=20)[-1] * 1e3:.2f})")
                 cells[-1] += f" {num_slow:>3}*" if num_slow else "     "
             if dist.get_rank() == 0:
-                link_s = fabric.seconds((Cost(2, num_bytes),), dist.get_world_size())
+                link_s = fabric.collective_s(ring_passes=2, payload_bytes=num_bytes, num_ranks=dist.get_world_size())
                 print(f"{num_bytes:>10} {link_s * 1e3:>8.2f}", *(f"{cell:>20}" for cell in cells), flush=True)
         dist.barrier()
         dist.destroy_process_group()

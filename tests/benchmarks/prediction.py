@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -44,7 +44,6 @@ from megabucket.planning.simulate import FENCE, GRAD_NORM, Mode, simulate_step_s
 from megabucket.planning.tune import DEFAULT, Comparison, decide
 from megabucket.planning.workload import Workload
 from megabucket.testing import EmulatedFabric
-from megabucket.testing.fabric.threads import hurry_this_thread
 from megabucket.trace import CollectiveKind
 from megabucket.training.launch import Ranks
 
@@ -347,7 +346,8 @@ def prioritize(fabric: str) -> None:
     if fabric == "gloo":
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     else:
-        hurry_this_thread()
+        with suppress(OSError):  # a privilege
+            os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
 def main() -> None:

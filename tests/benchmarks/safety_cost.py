@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import megabucket as mb
-from megabucket.config.load import load_config
+from megabucket.planning.run_config import load_config
 from megabucket.training.bytegpt import ByteGPT
 
 WARMUPS = 5

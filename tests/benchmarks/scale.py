@@ -24,17 +24,15 @@ from typing import Any
 import torch
 
 import megabucket as mb
-from megabucket.config import load_config
-from megabucket.ddp.fence import Fence
-from megabucket.ddp.grad_hook import grad_hooks
-from megabucket.ddp.step_report import StepReport
+from megabucket.ddp.fence import Fence, StepReport
+from megabucket.ddp.hooks import grad_hooks
 from megabucket.errors import MegabucketError
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.layout.runs import plan_runs
+from megabucket.planning import load_config
 from megabucket.planning.setting import setting_of
 from megabucket.planning.sweep import sweep_row
-from megabucket.testing import LoopbackWorld, OneOfMany
-from megabucket.trace import ListRecorder
+from megabucket.testing import ListRecorder, LoopbackWorld, OneOfMany
 
 ROOT = Path(__file__).parents[2]
 RANKS = (2, 8, 64, 512, 1_024, 4_096, 16_384)

@@ -7,7 +7,7 @@ import torch
 
 from megabucket.buffer import GradPhase, GradSyncPolicy, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import NonFiniteParam
-from megabucket.buffer.views import dtype_name
+from megabucket.buffer import dtype_name
 from megabucket.comm import AllReduce, ReduceOp
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import CollectiveError, MismatchedCollectiveError, PhaseError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megabucket.buffer import ParamAndGradBuffer
-from megabucket.buffer.views import dtype_name
+from megabucket.buffer import dtype_name
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import PhaseError
 from megabucket.layout import ParamSpec, build_layout

@@ -16,7 +16,7 @@ from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings, save_now
 from megabucket.cli.main import app
-from megabucket.config.load import load_config
+from megabucket.planning.run_config import load_config
 from megabucket.training.bytegpt import next_byte_loss
 from megabucket.training.optimizer import make_optimizer
 from megabucket.training.resume import BATCH_FACT, CORPUS_FACT, config_facts

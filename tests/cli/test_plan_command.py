@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megabucket.cli.main import app
-from megabucket.config import load_config
 from megabucket.layout import build_layout
-from megabucket.planning import param_specs
+from megabucket.planning import load_config, param_specs
 
 PARAMS = """
 model:

@@ -7,7 +7,7 @@ import torch
 
 from megabucket.comm.background_reader import BackgroundReader
 from megabucket.comm.plan import InBackground
-from megabucket.comm.port import AllReduce
+from megabucket.comm import AllReduce
 
 
 class Wires:

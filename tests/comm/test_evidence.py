@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from test_signs import BEAT
 
 from megabucket.comm.evidence import Evidence, Silence
-from megabucket.comm.peers import ProcessState
-from megabucket.comm.signs import View
+from megabucket.comm.liveness import ProcessState
+from megabucket.comm.liveness import View
 
 RUNNING, STOPPED, DEAD, UNKNOWN = ProcessState.RUNNING, ProcessState.STOPPED, ProcessState.DEAD, ProcessState.UNKNOWN
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from megabucket.errors import ConfigError
 from megabucket.planning.links import RingLink
 from megabucket.testing import EmulatedFabric, fabric_lateness
-from megabucket.testing.fabric import movement
-from megabucket.testing.fabric.costs import Cost
+from megabucket.testing.fabric import group
 from megabucket.trace import CollectiveKind
 
 LATENCIES = st.floats(0, 1)
@@ -29,25 +28,16 @@ SIZES = st.integers(0, 10**10)
 def test_the_fabric_takes_the_time_that_a_ring_link_predicts(latency_s, bytes_per_s, payload_bytes, num_ranks, kind):
     fabric, link = EmulatedFabric(latency_s, bytes_per_s), RingLink(latency_s, bytes_per_s)
 
-    seconds = fabric.seconds((Cost(kind.ring_passes, payload_bytes),), num_ranks)
+    seconds = fabric.collective_s(ring_passes=kind.ring_passes, payload_bytes=payload_bytes, num_ranks=num_ranks)
 
     assert seconds == pytest.approx(link.collective_s(kind, payload_bytes, num_ranks), rel=1e-12)
-
-
-@given(latency_s=LATENCIES, bytes_per_s=BANDWIDTHS, sizes=st.lists(SIZES, min_size=1, max_size=5), num_ranks=st.integers(2, 9))
-def test_a_batch_pays_for_all_bytes_and_for_the_latency_of_one(latency_s, bytes_per_s, sizes, num_ranks):
-    fabric = EmulatedFabric(latency_s, bytes_per_s)
-
-    batch_s = fabric.seconds(tuple(Cost(2, size) for size in sizes), num_ranks)
-
-    assert batch_s == pytest.approx(fabric.seconds((Cost(2, sum(sizes)),), num_ranks), rel=1e-12)
 
 
 def test_four_ranks_by_hand():
     fabric = EmulatedFabric(latency_s=1e-3, bytes_per_s=1e6)
 
     # 6 steps of 1 ms, and 2 x 4000 x 3/4 bytes at 1 MB/s; a message: one step, all bytes.
-    assert fabric.seconds((Cost(2, 4000),), 4) == pytest.approx(6e-3 + 6e-3)
+    assert fabric.collective_s(ring_passes=2, payload_bytes=4000, num_ranks=4) == pytest.approx(6e-3 + 6e-3)
     assert fabric.message_s(4000) == pytest.approx(1e-3 + 4e-3)
 
 
@@ -80,8 +70,8 @@ def test_lateness_of_another_back_end_is_not_known():
 
 
 def test_memory_that_was_filled_is_known_while_it_lives(monkeypatch):
-    monkeypatch.setattr(movement, "_MAX_PIECES", 8)
-    filled, buffer = movement._FilledMemory(), torch.zeros(20)
+    monkeypatch.setattr(group, "_MAX_PIECES", 8)
+    filled, buffer = group.FilledMemory(), torch.zeros(20)
     pieces = [buffer[:10], buffer[10:], buffer]
 
     assert [filled.remember(piece) for piece in pieces] == [False] * 3

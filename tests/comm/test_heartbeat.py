@@ -8,9 +8,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megabucket.comm.heartbeat import Heartbeat
-from megabucket.comm.port import Progress
-from megabucket.comm.signs import Finding
+from megabucket.comm.liveness import Heartbeat
+from megabucket.comm import Progress
+from megabucket.comm.liveness import Finding
 
 STORE_HOST = """
 import time, torch.distributed as dist

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from megabucket.comm import peer_memory
-from megabucket.comm.peer_memory import get_to_know
-from megabucket.comm.peers import identify_this_process
+from megabucket.comm.samehost import get_to_know
+from megabucket.comm.liveness import identify_this_process
 
 
 def hold_nonce(connection):

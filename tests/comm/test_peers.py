@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megabucket.comm.peers import ProcessState, identify_this_process, look_at
+from megabucket.comm.liveness import ProcessState, identify_this_process, look_at
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megabucket.comm import AllGather, AllReduce, Broadcast, LocalCommunicator, ReduceScatter
-from megabucket.comm.port import Communicator, DoneHandle, Progress
+from megabucket.comm import Communicator, DoneHandle, Progress
 from megabucket.errors import InvariantError
 from megabucket.testing import LoopbackWorld
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Lane, ListRecorder

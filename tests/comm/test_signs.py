@@ -2,8 +2,8 @@
 
 import pytest
 
-from megabucket.comm.peers import ProcessIdentity
-from megabucket.comm.signs import Beat, Finding, decode_beat, decode_finding
+from megabucket.comm.liveness import ProcessIdentity
+from megabucket.comm.liveness import Beat, Finding, decode_beat, decode_finding
 
 BEAT = Beat(
     process=ProcessIdentity("node (1)", 4711, 99, "boot pid:[1]"),

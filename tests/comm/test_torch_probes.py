@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.torch_probes import existence_of, flight_record, is_gloo, store_of, timeout_s_of
+from megabucket.comm.torch import existence_of, flight_record, is_gloo, store_of, timeout_s_of
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.config.overrides import apply_overrides, parse_override
+from megabucket.config.load import apply_overrides, parse_override
 from megabucket.errors import ConfigError
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.config.yaml_loader import MAX_BYTES, MAX_NODES, _syntax_problem, parse_yaml, read_yaml
+from megabucket.config.yaml_loader import MAX_BYTES, _problem, parse_yaml, read_yaml
 from megabucket.errors import ConfigError
 
 
@@ -134,50 +133,32 @@ def test_the_same_key_in_two_mappings_is_not_a_duplicate():
         ("a: &x [1]", "run.yaml:1: the anchor 'x' is not allowed; write the value out where it is used"),
         ("a: 1\nb: *x", "run.yaml:2: the alias 'x' is not allowed; write the value out"),
         ("a: !!int 3", "run.yaml:1: the tag 'tag:yaml.org,2002:int' is not allowed; write the plain value"),
-        ("a: ! b", "run.yaml:1: the tag '!' is not allowed; write the plain value"),
         (
             "!!python/object/apply:os.system [id]",
             "run.yaml:1: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not allowed; write the plain value",
         ),
-        ("<<: {a: 1}", "run.yaml:1: the merge key << is not allowed; write the keys out"),
         ("? [a]\n: b", "run.yaml:1: a key must be text, not a list or a mapping"),
         ("? {a: 1}\n: b", "run.yaml:1: a key must be text, not a list or a mapping"),
         ("1: b", "run.yaml:1: a key must be text; quote '1' if it is a name"),
         ("null: b", "run.yaml:1: a key must be text; quote 'null' if it is a name"),
-        ("a\n---\nb", "run.yaml:2: a second document starts here; a config is one document"),
-        ("%YAML 1.1\n---\na", "run.yaml:1: directives (%YAML, %TAG) are not allowed; remove them"),
+        ("a\n---\nb", "run.yaml:2: not valid YAML: but found another document"),
         ("a: [", "run.yaml:1: not valid YAML: expected the node content, but found '<stream end>'"),
         ("a:\n\tb: 1", "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
         ("a: b: c", "run.yaml:1: not valid YAML: mapping values are not allowed here"),
         ("a: 1\nb: \x00", "run.yaml:2: not valid YAML: the character '\\x00' is not allowed"),
-        ('a: "\\ud83d\\ude00"', "run.yaml:1: an escape for half a character (a surrogate); write the character itself"),
-        ("a: " + "9" * 5000, "run.yaml:1: a number of 5000 characters; at most 100 are read"),
     ],
 )
 def test_what_a_config_does_not_need_is_refused_with_its_line(text, message):
     assert refusal(text) == message
 
 
-@pytest.mark.parametrize("num_open", [21, 1_600, 200_000])
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? "])
-def test_deep_nesting_is_refused_before_it_can_recurse(opening, num_open):
-    text = opening * min(num_open, MAX_BYTES // len(opening))
-
-    assert refusal(text).endswith(
-        ("nested deeper than 20 levels, the limit for a config", "a key must be text, not a list or a mapping")
-    )
+def test_nesting_that_no_config_has_is_refused(opening):
+    assert refusal(opening * 10_000) == "run.yaml: not valid YAML: nested too deeply"
 
 
-def test_twenty_levels_are_read():
-    assert load("[" * 20 + "]" * 20) is not None
-
-
-def test_too_many_values_are_refused_where_they_pass_the_limit():
-    assert refusal("- x\n" * (MAX_NODES + 5)) == "run.yaml:10000: more than 10000 values, the limit for a config"
-
-
-def test_exactly_as_many_values_as_allowed_are_read():
-    assert len(load("- x\n" * (MAX_NODES - 1))) == MAX_NODES - 1  # the list itself counts too
+def test_a_hundred_levels_are_read():
+    assert load("[" * 100 + "]" * 100) is not None
 
 
 def test_billion_laughs_are_refused_at_the_first_anchor():
@@ -193,17 +174,6 @@ def test_billion_laughs_are_refused_at_the_first_anchor():
 )
 def test_what_breaks_the_scanner_is_a_config_error_too(text):
     assert "not valid YAML" in refusal(text)
-
-
-@pytest.mark.parametrize("unit", ["a\n", "x", "# c\n", "'", '"\\x41', "{", "a: b\n", "[a, ", "\n", "a,", "1_", "1:"])
-def test_the_largest_file_of_any_sort_is_settled_in_bounded_time(unit):
-    text = unit * (MAX_BYTES // len(unit))
-
-    start = time.perf_counter()
-    message = refusal_or_nothing(lambda: load(text))
-
-    assert len(message) < 500
-    assert time.perf_counter() - start < 20  # measured: below 1 s; quadratic behaviour would take hours
 
 
 # Files
@@ -317,9 +287,9 @@ def test_json_is_read_as_the_value_it_is(value):
 # The borders of what is read
 
 
-def test_a_number_of_100_characters_is_read_and_one_more_is_not():
+def test_digits_beyond_100_are_text_which_no_section_takes_for_a_number():
     assert load("9" * 100) == int("9" * 100)
-    assert refusal("9" * 101) == "run.yaml:1: a number of 101 characters; at most 100 are read"
+    assert load("9" * 101) == "9" * 101
 
 
 def test_a_file_of_exactly_one_mebibyte_is_read(tmp_path):
@@ -344,17 +314,9 @@ def test_lines_are_counted_from_the_first_to_the_bad_byte(tmp_path):
         read_yaml(path)
 
 
-def test_text_over_the_limit_is_refused_without_parsing_it():
-    assert refusal("[" * (MAX_BYTES + 1)) == "run.yaml: longer than 1048576 characters, the limit for a config"
-
-
-def test_the_deepest_level_is_told_with_its_line():
-    assert refusal("\n" + "[" * 21) == "run.yaml:2: nested deeper than 20 levels, the limit for a config"
-
-
-def test_what_breaks_the_scanner_is_told_in_its_words_with_the_last_line_that_was_read():
+def test_what_breaks_the_scanner_is_told_in_its_words():
     in_its_words = r"(OverflowError: .*int.*|ValueError: chr\(\).*)"  # of Python before 3.13, and since
-    assert re.fullmatch(rf"run\.yaml:2: not valid YAML after this line: {in_its_words}", refusal('a: 1\nb: "\\UFFFFFFFF"'))
+    assert re.fullmatch(rf"run\.yaml: not valid YAML: {in_its_words}", refusal('a: 1\nb: "\\UFFFFFFFF"'))
 
 
 def test_lines_are_counted_from_the_first_to_the_bad_character():
@@ -367,11 +329,13 @@ MARK = yaml.Mark("run.yaml", 0, 4, 0, None, None)
 @pytest.mark.parametrize(
     ("error", "problem"),
     [
-        (yaml.MarkedYAMLError("while reading", MARK, "it broke", yaml.Mark("run.yaml", 0, 6, 0, None, None)), (7, "it broke")),
-        (yaml.MarkedYAMLError("while\x1breading", MARK), (5, "while\\x1breading")),
-        (yaml.MarkedYAMLError(None, MARK), (5, "syntax error")),
-        (yaml.YAMLError("it\x1bbroke"), (None, "it\\x1bbroke")),
+        (
+            yaml.MarkedYAMLError("while reading", MARK, "it broke", yaml.Mark("run.yaml", 0, 6, 0, None, None)),
+            (7, "not valid YAML: it broke"),
+        ),
+        (yaml.MarkedYAMLError("while\x1breading", MARK), (5, "not valid YAML: while\\x1breading")),
+        (yaml.YAMLError("it\x1bbroke"), (None, "not valid YAML: it\\x1bbroke")),
     ],
 )
 def test_an_error_of_the_parser_is_told_with_as_much_as_it_says(error, problem):
-    assert _syntax_problem(error, "") == problem
+    assert _problem(error, "") == problem

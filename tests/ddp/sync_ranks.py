@@ -9,8 +9,8 @@ import torch
 from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import ReduceOp
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.ddp.grad_hook import grad_hooks
-from megabucket.ddp.grad_sync import GradSync
+from megabucket.ddp.hooks import grad_hooks
+from megabucket.ddp.step import GradSync
 from megabucket.layout import build_layout, launch_order
 
 

@@ -5,8 +5,7 @@ import torch
 from loop_ranks import Ranks, Weights
 
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.agreed_stop import AgreedStop
+from megabucket.ddp import AgreedStop, DistributedDataParallel
 from megabucket.errors import PeerFailedError
 
 SIZES = [1, 2, 3]

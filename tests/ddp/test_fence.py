@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megabucket.comm import LocalCommunicator
-from megabucket.ddp.fence import Fence
-from megabucket.ddp.step_report import Failure, LateGrads, ModelChange, NonFinite, StepReport, UnusedParams
+from megabucket.ddp.fence import Failure, Fence, LateGrads, ModelChange, NonFinite, StepReport, UnusedParams
 from megabucket.testing import LoopbackWorld
 
 CPU = torch.device("cpu")

@@ -73,15 +73,15 @@ def test_another_shape_of_the_same_elements_is_found(shape, change):
 
     change = ddp.sync._watch.find_change()
 
-    assert change.kind == "moved"
-    assert f"of shape {tuple(ddp.module.w.shape)}" in change.found
+    assert change.kind == "StorageMovedError"
+    assert f"of shape {tuple(ddp.module.w.shape)}" in change.fields["found"]
 
 
 def test_half_of_the_parameter_at_its_place_is_found():
     (ddp,) = Ranks(1, Square()).ddps
     ddp.module.w.data = ddp.module.w.data[:1]
 
-    assert ddp.sync._watch.find_change().kind == "moved"
+    assert ddp.sync._watch.find_change().kind == "StorageMovedError"
 
 
 def test_another_view_of_all_of_it_is_no_change():

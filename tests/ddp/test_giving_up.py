@@ -142,20 +142,23 @@ class LaunchesFail(Recorder):
     def __init__(self):
         self.is_armed = False
 
-    def record_collective(self, record):
-        if self.is_armed and record.label == "bucket 1":
+    def record_launch(self, launch):
+        if self.is_armed and launch.record.label == "bucket 1":
             self.is_armed = False
             raise MemoryError("no room for bucket 1")
 
-    def record_interval(self, interval):
-        raise AssertionError(interval)
+    def enter_phase(self, step, phase):
+        pass
+
+    def note_ready(self, label):
+        pass
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_collective_that_could_not_be_launched_is_launched_when_the_rank_gives_up(sharded):
     ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=sharded, bucket_size=1)
     recorder = LaunchesFail()
-    ranks.ddps[FAULTY].communicator.recorder = recorder
+    ranks.ddps[FAULTY].communicator.progress.recorders = (recorder,)
 
     def run(rank, ddp):
         optimizer, found = optimizer_of(ddp), []

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sync_ranks import Expected, Rank, pattern
 
-from megabucket.buffer import GradPhase
-from megabucket.buffer.views import dtype_name
+from megabucket.buffer import GradPhase, dtype_name
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import (
     LateGradientError,
@@ -442,7 +441,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
     def launched_groups_are_the_expected_prefix_and_phases_agree(self):
         for rank, expected in zip(self.ranks, self.expected, strict=True):
             assert rank.sync._launcher.num_launched == expected.num_launched
-            assert rank.sync.is_finished == expected.is_finished
+            assert rank.sync.is_reduced == expected.is_finished
             assert rank.sync.has_local_grads == expected.has_local_grads
             assert rank.sync.awaits_finish == expected.awaits_finish
             assert rank.sync.tally.num_microbatches == expected.num_microbatches

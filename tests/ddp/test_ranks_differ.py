@@ -83,11 +83,10 @@ class TestClearedBetweenBackwards:
         return run
 
     @MODES
-    @pytest.mark.parametrize("to_none", [True, False])
-    def test_on_one_rank_is_an_error_on_all(self, sharded, to_none):
+    def test_on_one_rank_is_an_error_on_all(self, sharded):
         ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=sharded)
 
-        results = ranks.run(self.program({1}, to_none=to_none))
+        results = ranks.run(self.program({1}, to_none=True))
 
         error = the_error([error for error, *_ in results])
         assert isinstance(error, StepMismatchError)
@@ -166,7 +165,7 @@ class TestKeptGradients:
         error = the_error(ranks.run(run))
         assert isinstance(error, StepMismatchError)
         assert (
-            "step 1: steps begun without clearing the last gradients (zero_grad()) of 'b', 'a' differ between "
+            "step 1: steps begun without clearing the last gradients (zero_grad()) of 'a' differ between "
             "ranks: 0 on rank 0; 1 on rank 1." in str(error)
         )
 

@@ -159,9 +159,9 @@ def test_detaching_gives_real_values_back_even_when_the_gather_failed():
     ranks.run(lambda rank, ddp: train(rank, ddp, steps=1))
     ddp = ranks.ddps[0]
     for group in ddp.bucket_groups:
-        group._param_handle = None  # what a launch that failed leaves behind
+        group._param_handle = None  # what an interrupt before the launch leaves behind
 
-    with pytest.raises(CollectiveError, match="could not be launched"):
+    with pytest.raises(CollectiveError):  # it is launched once more, and the other rank does not come
         ddp.detach()
 
     for param in ddp.module.parameters():

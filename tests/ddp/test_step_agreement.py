@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from bucket_ranks import bucket_ranks
+from megabucket.ddp.step_agreement import StepAgreement
 
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.ddp.step_agreement import StepAgreement
-from megabucket.ddp.step_report import UnusedParams
+from megabucket.ddp.fence import UnusedParams
 from megabucket.errors import (
     InvariantError,
     MicrobatchMismatchError,

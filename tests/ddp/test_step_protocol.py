@@ -28,6 +28,7 @@ from megabucket.errors import (
     StorageMovedError,
     TrainabilityChangedError,
     UnusedParameterError,
+    WrapperBrokenError,
 )
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
@@ -416,38 +417,50 @@ def test_an_interrupt_inside_a_step_block_leaves_it_at_once_and_is_told_to_the_o
     assert ranks.run(run) == [("PeerFailedError", text), ("KeyboardInterrupt", text)]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_an_optimizer_that_fails_on_one_rank_is_named_on_all_at_the_next_fence(sharded):
-    ranks = Ranks(SIZE, Model(), use_distributed_optimizer=sharded, bucket_size=1)
+def fail(*_):
+    raise ValueError("boom")
+
+
+def test_a_plain_optimizer_that_fails_on_one_rank_is_named_on_all_at_the_next_fence():
+    ranks = Ranks(SIZE, Model(), bucket_size=1)
 
     def run(rank, ddp):
         optimizer = optimizer_of(ddp)
-        inner = optimizer.torch_optimizer if sharded else optimizer
         errors = []
         for index in range(2):
             if rank == FAULTY and index == 0:
-                handle = inner.register_step_pre_hook(fail)
+                handle = optimizer.register_step_pre_hook(fail)
             errors.append(attempt(rank, ddp, optimizer, None))
             if rank == FAULTY and index == 0:
                 handle.remove()
             optimizer.zero_grad()
         return errors
 
-    def fail(*_):
-        raise ValueError("boom")
-
     for rank, (first, second) in enumerate(ranks.run(run)):
         assert isinstance(first, ValueError if rank == FAULTY else type(None))
-        if sharded:
-            assert str(second) == (
-                "step 1: rank 1 failed in optimizer: ValueError: boom. Its shard of the parameters may miss the update, or "
-                "half of it: load the last checkpoint on every rank."
-            )
-        else:
-            assert isinstance(second, ReplicasDivergedError)
-            assert "optimizer updates since the last agreement differ between ranks: 1 on ranks 0, 2; 0 on rank 1" in str(
-                second
-            )
+        assert isinstance(second, ReplicasDivergedError)
+        assert "optimizer updates since the last agreement differ between ranks: 1 on ranks 0, 2; 0 on rank 1" in str(second)
+
+
+def test_a_distributed_optimizer_that_fails_on_one_rank_breaks_the_wrapper_on_all():
+    ranks = Ranks(SIZE, Model(), use_distributed_optimizer=True, bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        if rank == FAULTY:
+            optimizer.torch_optimizer.register_step_pre_hook(fail)
+        errors = [attempt(rank, ddp, optimizer, None) for _ in range(2)]
+        for call in (optimizer.zero_grad, ddp.check_replicas, optimizer.state_dict):
+            with pytest.raises(WrapperBrokenError) as caught:
+                call()
+            errors.append(caught.value)
+        ddp.detach()
+        return errors[rank == FAULTY], {str(error) for error in errors[1:]}
+
+    for first, texts in ranks.run(run):
+        assert isinstance(first, WrapperBrokenError)
+        (text,) = texts
+        assert text.startswith("step 1: rank 1 stopped in optimizer.step(), with the others about to go on: ValueError: boom. ")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -590,15 +603,14 @@ def test_a_gradient_zeroed_in_place_does_not_stand_in_for_one_that_never_came(fa
         assert (error.params, set(error.ranks)) == (("b",), faulty_ranks)
 
 
-@pytest.mark.parametrize("others_zero_in_place", [True, False])
-def test_gradients_that_one_rank_did_not_clear_are_named_on_all(others_zero_in_place):
+def test_gradients_that_one_rank_did_not_clear_are_named_on_all():
     ranks = Ranks(SIZE, Model(), bucket_size=1)
 
     def run(rank, ddp):
         optimizer = optimizer_of(ddp)
         step(rank, ddp, optimizer)
         if rank != FAULTY:
-            optimizer.zero_grad(set_to_none=not others_zero_in_place)
+            optimizer.zero_grad()
         return attempt(rank, ddp, optimizer, None), attempt(rank, ddp, optimizer, None), weights(ddp)
 
     for error, last, at_end in ranks.run(run):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.ddp.step_report import (
+from megabucket.ddp.fence import (
     RECORD_BYTES,
     Failure,
     LateGrads,

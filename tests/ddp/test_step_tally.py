@@ -7,8 +7,18 @@ import pytest
 import torch
 from bucket_ranks import bucket_ranks
 
-from megabucket.ddp.step_report import Failure, LateGrads, ModelChange, NonFinite, StepReport, UnusedParams
-from megabucket.ddp.step_tally import StepTally, nonfinite_params, step_number_of, unused_params
+from megabucket.ddp.fence import (
+    Failure,
+    LateGrads,
+    ModelChange,
+    NonFinite,
+    StepReport,
+    StepTally,
+    UnusedParams,
+    nonfinite_params,
+    step_number_of,
+    unused_params,
+)
 from megabucket.errors import ConfigError
 
 FAILURE = Failure("forward", "ValueError: boom")

@@ -13,8 +13,8 @@ import megabucket as mb
 from megabucket.config import DistributedDataParallelConfig, resolve
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import PeerFailedError
-from megabucket.testing import LoopbackWorld
-from megabucket.trace import Lane, ListRecorder
+from megabucket.testing import ListRecorder, LoopbackWorld
+from megabucket.trace import Lane
 
 TRACED = {"bucket_size": 1, "step_traces": True}
 SHARDED = {"use_distributed_optimizer": True}
@@ -218,9 +218,9 @@ def test_after_detach_nothing_is_noted_any_more_and_the_last_trace_stays():
         trace = take_step(ddp, optimizer_of(ddp))
         module = ddp.detach()
         module(**FACTORS).backward()
-        return trace == ddp.last_step_trace, ddp.communicator.step_listener
+        return trace == ddp.last_step_trace, ddp.communicator.progress.recorders
 
-    assert ranks.run(train) == [(True, None)] * 2
+    assert ranks.run(train) == [(True, ())] * 2
 
 
 def test_without_step_traces_nobody_listens_and_there_is_no_trace():
@@ -228,9 +228,9 @@ def test_without_step_traces_nobody_listens_and_there_is_no_trace():
 
     def train(rank, ddp):
         take_step(ddp, optimizer_of(ddp))
-        return ddp.last_step_trace, ddp.communicator.step_listener, ddp.communicator.recorder.records_time
+        return ddp.last_step_trace, ddp.communicator.progress.recorders
 
-    assert ranks.run(train) == [(None, None, False)] * 2
+    assert ranks.run(train) == [(None, ())] * 2
 
 
 def test_a_recorder_that_was_given_still_gets_everything():
@@ -240,13 +240,13 @@ def test_a_recorder_that_was_given_still_gets_everything():
     def train(rank):
         communicator = world.communicator(rank, recorders[rank])
         ddp = DistributedDataParallel(Weights("ab"), config, communicator=communicator)
-        recorders[rank].clear()
+        recorders[rank].launches.clear()
         ddp(a=1.0, b=1.0).backward()
-        return ddp.last_step_trace, communicator.recorder
+        return ddp.last_step_trace, communicator.progress.recorders
 
     for (trace, _), recorder in zip(world.run(train), recorders, strict=True):
         assert tuple(recorder.collectives) == trace.collectives
-        assert {part.label for part in recorder.intervals if part.lane is Lane.WAIT} == {"bucket 0", "bucket 1", "fence"}
+        assert {one.record.label for one in recorder.launches if one.wait_stop is not None} == {"bucket 0", "bucket 1", "fence"}
 
 
 def test_of_wrappers_that_share_a_communicator_the_last_one_has_the_figures():
@@ -261,7 +261,7 @@ def test_of_wrappers_that_share_a_communicator_the_last_one_has_the_figures():
 
     assert first.last_step_trace is None
     assert second.last_step_trace.step == 0
-    assert communicator.step_listener is not None
+    assert len(communicator.progress.recorders) == 1
 
 
 def test_one_rank_has_traces_without_communication():

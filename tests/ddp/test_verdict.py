@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megabucket.ddp.step_report import Failure, LateGrads, ModelChange, NonFinite, StepReport, UnusedParams
-from megabucket.ddp.verdict import StepFacts, error_of
+from megabucket.ddp.fence import Failure, LateGrads, ModelChange, NonFinite, StepFacts, StepReport, UnusedParams, error_of
 from megabucket.errors import (
     DetachedGradError,
     HyperparameterMismatchError,

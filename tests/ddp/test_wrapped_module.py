@@ -20,8 +20,7 @@ from megabucket.errors import (
     PeerFailedError,
     PhaseError,
 )
-from megabucket.testing import LoopbackWorld
-from megabucket.trace.recorder import ListRecorder
+from megabucket.testing import ListRecorder, LoopbackWorld
 
 SHARDED = {"use_distributed_optimizer": True}
 AGREEMENT = ["wrap", "wrap: buffers"]
@@ -194,14 +193,14 @@ class TestAgreement:
 
     def test_a_rank_whose_memory_does_not_suffice_keeps_nobody_waiting(self, monkeypatch):
         models = [Weights("ab"), Weights("ab")]
-        make = torch.empty
+        make = torch.full
 
         def make_where_there_is_room(*args, **kwargs):
             if threading.current_thread().name == "loopback-rank-0":
                 raise torch.OutOfMemoryError("no room for 1024 bytes")
             return make(*args, **kwargs)
 
-        monkeypatch.setattr(torch, "empty", make_where_there_is_room)  # what buffers are made with
+        monkeypatch.setattr(torch, "full", make_where_there_is_room)  # what buffers are made with
         error = self.refusals(models)
 
         assert isinstance(error, PeerFailedError)
@@ -464,7 +463,7 @@ class TestCopies:
 
         assert grads(average.module) == {"a": 5.0}
         assert ddp.module.a.grad is None
-        assert not ddp.sync.has_local_grads
+        assert ddp.sync.is_between_steps
         assert average.module.a.data_ptr() != ddp.module.a.data_ptr()
 
     def test_a_backward_through_the_copy_never_touches_a_step_of_the_original(self):
@@ -512,8 +511,8 @@ class TestTwoWrappers:
         (first(a=2, b=3) + second(a=5)).backward()
 
         assert grads(first.module) == {"a": 2.0, "b": 3.0}
-        assert first.sync.is_finished
-        assert not second.sync.is_finished
+        assert first.sync.is_reduced
+        assert not second.sync.is_reduced
         second.finish_grad_sync()
         assert grads(second.module) == {"a": 5.0}
 

@@ -8,7 +8,9 @@ import pytest
 from megabucket import errors
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-CLASSES = [name for name in errors.__all__ if name.endswith("Error")]
+CLASSES = [
+    name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.MegabucketError)
+]
 
 
 def entry_of(name: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megabucket.comm import AllGather, AllReduce, Broadcast, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.comm.port import Call
+from megabucket.comm import Call
 from megabucket.doctor import Report, run_doctor
 from megabucket.testing import LoopbackWorld
 

@@ -8,7 +8,7 @@ import megabucket as mb
 from megabucket.comm import LocalCommunicator
 from megabucket.ddp.capture import check_not_capturing
 from megabucket.ddp.fence import Fence
-from megabucket.ddp.step_report import StepReport
+from megabucket.ddp.fence import StepReport
 from megabucket.errors import PhaseError
 
 

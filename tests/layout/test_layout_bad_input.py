@@ -51,14 +51,14 @@ def test_many_parameters_given_twice_are_listed_up_to_five():
 def test_a_dp_size_that_is_no_positive_integer_is_refused(size):
     text = refusal(lambda: build_layout([ParamSpec("a", (4,))], DEFAULT, dp_size=size))
 
-    assert text == f"dp_size must be an integer >= 1, got {size!r}"
+    assert text == f"dp_size={size!r} is not a group size; give the number of data-parallel ranks, at least 1"
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5], ids=repr)
 def test_an_expert_dp_size_that_is_no_positive_integer_is_refused(size):
     text = refusal(lambda: build_layout([ParamSpec("a", (4,))], DEFAULT, dp_size=2, expert_dp_size=size))
 
-    assert text == f"expert_dp_size must be an integer >= 1, got {size!r}"
+    assert text == f"expert_dp_size={size!r} is not a group size; give the number of data-parallel ranks, at least 1"
 
 
 @pytest.mark.parametrize("shape", [(-1,), (3, -2), (2.0,), (True,), ("3",), (None,)], ids=repr)

@@ -1,10 +1,12 @@
 """Which rank owns which piece of which parameter: worked examples in the four coordinates."""
 
 import pytest
+from hypothesis import given
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import LayoutError
-from megabucket.layout import ParamSpec, ShardSlice, Span, build_layout, shard_slices
+from megabucket.layout import ParamSpec, ShardOwners, ShardSlice, Span, build_layout, shard_owners, shard_slices
+from megabucket.testing import dp_sizes, model_layouts, param_specs
 
 
 def only_buffer(specs, *, dp_size, **switches):
@@ -117,3 +119,41 @@ def test_a_shard_is_counted_in_whole_numbers(two_of_1000):
     span = two_of_1000.shard_span(bucket=0, rank=1)
 
     assert [type(border) for border in span] == [int, int]  # a float is wrong above 2**53 elements
+
+
+def test_ranks_with_the_same_parameters_are_named_together():
+    # c [0, 300), b [320, 330), a [384, 484), bucket [0, 512), shards of 64: c spans ranks 0 to 4, and b lies in rank 5's.
+    buffer = only_buffer([ParamSpec("a", (100,)), ParamSpec("b", (10,)), ParamSpec("c", (300,))], dp_size=8)
+
+    assert list(shard_owners(buffer, bucket=0)) == [
+        ShardOwners(0, 4, ("c",)),
+        ShardOwners(5, 5, ("b",)),
+        ShardOwners(6, 7, ("a",)),
+    ]
+
+
+def test_a_rank_between_two_parameters_owns_pieces_of_both():
+    # b [0, 100), a [128, 428), bucket [0, 768), shards of 256.
+    buffer = only_buffer([ParamSpec("a", (300,)), ParamSpec("b", (100,))], dp_size=3)
+
+    assert list(shard_owners(buffer, bucket=0)) == [
+        ShardOwners(0, 0, ("b", "a")),
+        ShardOwners(1, 1, ("a",)),
+        ShardOwners(2, 2, ()),
+    ]
+
+
+@given(layout=model_layouts(specs=param_specs(max_params=8, max_numel=400), dp_size=dp_sizes(max_size=40)))
+def test_owners_are_all_ranks_in_order_each_with_the_parameters_of_its_slices(layout):
+    for buffer in layout.buffers:
+        for bucket in buffer.buckets:
+            told = [
+                (rank, owners.params)
+                for owners in shard_owners(buffer, bucket=bucket.index)
+                for rank in range(owners.first_rank, owners.last_rank + 1)
+            ]
+
+            assert told == [
+                (rank, tuple(piece.param for piece in shard_slices(buffer, bucket=bucket.index, rank=rank)))
+                for rank in range(buffer.num_shards)
+            ]

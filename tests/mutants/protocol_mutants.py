@@ -14,13 +14,13 @@ from megabucket.buffer.grad_slot import GradSlot
 from megabucket.buffer.scaling import GradScale
 from megabucket.chaos.loopback_soak.judge import Verdict
 from megabucket.ddp import backward_watch, step_sync, verdict
-from megabucket.ddp.backward_watch import BackwardWatch
+from megabucket.ddp.hooks import BackwardWatch
 from megabucket.ddp.fence import PendingFence
-from megabucket.ddp.grad_sync import GradSync
+from megabucket.ddp.step import GradSync
 from megabucket.ddp.launcher import InOrderLauncher
-from megabucket.ddp.model_watch import ModelWatch
+from megabucket.ddp.guards import ModelWatch
 from megabucket.ddp.step_agreement import StepAgreement
-from megabucket.ddp.step_tally import StepTally
+from megabucket.ddp.fence import StepTally
 
 
 def readiness_order_launch(patch):

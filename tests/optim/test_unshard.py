@@ -9,10 +9,10 @@ from megabucket import DistributedDataParallelConfig, ParamSpec, build_layout
 from megabucket.buffer import ParamAndGradBuffer
 from megabucket.errors import OptimizerParametersError, PeerFailedError
 from megabucket.layout.runs import plan_runs
-from megabucket.optim.adopt import StateCutter
+from megabucket.optim.state_dict import StateCutter
 from megabucket.optim.shards import MainShard
-from megabucket.optim.unshard import ShardHolder, unshard
-from megabucket.optim.whole_state import WholeState
+from megabucket.optim.state_dict import ShardHolder, unshard
+from megabucket.optim.state_dict import WholeState
 from megabucket.testing import LoopbackWorld, layout_inputs, param_specs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

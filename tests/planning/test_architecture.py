@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from megabucket.config.architecture import FactoryConfig, GptConfig, LlamaConfig, ParamListConfig
 from megabucket.errors import ConfigError, LayoutError
 from megabucket.layout import ParamSpec
 from megabucket.planning import param_specs
+from megabucket.planning.model_config import FactoryConfig, GptConfig, LlamaConfig, ParamListConfig
 
 
 def named(specs):
@@ -249,7 +249,7 @@ def test_a_factory_with_complex_parameters_is_refused(factory):
 
 def test_describing_a_built_in_architecture_does_not_import_torch():
     code = (
-        "import sys; from megabucket.config import load_config; from megabucket.planning import param_specs; "
+        "import sys; from megabucket.planning import load_config, param_specs; "
         "param_specs(load_config('configs/llama3-8b.yaml').model); print('torch' in sys.modules)"
     )
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import BucketLayout, BufferKey, BufferLayout, ModelLayout, ParamSpec, build_layout, shard_slices
-from megabucket.layout.describe import describe_rows, describe_totals
+from megabucket.planning.describe import describe_rows, describe_totals
 
 
 def layout_of(*numels, dp_size=1, **config):

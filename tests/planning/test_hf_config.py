@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.config import load_config
-from megabucket.config.architecture import GptConfig, HfConfig, LlamaConfig, MoeConfig
 from megabucket.errors import ConfigError
-from megabucket.planning import param_specs
+from megabucket.planning import load_config, param_specs
 from megabucket.planning.architecture import decoder_of
 from megabucket.planning.hf_config import read_hf_config
+from megabucket.planning.model_config import GptConfig, HfConfig, LlamaConfig, MoeConfig
 
 # The released files, without what says nothing about parameters.
 LLAMA2_7B = {

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megabucket.config import load_config
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
-from megabucket.planning import param_specs
+from megabucket.planning import load_config, param_specs
 from megabucket.planning.derive import is_lookup
 from megabucket.planning.fit import AffineFit
 from megabucket.planning.inputs import link_of, read_link, workload_of, write_link, write_workload

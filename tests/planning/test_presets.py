@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megabucket.config import DistributedDataParallelConfig, load_config
+from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import build_layout
-from megabucket.planning import param_specs
+from megabucket.planning import load_config, param_specs
 from megabucket.planning.inputs import read_link, workload_of
 from megabucket.trace import CollectiveKind
 

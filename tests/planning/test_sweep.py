@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timing_cases import AFFINE_LINKS, workloads
 
-from megabucket.config import DistributedDataParallelConfig, RunConfig
+from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
+from megabucket.planning import RunConfig
 from megabucket.planning.ladder import ladder
 from megabucket.planning.links import FlatLink, RingLink
 from megabucket.planning.outlook import outlook_of

@@ -11,6 +11,10 @@ from pool import Rank
 
 from megabucket.testing import EmulatedFabric
 
+# By the names that this torch has.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 QUICK = EmulatedFabric(latency_s=1e-5, bytes_per_s=1e9)
 RANKS = 2
 

@@ -275,7 +275,7 @@ def test_the_wrapper_and_the_optimizer_make_only_single_numbers_in_the_steady_st
 # What an exchange is received in #
 
 
-def exchange_bytes(rank: Rank, dtype: torch.dtype, options: dict[str, Any]) -> tuple[int, int]:
+def exchange(rank: Rank, dtype: torch.dtype, options: dict[str, Any]) -> tuple[int, int]:
     """Return the bytes of what two steps have left in the plans of the gradients, and what ``planning.memory`` says."""
     ddp, optimizer, _ = wrapped(rank, dtype, {"use_distributed_optimizer": True, **options})
     for _ in range(2):
@@ -288,7 +288,7 @@ def exchange_bytes(rank: Rank, dtype: torch.dtype, options: dict[str, Any]) -> t
     taken = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for plan in plans for tensor in plan.tensors
     }
-    return sum(taken[place] for place in taken.keys() - given), exchange_memory(ddp.layout).exchange_bytes
+    return sum(taken[place] for place in taken.keys() - given), exchange_memory(ddp.layout).exchange
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -296,8 +296,8 @@ def exchange_bytes(rank: Rank, dtype: torch.dtype, options: dict[str, Any]) -> t
 def test_exchanges_take_what_the_formula_says_and_nothing_in_place(pool, ranks, dtype):
     buffer_bytes = 2 * 384 * 4  # gradients are float32
 
-    by_rank = pool.run(exchange_bytes, dtype, {}, ranks=ranks)
-    in_place = pool.run(exchange_bytes, dtype, {"reduce_in_place": True}, ranks=ranks)
+    by_rank = pool.run(exchange, dtype, {}, ranks=ranks)
+    in_place = pool.run(exchange, dtype, {"reduce_in_place": True}, ranks=ranks)
 
     expected = buffer_bytes // 2 if ranks == 2 else buffer_bytes
     assert by_rank == [(expected, expected)] * ranks

@@ -32,7 +32,7 @@ from megabucket.comm import (
     torch_group,
 )
 from megabucket.comm.plan import InBackground, Plan
-from megabucket.comm.port import Batch, Call
+from megabucket.comm import Batch, Call
 from megabucket.errors import GroupDestroyedError, InvariantError, PeerFailedError, PeerLostError
 from megabucket.planning.memory import exchange_memory
 from megabucket.trace.recorder import Lane, ListRecorder

@@ -2,7 +2,8 @@
 
 import random
 
-from megabucket.config import DistributedDataParallelConfig, RunConfig
+from megabucket.config import DistributedDataParallelConfig
+from megabucket.planning import RunConfig
 from megabucket.planning.links import FlatLink, MeasuredLink, RingLink, TwoLevelLink
 from megabucket.planning.setting import Setting
 from megabucket.planning.workload import TensorWork, Workload

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_cases import book, model_run, report, small, tensors, zero
 
-from megabucket.config import RunConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import shard_slices
+from megabucket.planning import RunConfig
 from megabucket.planning.cuts import uniform_plan
 from megabucket.planning.setting import setting_of
 from megabucket.planning.simulate import Mode, simulate_step_s

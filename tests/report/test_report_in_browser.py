@@ -10,7 +10,7 @@ import threading
 import pytest
 from report_cases import HOSTILE, book, model_run, random_settings, report, small, tensors, zero
 
-from megabucket.config import RunConfig
+from megabucket.planning import RunConfig
 from megabucket.planning.cuts import uniform_plan
 from megabucket.planning.inputs import write_workload
 from megabucket.planning.simulate import FENCE, GRAD_NORM, Mode, simulate_step_s, simulate_steps

@@ -7,7 +7,7 @@ import torch
 
 import megabucket as mb
 from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter, exchange_some
-from megabucket.ddp.agreement import agree
+from megabucket.ddp.fence import agree
 from megabucket.errors import (
     LayoutMismatchError,
     MegabucketError,

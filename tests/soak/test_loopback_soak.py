@@ -16,7 +16,7 @@ from megabucket.chaos.loopback_soak.soak import SoakedWorld, all_kinds, run_loop
 from megabucket.chaos.loopback_soak.turns import Turns, TurnsCommunicator
 from megabucket.chaos.loopback_soak.worlds import draw_world
 from megabucket.comm import AllReduce
-from megabucket.ddp.grad_sync import GradSync
+from megabucket.ddp.step import GradSync
 from megabucket.errors import CollectiveDeadlockError
 from megabucket.testing import LoopbackWorld
 

@@ -1,6 +1,6 @@
 import pytest
 
-from megabucket.config.run import RunConfig
+from megabucket.planning.run_config import RunConfig
 
 
 @pytest.fixture

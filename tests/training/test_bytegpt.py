@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from megabucket.config.architecture import GptConfig
 from megabucket.planning.architecture import param_specs
+from megabucket.planning.model_config import GptConfig
 from megabucket.training.bytegpt import ByteGPT, next_byte_loss
 
 

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megabucket.cli.main import app
-from megabucket.config.load import load_config
 from megabucket.errors import ConfigError
 from megabucket.measure.profile_training import ProfilePlan, profile_training
 from megabucket.planning.architecture import param_specs
+from megabucket.planning.run_config import load_config
 from megabucket.planning.workload import Workload
 from megabucket.planning.workload_match import check_workload_matches
 from megabucket.training.launch import Launch

@@ -17,7 +17,6 @@ from megabucket.checkpoint.catalog import StepDirectory
 from megabucket.checkpoint.compare import compare
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.save import Save
-from megabucket.config.architecture import GptConfig
 from megabucket.errors import (
     CheckpointError,
     CheckpointInvalidError,
@@ -25,6 +24,7 @@ from megabucket.errors import (
     CheckpointNotSavedError,
     ConfigError,
 )
+from megabucket.planning.model_config import GptConfig
 from megabucket.training.bytegpt import ByteGPT
 from megabucket.training.launch import Launch
 from megabucket.training.loop import run_training

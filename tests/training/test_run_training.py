@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from megabucket.config.run import RunConfig
 from megabucket.errors import ConfigError, CorpusError, NonFiniteGradientError
+from megabucket.planning.run_config import RunConfig
 from megabucket.training.compare import describe_difference
 from megabucket.training.launch import Launch
 from megabucket.training.loop import run_training

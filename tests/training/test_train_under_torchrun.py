@@ -150,7 +150,7 @@ LIST_THREADS = """
 import os, sys
 from pathlib import Path
 
-from megabucket.config.load import load_config
+from megabucket.planning.run_config import load_config
 from megabucket.training.launch import read_launch
 from megabucket.training.loop import run_training
 from megabucket.training.progress import SilentView

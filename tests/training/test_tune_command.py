@@ -10,10 +10,10 @@ import yaml
 from typer.testing import CliRunner
 
 from megabucket.cli.main import app
-from megabucket.config.load import load_config
 from megabucket.errors import ConfigError
 from megabucket.measure.tune import TunePlan, Tuning, tune_training
 from megabucket.measure.tuned_config import describe, tuned_text, write_tuning
+from megabucket.planning.run_config import load_config
 from megabucket.planning.tune import DEFAULT, Candidate, decide
 from megabucket.report.measured import read_measured
 from megabucket.training.launch import Launch

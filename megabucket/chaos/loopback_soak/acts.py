@@ -13,7 +13,7 @@ from megabucket.chaos.loopback_soak.model import loss_of
 from megabucket.chaos.loopback_soak.program import Call, Clearing
 from megabucket.chaos.loopback_soak.seen import Look
 from megabucket.errors import PhaseError
-from megabucket.optim.step_result import StepResult
+from megabucket.optim import StepResult
 
 if TYPE_CHECKING:
     from megabucket.chaos.loopback_soak.player import Player

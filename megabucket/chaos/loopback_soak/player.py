@@ -16,7 +16,7 @@ from megabucket.chaos.loopback_soak.seen import BlockSeen
 from megabucket.chaos.loopback_soak.turns import Turns, TurnsCommunicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.grad_sync import GradSync
+from megabucket.ddp.step import GradSync
 from megabucket.errors import CollectiveError, InFlightWriteError, PhaseError
 from megabucket.optim import DistributedOptimizer
 from megabucket.testing import LoopbackWorld

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from megabucket.comm import Communicator, Handle
-from megabucket.comm.port import Call
+from megabucket.comm import Call
 from megabucket.testing import LoopbackWorld
 
 _Result = TypeVar("_Result")

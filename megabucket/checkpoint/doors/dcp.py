@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megabucket.buffer.views import dtype_name, dtype_named
+from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
 from megabucket.checkpoint.capture import MODEL_PREFIX, TrainingParts, capture, values_of_state
 from megabucket.checkpoint.doors.flat_range import FlatRange
@@ -30,12 +30,12 @@ from megabucket.checkpoint.pieces import Json, Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.plain_values import decode, encode
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.together import GroupRanks, together
-from megabucket.comm.torch_group import ProcessGroupCommunicator
+from megabucket.comm import ProcessGroupCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.described import NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
-from megabucket.optim.whole_state import KNOWN_NUMBERS
+from megabucket.optim.state_dict import NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
+from megabucket.optim.state_dict import KNOWN_NUMBERS
 
 _VALUES_KEY: Final = "megabucket.values"
 _GROUPS_PREFIX: Final = "optim.param_groups."

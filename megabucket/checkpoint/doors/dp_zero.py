@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from megabucket.buffer.views import dtype_name, dtype_named
+from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
 from megabucket.errors import name_list
 from megabucket.layout import BufferLayout, ModelLayout

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from megabucket.buffer.views import dtype_named
+from megabucket.buffer import dtype_named
 from megabucket.checkpoint.capture import MODEL_PREFIX
 from megabucket.checkpoint.dtypes import ITEM_BYTES
 from megabucket.checkpoint.restore_model import source_of

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from megabucket.buffer.views import dtype_name
+from megabucket.buffer import dtype_name
 from megabucket.checkpoint.canonical import canonical_name, flat, named_buffers, named_params, whole_piece
 from megabucket.checkpoint.capture import MODEL_PREFIX, TrainingParts, values_of_state
 from megabucket.checkpoint.doors.dp_zero import MOMENTS, PARAM, DpZeroState
@@ -27,7 +27,7 @@ from megabucket.checkpoint.together import GroupRanks, together
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.described import Description, StateEntry, describe_number
+from megabucket.optim.state_dict import Description, StateEntry, describe_number
 
 __all__ = ["DpZeroState", "import_dp_zero", "load_dp_zero"]
 

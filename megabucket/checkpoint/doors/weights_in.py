@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megabucket.buffer.views import dtype_named
+from megabucket.buffer import dtype_named
 from megabucket.checkpoint.capture import MODEL_PREFIX, values_of_state
 from megabucket.checkpoint.doors.huggingface import INDEX_NAME
 from megabucket.checkpoint.header import Entry, decode_header

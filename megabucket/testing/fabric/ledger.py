@@ -7,22 +7,98 @@ and when the link ("NIC") of every member is free. It writes the end for all to 
 
 So collectives are served in the order in which they become complete, one at a time on each link, across all groups.
 Nobody waits here: an end that is not known at some moment cannot come before that moment plus the duration.
+
+Launch times must reach the other ranks within microseconds, also when all cores are busy, which a message of gloo does not.
+``time.monotonic`` reads the same clock in all processes of a machine.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
+import platform
+import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
-from megabucket.testing.fabric.shared import SharedWords
+from torch._C._distributed_c10d import Store
+
+from megabucket.errors import ConfigError
 
 NUM_SLOTS: Final = 4096
 """Collectives a rank may be ahead of the slowest one in a group, less one; a launch beyond that waits."""
 
 _ARRIVED, _LAUNCH, _DURATION, _DONE, _SLOT_WORDS = 0, 1, 2, 3, 4
 _ROOM_S: Final = 1e-3
+_WORD_BYTES: Final = 8
+
+
+class SharedWords:
+    """Zeroed 8-byte words that all ranks read and write, each as a float or as an integer, and a lock.
+
+    Args:
+        file: open for reading and writing, ``num_words`` long; closed with the last reference to the words.
+    """
+
+    def __init__(self, file: int, num_words: int) -> None:
+        self._file = file
+        self._threads = threading.Lock()  # locks of files do not keep threads of one process apart
+        memory = memoryview(mmap.mmap(file, num_words * _WORD_BYTES))
+        self.floats = memory.cast("d")
+        self.ints = memory.cast("q")
+
+    def __del__(self) -> None:
+        """Let go of the file."""
+        os.close(self._file)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep all other ranks and threads out. The system releases the lock of a rank that dies."""
+        with self._threads:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def share_words(store: Store, *, rank: int, size: int, num_words: int) -> SharedWords:
+    """Return words that all ranks of a group share. All ranks call it with the same store.
+
+    Raises:
+        ConfigError: on every rank, when one of them cannot open what the first has made: it runs on another machine.
+    """
+    path, file, failure = "", -1, ""
+    try:
+        if rank == 0:
+            # A file in memory where that is known; it has no name as soon as all have opened it.
+            directory = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None  # noqa: S108 - made by mkstemp
+            file, path = tempfile.mkstemp(prefix="megabucket-fabric-", dir=directory)
+            os.ftruncate(file, num_words * _WORD_BYTES)
+        else:
+            file = os.open(store.get("file").decode(), os.O_RDWR)
+    except OSError as error:
+        failure = f"rank {rank} on {platform.node()}: {error}"
+    if rank == 0:
+        store.set("file", path)
+    store.set(f"opened/{rank}", failure)
+    failures = [text for other in range(size) if (text := store.get(f"opened/{other}").decode())]
+    if path:
+        Path(path).unlink()
+    if failures:
+        if file >= 0:
+            os.close(file)
+        raise ConfigError(
+            "the ranks of an emulated fabric share memory, so all of them must run on one machine; "
+            f"{len(failures)} of {size} could not: {failures[0]}"
+        )
+    return SharedWords(file, num_words)
 
 
 class Links:

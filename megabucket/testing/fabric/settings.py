@@ -1,4 +1,4 @@
-"""``EmulatedFabric``: what a user says about the emulated link, and how torch comes to know the back-end."""
+"""``EmulatedFabric``: what a user says about the emulated link, what it costs, and how torch comes to know the back-end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.torch_probes import FABRIC
+from megabucket.comm.torch import FABRIC
 from megabucket.errors import ConfigError
-from megabucket.testing.fabric.costs import Cost, together
-from megabucket.testing.fabric.flight import Lateness
 from megabucket.testing.fabric.group import FabricGroup
+from megabucket.testing.fabric.work import Lateness
 
 _ALWAYS_MOVED_BYTES: Final = 256
 
@@ -24,7 +23,7 @@ class EmulatedFabric:
 
     ``n`` ranks, ``S`` bytes of the full buffer: an all-reduce takes ``2 (n-1) latency + 2 S (n-1)/n / bandwidth`` from the
     moment the last rank has launched it and the link of every member is free; every other collective half of that. A message
-    takes ``latency + S / bandwidth``. Whoever waits sleeps.
+    takes ``latency + S / bandwidth``. A rank that waits sleeps.
 
     Args:
         latency_s: of each step, seconds; 0 or more.
@@ -66,9 +65,18 @@ class EmulatedFabric:
             raise ConfigError(f"torch knows another back-end called {FABRIC!r}; the emulated fabric cannot be registered")
         return FABRIC
 
-    def seconds(self, costs: tuple[Cost, ...], num_ranks: int) -> float:
-        """Return how long a batch of collectives takes on free links."""
-        return together(costs, num_ranks=num_ranks, latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)
+    def collective_s(self, *, ring_passes: int, payload_bytes: int, num_ranks: int) -> float:
+        """Return how long a collective, or a coalesced batch of them, takes on free links.
+
+        Args:
+            ring_passes: how often the buffer goes round the ring: 2 for an all-reduce and a barrier, else 1.
+            payload_bytes: of the full buffers, as all ranks together see them.
+
+        >>> EmulatedFabric(1e-4, 1e9).collective_s(ring_passes=2, payload_bytes=4_000_000, num_ranks=4)  # 6 steps, 6 MB
+        0.0066
+        """
+        wire_bytes = payload_bytes * (num_ranks - 1) / num_ranks
+        return ring_passes * ((num_ranks - 1) * self.latency_s + wire_bytes / self.bytes_per_s)
 
     def message_s(self, num_bytes: int) -> float:
         """Return how long a message takes on a free link."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megabucket.config.text import printable
+from megabucket.errors import printable
 from megabucket.report.page import assemble, read_asset
 from peers.registry import SYSTEMS
 from peers.result import plain

@@ -1,0 +1,146 @@
+"""``ParamAndGradBuffer``: allocates the flat tensors of one buffer layout and binds parameters to them.
+
+The only code that rebinds ``param.data`` and that sets and removes the published attributes ``main_grad`` and
+``grad_added_to_main_grad`` (and ``main_grad_slot``, for ``megabucket.fused``). Decides nothing: positions come from the layout.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megabucket.buffer.grad_slot import GradSlot
+from megabucket.layout import BucketLayout, BufferLayout
+
+
+class _ParamAndGradBucket:
+    """Views of one bucket: what a collective is launched on."""
+
+    def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
+        self.layout = layout
+        self.buffer = buffer
+        self.bucket_id = layout.index
+        self.offset = layout.start
+        self.numel_unpadded = layout.numel_unpadded
+        self.params = [buffer.params[name] for name in layout.params]
+        self.slots = [buffer.slots[name] for name in layout.params]
+        self.param_data = buffer.param_data[layout.start : layout.stop]  # 1D, parameter dtype
+        self.grad_data = buffer.grad_data[layout.start : layout.stop]  # 1D, gradient dtype
+
+    def shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the part of ``param_data`` or ``grad_data`` that ``rank`` owns."""
+        shard_numel = flat.numel() // self.buffer.layout.num_shards
+        return flat[rank * shard_numel : (rank + 1) * shard_numel]
+
+
+class ParamAndGradBuffer:
+    """One contiguous buffer for parameters and one for their gradients.
+
+    Constructing it moves the parameters in: values, shapes and memory order stay, the storage is new. The memory peak is the
+    model, both buffers and the largest parameter, because each original is released as soon as it was copied.
+
+    Args:
+        layout: where each parameter lies.
+        params: the parameters by name; all on one device, of the layout's dtype.
+    """
+
+    def __init__(self, layout: BufferLayout, params: Mapping[str, torch.nn.Parameter]) -> None:
+        self.layout = layout
+        self.params = {name: params[name] for name in layout.params}
+        device = next(iter(self.params.values())).device
+        self.param_data = torch.zeros(layout.numel, dtype=dtype_named(layout.key.param_dtype), device=device)  # 1D
+        # The first gradient of a fresh buffer is added, not copied (grad_slot.py). Adding to -0.0 leaves every value as it is,
+        # -0.0 included, so one rank has the bits of plain torch (tests/ranks/test_one_rank.py).
+        self.grad_data = torch.full((layout.numel,), -0.0, dtype=dtype_named(layout.key.grad_dtype), device=device)  # 1D
+        self._is_attached = True
+        self._grad_dtypes = {name: param.grad_dtype for name, param in self.params.items()}
+        self.slots: dict[str, GradSlot] = {}
+        try:
+            for name, param in self.params.items():
+                self.slots[name] = self._attach(name, param)
+        except BaseException:
+            self.detach()  # what could not move as a whole stays where it was
+            raise
+        self.buckets = [_ParamAndGradBucket(bucket, self) for bucket in layout.buckets]
+
+    def _attach(self, name: str, param: torch.nn.Parameter) -> GradSlot:
+        start, strides = self.layout.params[name].start, dense_strides(param)
+        new_data = view_like(self.param_data, start, param.shape, strides)
+        new_data.copy_(param.detach())
+        param.data = new_data
+        grad_view = view_like(self.grad_data, start, param.shape, strides)
+        earlier_grad, param.grad = param.grad, None
+        # With grad_dtype=None autograd hands over gradients in the dtype it computed them in and accepts any dtype as .grad,
+        # so a 16-bit gradient reaches the float32 view in one casting copy.
+        param.grad_dtype = None
+        param.main_grad = grad_view  # type: ignore[attr-defined]
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        # Accumulated before wrapping: it counts, as it would without a wrapper.
+        param.grad = earlier_grad
+        slot = GradSlot(name, param, grad_view)
+        param.main_grad_slot = weakref.ref(slot)  # type: ignore[attr-defined]
+        if earlier_grad is not None:
+            slot.store()
+        return slot
+
+    def detach(self) -> None:
+        """Give every parameter a storage of its own again, with its current values, and remove what attaching set.
+
+        Gradients are dropped. A second call does nothing.
+        """
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        for name, param in self.params.items():
+            if name not in self.slots:
+                continue  # attaching has failed before it came here
+            param.grad = None
+            own_data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
+            param.data = own_data.copy_(param.detach())
+            # The default is the parameter's own dtype; one that was converted meanwhile has another default now.
+            was_default = self._grad_dtypes[name] == self.param_data.dtype
+            param.grad_dtype = param.dtype if was_default else self._grad_dtypes[name]
+            for published in ("main_grad", "grad_added_to_main_grad", "main_grad_slot"):
+                param.__dict__.pop(published, None)  # other code may have deleted it
+
+    def zero_grads(self) -> None:
+        """Fill the gradient buffer with zeros, padding included: one pass over memory."""
+        self.grad_data.zero_()
+        for slot in self.slots.values():
+            slot.forget(is_zeroed=True)
+
+
+def dense_strides(param: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides a dense copy of ``param`` has: its own when it is dense, so channels-last stays channels-last."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+def view_like(flat: torch.Tensor, start: int, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """Return the view of ``flat`` that begins at element ``start``.
+
+    Args:
+        flat: a 1D contiguous tensor, perhaps a view itself.
+        shape: sizes of the view; ``flat`` must hold that many elements from ``start``.
+        strides: a permutation of contiguous strides, from ``dense_strides``.
+    """
+    return flat.as_strided(tuple(shape), tuple(strides), flat.storage_offset() + start)
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype without the module, as layouts use it.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the torch dtype of a layout's dtype name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)  # noqa: S101 - names come from a checked BufferKey
+    return dtype

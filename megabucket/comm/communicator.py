@@ -1,0 +1,274 @@
+"""The communicator port: what the rest of the package may ask of the ranks it works with.
+
+Calls describe collectives, a batch holds like calls that are launched together, a handle is one launch of a batch. Making a
+handle sends nothing; ``start`` sends everything or nothing, whatever interrupts it, and ``is_started`` says which of the two.
+
+A communicator has a second channel, ``control``, for what ranks say to each other about their work. It keeps its own order, so
+a message never meets a collective on data.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megabucket.errors import InvariantError, WrapperBrokenError
+from megabucket.trace.clock import Clock, HostClock
+from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Recorder
+
+
+class ReduceOp(enum.Enum):
+    """How elements of the ranks are combined."""
+
+    SUM = "sum"
+    AVG = "avg"
+    MAX = "max"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllReduce:
+    """Combine ``tensor`` over all ranks, in place, and divide the result by ``divisor``."""
+
+    tensor: torch.Tensor  # 1D, contiguous
+    op: ReduceOp = ReduceOp.SUM
+    divisor: float = 1.0
+    kind = CollectiveKind.ALL_REDUCE
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The buffer as every rank sees it."""
+        return self.tensor
+
+    @property
+    def result(self) -> torch.Tensor:
+        """Where this rank finds what was combined."""
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReduceScatter:
+    """Combine ``full`` over all ranks; this rank keeps its shard, divided by ``divisor``, in ``shard``.
+
+    ``shard`` may be this rank's own part of ``full``. What the other parts of ``full`` hold afterwards is undefined.
+    """
+
+    shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
+    full: torch.Tensor  # 1D, contiguous
+    op: ReduceOp = ReduceOp.SUM
+    in_fp32: bool = False  # whether 16-bit elements are added up in float32 and rounded once, whatever the back-end does
+    in_place: bool = False  # whether no memory beside ``full`` may be taken, also where that would be faster
+    divisor: float = 1.0
+    kind = CollectiveKind.REDUCE_SCATTER
+
+    @property
+    def result(self) -> torch.Tensor:
+        """Where this rank finds what was combined."""
+        return self.shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllGather:
+    """Collect the shards of all ranks in ``full``, in rank order; ``shard`` may be this rank's own part of ``full``."""
+
+    full: torch.Tensor  # 1D, contiguous
+    shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
+    kind = CollectiveKind.ALL_GATHER
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Broadcast:
+    """Copy ``tensor`` of one rank of the group to all ranks, in place."""
+
+    tensor: torch.Tensor  # contiguous
+    root: int = 0
+    kind = CollectiveKind.BROADCAST
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The buffer as every rank sees it."""
+        return self.tensor
+
+
+Call = AllReduce | ReduceScatter | AllGather | Broadcast
+
+
+class Batch(tuple[Call, ...]):  # noqa: SLOT001 - a tuple has no room for an attribute otherwise
+    """Calls that are launched together, again and again, one launch at a time."""
+
+    plan: Any = None
+    """How a back-end does them; made at the first launch."""
+    record: CollectiveRecord | None = None
+    """What the last launch was recorded as. The calls were checked then."""
+
+
+class Handle(ABC):
+    """One launch of a batch."""
+
+    @property
+    @abstractmethod
+    def is_started(self) -> bool:
+        """Whether the batch was sent."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Send the batch, unless it was sent before. An interrupt leaves it sent as a whole or not at all.
+
+        The caller keeps every tensor untouched until ``wait`` has returned.
+
+        Raises:
+            MegabucketError: nothing can be sent any more; the text says why.
+        """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the results may be used by the caller's thread (CPU) or current stream (CUDA).
+
+        Idempotent; a wait that was interrupted may be begun again.
+        """
+
+
+class DoneHandle(Handle):
+    """A launch with nobody to talk to: nothing to do, unless a shard is a tensor of its own."""
+
+    def __init__(self, calls: Sequence[Call] = ()) -> None:
+        self._calls = calls
+
+    @property
+    def is_started(self) -> bool:
+        """It needs no start."""
+        return True
+
+    def start(self) -> None:
+        """Bring shards of their own to their place, or from there."""
+        for call in self._calls:
+            if isinstance(call, ReduceScatter) and call.shard.data_ptr() != call.full.data_ptr():
+                call.shard.copy_(call.full)
+            elif isinstance(call, AllGather) and call.shard.data_ptr() != call.full.data_ptr():
+                call.full.copy_(call.shard)
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where this rank is in its work, and the recorders that are told. Heartbeats carry it to other ranks."""
+
+    step: int = 0
+    phase: str = "setup"
+    bucket: int = -1  # -1: in none
+    num_launched: int = 0  # batches of collectives so far, on both channels
+    given_recorders: tuple[Recorder, ...] = field(default=(), compare=False, repr=False)
+    recorders: tuple[Recorder, ...] = field(init=False, compare=False, repr=False)
+    """Those that were given, and that of the wrapper that was made last."""
+
+    def __post_init__(self) -> None:
+        self.recorders = self.given_recorders
+
+    def enter(self, step: int, phase: str) -> None:
+        """Note that a phase begins."""
+        self.step, self.phase, self.bucket = step, phase, -1
+        for recorder in self.recorders:
+            recorder.enter_phase(step, phase)
+
+
+class Communicator(ABC):
+    """Ranks that work together. Implementations make handles; this class checks and records.
+
+    Args:
+        recorder: receives launches and phases.
+    """
+
+    def __init__(self, *, rank: int, size: int, recorder: Recorder | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.progress = Progress(given_recorders=() if recorder is None else (recorder,))
+        """Shared with ``control``."""
+        self.control: Communicator = self
+        """The channel for what ranks say to each other; this one, where there is no other."""
+
+    def prepare(self, calls: Sequence[Call]) -> Batch:
+        """Return the calls as a batch for many launches. Calls on empty tensors are left out.
+
+        A back-end does once, at the first launch of a batch, what it does at every launch of other calls, and may keep memory
+        for it.
+        """
+        return Batch(call for call in calls if call.full.numel())
+
+    def handle(self, calls: Sequence[Call], *, label: str) -> Handle:
+        """Return a launch of like calls that has not started.
+
+        Calls on empty tensors are dropped: all ranks hold the same layout, so all of them drop the same ones.
+
+        Args:
+            label: names the batch in traces and errors.
+
+        Raises:
+            InvariantError: the calls are not alike, or a shard is not ``full / ranks``.
+        """
+        batch = calls if isinstance(calls, Batch) else self.prepare(calls)
+        record = batch.record
+        if record is None or record.label != label or record.num_ranks != self.size:
+            self._check(batch, label)
+            if not batch or self.size == 1:
+                return DoneHandle(batch)
+            payload_bytes = sum(call.full.nbytes for call in batch)
+            record = batch.record = CollectiveRecord(batch[0].kind, label, len(batch), payload_bytes, num_ranks=self.size)
+        return self._handle(batch, record, is_kept=batch is calls)
+
+    def launch(self, calls: Sequence[Call], *, label: str) -> Handle:
+        """Start a launch of like calls and return its handle. See ``handle``.
+
+        Raises:
+            MegabucketError: as ``handle`` and ``Handle.start``.
+        """
+        handle = self.handle(calls, label=label)
+        handle.start()
+        return handle
+
+    def break_off(self, error: WrapperBrokenError) -> None:  # noqa: B027  (alone, there is nobody to tell)
+        """Launch nothing more, and let the other ranks know: their waits raise ``error`` within two seconds.
+
+        What is under way may never end, so its buffers are kept until the program ends.
+        """
+
+    def close(self) -> None:  # noqa: B027  (most implementations have nothing to end)
+        """End what runs in the background on behalf of this communicator. Idempotent; nothing may be launched afterwards."""
+
+    def clock_for(self, device: torch.device) -> Clock:  # noqa: ARG002 - implementations have clocks for devices
+        """Return the clock by which collectives on a device are timed."""
+        return HostClock()
+
+    @abstractmethod
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
+        """Return a launch of a non-empty batch of like calls on more than one rank.
+
+        Args:
+            record: what it is recorded as.
+            is_kept: whether the caller will launch the batch again.
+        """
+
+    def _check(self, batch: Batch, label: str) -> None:
+        if any(call.kind is not batch[0].kind for call in batch):
+            raise InvariantError(f"{label}: a batch must hold calls of one kind, got {[call.kind.value for call in batch]}")
+        for call in batch:
+            if isinstance(call, ReduceScatter | AllGather) and call.shard.numel() * self.size != call.full.numel():
+                raise InvariantError(
+                    f"{label}: a shard of {call.shard.numel()} elements is not one of {self.size} equal shards of a buffer of "
+                    f"{call.full.numel()}"
+                )
+
+
+class LocalCommunicator(Communicator):
+    """The communicator of a process that trains alone: the same code path, minus the wire."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
+        raise InvariantError(f"{record.label}: one rank has nobody to talk to, got {len(batch)} calls")

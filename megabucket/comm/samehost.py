@@ -1,0 +1,417 @@
+"""Same-host copies: a communicator around that of a process group, whose ranks copy from each other's memory.
+
+Where all ranks of a gloo group run on one host and the kernel lets them, large batches on data are not sent over sockets. The
+thread of each rank reads what it needs of the others' memory (``process_vm_readv(2)``): one copy by the kernel, where a socket
+takes two and a network stack. Everything else goes to the communicator inside.
+
+======================  =================================================================================================
+reduce-scatter          each rank reads the others' values of its part, block by block, and adds them to its own
+all-reduce              the same, then each rank reads the parts that the others have added up
+all-gather              each rank reads the others' parts, each to its place
+======================  =================================================================================================
+
+The bits are those of gloo's own collectives. The threads tell each other over Unix sockets how far they are: where the tensors
+of a launch lie, so a thread that has heard from all knows that all have launched; then, after each stage, whether its reads
+went well. A job is done when all ranks have read, so memory is its owner's again when its own wait is over, and a wait needs no
+other rank's wait. See docs/decisions/reading-peers.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import socket
+import time
+import weakref
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from megabucket.comm.communicator import AllGather, AllReduce, Batch, Call, Communicator, Handle, ReduceOp, ReduceScatter
+from megabucket.comm.exchange import exchange
+from megabucket.comm.gloo import Operation, Plan, additions_of, can_exchange_among, divisions, lies_in_place, ring_blocks
+from megabucket.comm.liveness import identify_this_process
+from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle, backend_of
+from megabucket.errors import WrapperBrokenError
+from megabucket.trace.recorder import CollectiveRecord
+
+LEAST_BYTES: Final = 1 << 20
+"""Of a batch that is copied. Below, a gather of two ranks would take longer than torch's: tests/benchmarks/gloo_cost.py."""
+
+BLOCK_BYTES: Final = 1 << 19
+"""Read at a time where what was read is added to something, so that it is still in the cache then."""
+
+_MOST_CALLS: Final = 4096  # in a batch: their addresses fit into what a socket keeps until it is read
+_LONGEST_READ_BYTES: Final = 1 << 30  # the kernel's limit is a little below 2 GiB
+_NONCE_BYTES: Final = 16
+_WORD_BYTES: Final = 8
+_GREETING_S: Final = 5.0
+_SLICE_S: Final = 0.1
+
+
+class SameHostCommunicator(Communicator):
+    """Copies large batches between the processes of one host. See ``with_same_host_copies``."""
+
+    def __init__(self, inner: ProcessGroupCommunicator, memory: PeerMemory, sockets: PeerSockets) -> None:
+        super().__init__(rank=inner.rank, size=inner.size)
+        self.progress, self.control = inner.progress, inner.control
+        self.inner = inner
+        """The communicator for everything else."""
+        self._memory, self._sockets = memory, sockets
+        self._finish = weakref.finalize(self, sockets.close)
+
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
+        if is_kept and batch.plan is None and can_copy(batch):
+            # Not the batch itself: buffers would have to wait for the garbage collector.
+            batch.plan = _Copies(tuple(batch), self._memory, self._sockets, rank=self.rank, size=self.size)
+        copies = batch.plan
+        if not isinstance(copies, _Copies):
+            return self.inner._handle(batch, record, is_kept=is_kept)
+        return WorkHandle(self.inner.link, None, copies.plan, record, is_kept=True, run=copies.run)
+
+    def break_off(self, error: WrapperBrokenError) -> None:
+        """Launch nothing more, and let the others know why."""
+        self.inner.break_off(error)
+
+    def close(self) -> None:
+        """End the thread, the sockets and the communicator inside."""
+        self.inner.close()
+        self._finish()
+
+    def clock_for(self, device: torch.device) -> Any:
+        """Return the clock of the communicator inside."""
+        return self.inner.clock_for(device)
+
+
+def with_same_host_copies(communicator: Communicator, device: torch.device) -> Communicator:
+    """Return a communicator that copies between processes, where all ranks are on this host and can; else the given one.
+
+    All ranks call it, and get the same.
+
+    Args:
+        device: of the buffers.
+    """
+    if not isinstance(communicator, ProcessGroupCommunicator) or communicator.size == 1:
+        return communicator
+    link = communicator.link
+    if device.type != "cpu" or not link.own_groups or not can_exchange_among(communicator.size):
+        return communicator
+    if backend_of(link.own_groups[0], device) != "gloo":
+        return communicator
+
+    def tell_all(word: bytes) -> list[bytes]:
+        return exchange(communicator, word, device=device, label="same-host copies")
+
+    memory = get_to_know(tell_all, rank=communicator.rank)
+    if memory is None or not can_meet(tell_all):
+        return communicator
+    sockets = PeerSockets(tell_all, rank=communicator.rank, size=communicator.size, timeout_s=link.timeout_s or 1800.0)
+    return SameHostCommunicator(communicator, memory, sockets)
+
+
+def can_copy(calls: Sequence[Call]) -> bool:
+    """Whether a batch of like calls can be done by copying, and that is worth it. The same on all ranks."""
+    is_worth_it = len(calls) <= _MOST_CALLS and sum(call.full.nbytes for call in calls) >= LEAST_BYTES
+    return is_worth_it and all(_is_readable(call) for call in calls)
+
+
+def _is_readable(call: Call) -> bool:
+    if isinstance(call, ReduceScatter):
+        return lies_in_place(call) and call.op is not ReduceOp.MAX and not call.in_fp32
+    if isinstance(call, AllReduce):
+        return call.op is not ReduceOp.MAX and call.full.is_floating_point()
+    return isinstance(call, AllGather)
+
+
+class _Copies:
+    """How one rank does one batch by copying. The thread runs it; it is planned again when a rank's tensors have moved."""
+
+    def __init__(self, calls: Sequence[Call], memory: PeerMemory, sockets: PeerSockets, *, rank: int, size: int) -> None:
+        self._calls, self._memory, self._sockets = calls, memory, sockets
+        self._rank, self._size = rank, size
+        self._others = [(rank + hops) % size for hops in range(1, size)]
+        kinds = [(call.kind.value, call.full.numel(), str(call.full.dtype), getattr(call, "op", None)) for call in calls]
+        # Equal on all ranks if they do the same; then where the tensors lie.
+        self._words = [zlib.crc32(repr(kinds).encode()), *(call.full.data_ptr() for call in calls)]
+        self._addresses: list[list[int]] = []
+        self._stages: list[list[Operation]] = []
+        self._expected: list[list[tuple[int, int]]] = []  # by stage and read: rank, bytes
+        own_parts = [(self._part(call.full.data, rank), call.shard.data) for call in calls if isinstance(call, AllGather)]
+        self.plan = Plan((), [(target, source) for target, source in own_parts if target.data_ptr() != source.data_ptr()])
+        """What comes first: gathers need this rank's own part in its place."""
+
+    def run(self, must_stop: Callable[[], bool]) -> dict[int, str]:
+        """Do the batch with all ranks. Return what is the matter with ranks that could not be read: the same on all ranks."""
+        said = self._sockets.exchange(self._words, must_stop)
+        if any(words[0] != self._words[0] for words in said):
+            raise RuntimeError(f"rank {self._rank} has launched something else than others: {self._calls[0].kind.value}")
+        addresses = [words[1:] for words in said]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._make_stages()
+        for operations, expected in zip(self._stages, self._expected, strict=True):
+            results = [result for result in map(_run, operations) if isinstance(result, int)]
+            unread = [rank for (rank, nbytes), number in zip(expected, results, strict=True) if number != nbytes]
+            words = self._sockets.exchange([1 + unread[0] if unread else 0], must_stop)
+            if states := {word - 1: reader for reader, (word,) in enumerate(words) if word}:
+                return {rank: f"is there, but rank {reader} could not read its memory" for rank, reader in states.items()}
+        return {}
+
+    def _make_stages(self) -> None:
+        self._expected, self._stages = [], []
+        if isinstance(self._calls[0], AllReduce | ReduceScatter):
+            self._add_stage(self._sum)
+        if isinstance(self._calls[0], AllReduce | AllGather):
+            self._add_stage(self._gather)
+
+    def _add_stage(self, steps: Callable[[], Iterator[Operation]]) -> None:
+        self._expected.append([])
+        self._stages.append(list(steps()))
+
+    def _part(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the part of a buffer that a rank adds up, or owns."""
+        numel = full.numel()
+        return full.view(-1)[rank * numel // self._size : (rank + 1) * numel // self._size]
+
+    def _read(self, target: torch.Tensor, rank: int, address: int) -> Iterator[Operation]:
+        for operation, nbytes in self._memory.reads(target, rank, address):
+            self._expected[-1].append((rank, nbytes))
+            yield operation
+
+    def _gather(self) -> Iterator[Operation]:
+        """Yield what brings the parts of all other ranks, each to its place."""
+        for index, call in enumerate(self._calls):
+            full = call.full.data
+            for rank in self._others:
+                part = self._part(full, rank)
+                yield from self._read(part, rank, self._addresses[rank][index] + part.data_ptr() - full.data_ptr())
+
+    def _sum(self) -> Iterator[Operation]:
+        """Yield what adds up this rank's part of each call, in the order of gloo's ring, and divides it."""
+        # Where gloo all-reduces several tensors as one, their order of addition is that of all of them, end to end.
+        numels: dict[tuple[torch.dtype, object], int] = {}
+        keys = [(call.full.dtype, getattr(call, "op", None)) for call in self._calls]
+        for key, call in zip(keys, self._calls, strict=True):
+            numels[key] = numels.get(key, 0) + call.full.numel()
+        starts = dict.fromkeys(numels, 0)
+        for index, (key, call) in enumerate(zip(keys, self._calls, strict=True)):
+            yield from self._sum_one(call, [of_rank[index] for of_rank in self._addresses], starts[key], numels[key])
+            starts[key] += call.full.numel()
+
+    def _sum_one(self, call: Call, addresses: Sequence[int], start: int, numel: int) -> Iterator[Operation]:
+        full = call.full.data
+        own, itemsize = self._part(full, self._rank), full.element_size()
+        offset = (own.data_ptr() - full.data_ptr()) // itemsize
+        for block in ring_blocks(
+            start=start + offset,
+            stop=start + offset + own.numel(),
+            numel=numel,
+            itemsize_bytes=itemsize,
+            num_ranks=self._size,
+            block_numel=BLOCK_BYTES // itemsize,
+        ):
+            pieces = []
+            for rank in block.ranks:
+                piece = own[block.start : block.stop]
+                if rank != self._rank:
+                    piece = self._memory.block(rank, full.dtype)[: piece.numel()]
+                    yield from self._read(piece, rank, addresses[rank] + (offset + block.start) * itemsize)
+                pieces.append(piece)
+            yield from additions_of(pieces, block.ranks, own_rank=self._rank)
+            yield from divisions([call], averages_over=self._size, result=own[block.start : block.stop])
+
+
+def _run(operation: Operation) -> object:
+    return operation()
+
+
+# Memory of other processes #
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class PeerMemory:
+    """The memory of the ranks of one group, all on this host.
+
+    Args:
+        pids: process of each rank.
+        rank: of this process.
+    """
+
+    def __init__(self, pids: Sequence[int], *, rank: int) -> None:
+        self.pids = tuple(pids)
+        self._rank = rank
+        self._readv = _process_vm_readv()
+        self._blocks = torch.empty(len(pids) - 1, BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+
+    def block(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory, 1D, that blocks of another rank are read into; there is one for each."""
+        return self._blocks[rank - (rank > self._rank)].view(dtype)
+
+    def reads(self, target: torch.Tensor, rank: int, address: int) -> list[tuple[Operation, int]]:
+        """Return the operations that fill ``target`` with what another rank has at an address, and the bytes of each.
+
+        Each returns how many bytes were read, or -1. They are calls in C.
+        """
+        operations: list[tuple[Operation, int]] = []
+        for start in range(0, target.nbytes, _LONGEST_READ_BYTES):
+            nbytes = min(_LONGEST_READ_BYTES, target.nbytes - start)
+            here, there = _Piece(target.data_ptr() + start, nbytes), _Piece(address + start, nbytes)
+            arguments = (self.pids[rank], ctypes.pointer(here), 1, ctypes.pointer(there), 1, 0)
+            operations.append((partial(self._readv, *arguments), nbytes))
+        return operations
+
+
+TellAll = Callable[[bytes], list[bytes]]
+"""Sends a short message to all ranks and returns what each has sent, by rank."""
+
+
+def get_to_know(tell_all: TellAll, *, rank: int) -> PeerMemory | None:
+    """Find out whether every rank can read every other one's memory; ``None``: no. All ranks call it, and get one answer."""
+    nonce = os.urandom(_NONCE_BYTES)
+    kept = ctypes.create_string_buffer(nonce, _NONCE_BYTES)
+    process = identify_this_process()
+    own = [process.pid_space, process.pid, ctypes.addressof(kept), nonce.hex()]
+    peers = [json.loads(word) for word in tell_all(json.dumps(own).encode())]
+    can_read = bool(process.pid_space) and all(
+        space == process.pid_space and (index == rank or _reads_nonce(pid, address, expected))
+        for index, (space, pid, address, expected) in enumerate(peers)
+    )
+    # The second message also tells that no rank looks at the nonce any more.
+    all_can = all(word == b"yes" for word in tell_all(b"yes" if can_read else b"no"))
+    return PeerMemory([pid for _, pid, _, _ in peers], rank=rank) if all_can else None
+
+
+def _reads_nonce(pid: int, address: int, expected: str) -> bool:
+    # A process of the same number in another container, or one that took the number over, does not have it.
+    found = ctypes.create_string_buffer(_NONCE_BYTES)
+    here, there = _Piece(ctypes.addressof(found), _NONCE_BYTES), _Piece(address, _NONCE_BYTES)
+    try:
+        num_read = _process_vm_readv()(pid, ctypes.pointer(here), 1, ctypes.pointer(there), 1, 0)
+    except (AttributeError, OSError):
+        return False
+    return num_read == _NONCE_BYTES and found.raw.hex() == expected
+
+
+def _process_vm_readv() -> Callable[..., int]:
+    function = ctypes.CDLL(None).process_vm_readv
+    function.restype = ctypes.c_ssize_t
+    pieces = ctypes.POINTER(_Piece)
+    function.argtypes = [ctypes.c_int, pieces, ctypes.c_ulong, pieces, ctypes.c_ulong, ctypes.c_ulong]
+    found: Callable[..., int] = function
+    return found
+
+
+# Sockets #
+
+
+def can_meet(tell_all: TellAll) -> bool:
+    """Whether names of sockets mean the same to all ranks: in one network namespace. All of them call it."""
+    try:
+        own = str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        own = ""
+    return bool(own) and set(tell_all(own.encode())) == {own.encode()}
+
+
+class PeerSockets:
+    """Connects the thread of a rank with those of all others, for a few words from each to each. Linux only.
+
+    Gloo would do; but there a word passes through threads of two processes that have to find a core, and takes a millisecond.
+
+    Args:
+        tell_all: of ranks that ``can_meet``; all of them make it together.
+        timeout_s: after which a rank that says nothing is an error.
+
+    Raises:
+        OSError: another rank did not come.
+    """
+
+    def __init__(self, tell_all: TellAll, *, rank: int, size: int, timeout_s: float) -> None:
+        self._rank, self._timeout_s = rank, timeout_s
+        self._pid = os.getpid()
+        self._peers: dict[int, socket.socket] = {}
+        # A name without a file, which goes with the socket. A stranger who finds it out does not know the token.
+        name, token = f"\0megabucket-{secrets.token_hex(8)}", secrets.token_bytes(_NONCE_BYTES)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(name)
+            listener.listen(size)
+            listener.settimeout(timeout_s)
+            told = [word.decode().split(" ") for word in tell_all(f"{name} {token.hex()}".encode())]
+            for other, (name_of_other, token_of_other) in enumerate(told[:rank]):
+                peer = self._peers[other] = socket.socket(socket.AF_UNIX)
+                peer.connect(name_of_other)
+                peer.sendall(bytes.fromhex(token_of_other) + rank.to_bytes(_WORD_BYTES, "little"))
+            while len(self._peers) < size - 1:
+                peer, _ = listener.accept()
+                other = _rank_of(peer, token)
+                if rank < other < size and other not in self._peers:
+                    self._peers[other] = peer
+                else:
+                    peer.close()
+        for peer in self._peers.values():
+            peer.settimeout(_SLICE_S)
+
+    def exchange(self, words: Sequence[int], must_stop: Callable[[], bool]) -> list[list[int]]:
+        """Return the words of all ranks, by rank: as many integers of 64 bits from each, a few thousand at most.
+
+        Raises:
+            RuntimeError: another rank is gone, or says nothing, or ``must_stop`` says so. The text is gloo's.
+        """
+        message = array("q", [len(words), *words]).tobytes()
+        said = {self._rank: list(words)}
+        try:
+            for peer in self._peers.values():
+                peer.sendall(message)
+            for rank, peer in self._peers.items():
+                length, *said[rank] = array("q", self._receive(peer, len(message), must_stop))
+                if length != len(words):
+                    raise RuntimeError(f"rank {rank} has launched something else than rank {self._rank}")
+        except OSError:
+            raise RuntimeError("Connection closed by peer") from None
+        return [said[rank] for rank in range(len(said))]
+
+    def _receive(self, peer: socket.socket, nbytes: int, must_stop: Callable[[], bool]) -> bytes:
+        parts, deadline_s = bytearray(), time.monotonic() + self._timeout_s
+        while len(parts) < nbytes:
+            try:
+                part = peer.recv(nbytes - len(parts))
+            except TimeoutError:
+                if must_stop():
+                    raise ConnectionError from None
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError("Timed out waiting for another rank to read what this one has") from None
+                continue
+            if not part:
+                raise ConnectionError
+            parts += part
+        return bytes(parts)
+
+    def close(self) -> None:
+        """Part from the others, also where a thread waits for their words. Idempotent."""
+        for peer in self._peers.values():
+            if os.getpid() == self._pid:  # a forked child must not end what is its parent's
+                with suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+
+
+def _rank_of(peer: socket.socket, token: bytes) -> int:
+    """Return the rank that has come, or -1 for a stranger."""
+    peer.settimeout(_GREETING_S)
+    said = b""
+    with suppress(OSError):
+        while len(said) < _NONCE_BYTES + _WORD_BYTES and (part := peer.recv(_NONCE_BYTES + _WORD_BYTES - len(said))):
+            said += part
+    is_known = len(said) == _NONCE_BYTES + _WORD_BYTES and secrets.compare_digest(said[:_NONCE_BYTES], token)
+    return int.from_bytes(said[_NONCE_BYTES:], "little") if is_known else -1

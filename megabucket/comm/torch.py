@@ -1,0 +1,595 @@
+"""The communicator over a ``torch.distributed`` process group: gloo, NCCL, or any other back-end torch knows.
+
+Over gloo a wrapper has two groups of its own, made from the given one: one for data, one for what ranks say to each other. So
+no collective of the program meets one of the wrapper, and two wrappers never meet. Everything that torch does not say in public
+about groups and works is asked here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import operator
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from megabucket.comm.communicator import (
+    AllReduce,
+    Batch,
+    Communicator,
+    Handle,
+    LocalCommunicator,
+    Progress,
+    ReduceScatter,
+)
+from megabucket.comm.gloo import Operation, Plan, fp32_plan, gloo_plan, plain_plan, small_room_bytes
+from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, wait_slice
+from megabucket.errors import (
+    CollectiveError,
+    ForkedProcessError,
+    GroupDestroyedError,
+    MegabucketError,
+    PeerLostError,
+    ProcessGroupMissingError,
+    WrapperBrokenError,
+)
+from megabucket.trace.clock import Clock, DeviceClock, HostClock
+from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
+
+FABRIC: Final = "megabucket_fabric"
+"""Name of the emulated fabric among torch's back-ends."""
+
+_ROOM_BYTES: Final = 1 << 25  # for small all-reduces that are launched again and again, all together
+_BACKGROUND_BYTES: Final = 1 << 18  # of a batch that a thread completes; smaller ones take less than handing them over
+_RELEASE_S: Final = 0.2
+_JOIN_S: Final = 1.0
+_TIME_LIMIT_S: Final = 1800.0  # torch's, where a group does not say its own
+_RECORDER_CHARS: Final = 300
+_RECORDER_ENTRIES: Final = 4
+
+_call: Final = operator.methodcaller("__call__")
+
+
+def discover_communicator(
+    process_group: dist.ProcessGroup | None, recorder: Recorder | None = None, liveness: Liveness | None = None
+) -> Communicator:
+    """Return the communicator of a wrapper for a group: the given one, the default one, or a single process.
+
+    Over gloo it has groups of its own, so every rank of the group calls this, in the same order.
+
+    Raises:
+        ProcessGroupMissingError: a launcher started several processes but ``torch.distributed`` is not initialized.
+        ConfigError: the settings of ``liveness`` and the time limit of the group are not in order.
+        MegabucketError: another rank does not come, or waits elsewhere.
+    """
+    if process_group is not None or (dist.is_available() and dist.is_initialized()):
+        return ProcessGroupCommunicator(process_group, recorder, liveness=liveness, owns_groups=True)
+    # Read only to refuse: a forgotten init_process_group() would otherwise train replicas that never talk.
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1:
+        raise ProcessGroupMissingError(world_size=int(launched))
+    return LocalCommunicator()
+
+
+class _Channel(Communicator):
+    """Launches on one process group.
+
+    Args:
+        link: what it shares with the other channel.
+        group: ``None``: the default group, to which a reference of ours would keep its threads alive when it is destroyed.
+    """
+
+    def __init__(self, link: Link, group: dist.ProcessGroup | None) -> None:
+        super().__init__(rank=link.rank, size=link.size)
+        self.progress = link.progress
+        self.link = link
+        """What the channels share."""
+        self._group = group
+        self._backends: dict[str, str] = {}
+        self._room_bytes = _ROOM_BYTES
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group; ``None`` stands for the default one."""
+        return self._group
+
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
+        plan = batch.plan
+        if plan is None:
+            plan = batch.plan = self._plan(batch, is_kept=is_kept)
+        return WorkHandle(self.link, self._group, plan, record, is_kept=is_kept)
+
+    def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
+        wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
+        rest = [call for call in batch if call not in wide]
+        plan = fp32_plan(wide, rank=self.rank, size=self.size)
+        device = batch[0].full.device
+        if rest and self._backend(device) == "gloo":
+            room_bytes = self._room_bytes if is_kept else None
+            plan += gloo_plan(rest, rank=self.rank, size=self.size, room_bytes=room_bytes)
+            if is_kept and isinstance(rest[0], AllReduce) and plan.starts[0].method.startswith("all_to_all"):
+                # All ranks launch the same batches in the same order, so they run out of room at the same one.
+                self._room_bytes -= small_room_bytes(rest[0], size=self.size)
+        elif rest:
+            plan += plain_plan(rest, is_anchored=self._has_gloo_works(device))
+        return replace(plan, is_gloo=self._has_gloo_works(device))
+
+    def _backend(self, device: torch.device) -> str:
+        if device.type not in self._backends:
+            self._backends[device.type] = backend_of(self._group or cast("dist.ProcessGroup", dist.group.WORLD), device)
+        return self._backends[device.type]
+
+    def _has_gloo_works(self, device: torch.device) -> bool:
+        return self._backend(device) in ("gloo", FABRIC)
+
+    def break_off(self, error: WrapperBrokenError) -> None:
+        """Launch nothing more, and write the reason into the store of the group, where the waits of the others find it."""
+        self.link.break_off(error)
+
+    def clock_for(self, device: torch.device) -> Clock:
+        """Return the clock by which this group's collectives on a device are timed: its own where they run in its queue."""
+        return self.link.clock(on_device=device.type == "cuda" and not self._has_gloo_works(device))
+
+
+class ProcessGroupCommunicator(_Channel):
+    """The ranks of one process group. Several communicators may live in one process.
+
+    Args:
+        group: ``None``: the default group.
+        liveness: how the ranks watch each other over gloo; when not given, without heartbeats, so that only dead and stopped
+            processes of the same host are noticed.
+        owns_groups: whether to work over groups of its own, where that is possible. Then all ranks make it together.
+
+    Raises:
+        CollectiveError: this process is not a member of the group.
+        ConfigError: the settings of ``liveness`` and the time limit of the group are not in order.
+        MegabucketError: another rank does not come, or waits elsewhere.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        recorder: Recorder | None = None,
+        *,
+        liveness: Liveness | None = None,
+        owns_groups: bool = False,
+    ) -> None:
+        if dist.get_rank(group) < 0:
+            raise CollectiveError(
+                f"global rank {dist.get_rank()} is not a member of the process group it was given; wrap the module on the "
+                "group's members only, or pass a group that contains this rank."
+            )
+        living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
+        link = Link(living, recorder, liveness)
+        super().__init__(link, None if group is dist.group.WORLD else group)
+        self._finish = weakref.finalize(self, link.close)
+        if owns_groups and link.watch is not None and link.heartbeat is not None:
+            link.watch.wait_for_all_ranks("wrap")
+            names = [f"{link.heartbeat.name} {use}" for use in ("data", "control")]
+            link.own_groups = split(living, names, link.timeout_s)
+            if link.own_groups:
+                self._group = link.own_groups[0]
+                self.control = _Channel(link, link.own_groups[1])
+
+    def close(self) -> None:
+        """End the threads and groups of this communicator; the process group it was made from stays as it is."""
+        self._finish()
+
+
+class Link:
+    """What the channels of one communicator share: the watch over the other ranks, the thread, the count of launches."""
+
+    def __init__(self, group: dist.ProcessGroup, recorder: Recorder | None, liveness: Liveness | None) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.progress = Progress(given_recorders=() if recorder is None else (recorder,))
+        self._host_clock = HostClock()
+        self._device_clock: DeviceClock | None = None
+        self.worker = Worker(name=f"megabucket-worker-{self.rank}")
+        self.numbers = itertools.count(1)
+        """Numbers the launches; ``next`` is part of the one call in C that makes a launch."""
+        self.own_groups: list[dist.ProcessGroup] = []
+        self.heartbeat: Heartbeat | None = None
+        self.watch: PeerWatch | None = None
+        self._finding: MegabucketError | None = None
+        self._exists = existence_of(group)
+        self._given = weakref.ref(group)
+        self._pid = os.getpid()
+        self.timeout_s = timeout_s_of(group)
+        store, cpu = store_of(group), torch.device("cpu")
+        if self.size > 1 and store is not None and backend_of(group, cpu) in ("gloo", FABRIC):
+            liveness = (liveness or Liveness(heartbeat_s=None, is_default=True)).fitted_to(self.timeout_s)
+            given_name = str(group.group_name)
+            self.heartbeat = Heartbeat(
+                store,
+                rank=self.rank,
+                members=dist.get_process_group_ranks(group),
+                progress=self.progress,
+                every_s=liveness.heartbeat_s,
+                is_wanted=self._exists,
+            )
+            self.watch = PeerWatch(
+                self.heartbeat,
+                liveness,
+                progress=self.progress,
+                group_timeout_s=self.timeout_s,
+                flight_record=lambda: flight_record([given_name, *(str(own.group_name) for own in self.own_groups)]),
+                on_loss=self._abandon,
+            )
+
+    def clock(self, *, on_device: bool) -> Clock:
+        """Return the clock of the host, or that of the current CUDA device, which is made when it is first asked for.
+
+        On a host a thread of ours sees a collective complete. On a device with a queue (NCCL) all moments are events in that
+        queue, so the host never waits.
+        """
+        if not on_device:
+            return self._host_clock
+        if self._device_clock is None:
+            self._device_clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+        return self._device_clock
+
+    def check_can_launch(self, label: str) -> None:
+        """Refuse a launch where nothing can be sent any more.
+
+        Raises:
+            MegabucketError: the text says why.
+        """
+        finding = self._finding if self.watch is None else self.watch.finding
+        if finding is not None:
+            raise finding.copy()
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(rank=self.rank, operation=f"{label} was launched")
+        if not self._exists():
+            raise GroupDestroyedError(rank=self.rank, operation=f"{label} was launched")
+
+    def wait(self, works: Sequence[Work], *, label: str, number: int) -> None:
+        """Wait for works of one launch, in slices where the other ranks are watched.
+
+        Raises:
+            MegabucketError: they cannot end; the text says why.
+        """
+        if self.watch is not None:
+            self.watch.wait(works, label=label, number=number)
+        else:
+            for work in works:
+                work.wait()  # over NCCL: the current stream waits, not the host
+
+    def break_off(self, error: PeerLostError | WrapperBrokenError) -> None:
+        """Launch nothing more, and let the others know why."""
+        if self.watch is not None:
+            self.watch.break_off(error)
+        self._finding = self._finding or error
+
+    def lose(self, states: Mapping[int, str], label: str) -> PeerLostError:
+        """Return the error to raise because ranks cannot be reached in another way than over gloo. All ranks know the same."""
+        during = f"noticed while waiting for {label} of step {self.progress.step} ({self.progress.phase})"
+        error = PeerLostError(ranks=tuple(states), states=tuple(states.values()), during=during)
+        self.break_off(error)
+        return error.copy()
+
+    def _abandon(self) -> None:
+        self.worker.give_up()
+        # The destructor of a gloo group joins threads that wait for the other ranks, up to the time limit of the group: with a
+        # frozen rank, destroy_process_group() and the end of the program would take that long. See docs/decisions/liveness.md.
+        given = self._given()
+        kept = self.own_groups or ([given] if given is not None else [])
+        threading.Thread(target=_keep, args=(kept,), name="megabucket-lost-groups", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads and groups. Also called when a communicator is dropped, and at the end of the program."""
+        self.worker.end(_JOIN_S)
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        self.own_groups = []
+
+
+def _keep(_: Sequence[dist.ProcessGroup]) -> None:
+    """Hold references that even the end of the program does not drop: those in the frame of a daemon thread."""
+    threading.Event().wait()
+
+
+class WorkHandle(Handle):
+    """One launch on a process group.
+
+    The plan stays referenced until ``wait`` has returned: on CUDA the allocator could otherwise hand the memory of its tensors
+    to other code while a collective still reads it.
+
+    Args:
+        group: ``None``: the default group.
+        is_kept: whether the batch, and with it the tensors, outlives the launch.
+        run: done by the thread, in place of works. Returns what is the matter with ranks that could not be read.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        group: dist.ProcessGroup | None,
+        plan: Plan,
+        record: CollectiveRecord,
+        *,
+        is_kept: bool,
+        run: Callable[[Callable[[], bool]], dict[int, str]] | None = None,
+    ) -> None:
+        self._link, self._group, self._label = link, group, record.label
+        self._plan: Plan | None = plan
+        self._launch: Launch | None = None
+        self._job: Job | None = None
+        self._run, self._unread = run, dict[int, str]()
+        is_large = bool(plan.after) and record.payload_bytes >= _BACKGROUND_BYTES
+        if link.progress.recorders:
+            wants_time = any(recorder.records_time for recorder in link.progress.recorders)
+            self._launch = Launch(record, link.clock(on_device=not plan.is_gloo) if wants_time else None)
+            is_large = is_large or wants_time  # the thread notes when it is done
+        if plan.is_gloo and (is_large or run is not None):
+            self._job = Job(self._complete_in_background)
+        is_passing = plan.is_gloo and not is_kept
+        self._passing = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_passing else []
+        self._sent: list[Any] = []  # number of the launch, then its works: filled by one call in C
+        self._completed: list[None] = []  # not empty when the operations after the works were done
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the batch was sent."""
+        return bool(self._sent)
+
+    def start(self) -> None:
+        """Send the batch. A signal handler runs before or after the one call in C that does so, never within."""
+        plan, link, launch = self._plan, self._link, self._launch
+        if self._sent or plan is None:
+            return
+        link.check_can_launch(self._label)
+        for target, source in plan.copies:
+            target.copy_(source)
+        group = self._group or dist.group.WORLD
+        steps: list[Operation] = [partial(next, link.numbers)]
+        steps += [partial(getattr(group, start.method), *start.arguments) for start in plan.starts]
+        if self._job is not None:
+            link.worker.begin()
+            steps.append(partial(link.worker.jobs.put, self._job))
+        if launch is not None:
+            launch.note("launched")
+        self._sent.extend(map(_call, steps))
+        link.progress.num_launched = self._sent[0]
+        if launch is not None:
+            for recorder in link.progress.recorders:
+                recorder.record_launch(launch)
+            if self._job is None and launch.clock is not None:
+                self._sent[-1].get_future().add_done_callback(lambda _: launch.note("done"))
+
+    def wait(self) -> None:
+        """Return when the results are there. A wait that was interrupted may be begun again and goes on where it was.
+
+        Raises:
+            PeerLostError: a rank died, froze or left without its part of the batch.
+            WrapperBrokenError: a rank was interrupted with the others about to go on.
+            CollectiveError: the batch was not sent.
+        """
+        plan, link = self._plan, self._link
+        if plan is None:
+            return
+        if not self._sent:
+            raise CollectiveError(f"[rank {link.rank}] {self._label} was not launched, so there is nothing to wait for")
+        if self._launch is not None:
+            self._launch.note("wait_start")
+        link.wait(self._sent[1:] if self._job is None else (self._job,), label=self._label, number=self._sent[0])
+        if self._unread:
+            raise link.lose(self._unread, self._label)
+        self._complete(plan)
+        self._plan = None
+        if self._passing:
+            self._sent = self._sent[:1]
+            _await_release(self._passing)
+        if self._launch is not None:
+            self._launch.note("wait_stop")
+
+    def _complete(self, plan: Plan) -> None:
+        """Do what is left to do with the results, in one call in C: as a whole or not at all."""
+        if not self._completed:
+            deque(map(_call, [*plan.after, partial(self._completed.append, None)]), maxlen=0)
+
+    def _complete_in_background(self, must_stop: Callable[[], bool]) -> None:
+        plan = self._plan
+        if plan is None:
+            return
+        for work in self._sent[1 : 1 + len(plan.starts)]:
+            while not wait_slice(work):
+                if must_stop():
+                    raise RuntimeError("Connection closed by peer")  # gloo's text
+        if self._run is not None:
+            self._unread = self._run(must_stop)
+        self._complete(plan)
+        if self._launch is not None:
+            self._launch.note("done")
+
+
+def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Return when C++ holds the tensors as often as before the launch, or after a fifth of a second.
+
+    Nothing else holds the tensors of calls that were not prepared, so a thread of gloo may need Python's lock to let go of
+    them: see ``Anchor``. It gets it here.
+    """
+    deadline_s = time.monotonic() + _RELEASE_S
+    while any(use_count(tensor) > count for tensor, count in tensors) and time.monotonic() < deadline_s:
+        time.sleep(0.0001)
+
+
+# The thread that completes large batches #
+
+
+class Job:
+    """Something that the thread of a communicator does. It can be waited for as a work of gloo can.
+
+    Args:
+        run: called by the thread with a question whether it must stop.
+    """
+
+    def __init__(self, run: Callable[[Callable[[], bool]], None]) -> None:
+        self._run: Callable[[Callable[[], bool]], None] | None = run
+        self._is_done = threading.Event()
+        self._failure: MegabucketError | str | None = None
+
+    def run(self, must_stop: Callable[[], bool]) -> None:
+        """Do it. Never raises; ``wait`` does."""
+        try:
+            if self._run is not None:
+                self._run(must_stop)
+        except MegabucketError as error:
+            self._failure = error
+        except Exception as error:
+            self._failure = str(error) or repr(error)
+        self._run = None  # it leads back here
+        self._is_done.set()
+
+    def is_completed(self) -> bool:
+        """Return whether it is done or has failed."""
+        return self._is_done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when it is done.
+
+        Raises:
+            RuntimeError: it has failed, or ``timeout`` is over; it goes on then.
+        """
+        if not self._is_done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")  # gloo's text, which waits in slices look for
+        if isinstance(self._failure, MegabucketError):
+            raise self._failure.copy()
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        return True
+
+
+class Worker:
+    """A thread that does jobs in the order of their launch. Torch gives Python's lock away while it computes.
+
+    The order is the same on all ranks, so jobs may wait for other ranks.
+    """
+
+    def __init__(self, *, name: str) -> None:
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._must_stop = threading.Event()
+
+    def begin(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is None:
+            arguments = (self.jobs, self._must_stop)
+            self._thread = threading.Thread(target=_do_jobs, args=arguments, name=self._name, daemon=True)
+            self._thread.start()
+            # A thread that the end of the program meets in C++ aborts the process; and others may need its last jobs.
+            atexit.register(self.end, _TIME_LIMIT_S)
+
+    def give_up(self) -> None:
+        """Do no more jobs: ranks are lost."""
+        self._must_stop.set()
+
+    def end(self, time_limit_s: float) -> None:
+        """Have the thread end when it has done its jobs, and wait for it so long at most."""
+        thread, self._thread = self._thread, None
+        if thread is None or thread is threading.current_thread():
+            return
+        self.jobs.put(None)
+        thread.join(time_limit_s)
+        self._must_stop.set()
+        atexit.unregister(self.end)
+
+
+def _do_jobs(jobs: queue.SimpleQueue[Job | None], must_stop: threading.Event) -> None:
+    with torch.no_grad():
+        while (job := jobs.get()) is not None:
+            job.run(must_stop.is_set)
+            del job
+
+
+# What torch knows about groups and works, and does not say in public. Each has a harmless answer when torch has changed. #
+
+
+def store_of(group: dist.ProcessGroup) -> Store | None:
+    """Return the store a group was made with."""
+    try:
+        store: Store = dist.distributed_c10d._get_process_group_store(group)
+    except (AttributeError, KeyError):
+        return None
+    return store
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the back-end that tensors of a device travel over, or nothing when there is none."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:  # no back-end for this kind of device
+        return ""
+
+
+def timeout_s_of(group: dist.ProcessGroup) -> float | None:
+    """Return the time limit of a gloo group's collectives, or ``None`` when torch does not tell."""
+    try:
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def existence_of(group: dist.ProcessGroup) -> Callable[[], bool]:
+    """Return a function that says whether the group still exists; it does not keep the group alive.
+
+    Another default group that was initialized since is another group.
+    """
+    known = weakref.ref(group)
+
+    def exists() -> bool:
+        living = known()
+        return living is not None and living in dist.distributed_c10d._world.pg_map
+
+    return exists
+
+
+def split(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float | None) -> list[dist.ProcessGroup]:
+    """Return groups of the same ranks in the same order; none where this torch cannot make them, or back-ends are not gloo.
+
+    All ranks call it together. These groups are not in torch's list of groups, so only their own methods can be used.
+    """
+    split_group = getattr(group, "split_group", None)
+    backends = {backend_of(group, device) for device in getattr(group, "_device_types", ())}
+    if split_group is None or backends != {"gloo"}:
+        return []
+    ranks, timeout = list(range(group.size())), timedelta(seconds=timeout_s or _TIME_LIMIT_S)
+    return [split_group(ranks, timeout, None, name, name) for name in names]
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """Return how often C++ holds a tensor, all of Python being one holder."""
+    count = getattr(tensor, "_use_count", None)
+    return 1 if count is None else int(count())
+
+
+def flight_record(group_names: Sequence[str]) -> str:
+    """Return torch's record of the last collectives of some groups in one line, or nothing where there is none."""
+    try:
+        dump: dict[str, Any] = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
+        entries = [entry for entry in dump["entries"] if entry["process_group"][0] in group_names]
+        lines = [_describe_entry(entry) for entry in entries[-_RECORDER_ENTRIES:]]
+    except Exception:
+        return ""  # a private format: whatever it is by now, it must not replace the error it is a part of
+    return f"Last collectives: {', '.join(lines)}."[:_RECORDER_CHARS] if lines else ""
+
+
+def _describe_entry(entry: dict[str, Any]) -> str:
+    name = entry["profiling_name"].rpartition(":")[2]
+    # Gloo's entries stay "scheduled" and are retired when they end.
+    state = "ended" if entry["retired"] else entry["state"]
+    return f"#{entry['collective_seq_id']} {name} {entry['input_sizes']} {state}"

@@ -1,0 +1,509 @@
+"""``DistributedDataParallel``: a module whose parameters and gradients live in buffers that are reduced while backward runs.
+
+What a user calls. The parts are put together in ``wrap``; no rule lives here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
+from megabucket.comm import Communicator, Exchange, Liveness, discover_communicator, with_same_host_copies
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
+from megabucket.ddp.fence import step_number_of
+from megabucket.ddp.replicas import broadcast_replicas, check_replicas, unbuffered_state
+from megabucket.ddp.step import GradSync, GuardedStep
+from megabucket.ddp.wrap import (
+    Detached,
+    FollowsRebuild,
+    Unwrapped,
+    Wrapping,
+    exchange_device,
+    find_difference,
+    prepare_rebuild,
+    restore_prefix,
+)
+from megabucket.errors import ConfigError, MegabucketError, PhaseError
+from megabucket.layout import ModelLayout
+from megabucket.trace import Recorder, StepRecorder, StepTrace
+
+_LOGGER: Final = logging.getLogger("megabucket")
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Wrap a module for data-parallel training through buffers and buckets.
+
+    Wrapping moves the trainable parameters into contiguous buffers (values, shapes and memory order stay), makes the replicas
+    equal by a broadcast from the first rank, and hooks backward. ``param.main_grad`` is the gradient's place in the buffer;
+    ``param.grad`` is the same view whenever it holds something a plain torch user may read. Frozen parameters stay where
+    they are. Module buffers (running statistics) are made equal once, when wrapping.
+
+    Args:
+        module: on its final device and in its final dtypes.
+        config: the defaults all-reduce with overlap.
+        process_group: the ranks to reduce with; the default group when not given, or this process alone when
+            ``torch.distributed`` is not initialized.
+        recorder: receives launches and phases, for traces and tests.
+        communicator: an implementation of the port to use instead of a process group, for instance of a ``LoopbackWorld``.
+
+    Raises:
+        NoTrainableParametersError: nothing requires a gradient.
+        UnsupportedParameterError: a trainable parameter cannot live in a buffer; the text says which and why.
+        AlreadyWrappedError: another wrapper holds some of the parameters.
+        LayoutMismatchError: the ranks do not wrap the same module with the same config and versions.
+        PeerFailedError: another rank could not wrap its module.
+        ProcessGroupMissingError: several processes were launched, but they have no process group.
+        ConfigError: the config cannot be honoured for this module.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: DistributedDataParallelConfig | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        recorder: Recorder | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(config, DistributedDataParallelConfig | None):
+            raise ConfigError(
+                f"config must be a DistributedDataParallelConfig, got a {type(config).__name__}; "
+                "DistributedDataParallelConfig(**fields) makes one of a dict"
+            )
+        self.ddp_config = config if config is not None else DistributedDataParallelConfig()
+        if communicator is not None and (process_group is not None or recorder is not None):
+            raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
+        self._owns_communicator = communicator is None
+        self.communicator = communicator or _discover(module, self.ddp_config, process_group, recorder)
+        self.num_value_changes = 0
+        """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
+        self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
+        self._step_recorder: StepRecorder | None = None
+        self._wrapping: Wrapping | Detached = Detached()
+        self.module = module
+        try:
+            self._wrapping = Wrapping(module, self.ddp_config, self.communicator, on_load=self._note_load)
+            self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
+            _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
+            if self.ddp_config.step_traces:
+                self._record_steps()
+            if self.ddp_config.init_sync:
+                self._broadcast()
+        except BaseException:
+            self.detach()  # a module that could not be wrapped is as it was
+            raise
+
+    def _record_steps(self) -> None:
+        progress, device = self.communicator.progress, self.param_and_grad_buffers[0].param_data.device
+        self._step_recorder = StepRecorder(rank=self.communicator.rank, clock=self.communicator.clock_for(device))
+        progress.recorders = (*progress.given_recorders, self._step_recorder)
+
+    def _note_load(self) -> None:
+        self.num_value_changes += 1
+        self.sync.settle()  # what is pending belongs to the step before
+        self.sync.counters.note_load()
+
+    # What the wrapping holds #
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Where each parameter lies."""
+        return self._wrapping.layout
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """The names of the parameters in the buffers."""
+        return self._wrapping.param_names
+
+    @property
+    def param_and_grad_buffers(self) -> list[ParamAndGradBuffer]:
+        """The buffers, in the order of the layout."""
+        return self._wrapping.buffers
+
+    @property
+    def bucket_groups(self) -> list[_ParamAndGradBucketGroup]:
+        """The bucket groups, in launch order."""
+        return self._wrapping.groups
+
+    @property
+    def policy(self) -> StepPolicy:
+        """What the config means for each step."""
+        return self._wrapping.policy
+
+    @property
+    def sync(self) -> GradSync:
+        """The state of the gradient sync, for optimizers."""
+        return self._wrapping.sync
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module. Calling ``ddp.module`` directly trains just as well: all hooks sit inside.
+
+        Raises:
+            PhaseError: the wrapper was detached, or ``ddp.module`` was replaced.
+        """
+        self._wrapping.check_is_wrapped(self.module)
+        return self.module(*args, **kwargs)
+
+    # Gradients #
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward only accumulates: for all but the last microbatch of a step.
+
+        What counts is where backward runs, not forward. Contexts may be nested.
+        """
+        return self.sync.no_sync()
+
+    def start_grad_sync(self) -> None:
+        """Launch the reduction of every bucket that was not launched yet, and return without waiting."""
+        self.sync.start()
+
+    def finish_grad_sync(self, *, force_all_reduce: bool = False) -> None:
+        """Leave reduced gradients behind: launch what was not launched, wait for all. A second call does nothing.
+
+        Gradients that the caller wrote into ``main_grad`` without a backward are reduced as they are, if ``zero_grad_buffer``
+        (not ``zero_grad``) has prepared the place for them.
+
+        Args:
+            force_all_reduce: with the distributed optimizer, gather what was reduce-scattered, once all ranks have agreed on
+                the step. The attribute ``force_all_reduce`` does so in every step.
+
+        Raises:
+            UnusedParameterError: a parameter had no gradient in the whole step (``unused_parameters="error"``).
+        """
+        before = self.sync.force_all_reduce
+        self.sync.force_all_reduce = before or force_all_reduce
+        try:
+            self.sync.finish()
+        finally:
+            self.sync.force_all_reduce = before
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context for one step (forward, backward, optimizer), in which every fault ends alike on all ranks.
+
+        Without it, too, an exception on one rank ends the step on all ranks; but that rank sees its own exception, and the
+        others cannot be told the text of one that was raised in backward. Inside, all ranks raise the same ``PeerFailedError``.
+
+        Raises:
+            MegabucketError: the error all ranks agreed on.
+        """
+        return GuardedStep(self.sync)
+
+    def abort_step(self, reason: str) -> None:
+        """Give up this step on this rank, for instance because its batch is of no use. All ranks drop the step.
+
+        Returns at once; the others raise ``PeerFailedError`` with the reason when they come to the end of the step. This rank
+        goes on with the next step. Right after an exception of this rank, with no other call in between, it belongs to the step
+        that has failed; setting ``step_number`` and entering ``step()`` begin another one.
+
+        Raises:
+            PhaseError: all ranks have agreed on the gradients of this step, and the others update with them.
+        """
+        self.sync.abort(reason)
+
+    @property
+    def step_number(self) -> int | None:
+        """The caller's own number of the step, compared across ranks at the end of each; ``None`` when it gives none."""
+        return None if self.sync.counters.step_number < 0 else self.sync.counters.step_number
+
+    @step_number.setter
+    def step_number(self, number: int | None) -> None:
+        value = step_number_of(number)
+        self.sync.begin_step()
+        self.sync.counters.step_number = value
+
+    @property
+    def last_error(self) -> MegabucketError | None:
+        """The error all ranks agreed on for the last step that was dropped; the same text on every rank."""
+        self.sync.conclude_if_sent()
+        return self.sync.last_error
+
+    @property
+    def last_step_trace(self) -> StepTrace | None:
+        """What the last step that has ended did, and what of its communication was hidden (needs ``step_traces=True``)."""
+        return None if self._step_recorder is None else self._step_recorder.last()
+
+    @property
+    def force_all_reduce(self) -> bool:
+        """Whether gradients are all-reduced although the distributed optimizer is on."""
+        return self.sync.force_all_reduce
+
+    @force_all_reduce.setter
+    def force_all_reduce(self, value: bool) -> None:
+        self.sync.force_all_reduce = value
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients in place, for instance by one over the number of tokens of the global batch.
+
+        After the reduction every rank must use the same factor: an optimizer step with different ones is an error. Before it,
+        the factor of a rank is the weight of its gradients.
+
+        Raises:
+            PhaseError: a collective owns some of them.
+            ConfigError: the factor is not finite.
+        """
+        self.sync.check_not_in_flight("scale_gradients()")
+        value = float(factor)
+        if not math.isfinite(value):
+            raise ConfigError(
+                f"scale_gradients() needs a finite factor, got {value}: every gradient would be nan or inf, and the weights "
+                "after it. One over the number of tokens is infinite for a batch without any: leave such a step out on all "
+                "ranks, with zero_grad() in place of the optimizer's step."
+            )
+        for buffer in self.param_and_grad_buffers:
+            buffer.grad_data.mul_(factor)
+        if self.sync.is_reduced:
+            self.sync.counters.note_grad_scale(value)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. The next ones overwrite them, so nothing is zeroed unless ``set_to_none`` is false."""
+        self.sync.reset()
+        if not set_to_none:
+            self.zero_grad_buffer()
+
+    def zero_grad_buffer(self) -> None:
+        """Fill the gradient buffers with zeros now, and forget all gradients. ``zero_grad`` does less and is enough."""
+        self.sync.reset()
+        for buffer in self.param_and_grad_buffers:
+            buffer.zero_grads()
+
+    # Parameters #
+
+    def start_param_sync(self, *, force_sync: bool = False) -> None:
+        """Gather updated parameters from the ranks that own them, the first layers first.
+
+        Returns at once with ``overlap_param_gather=True``: forward then waits for each bucket where it is needed. Does
+        nothing without the distributed optimizer.
+
+        Args:
+            force_sync: wait in any case.
+        """
+        wrapping = self._wrapping
+        if wrapping.policy.is_sharded:
+            wrapping.gather.start()
+            if force_sync or not wrapping.policy.overlaps_params:
+                wrapping.gather.finish()
+
+    def finish_param_sync(self) -> None:
+        """Return when every parameter may be read."""
+        self._wrapping.gather.finish()
+
+    def broadcast_params(self) -> None:
+        """Copy parameters (frozen ones too) and module buffers of the group's first rank to all ranks.
+
+        What has no values (meta) is left out.
+
+        Raises:
+            ConfigError: a frozen parameter or module buffer is sparse.
+        """
+        self.sync.call("broadcast_params()")
+        self._broadcast()
+
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        self.finish_param_sync()
+        flats = [buffer.param_data for buffer in self.param_and_grad_buffers]
+        broadcast_replicas(chain(flats, unbuffered_state(self.module, self.param_names)), self.communicator)
+        self.num_value_changes += 1
+        self.sync.counters.note_broadcast()
+
+    # The wrapper as a module #
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters as ``torch.nn.Module`` does, once they may be read: what averages weights reads them here."""
+        if not isinstance(self._wrapping, Detached):
+            self.finish_param_sync()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the wrapped module's ``state_dict``, with its own names and complete on every rank."""
+        self.finish_param_sync()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load into the wrapped module. Values are copied into the buffers, so ``assign`` is refused.
+
+        Every rank loads, or every rank calls ``broadcast_params`` afterwards: weights that only some ranks have loaded are an
+        error at the end of the next step.
+
+        Raises:
+            PhaseError: ``assign=True``, which would replace the parameters that live in the buffers.
+        """
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def rebuild(self, config: DistributedDataParallelConfig | None = None) -> None:
+        """Take the module as it is now: after parameters were frozen, unfrozen, added, removed, replaced or moved.
+
+        Every rank calls it between two steps. Layout, buffers and hooks are made anew; ``DistributedOptimizer`` keeps main
+        parameters and moments of every parameter that stays in the module, wherever its shards lie afterwards. Parameters that
+        are trained for the first time must be in a group of the optimizer (``optimizer.add_param_group``). Gradients are
+        dropped.
+
+        When it fails, nothing is wrapped and nothing is lost: every further use is a ``PhaseError``, until what the error says
+        is repaired and ``rebuild`` is called again.
+
+        Args:
+            config: from now on buckets are cut as it says. In other fields it must be what the wrapper has.
+
+        Raises:
+            ConfigError: ``config`` differs in other fields, or cannot be honoured for the module.
+            LayoutMismatchError: the module or the optimizer's groups are not alike on all ranks.
+            OptimizerParametersError: a trainable parameter is in no group of the optimizer, or one of a group is not in the
+                module.
+            PhaseError: parameters were moved before their values had arrived; all stays as it was.
+            StepMismatchError: other ranks take a step meanwhile; all stays as it was.
+            PeerFailedError: another rank could not rebuild.
+            MegabucketError: what wrapping raises.
+        """
+        optimizers = list(self._optimizers)
+        config = config if config is not None else self.ddp_config
+        obstacle, num_optimizers = find_difference(self.ddp_config, config), len(optimizers)
+        before = prepare_rebuild(self._wrapping, num_optimizers=num_optimizers, obstacle=obstacle)
+        for optimizer in optimizers:
+            optimizer.before_rebuild()
+        try:
+            self._wrapping.undo()
+            self.ddp_config = config
+            torch.nn.Module.zero_grad(self.module)  # also parameters that were in no buffer
+            self._wrapping = Wrapping(self.module, self.ddp_config, self.communicator, on_load=self._note_load)
+            self.sync.continue_from(before)
+            if self.ddp_config.init_sync:
+                self._broadcast()
+            for optimizer in optimizers:
+                optimizer.after_rebuild()
+        except BaseException as error:
+            self._wrapping.undo()
+            self._wrapping = Unwrapped(self.module, before, reason=f"{type(error).__name__}: {error}")
+            raise
+
+    def follow_rebuilds(self, optimizer: FollowsRebuild) -> None:
+        """Let an optimizer whose tensors lie in the buffers know before and after they are rebuilt.
+
+        The last one that asks is the one: two cannot own the same shards, and an earlier one that is garbage need not be
+        collected at the same moment on every rank.
+        """
+        self._optimizers.clear()
+        self._optimizers.add(optimizer)
+
+    def check_replicas(self) -> None:
+        """Compare the parameters of all ranks, bit by bit through checksums. A collective call; reads every parameter once.
+
+        Finds what no gradient can tell: a flipped bit, a write on one rank only, an update that one rank missed.
+
+        Raises:
+            ReplicasDivergedError: some parameter differs; the text names the first.
+        """
+        self.sync.call("check_replicas()")
+        self.finish_param_sync()
+        check_replicas(dict(self.module.named_parameters()), self.communicator, step=self.sync.step)
+
+    def detach(self) -> torch.nn.Module:
+        """Undo the wrapping: give the parameters storages of their own, remove all hooks, and return the module.
+
+        Gradients are dropped, and optimizers over the buffers' shards no longer reach the module. The wrapper is of no use any
+        more, and says so to whoever uses it. A second call does nothing.
+        """
+        wrapping, self._wrapping = self._wrapping, Detached()
+        try:
+            wrapping.undo()
+        finally:
+            progress = self.communicator.progress
+            if self._step_recorder in progress.recorders:
+                progress.recorders = progress.given_recorders
+            if self._owns_communicator:
+                self.communicator.close()
+        return self.module
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(
+            "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
+            "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one."
+        )
+
+
+def _discover(
+    module: torch.nn.Module,
+    config: DistributedDataParallelConfig,
+    process_group: dist.ProcessGroup | None,
+    recorder: Recorder | None,
+) -> Communicator:
+    communicator = discover_communicator(process_group, recorder, Liveness.from_config(config))
+    if resolve_step(config).copies_on_host:
+        communicator = with_same_host_copies(communicator, exchange_device(module))
+    return communicator
+
+
+def _warn_without_overlap(communicator: Communicator, config: DistributedDataParallelConfig, layout: ModelLayout) -> None:
+    """Log, on the first rank, why the reduction of gradients will not overlap backward, if it will not.
+
+    A log record and no Python warning: a model in one bucket is no reason to stop a program that makes errors of warnings.
+    Where overlap was switched off, or one rank runs alone, it is a warning only if figures are wanted.
+    """
+    why = overlap_obstacle(config, dp_size=communicator.size, is_one_bucket=layout.num_buckets == 1)
+    if why is not None and communicator.rank == 0:
+        is_surprising = config.step_traces or (config.overlap_grad_reduce and communicator.size > 1)
+        level = logging.WARNING if is_surprising else logging.INFO
+        _LOGGER.log(level, "megabucket: communication cannot overlap backward: %s", why)
+
+
+class AgreedStop:
+    """Whether the run is to end: asked of any rank, at any time; answered alike on all ranks, after each step.
+
+    The fence of each step carries the wish, so agreeing costs nothing. Where there is no fence (``fence=False``) the ranks ask
+    each other with a collective of their own, every so many steps.
+
+    Args:
+        ddp: the wrapper whose steps are meant.
+        ask_every_steps: of how many calls of ``poll`` one asks, where there is no fence.
+
+    Raises:
+        ValueError: ``ask_every_steps`` is less than 1.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, *, ask_every_steps: int = 10) -> None:
+        if ask_every_steps < 1:
+            raise ValueError(f"ask_every_steps is {ask_every_steps}, and must be 1 or more")
+        self._ddp, self._ask_every_steps = ddp, ask_every_steps
+        self._num_polls = 0
+        self._is_requested = False
+
+    def request(self) -> None:
+        """Ask for the end. Notes it and does nothing else, so a signal handler may call it."""
+        self._is_requested = True
+        self._ddp.sync.counters.wants_stop = True
+
+    def poll(self) -> bool:
+        """Return whether some rank was asked to stop: the same on every rank. A collective call, once after each step.
+
+        A rank that was asked after its side of the step was sent is heard after the next one.
+
+        Raises:
+            MegabucketError: the step is not whole on some rank.
+        """
+        self._ddp.sync.settle(raises_again=True)
+        communicator = self._ddp.communicator
+        if self._ddp.policy.has_fence or communicator.size == 1:
+            return self._ddp.sync.stop_is_wanted
+        self._num_polls += 1
+        if self._num_polls % self._ask_every_steps:
+            return False
+        device = self._ddp.param_and_grad_buffers[0].grad_data.device
+        said = Exchange(communicator, bytes([self._is_requested]), capacity_bytes=1, device=device, label="stop").wait()
+        return any(word != b"\0" for word in said)

@@ -1,0 +1,877 @@
+"""``GradSync``: the state of one wrapper's steps, from the first forward to the update, and every way out of a step.
+
+::
+
+    IDLE      -> OPEN       a training forward or a gradient
+    OPEN      -> LAUNCHING  a gradient of the last microbatch, or a flush; may rest here between backward and step()
+    LAUNCHING -> FENCED     the last bucket and the fence are sent
+    FENCED    -> AGREED     all ranks are whole and the buckets are drained (an overflow of the sum is found here)
+    FENCED    -> IDLE       something is wrong on some rank: drained, forgotten, the same error on all ranks
+    AGREED    -> IDLE       updated and the gather sent; or cleared
+    AGREED    -> OPEN       all-reduced: plain torch accumulates on reduced gradients
+    AGREED    -> FENCED     a second vote: explicit finish and then step() or zero_grad()
+    any       -> GIVING_UP  this rank failed before its fence: the rest of the schedule and a fence that says so are sent; may
+                            rest here until the next call
+    GIVING_UP -> IDLE       the same error on all ranks
+    IDLE      -> CALL       a collective call outside of a step; and back
+    any       -> BROKEN     interrupted after the fence was sent, or a peer was lost; only detach() is left
+
+Hooks never raise about the step and never change the order of launches; they note what they see. Whatever goes wrong, each rank
+sends the same collectives in the same order: all buckets, then the fence. What a state means for memory stands in the phases of
+the buckets (``buffer/phases.py``).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
+from types import MappingProxyType, TracebackType
+from typing import Any, Final
+
+import torch
+
+from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
+from megabucket.buffer.finite import FiniteTest
+from megabucket.config.resolve import StepPolicy
+from megabucket.ddp.fence import Entry, Fence, Report, describe, resolve_error
+from megabucket.ddp.guards import ModelWatch, Problem
+from megabucket.ddp.hooks import BackwardWatch
+from megabucket.errors import (
+    CallMismatchError,
+    ForkedProcessError,
+    GroupDestroyedError,
+    InvariantError,
+    MegabucketError,
+    NonFiniteGradientError,
+    PeerLostError,
+    PhaseError,
+    UnreducedGradientsError,
+    UnusedParameterError,
+    WrapperBrokenError,
+)
+from megabucket.trace.step_recorder import BETWEEN_STEPS, PAUSE
+
+
+class StepState(enum.Enum):
+    """Where a step is, and who may do what."""
+
+    IDLE = "between two steps"  # nothing of a step has come; calls may be made
+    OPEN = "open"  # forwards and microbatches; gradients accumulate on this rank
+    LAUNCHING = "launching"  # the last microbatch has come; buckets go out
+    FENCED = "fenced"  # this rank's side was told; it cannot be taken back
+    AGREED = "agreed"  # gradients are reduced, and optimizers may step on them
+    GIVING_UP = "giving up"  # this rank failed; the others hear so at their fence
+    CALL = "in a call"  # all ranks are in the same collective call
+    BROKEN = "broken"  # nothing can be sent any more
+
+
+_TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType(
+    {
+        StepState.IDLE: frozenset({StepState.OPEN, StepState.LAUNCHING, StepState.GIVING_UP, StepState.CALL}),
+        StepState.OPEN: frozenset({StepState.LAUNCHING, StepState.GIVING_UP, StepState.IDLE}),
+        StepState.LAUNCHING: frozenset({StepState.FENCED, StepState.GIVING_UP}),
+        StepState.FENCED: frozenset({StepState.AGREED, StepState.IDLE}),
+        StepState.AGREED: frozenset({StepState.IDLE, StepState.OPEN, StepState.FENCED, StepState.GIVING_UP, StepState.CALL}),
+        StepState.GIVING_UP: frozenset({StepState.IDLE}),
+        StepState.CALL: frozenset({StepState.IDLE, StepState.AGREED, StepState.GIVING_UP}),
+        StepState.BROKEN: frozenset(),
+    }
+)
+
+
+_GROUP_ERRORS: Final = (PeerLostError, WrapperBrokenError, ForkedProcessError, GroupDestroyedError)
+"""Errors that say nothing about a step: there is nobody to tell."""
+
+
+class GradSync:
+    """The steps of one wrapper.
+
+    Args:
+        groups: bucket groups in launch order.
+        watch: finds out whether the module was changed; ``None`` does not look.
+        backward_hooks: of the module and its parts. While there are any, no gradient is staged: they may look at others.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[_ParamAndGradBucketGroup],
+        policy: StepPolicy,
+        watch: ModelWatch | None = None,
+        *,
+        backward_hooks: Sequence[Sized] = (),
+    ) -> None:
+        self.groups = groups
+        self.policy = policy
+        self._watch = watch
+        self._backward_hooks = backward_hooks
+        self._communicator = groups[0].communicator
+        device = groups[0].buckets[0].grad_data.device
+        self._fence = Fence(self._communicator, num_buckets=len(groups), policy=policy, device=device)
+        self.counters = self._fence.counters
+        """What this rank will report at the next fence."""
+        self.step = 0
+        """How many steps were agreed on, or dropped, by all ranks."""
+        self.last_error: MegabucketError | None = None
+        """The error all ranks agreed on for the last step that was dropped."""
+        has_grads = any(slot.has_grad for group in groups for slot in group.slots)  # from before wrapping
+        self.state = StepState.OPEN if has_grads else StepState.IDLE
+        self.broken: MegabucketError | None = None
+        """Why nothing can be sent any more."""
+        self.dropped: MegabucketError | None = None
+        """The error about gradients that were not cleared since, so that no optimizer may step on them."""
+        self.skip_reason = ""
+        """Why no optimizer steps on the gradients of this step (``nonfinite_gradients="skip_step"``); empty otherwise."""
+        self.force_all_reduce = False
+        """All-reduce in the next launches although the distributed optimizer is on."""
+        self._num_launched = 0  # always a prefix of the groups
+        self._no_sync_depth = self._num_blocks = 0
+        # Of the backward that is running:
+        self._backward = BackwardWatch()
+        self._is_taking = False  # it has brought a gradient, and more are wanted
+        self._is_last = self._may_stage = self._has_reached_outputs = False
+        self._refusal: MegabucketError | None = None  # raised at its end
+
+    def continue_from(self, other: GradSync) -> None:
+        """Take over what outlives a rebuild."""
+        self.step, self.last_error, self.force_all_reduce = other.step, other.last_error, other.force_all_reduce
+        self._fence.stop_is_wanted = other.stop_is_wanted
+        self.counters.continue_from(other.counters)
+
+    @property
+    def stop_is_wanted(self) -> bool:
+        """Whether some rank has said at the last fence that it was asked to stop."""
+        return self._fence.stop_is_wanted
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the buckets hold reduced gradients."""
+        return self.groups[0].grad_phase is GradPhase.REDUCED
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether nothing of a step has begun, and nothing is left of the last one that other ranks wait for."""
+        is_over = self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.policy.is_sharded)
+        return is_over and not self.counters.num_open_forwards
+
+    def enter(self, state: StepState) -> None:
+        """Go to ``state``.
+
+        Raises:
+            MegabucketError: the wrapper is broken.
+            InvariantError: the table has no way from the current state to ``state``.
+        """
+        if state is self.state:
+            return
+        if state not in _TRANSITIONS[self.state]:
+            if self.broken is not None:
+                raise self.broken.copy()
+            raise InvariantError(f"a step that is '{self.state.value}' cannot become '{state.value}'")
+        self.state = state
+
+    # Forward and backward #
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only accumulate in backwards that run inside. May be nested; an exception inside leaves nothing behind."""
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    def begin_forward(self) -> None:
+        """Note that a training forward begins.
+
+        Raises:
+            MegabucketError: a forward or backward of this step has failed before, and the caller has caught the exception.
+        """
+        self.settle()
+        self._begin("forward")
+        self.counters.num_open_forwards += 1
+
+    def _begin(self, phase: str) -> None:
+        if self.state is StepState.IDLE or (self.state is StepState.AGREED and self.counters.num_updates):
+            self.enter(StepState.OPEN)
+        self._communicator.progress.enter(self.step, phase)
+
+    def begin_step(self) -> None:
+        """Note that what follows belongs to the next step, whatever has become of the last one."""
+        self.settle()
+        if self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.policy.is_sharded):
+            self.enter(StepState.OPEN)
+
+    def enter_block(self) -> None:
+        """Begin a ``step()`` block: whatever fails in it belongs to the step."""
+        self.begin_step()
+        self._num_blocks += 1
+
+    def leave_block(self, error: BaseException | None) -> MegabucketError | None:
+        """End a ``step()`` block; return the error of all ranks about the step that ``error`` has ended, if it has.
+
+        Raises:
+            MegabucketError: a forward or backward has failed in the block, and the caller has caught the exception.
+        """
+        self._num_blocks -= 1
+        if error is None:
+            self.settle()
+            return None
+        if error is self.last_error or self.state is StepState.BROKEN or isinstance(error, _GROUP_ERRORS):
+            return None
+        if self.state is StepState.GIVING_UP and not self._fence.is_sent:
+            self.counters.note_failure(self._communicator.progress.phase, describe(error), is_certain=True)
+        elif not self.is_between_steps:
+            self.fail(self._communicator.progress.phase, error)
+        elif self._awaits_update:
+            self.counters.note_missed_update(describe(error))
+        if self.state is not StepState.GIVING_UP:
+            return None
+        if not isinstance(error, Exception):
+            self._send_failure()  # an interrupt does not wait for other ranks
+            return None
+        return self.conclude_giving_up()
+
+    @property
+    def _awaits_update(self) -> bool:
+        """Whether all ranks have agreed on gradients that this one has not stepped on."""
+        return self.state is StepState.AGREED and not (self.counters.num_updates or self.skip_reason)
+
+    def begin_backward(self) -> None:
+        """Note that a backward has come to an output of the module.
+
+        Raises:
+            ConcurrentBackwardError: another thread's backward is running.
+            MegabucketError: as ``begin_forward``.
+        """
+        if self._backward.is_open:
+            self._backward.check_thread(rank=self._communicator.rank)
+        else:
+            self._open_backward()
+        self._has_reached_outputs = True
+
+    def _open_backward(self) -> None:
+        self.settle()
+        self._begin("backward")
+        self._is_taking = self._has_reached_outputs = False
+        self.dropped = None
+        self._backward.open(self)
+
+    def receive(self, index: int, position: int) -> None:
+        """Take the gradient of one parameter. The cost does not depend on how many there are, but for the first of each group.
+
+        Args:
+            index: of the bucket group.
+            position: of the parameter in the group.
+        """
+        group = self.groups[index]
+        if not self._is_taking and not self._begin_taking(group, position):
+            return
+        if group.grad_phase is not GradPhase.ACCUMULATING:
+            self._note_late(group, position)
+        elif group.receive(position, counts=self._is_last, may_stage=self._may_stage) and self.policy.overlaps_grads:
+            # Strictly in order, whatever order gradients arrive in: this is what keeps ranks in step.
+            while self._num_launched < len(self.groups) and self.groups[self._num_launched].is_complete:
+                self._launch_next()
+
+    def _begin_taking(self, group: _ParamAndGradBucketGroup, position: int) -> bool:
+        """Begin with the first gradient of a backward; return whether the gradient is wanted.
+
+        It is not if this rank has dropped a step that others take, which is an error of this whole backward.
+        """
+        if not self._backward.is_open:
+            self._open_backward()
+        if self._refusal is None and self.is_reduced:
+            self._refusal = self._start_unasked(group, position)
+        if self._refusal is not None:
+            group.slots[position].param.grad = None
+            return False
+        self._is_taking, self._is_last = True, self._no_sync_depth == 0
+        # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
+        self._may_stage = not (torch.is_grad_enabled() or any(self._backward_hooks))
+        if self.state is not StepState.LAUNCHING:
+            self.enter(StepState.OPEN)
+        if self._is_last:
+            self.enter(StepState.LAUNCHING)
+        return True
+
+    def _start_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> MegabucketError | None:
+        """Start a step because a gradient arrives: plain torch code may clear gradients without telling us.
+
+        Returns the error about the last step, if others step on it.
+
+        After an all-reduce a cleared gradient (``None``) starts anew. One that was zeroed in place, or kept, is accumulated on
+        and reduced again: the mean of equal values is that value, as with torch's own accumulation. A sum would count the
+        old values once per rank, and after a reduce-scatter they are not even gradients; both are noted as late.
+        """
+        own = group.slots[position]
+        slots = [slot for one in self.groups for slot in one.slots]
+        kept = [slot for slot in slots if slot.param.grad is slot.view or (slot.param.grad is not None and slot is not own)]
+        if self.policy.is_sharded or (not self.policy.averages and kept):
+            self._note_late(group, position)
+            kept = []
+        error = self._vote_to_drop()
+        if error is None:
+            self._reopen()
+            self.counters.kept = tuple(slot.name for slot in kept)
+        return error
+
+    def _reopen(self) -> None:
+        for group in self.groups:
+            group.reopen()
+        self.skip_reason = ""
+        if self.state is not StepState.LAUNCHING:
+            self.enter(StepState.OPEN)
+
+    def _note_late(self, group: _ParamAndGradBucketGroup, position: int) -> None:
+        """Keep a gradient away from a buffer that was sent, and remember to say so."""
+        slot = group.slots[position]
+        slot.param.grad = None
+        phase = group.grad_phase.value
+        self.counters.note_late(slot.name, bucket=group.index, num_buckets=len(self.groups), phase=phase)
+
+    def end_backward(self) -> None:
+        """Finish the sync where the end of a backward does. Called by autograd; what is raised leaves ``backward()``.
+
+        Raises:
+            MegabucketError: the step is not whole on some rank, or others take one that this rank has dropped.
+        """
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
+        with self._leaving_no_mess("backward"):
+            has_received, self._is_taking = self._is_taking, False
+            self._look_for_what_is_missing(has_received=has_received)
+            if self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received:
+                self.finish()  # which takes what is still staged
+            else:
+                for group in self.groups:
+                    group.end_backward()
+                    if self.state is StepState.LAUNCHING:
+                        group.withhold_grads()
+        self.pause()
+
+    def _look_for_what_is_missing(self, *, has_received: bool) -> None:
+        """Count the backward, also one that has brought no gradient where that means zeros, or where the module has changed."""
+        counts = has_received or (self._has_reached_outputs and self.policy.unused_is_zero)
+        self.counters.num_microbatches += counts
+        is_odd = self._has_reached_outputs and not has_received and self._no_sync_depth == 0
+        if is_odd and (counts or (self._watch is not None and self._watch.find_change() is not None)):
+            # The others wait for this rank: it takes part when an optimizer or the caller asks for gradients.
+            if self.is_reduced:
+                error = self._vote_to_drop()
+                if error is not None:
+                    raise error
+                self._reopen()
+            if self.state is not StepState.LAUNCHING:
+                self.enter(StepState.OPEN)
+            self.enter(StepState.LAUNCHING)
+
+    def abandon_backward(self) -> None:
+        """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
+        for group in self.groups:
+            group.drop_staged()
+        refusal, self._refusal = self._refusal, None
+        self._is_taking = False
+        if refusal is None:
+            self.fail("backward", None)
+
+    def pause(self) -> None:
+        """Note that the caller does something of its own now."""
+        for recorder in self._communicator.progress.recorders:
+            recorder.enter_phase(self.step, PAUSE)
+
+    # The end of a step #
+
+    def start(self) -> None:
+        """Launch every group that was not launched yet."""
+        self.settle()
+        if not self.is_reduced:
+            with self._leaving_no_mess("start_grad_sync()"):
+                self._flush()
+
+    def finish(self, *, is_committing: bool = False) -> None:
+        """Launch what was not launched, wait for all, and leave reduced gradients behind. Idempotent.
+
+        Raises:
+            MegabucketError: the step is not whole on some rank. All ranks raise the same error, the gradients are forgotten,
+                and the next step may run.
+        """
+        for _ in self.agree(is_committing=is_committing):
+            pass
+
+    def agree(self, *, is_committing: bool = False) -> Iterator[_ParamAndGradBucketGroup]:
+        """Finish as ``finish`` does, and yield each group as soon as it is reduced: all ranks are known to be whole by then.
+
+        Args:
+            is_committing: whether the optimizer updates right after it.
+
+        Raises:
+            MegabucketError: the step is not whole on some rank.
+        """
+        self.settle(raises_again=True)
+        if is_committing:
+            self._communicator.progress.enter(self.step, "fence")
+        if self.state is StepState.AGREED and is_committing and self.policy.is_sharded:
+            # The fence was at ``finish_grad_sync()``, and not every rank that was there need be here.
+            error = self._vote(is_committing=True)
+            if error is not None:
+                raise error
+        with self._leaving_no_mess("the gradient sync"):
+            if not self.is_reduced:
+                self._send_fence(is_committing=is_committing, unused_counts=True)
+                error = self._take_verdict()
+                if error is not None:
+                    raise error
+            for group in self.groups:
+                group.finish_grad_sync()
+                yield group
+            if self.state is StepState.FENCED:
+                error = self._conclude_whole()
+                if error is not None:
+                    raise error
+
+    def _flush(self) -> None:
+        """Launch all groups that were not launched yet, complete or not."""
+        if self.state is not StepState.LAUNCHING:
+            self.enter(StepState.OPEN)
+            self.enter(StepState.LAUNCHING)
+        while self._num_launched < len(self.groups):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        group = self.groups[self._num_launched]
+        self._communicator.progress.bucket = group.index
+        group.start_grad_sync()
+        self._num_launched += 1
+        if group.finite_test.found:
+            self._note_nonfinite()
+
+    def _send_fence(self, *, is_committing: bool = False, unused_counts: bool = False) -> None:
+        """Launch the groups that were not launched yet and the fence."""
+        problems = self.counters.problems
+        if self._watch is not None and (change := self._watch.find_change()) is not None:
+            problems["change"] = change
+        has_received = self.state in (StepState.OPEN, StepState.LAUNCHING)
+        self._flush()
+        flags = []
+        for group in self.groups:
+            # Without any backward, what the caller wrote into zeroed views counts; what had to be zeroed is unused.
+            unused = group.missing if has_received else group.cleared
+            if unused and unused_counts and not self.policy.unused_is_zero:
+                fields: dict[str, Any] = {"params": [], "bucket": group.index}
+                problems.setdefault("unused", Problem(UnusedParameterError.__name__, fields)).fields["params"] += unused
+            if group.finite_test.flag is not None:
+                flags.append(group.finite_test.flag)
+        self._fence.send(self._report(is_committing=is_committing, sent_buckets=True), flags)
+        self.enter(StepState.FENCED)
+
+    def _report(self, *, is_committing: bool = False, sent_buckets: bool = False) -> Report:
+        interrupted = list(chain.from_iterable(map(attrgetter("interrupted"), self.groups)))
+        return self.counters.report(
+            is_committing=is_committing,
+            force_all_reduce=self.force_all_reduce,
+            sent_buckets=sent_buckets,
+            interrupted=interrupted,
+        )
+
+    def _note_nonfinite(self) -> None:
+        if fields := self._nonfinite_fields([(group.index, group.finite_test) for group in self.groups]):
+            self.counters.problems["nonfinite"] = Problem(NonFiniteGradientError.__name__, fields)
+
+    def _nonfinite_fields(self, tests: Sequence[tuple[int, FiniteTest]]) -> dict[str, Any]:
+        """Return the fields of the error about what tests of bucket groups have found; none where all is finite."""
+        for _, test in tests:
+            if test.flag is not None and bool(test.flag):
+                test.name_culprits()  # the host could not know them before
+        found = [(index, one) for index, test in tests for one in test.found]
+        if not found:
+            return {}
+        bucket, first = found[0]
+        counts = {"num_buckets": len(self.groups), "num_others": len(found) - 1}
+        return {"param": first.param, "bucket": bucket, "finding": first.finding, **counts}
+
+    def _take_verdict(self, *, is_vote: bool = False) -> MegabucketError | None:
+        """Wait for the fence; return the error that all ranks raise. Then the step is over, and forgotten, on all of them."""
+
+        def name_culprits() -> Report:
+            self._note_nonfinite()
+            return self._report(sent_buckets=not is_vote)
+
+        reports = self._fence.take(name_culprits)
+        if not reports:
+            return None
+        error = resolve_error(self.step - is_vote, len(self.groups), reports)
+        if error is None:
+            raise InvariantError(
+                f"[rank {self._communicator.rank}] the fence of step {self.step} does not hold, but no rank says why"
+            )
+        if isinstance(error, NonFiniteGradientError) and self.policy.skips_nonfinite:
+            self.skip_reason = str(error)
+            return None
+        self._drop(error, takes_part=any(report.sent_buckets for report in reports), is_vote=is_vote)
+        return error
+
+    def _drop(self, error: MegabucketError, *, takes_part: bool, is_vote: bool = False) -> None:
+        """Forget a step together with all ranks.
+
+        Args:
+            takes_part: whether the buckets of some rank are on their way, and need this rank.
+        """
+        was_late = self.counters.late_phase == GradPhase.IN_FLIGHT.value
+        if takes_part:
+            for group in self.groups:
+                if group.grad_phase is GradPhase.REDUCED:
+                    group.reopen()
+                group.start_dropped_sync()
+        for group in self.groups:
+            if group.is_launched:
+                group.finish_grad_sync()
+            if was_late:
+                group.readiness.end_step(unlearns=True)  # the model has changed its ways, probably in other groups, too
+        if self._watch is not None:
+            self._watch.forget_foreign_grads()
+        self.last_error = self.dropped = error
+        self.step += not is_vote
+        self.counters.start_step(is_over=True)
+        self._forget()
+        self._communicator.progress.enter(self.step, BETWEEN_STEPS)
+
+    def _conclude_whole(self) -> MegabucketError | None:
+        """Make reduced gradients of what all ranks have agreed on, or return why the sum is of no use."""
+        if self.force_all_reduce and self.policy.is_sharded:  # on all ranks: the fence has compared it
+            for group in self.groups:
+                group.gather_grads()
+        tested = [(group.index, group.sum_test) for group in self.groups if group.sum_test.flats]
+        if tested and (fields := self._nonfinite_fields(tested)):  # on every rank: all hold the same sum
+            error = NonFiniteGradientError(step=self.step, rank=None, **fields)
+            if not self.policy.skips_nonfinite:
+                self._drop(error, takes_part=False)
+                return error
+            self.skip_reason = str(error)
+        self.step += 1
+        self.counters.start_step()
+        self._num_launched = 0
+        for group in self.groups:
+            group.readiness.end_step(learns=True)
+            if self.skip_reason:
+                group.withdraw_grads()
+            else:
+                group.publish()
+        self.enter(StepState.AGREED)
+        self._communicator.progress.enter(self.step, BETWEEN_STEPS)
+        return None
+
+    def _vote(self, *, is_committing: bool) -> MegabucketError | None:
+        """Ask once more, after the sync: either every rank steps, or every rank drops the step."""
+        with self._leaving_no_mess("the gradient sync"):
+            self._fence.send(self._report(is_committing=is_committing))
+            self.enter(StepState.FENCED)
+            error = self._take_verdict(is_vote=True)
+            if error is None:
+                self.counters.start_step()
+                self.enter(StepState.AGREED)
+            return error
+
+    def _vote_to_drop(self) -> MegabucketError | None:
+        """Say that this rank does not step on the gradients it has finished, in case others do."""
+        if self.state is not StepState.AGREED or not self.policy.is_sharded:
+            return None
+        self.counters.note_dropped_step()
+        return self._vote(is_committing=False)
+
+    def end_update(self) -> None:
+        """Note that nothing is left to agree on: the optimizer has updated its shards, or no rank does."""
+        if self.state is StepState.AGREED and self.policy.is_sharded:
+            self.enter(StepState.IDLE)
+        self.pause()
+
+    def reset(self) -> None:
+        """Start a step: forget all gradients. One that others may be reducing with this rank is completed before.
+
+        Raises:
+            StepMismatchError: this rank drops a step that others take.
+        """
+        self.settle()
+        self._backward.is_open = False
+        was_open = self.state is StepState.OPEN
+        if self.state is StepState.LAUNCHING:
+            self.counters.note_dropped_step()
+            with self._leaving_no_mess("zero_grad()"):
+                for group in self.groups:
+                    group.readiness.end_step()
+                self._send_fence()
+                error = self._take_verdict()
+                if error is None:
+                    for group in self.groups:
+                        group.finish_grad_sync()
+                    self.step += 1
+                    self.counters.start_step()
+                    self._communicator.progress.enter(self.step, BETWEEN_STEPS)
+        else:
+            error = self._vote_to_drop()
+        if error is not None:
+            raise error
+        self._forget()
+        self.counters.forget_grads()
+        self.dropped = None
+        if was_open and self._num_blocks:
+            self.enter(StepState.OPEN)  # what fails in the rest of the block still belongs to the step
+
+    def _forget(self) -> None:
+        """Forget the gradients; no collective owns any."""
+        self._num_launched, self.skip_reason = 0, ""
+        for group in self.groups:
+            group.reset()
+        self.enter(StepState.IDLE)
+
+    # A rank that cannot go on #
+
+    def settle(self, *, raises_again: bool = False) -> None:
+        """Complete what this rank has left open: a step that it has given up.
+
+        Args:
+            raises_again: whether the error about that step is raised, too, where its exception has left this package before.
+
+        Raises:
+            MegabucketError: the wrapper is broken; or a forward or backward has failed inside a ``step()`` block, and the
+            caller
+                has caught the exception there.
+        """
+        if self.state in (StepState.FENCED, StepState.CALL) or (self.state is StepState.LAUNCHING and self._fence.is_sent):
+            # An interrupt has ended what this rank was in, and another one has kept it from saying so.
+            self.break_off(self._communicator.progress.phase, "it was interrupted twice")
+        if self.broken is not None:
+            raise self.broken.copy()
+        if self.state is StepState.GIVING_UP:
+            # What a backward has brought before it failed cannot be told apart from what the step had before.
+            was_caught = not self._fence.is_sent
+            error = self.conclude_giving_up(was_caught=was_caught)
+            if was_caught or raises_again:
+                raise error
+
+    def fail(self, phase: str, error: BaseException | str | None) -> None:
+        """Give up the step on this rank: launch the rest of the schedule and the fence, which tells the others.
+
+        Does not wait: the next call does. Never raises: it runs while an exception is on its way, and in a destructor.
+
+        Args:
+            error: what happened; ``None`` when autograd keeps it to itself.
+        """
+        if self.state not in (StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, StepState.AGREED):
+            return
+        if self._fence.is_sent or error is self.last_error is not None:
+            return
+        self._backward.is_open = False
+        self._is_taking = False
+        # Inside a ``step()`` block the exception is known whole at its end, unless the caller catches it before.
+        is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
+        self.counters.note_failure(phase, "an exception" if is_deferred and error is None else describe(error))
+        if self.is_reduced and (self.state is StepState.IDLE or not self.policy.is_sharded):
+            self._reopen()
+        self.state = StepState.GIVING_UP
+        if not is_deferred:
+            self._send_failure()
+
+    def _send_failure(self) -> None:
+        """Send what is left of the schedule and the fence, without waiting. May be called again after an interrupt."""
+        is_vote = self.is_reduced
+        try:
+            if not is_vote:
+                for group in self.groups:
+                    group.start_dropped_sync()
+            for group in self.groups:
+                group.withdraw_grads()  # this rank is through with the step, so the caller may clear gradients in any way
+            if not self._fence.is_sent:
+                self._fence.send(self._report(sent_buckets=not is_vote))
+        except MegabucketError as cause:  # the group is gone: there is nobody to tell
+            self.last_error = self.dropped = cause
+
+    def conclude_giving_up(self, *, was_caught: bool = False) -> MegabucketError:
+        """Wait for the others; return the error that all ranks raise about the step that this rank has given up.
+
+        Args:
+            was_caught: whether the caller has caught the exception inside a ``step()`` block, and gone on.
+        """
+        is_vote = self.is_reduced
+        if was_caught:
+            self.counters.note_failure_was_caught()
+        with self._leaving_no_mess("the gradient sync"):
+            self._send_failure()
+            error = self._take_verdict(is_vote=is_vote)
+        if error is None:
+            raise InvariantError("a step that was given up cannot be whole")
+        return error
+
+    def conclude_if_sent(self) -> None:
+        """Wait for the others, if this rank has given up its step and has told them so."""
+        if self.state is StepState.GIVING_UP and self._fence.is_sent:
+            self.conclude_giving_up()
+
+    def abort(self, reason: str) -> None:
+        """Give up the step because the caller says so.
+
+        Raises:
+            PhaseError: all ranks have agreed on its gradients, and nobody asks this one before they step on them.
+        """
+        if self.state is StepState.GIVING_UP:
+            return  # the step is dropped anyway
+        self.settle()
+        if self._awaits_update and not (self.policy.is_sharded or self.counters.num_open_forwards):
+            self.counters.note_missed_update(f"abort_step(): {reason}")
+            raise PhaseError(
+                "abort_step() comes too late: all ranks have agreed on the gradients of this step and the others update with "
+                "them. Step on this rank, too. If the next step is meant, call zero_grad() before, or set step_number."
+            )
+        self.fail("abort_step()", reason)
+
+    @contextmanager
+    def _leaving_no_mess(self, phase: str) -> Iterator[None]:
+        """Whatever ends the block, an interrupt for instance, leaves this rank in a state that the others know."""
+        try:
+            yield
+        except BaseException as error:
+            self.fall_out(phase, error)
+            raise
+
+    def fall_out(self, phase: str, error: BaseException, *, is_final: bool = False) -> None:
+        """Note that an exception leaves this package: before the fence this rank gives up its step, after it all is over.
+
+        An error that all ranks have agreed on changes nothing: the step was dropped by then.
+
+        Args:
+            is_final: whether the others have gone on behind the fence: they update.
+        """
+        if isinstance(error, PeerLostError | WrapperBrokenError):
+            self.state, self.broken = StepState.BROKEN, self.broken or error
+        elif isinstance(error, _GROUP_ERRORS):
+            return
+        elif is_final or self._fence.is_sent or self.state in (StepState.FENCED, StepState.CALL):
+            self.break_off(phase, describe(error))
+        elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.policy.is_sharded):
+            self.fail(phase, error)
+
+    def break_off(self, phase: str, cause: str) -> None:
+        """Note that this rank cannot go on where others do: nothing is sent any more, and they hear so within two seconds."""
+        broken = WrapperBrokenError(step=self.step, rank=self._communicator.rank, phase=phase, cause=cause)
+        self.state, self.broken = StepState.BROKEN, broken
+        self._communicator.break_off(broken)
+
+    # Calls outside of a step #
+
+    def call(self, label: str, entries: Sequence[Entry] = (), failure: Exception | None = None) -> None:
+        """Open a collective call together with all ranks, or go on in it: return when all of them have come here alike.
+
+        Args:
+            label: of the call; its part before a colon names it.
+            entries: what must be equal on all ranks.
+            failure: why this rank cannot go on; the others must not wait for it.
+
+        Raises:
+            CallMismatchError: some rank is in another call, or in a step.
+            LayoutMismatchError: entries differ.
+            PeerFailedError: some ranks failed, or all but with different errors.
+            Exception: ``failure`` itself, where all ranks failed alike.
+        """
+        self.settle()
+        before, self.state = self.state, StepState.CALL
+        with self._leaving_no_mess(label):
+            error, sent_buckets = self._fence.call(label, entries, failure, step=self.step)
+            self.state = before
+            if isinstance(error, CallMismatchError) and sent_buckets:
+                self._drop(error, takes_part=True)
+        if error is not None:
+            raise error from failure
+
+    # What others ask before they act #
+
+    def check_between_steps(self, operation: str) -> None:
+        """Refuse to save or load what a step is about to change.
+
+        Raises:
+            PhaseError: a step was begun, and no optimizer has ended it.
+            MegabucketError: the step before was dropped, on all ranks, and this one has not said so.
+        """
+        self.settle(raises_again=True)
+        # Gradients that no optimizer has stepped on, nor cleared, would be lost as those of a microbatch would.
+        has_grads = self._awaits_update and any(slot.param.grad is not None for group in self.groups for slot in group.slots)
+        if has_grads or not self.is_between_steps:
+            raise PhaseError(
+                f"{operation} in the middle of a step: gradients are part of no checkpoint, and buckets may be on their way. "
+                "Call it between two steps, after optimizer.step() or ddp.zero_grad(), on every rank."
+            )
+
+    def check_may_update(self, *, has_grads: bool, is_stale: bool = False) -> None:
+        """Refuse an optimizer step on gradients that no finished sync has left, whatever has made them.
+
+        Args:
+            has_grads: whether the optimizer would find any.
+            is_stale: whether it has stepped on those of the sync already, and would find others now.
+
+        Raises:
+            PhaseError: an error about the gradients was raised before, and caught.
+            UnreducedGradientsError: they are local.
+        """
+        self.check_not_dropped()
+        if self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and self.policy.unused_is_zero:
+            self.finish()  # a backward has brought no gradient, and the others wait for zeros
+        elif has_grads and (self.state is not StepState.AGREED or is_stale):
+            error = UnreducedGradientsError(rank=self._communicator.rank)
+            self.refuse_update(error)
+            raise error
+        self._communicator.progress.enter(self.step, "optimizer")
+
+    def check_not_dropped(self) -> None:
+        """Refuse to step on gradients that an error was raised about.
+
+        Raises:
+            PhaseError: there was such an error since gradients were last cleared.
+        """
+        self.settle()
+        if self.dropped is not None:
+            raise PhaseError(
+                "the gradients of this step are not usable: an error about them was raised before (and caught by the caller). "
+                "Call zero_grad() and go on with the next step."
+            )
+
+    def refuse_update(self, error: Exception) -> None:
+        """Let the others know that this rank does not step, for a reason of its own."""
+        if self.state is StepState.AGREED and not self.policy.is_sharded:
+            self.counters.note_missed_update(describe(error))  # they update; the next fence says so
+        elif self.state is not StepState.LAUNCHING or not isinstance(error, UnreducedGradientsError):
+            self.fail("optimizer.step()", error)  # those that did run their last backward are waiting
+
+    def check_not_in_flight(self, operation: str) -> None:
+        """Refuse an operation on gradients that a collective owns.
+
+        Raises:
+            PhaseError: a group is in flight.
+        """
+        busy = [group.index for group in self.groups if group.grad_phase is GradPhase.IN_FLIGHT]
+        if busy:
+            raise PhaseError(
+                f"{operation} would touch the gradients of bucket groups {busy[:5]} while a collective owns them; "
+                "call finish_grad_sync() first."
+            )
+
+
+class GuardedStep:
+    """``with ddp.step():`` -- whatever goes wrong inside ends as the same error on all ranks.
+
+    A class, not a generator: into a generator no ``StopIteration`` can be thrown, which is how a data loader ends.
+
+    Raises:
+        MegabucketError: the error all ranks agreed on, from the exception of this rank.
+    """
+
+    def __init__(self, sync: GradSync) -> None:
+        self._sync = sync
+
+    def __enter__(self) -> None:
+        self._sync.enter_block()
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        agreed = self._sync.leave_block(error)
+        if agreed is not None and agreed is not error:
+            raise agreed from error

@@ -1,0 +1,560 @@
+"""What wrapping makes of a module: layout, buffers, bucket groups, hooks. Made as a whole on all ranks, undone as a whole.
+
+``DistributedDataParallel`` has one ``Wrapping`` at a time; a rebuild makes another. First comes which parameters are held, and
+which ones cannot be: every refusal names the parameter, the reason and the way out, and nothing was touched by then.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, NoReturn, Protocol
+
+import torch
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
+
+import megabucket
+from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, dtype_name
+from megabucket.comm import Communicator
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.config.resolve import StepPolicy, resolve_step
+from megabucket.ddp.fence import Entry, Fence
+from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, is_set_to
+from megabucket.ddp.hooks import register_hooks
+from megabucket.ddp.param_gather import ParamGather
+from megabucket.ddp.step import GradSync
+from megabucket.errors import (
+    AlreadyWrappedError,
+    ConfigError,
+    LateGradientError,
+    ModelChangedError,
+    NonFiniteGradientError,
+    NoTrainableParametersError,
+    PhaseError,
+    UnsupportedParameterError,
+    UnusedParameterError,
+    name_list,
+)
+from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order
+from megabucket.units import DTYPE_BYTES
+
+_CUTTING_FIELDS: Final = frozenset(
+    {"bucket_size", "bucket_cap_mb", "num_buckets", "bucket_cuts", "bucket_order", "bucket_groups"}
+)
+"""What of a config a rebuild may change: where buckets are cut and how they are batched."""
+
+
+class FollowsRebuild(Protocol):
+    """An optimizer whose tensors lie in the buffers."""
+
+    def before_rebuild(self) -> None:
+        """Take everything that has to be kept out of the buffers."""
+
+    def after_rebuild(self) -> None:
+        """Put it back into those that took their place."""
+
+
+# Which parameters are held #
+
+
+@dataclass(frozen=True)
+class DiscoveredParams:
+    """The parameters of one module, in registration order."""
+
+    trainable: Mapping[str, torch.nn.Parameter]
+    """By first name: a tied parameter stands here once."""
+    frozen: tuple[str, ...]
+
+    @property
+    def specs(self) -> list[ParamSpec]:
+        """Descriptions for ``build_layout``."""
+        return [
+            ParamSpec(
+                name=name,
+                shape=tuple(param.shape),
+                dtype=dtype_name(param.dtype),
+                shared_embedding=bool(getattr(param, "shared_embedding", False)),
+            )
+            for name, param in self.trainable.items()
+        ]
+
+
+def discover_params(module: torch.nn.Module) -> DiscoveredParams:
+    """Return the parameters of ``module`` that buffers will hold.
+
+    Raises:
+        NoTrainableParametersError: nothing requires a gradient.
+        UnsupportedParameterError: a trainable parameter cannot live in a buffer.
+        AlreadyWrappedError: a wrapper holds some of the parameters already.
+    """
+    params = dict(module.named_parameters())  # a tied parameter comes once, under its first name
+    frozen = tuple(name for name, param in params.items() if not param.requires_grad)
+    trainable = {name: param for name, param in params.items() if param.requires_grad}
+    if not trainable:
+        raise NoTrainableParametersError(module=type(module).__name__, frozen=frozen)
+
+    wrapped = [name for name, param in trainable.items() if getattr(param, "main_grad", None) is not None]
+    if wrapped:
+        raise AlreadyWrappedError(params=wrapped)
+    for name, param in trainable.items():
+        _check_supported(name, param)
+    _check_one_device(trainable)
+    _check_disjoint_memory(module, trainable)
+    return DiscoveredParams(trainable, frozen)
+
+
+def _check_supported(name: str, param: torch.nn.Parameter) -> None:
+    if isinstance(param, UninitializedParameter):
+        raise UnsupportedParameterError(
+            param=name, reason="it is uninitialized (a lazy module)", remedy="Run one forward before wrapping."
+        )
+    if param.is_meta:
+        raise UnsupportedParameterError(
+            param=name,
+            reason="it is on the meta device and has no values",
+            remedy="Call module.to_empty(device=...) and initialize the parameters before wrapping.",
+        )
+    if param.layout is not torch.strided:
+        raise UnsupportedParameterError(
+            param=name, reason=f"it is sparse ({param.layout})", remedy="Use a dense parameter, or freeze it."
+        )
+    if type(param.data) is not torch.Tensor:
+        raise UnsupportedParameterError(
+            param=name,
+            reason=f"it is a {type(param.data).__name__}, not a plain tensor",
+            remedy="Wrap the module before sharding or quantizing it, or freeze the parameter.",
+        )
+    if dtype_name(param.dtype) not in DTYPE_BYTES:
+        raise UnsupportedParameterError(
+            param=name,
+            reason=f"its dtype is {dtype_name(param.dtype)}",
+            remedy=f"Buffers hold {', '.join(DTYPE_BYTES)}; convert the parameter before wrapping, or freeze it.",
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
+        raise UnsupportedParameterError(
+            param=name,
+            reason=f"it is expanded: shape {tuple(param.shape)} with strides {param.stride()} repeats the same memory",
+            remedy="Make it a parameter of its own with .clone() before wrapping.",
+        )
+    if getattr(param, "allreduce", True) is False:
+        raise UnsupportedParameterError(
+            param=name,
+            reason="it is an expert parameter (allreduce=False), which is reduced over another group than the others",
+            remedy="Expert groups can be planned with build_layout(), but not be trained in this version.",
+        )
+
+
+def _check_one_device(params: Mapping[str, torch.nn.Parameter]) -> None:
+    first_name, first = next(iter(params.items()))
+    for name, param in params.items():
+        if param.device != first.device:
+            raise UnsupportedParameterError(
+                param=name,
+                reason=f"it is on {param.device}, but {first_name!r} is on {first.device}",
+                remedy="One buffer lives on one device: move the module to a single device before wrapping.",
+            )
+
+
+def _check_disjoint_memory(module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse a trainable parameter that shares memory with another tensor: it would move away and the tie would be lost."""
+    by_storage: dict[int, dict[str, torch.Tensor]] = {}
+    # Trainable parameters last, so that the later one of a pair is a parameter that would move.
+    for name, tensor in [*module.named_buffers(), *_frozen(module, trainable), *trainable.items()]:
+        if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), {})[name] = tensor.detach()
+    for tensors in by_storage.values():
+        moving = [name for name in tensors if name in trainable]
+        if moving and len(tensors) > 1 and _ranges_overlap(tensors.values()):
+            _check_no_byte_twice(tensors, moving)
+
+
+def _frozen(module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, param in module.named_parameters():
+        if name not in trainable and not isinstance(param, UninitializedParameter):
+            yield name, param
+
+
+def _ranges_overlap(tensors: Iterable[torch.Tensor]) -> bool:
+    ranges = sorted(_byte_range(tensor) for tensor in tensors)
+    return any(start < stop for (_, stop), (start, _) in pairwise(ranges))
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _check_no_byte_twice(tensors: Mapping[str, torch.Tensor], moving: Sequence[str]) -> None:
+    """Mark the bytes of each tensor, because overlapping ranges need not share any: the columns of one matrix do not."""
+    storage_bytes = next(iter(tensors.values())).untyped_storage().nbytes()
+    marks = torch.zeros(storage_bytes, dtype=torch.bool)
+    for name, tensor in tensors.items():
+        own = _bytes_of(marks, tensor)
+        if name in moving and bool(own.any()):
+            for before, other in tensors.items():
+                _bytes_of(marks.zero_(), other).fill_(True)
+                if before != name and bool(own.any()):
+                    raise UnsupportedParameterError(
+                        param=name,
+                        reason=f"it shares memory with {before!r} but is a different tensor, so the tie would be lost",
+                        remedy="Register the same Parameter object under both names, or clone() one of them before wrapping.",
+                    )
+        own.fill_(True)
+
+
+def _bytes_of(marks: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the view of ``marks`` (one element per byte of the storage) that a tensor covers."""
+    bytes_per_element = tensor.itemsize
+    # An expanded dimension covers the same bytes again and again: once is enough, and it could not be filled.
+    shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride * bytes_per_element for stride in tensor.stride()]
+    return marks.as_strided([*shape, bytes_per_element], [*strides, 1], tensor.storage_offset() * bytes_per_element)
+
+
+# What must be equal on all ranks #
+
+
+def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig) -> list[Entry]:
+    """Return what must be equal on all ranks: versions, every config field, parameters with aliases, and module buffers.
+
+    Of parameters also what decides how they are laid out, and whether they have a gradient, which counts in the first step.
+    """
+    entries: list[Entry] = [
+        ("megabucket", megabucket.__version__),
+        ("torch", str(torch.__version__)),
+        # A patch of Python changes nothing here; nodes of one cluster may well differ in it.
+        ("python", ".".join(platform.python_version_tuple()[:2])),
+    ]
+    fields = config.model_dump()
+    lists = {name: fields.pop(name) for name in ("bucket_cuts", "bucket_order")}
+    entries += [("config", name, value) for name, value in fields.items()]
+    entries += [("config", name, None if names is None else f"{len(names)} names") for name, names in lists.items()]
+    params: list[torch.nn.Parameter] = []
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        for key, param in submodule._parameters.items():
+            if param is None:
+                continue
+            params.append(param)
+            if param.requires_grad and param.is_contiguous():  # the usual one: no calls, wrapping should not take long
+                entries.append((start + key, tuple(param.shape), dtype_name(param.dtype)))
+            else:
+                entries.append(_entry_of(start + key, param, "trained" if param.requires_grad else "frozen"))
+        for key, buffer in submodule._buffers.items():
+            if buffer is not None:
+                entries.append(_entry_of(start + key, buffer, "buffer"))
+    if len(set(map(id, params))) < len(params):
+        entries += _alias_entries(module)
+    # Name by name, so that an error shows the ones that differ; last, because lists of two lengths shift what follows.
+    entries += [("config", f"{field}[{i}]", name) for field, names in lists.items() for i, name in enumerate(names or ())]
+    if [param for param in params if param.grad is not None or getattr(param, "shared_embedding", False)]:
+        entries += _mark_entries(module)  # last, so that a mark on one rank does not shift the others
+    return entries
+
+
+def _mark_entries(module: torch.nn.Module) -> Iterator[Entry]:
+    for name, param in module.named_parameters():
+        if getattr(param, "shared_embedding", False):
+            yield (name, "with shared_embedding")
+        if param.grad is not None and param.requires_grad:
+            yield (name, "with a gradient from before wrapping")
+
+
+def _entry_of(name: str, tensor: torch.Tensor, role: str) -> Entry:
+    """Return name, shape, dtype, and what else decides how a tensor is laid out in a buffer and sent."""
+    place: tuple[object, ...] = ()
+    if tensor.is_meta:
+        place = ("meta",)
+    elif tensor.layout is not torch.strided:
+        place = (str(tensor.layout),)
+    elif not tensor.is_contiguous():
+        place = ("strides", *tensor.stride())
+    return (name, tuple(tensor.shape), dtype_name(tensor.dtype), *place, role)
+
+
+def _alias_entries(module: torch.nn.Module) -> Iterator[Entry]:
+    first_name_of: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        first_name = first_name_of.setdefault(id(param), name)
+        if first_name is not name:
+            yield ("alias", name, "of", first_name)
+
+
+def exchange_device(module: torch.nn.Module) -> torch.device:
+    """Return where ranks can talk about a module: the device of its first parameter, if that has memory."""
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None or first.is_meta else first.device
+
+
+# The parts around one module #
+
+
+class Wrapping:
+    """The parts around one module.
+
+    Args:
+        on_load: called after a ``load_state_dict`` of the module or of any part of it.
+
+    Raises:
+        LayoutMismatchError: the ranks do not hold the same module, config and versions; nothing was moved on any rank.
+        PeerFailedError: another rank could not move its parameters; they are back where they were on all ranks.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: DistributedDataParallelConfig,
+        communicator: Communicator,
+        *,
+        on_load: Callable[[], None],
+    ) -> None:
+        self.module, self.policy = module, resolve_step(config)
+        found, self.layout = _agree_on_model(module, config, communicator)
+        self.param_names = {param: name for name, param in found.trainable.items()}
+        self.buffers = _attach(self.layout, found, communicator)
+        self._is_attached = True
+        try:
+            self.groups = _make_groups(self.layout, self.buffers, self.policy, communicator)
+        except BaseException:
+            for buffer in self.buffers:
+                buffer.detach()
+            raise
+        watch = ModelWatch(module, found.trainable, self.groups) if self.policy.watches_model else None
+        modules = list(module.modules())
+        backward_hooks = [hooks for part in modules for hooks in (part._backward_hooks, part._backward_pre_hooks)]
+        self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks)
+        self.gather = ParamGather(self.groups, module, overlaps=self.policy.overlaps_params)
+        self._guard = PlainOptimizerGuard(found.trainable, self.sync, rank=communicator.rank)
+        self._handles: list[RemovableHandle] = register_hooks(module, self.groups, self.sync, on_load)
+
+    def check_is_wrapped(self, module: torch.nn.Module) -> None:
+        """Refuse to call a module that was put in the place of the wrapped one.
+
+        Raises:
+            PhaseError: it is another one.
+        """
+        if module is not self.module:
+            raise PhaseError(
+                "ddp.module was replaced: the gradients of the module that is there now would never be reduced. Wrap it anew "
+                "with DistributedDataParallel(module, ...), after ddp.detach()."
+            )
+
+    def find_obstacle(self) -> PhaseError | None:
+        """Return why the module cannot be taken as it is now, or ``None``."""
+        spoiled = [
+            slot.name
+            for group in self.groups
+            if self._is_attached and group.param_phase is not ParamPhase.GATHERED
+            for slot, values in zip(group.slots, group.param_values, strict=True)
+            if not is_set_to(slot.param, values)
+        ]
+        if not spoiled:
+            return None
+        return PhaseError(
+            f"rebuild() cannot take {name_list(spoiled)}: moved or written while the values were on their way "
+            "(overlap_param_gather=True), so what was moved is NaN. The values are back now: change the module again, then "
+            "call ddp.rebuild(); and call ddp.finish_param_sync() before you touch parameters outside forward."
+        )
+
+    def drop_step(self) -> None:
+        """Forget the gradients of the step that is open, together with all ranks, and wait until parameters may be read.
+
+        Raises:
+            StepMismatchError: other ranks take the step.
+            PeerFailedError: another rank has failed in it.
+        """
+        # What is wrong with gradients that are not wanted, or with the module, is why the caller rebuilds.
+        with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):
+            self.sync.reset()
+        self.gather.finish()
+
+    def undo(self) -> None:
+        """Give the parameters storages of their own and remove all hooks. A second call does nothing."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        try:
+            if self.sync.broken is None:
+                self.sync.reset()
+                self.gather.finish()
+        finally:  # a lost peer is no reason to keep the module
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+            self.gather.remove()
+            self._guard.remove()
+            for group in self.groups:
+                group.show_params()
+            for buffer in self.buffers:
+                buffer.detach()
+
+
+class Detached:
+    """In the place of a wrapping after ``detach()``: every use of the wrapper says so. The module is a plain one.
+
+    Args:
+        text: what is said.
+    """
+
+    def __init__(
+        self,
+        text: str = (
+            "this wrapper was detached: the module is a plain one again, and nothing would be reduced. Call the module itself, "
+            "or wrap it anew with DistributedDataParallel(module, ...)."
+        ),
+    ) -> None:
+        self._text = text
+
+    def undo(self) -> None:
+        """Do nothing: it is undone."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse to give what a wrapping has.
+
+        Raises:
+            PhaseError: for every name.
+        """
+        if name.startswith("_"):
+            raise AttributeError(name)  # what Python asks for is not what a caller uses
+        raise PhaseError(self._text)
+
+
+class Unwrapped(Detached):
+    """In the place of a wrapping when a rebuild has failed: every use of the wrapper, or of the module, says so.
+
+    Args:
+        sync: whose counts the next wrapping continues.
+        reason: why the rebuild failed.
+    """
+
+    def __init__(self, module: torch.nn.Module, sync: GradSync, *, reason: str) -> None:
+        text = (
+            "the module is not wrapped, because rebuild() has failed; gradients would not be reduced. Repair what the error "
+            "has named and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept. "
+            f"The error was {reason}"
+        )
+        super().__init__(text)
+        self.sync_before = sync
+
+        def refuse(called: torch.nn.Module, _: Any) -> None:
+            if called is module:  # a deepcopy of the module shares the hook
+                raise PhaseError(text)
+
+        self._handle = module.register_forward_pre_hook(refuse, prepend=True)
+
+    def undo(self) -> None:
+        """Let the module be called again. A second call does nothing."""
+        self._handle.remove()
+
+
+def find_difference(before: DistributedDataParallelConfig, after: DistributedDataParallelConfig) -> ConfigError | None:
+    """Return what keeps a rebuild from taking another config: fields that say more than where buckets are cut."""
+    old, new = (config.model_dump(exclude=set(_CUTTING_FIELDS)) for config in (before, after))
+    different = [f"{name}={old[name]} to {name}={new[name]}" for name in old if old[name] != new[name]]
+    if not different:
+        return None
+    allowed = ", ".join(sorted(_CUTTING_FIELDS))
+    return ConfigError(
+        f"rebuild() cannot change {'; '.join(different)}. It may only cut buckets anew, by {allowed}; for the rest, detach and "
+        "wrap again."
+    )
+
+
+def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obstacle: ConfigError | None = None) -> GradSync:
+    """Return whose counts are continued when every rank has come here with as many optimizers, and no step is open.
+
+    Changes nothing else.
+
+    Args:
+        obstacle: why this rank cannot rebuild.
+
+    Raises:
+        ConfigError: the obstacle.
+        LayoutMismatchError: a rank takes other optimizers along, or is in another state.
+        PhaseError: the module cannot be taken as it is now, or the wrapper was detached.
+        StepMismatchError: other ranks take a step.
+        PeerFailedError: another rank cannot take its module, or has failed in the step.
+    """
+    optimizers: Entry = ("optimizers to take along:", num_optimizers)
+    if isinstance(wrapping, Unwrapped):
+        sync, description = wrapping.sync_before, "a module that no rebuild has wrapped yet"
+        sync.call("rebuild", [optimizers, (description,)], obstacle)
+        return sync
+    failure = obstacle or wrapping.find_obstacle()
+    # First of all: of a step that is open, ranks may have launched more or fewer buckets.
+    wrapping.drop_step()
+    wrapping.sync.call("rebuild", [optimizers, ("a wrapped module",)], failure)
+    return wrapping.sync
+
+
+def _agree_on_model(
+    module: torch.nn.Module, config: DistributedDataParallelConfig, communicator: Communicator
+) -> tuple[DiscoveredParams, ModelLayout]:
+    """Return the parameters and the layout of a module that is the same on all ranks.
+
+    Raises:
+        LayoutMismatchError: it is not, or configs or versions differ.
+        PeerFailedError: some rank cannot wrap its module.
+        MegabucketError: what ``discover_params`` and ``build_layout`` raise, where all ranks raise it alike.
+    """
+    entries: list[Entry] = []
+    found, layout, failure = None, None, None
+    try:
+        found = discover_params(module)
+        layout = build_layout(found.specs, config, dp_size=communicator.size)
+        entries = model_entries(module, config)
+    except Exception as error:
+        failure = error
+    _agree(communicator, "wrap", entries, failure, exchange_device(module))
+    assert found is not None and layout is not None  # noqa: S101, PT018 - otherwise there was a failure
+    return found, layout
+
+
+def _agree(
+    communicator: Communicator, label: str, entries: Sequence[Entry], failure: Exception | None, device: torch.device
+) -> None:
+    """Go through the gate before there is a step."""
+    error, _ = Fence(communicator, num_buckets=0, policy=_NO_STEP, device=device).call(label, entries, failure)
+    if error is not None:
+        raise error from failure
+
+
+_NO_STEP: Final = resolve_step(DistributedDataParallelConfig())
+
+
+def _attach(layout: ModelLayout, found: DiscoveredParams, communicator: Communicator) -> list[ParamAndGradBuffer]:
+    """Move the parameters into buffers, on all ranks or on none."""
+    buffers: list[ParamAndGradBuffer] = []
+    failure = None
+    try:
+        try:
+            buffers.extend(ParamAndGradBuffer(buffer, found.trainable) for buffer in layout.buffers)
+        except Exception as error:
+            failure = error
+        _agree(communicator, "wrap: buffers", [], failure, next(iter(found.trainable.values())).device)
+    except BaseException:
+        for buffer in buffers:
+            buffer.detach()
+        raise
+    return buffers
+
+
+def _make_groups(
+    layout: ModelLayout, buffers: list[ParamAndGradBuffer], policy: StepPolicy, communicator: Communicator
+) -> list[_ParamAndGradBucketGroup]:
+    buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]
+    batches = [buckets] if policy.is_one_batch else [[bucket] for bucket in buckets]
+    return [
+        _ParamAndGradBucketGroup(batch, index=index, communicator=communicator, policy=policy)
+        for index, batch in enumerate(batches)
+    ]
+
+
+def restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Let an outer module that contains the wrapper load what its ``state_dict`` gave: names without ``module.``."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

@@ -1,0 +1,775 @@
+"""Every error this library raises on purpose, and how texts show names, ranks, values and what others wrote.
+
+Each class carries its facts as attributes, so tests and tools never parse text; the text says what happened with
+names and values, why it matters, and what to do. All of them pickle, so they cross process boundaries.
+
+::
+
+    MegabucketError
+    ├── ConfigError (ValueError)               a config that cannot be honoured
+    ├── LayoutError (ValueError)               parameters or numbers a layout cannot be built from
+    ├── UnsupportedParameterError (ValueError) a parameter the buffers cannot hold
+    ├── NoTrainableParametersError (ValueError)
+    ├── AlreadyWrappedError (ValueError)       a parameter that another wrapper holds
+    ├── OptimizerParametersError (ValueError)  optimizer and wrapper disagree about the parameters
+    ├── ProcessGroupMissingError (RuntimeError)
+    ├── RanksDisagreeError (RuntimeError)      the ranks are not doing the same
+    │   ├── LayoutMismatchError                different models, optimizers, configs or versions when wrapping
+    │   ├── CallMismatchError                  different calls of this library at the same time
+    │   ├── StepMismatchError                  a rank skipped or dropped a step
+    │   ├── MicrobatchMismatchError            different numbers of backwards in a step
+    │   ├── ScheduleMismatchError              different collectives for the same step
+    │   ├── HyperparameterMismatchError        different learning rates, say, before an update
+    │   └── ReplicasDivergedError              different optimizer updates, or different weights
+    ├── PhaseError (RuntimeError)              an operation in a phase where it is not allowed
+    │   ├── LateGradientError                  a gradient for a bucket that was already sent
+    │   ├── ConcurrentBackwardError            two threads in backward of one wrapper
+    │   └── UnreducedGradientsError            an optimizer step without a gradient sync before it
+    ├── UnusedParameterError (RuntimeError)    a parameter without a gradient at the gradient sync
+    ├── NonFiniteGradientError (ArithmeticError) nan or inf in a gradient
+    ├── ModelChangedError (RuntimeError)       the module is not the one that was wrapped
+    │   ├── StorageMovedError                  a parameter that no longer lives in its buffer
+    │   ├── TrainabilityChangedError           frozen or unfrozen after wrapping
+    │   ├── ParametersChangedError             parameters added, removed or replaced after wrapping
+    │   └── DetachedGradError                  a main_grad that is not the place in the buffer
+    ├── PeerFailedError (RuntimeError)         a rank could not finish the step
+    ├── PeerLostError (RuntimeError)           a rank died or froze
+    ├── WrapperBrokenError (RuntimeError)      a rank stopped where the others could only go on
+    ├── ForkedProcessError (RuntimeError)      a collective in a forked child
+    ├── GroupDestroyedError (RuntimeError)     the process group is gone
+    ├── PlainOptimizerError (RuntimeError)     a plain optimizer stepping on reduce-scattered gradients
+    ├── MixedDtypeOptimizerError (RuntimeError) a plain optimizer that cannot mix parameter and gradient dtypes
+    ├── CollectiveError (RuntimeError)
+    │   ├── MismatchedCollectiveError          ranks launched different collectives
+    │   ├── CollectiveDeadlockError            a wait that can never end
+    │   └── InFlightWriteError                 a buffer changed while a collective owned it
+    ├── CheckpointError (RuntimeError)         a checkpoint that cannot be written or read
+    │   ├── CheckpointNotSavedError            a save that failed on some rank
+    │   ├── CheckpointInvalidError             files that are not what was written
+    │   ├── CheckpointMissingError             no such checkpoint
+    │   └── CheckpointMismatchError            a checkpoint of another model
+    ├── CheckpointUnavailableError (RuntimeError) flat shards asked for as the state of a model
+    ├── CorpusError (RuntimeError)             the training data cannot be read
+    └── InvariantError (RuntimeError)          a bug of ours
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from typing_extensions import Self
+
+_NAMES_SHOWN: Final = 5
+_VALUES_SHOWN: Final = 8
+
+
+def name_list(names: Sequence[str]) -> str:
+    """Return the first five names, quoted, and the count of the others.
+
+    >>> name_list(["a", "b"])
+    "'a', 'b'"
+    >>> name_list([str(i) for i in range(7)])
+    "'0', '1', '2', '3', '4' and 2 more"
+    """
+    shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
+    hidden = len(names) - _NAMES_SHOWN
+    return f"{shown} and {hidden} more" if hidden > 0 else shown
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return ranks as words, the first five and the count of the others.
+
+    >>> rank_list([1]), rank_list([0, 2]), rank_list(range(8))
+    ('rank 1', 'ranks 0, 2', 'ranks 0, 1, 2, 3, 4 and 3 more')
+    """
+    shown = ", ".join(str(rank) for rank in ranks[:_NAMES_SHOWN])
+    hidden = len(ranks) - _NAMES_SHOWN
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}" + (f" and {hidden} more" if hidden > 0 else "")
+
+
+def values_by_rank(values: Sequence[object]) -> str:
+    """Return which ranks have which value, the rarest value last; of many values the most common ones.
+
+    >>> values_by_rank([2, 1, 2])
+    '2 on ranks 0, 2; 1 on rank 1'
+    >>> values_by_rank(range(1024)).partition("; 7 ")[2]
+    'on rank 7; others on ranks 8, 9, 10, 11, 12 and 1011 more'
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(str(value), []).append(rank)
+    most_first = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
+    texts = [f"{value} on {rank_list(ranks)}" for value, ranks in most_first[:_VALUES_SHOWN]]
+    if hidden := [rank for _, ranks in most_first[_VALUES_SHOWN:] for rank in ranks]:
+        texts.append(f"others on {rank_list(hidden)}")
+    return "; ".join(texts)
+
+
+def printable(text: str, max_chars: int = 200) -> str:
+    r"""Return ``text`` with every character that does not print escaped, cut to ``max_chars`` characters.
+
+    Control characters, line breaks and direction marks in a name could otherwise rewrite what a terminal shows.
+
+    >>> printable("a" + chr(27) + "[31m")
+    'a\\x1b[31m'
+    >>> printable("abcdefgh", 6)
+    'abc...'
+    """
+    # Escapes only lengthen the text, so what is cut off here could not be shown anyway.
+    head = text[: max_chars + 1]
+    if not head.isprintable():
+        head = "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in head)
+    return head if len(head) <= max_chars else head[: max_chars - 3] + "..."
+
+
+def quoted(text: str, max_chars: int = 60) -> str:
+    """Return ``text`` in quotes, printable and short."""
+    return f"'{printable(text, max_chars)}'"
+
+
+class MegabucketError(Exception):
+    """Base of all errors raised by this library."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by fields: constructors take keywords only, which the default protocol cannot call."""
+        return type(self)._rebuilt, (self.args, dict(self.__dict__))
+
+    @classmethod
+    def _rebuilt(cls, args: tuple[Any, ...], fields: dict[str, Any]) -> Self:
+        error = cls.__new__(cls)
+        error.args = args
+        error.__dict__.update(fields)
+        return error
+
+    def copy(self) -> Self:
+        """Return an equal error without a traceback: one that is raised twice would carry both."""
+        return type(self)._rebuilt(self.args, dict(self.__dict__))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the class name, the text and the fields as plain data."""
+        return {"error": type(self).__name__, "message": str(self), **self.__dict__}
+
+
+# What is given: configs, models, optimizers, files #
+
+
+class ConfigError(MegabucketError, ValueError):
+    """A config that cannot be honoured; the text lists every problem found, not only the first."""
+
+    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
+        self.problems = tuple(problems)
+        super().__init__(message)
+
+
+class LayoutError(MegabucketError, ValueError):
+    """Parameters, sizes or indices that no layout can be built from."""
+
+
+class UnsupportedParameterError(MegabucketError, ValueError):
+    """A parameter the buffers cannot hold."""
+
+    def __init__(self, *, param: str, reason: str, remedy: str) -> None:
+        self.param, self.reason, self.remedy = param, reason, remedy
+        super().__init__(f"parameter {param!r} cannot live in a parameter and gradient buffer: {reason}. {remedy}")
+
+
+class NoTrainableParametersError(MegabucketError, ValueError):
+    """The module has nothing to reduce."""
+
+    def __init__(self, *, module: str, frozen: Sequence[str]) -> None:
+        self.module, self.frozen = module, tuple(frozen)
+        found = f"its {len(frozen)} parameters are all frozen ({name_list(frozen)})" if frozen else "it has none at all"
+        super().__init__(
+            f"{module} has no parameter with requires_grad=True: {found}, so there is nothing to reduce. "
+            "Call requires_grad_(True) on what should be trained before wrapping, or use the module without a wrapper."
+        )
+
+
+class AlreadyWrappedError(MegabucketError, ValueError):
+    """Two wrappers would own the gradients of one parameter."""
+
+    def __init__(self, *, params: Sequence[str]) -> None:
+        self.params = tuple(params)
+        super().__init__(
+            f"{name_list(self.params)} already belong to another DistributedDataParallel wrapper. Two wrappers would move "
+            "the same storage and reduce the same gradients twice. Wrap a module once; call detach() on the first "
+            "wrapper before wrapping again."
+        )
+
+
+class OptimizerParametersError(MegabucketError, ValueError):
+    """The optimizer's parameters are not the wrapper's."""
+
+    def __init__(self, *, problem: str, params: Sequence[str], remedy: str) -> None:
+        self.problem, self.params = problem, tuple(params)
+        super().__init__(f"{problem}: {name_list(self.params)}. {remedy}")
+
+
+class ProcessGroupMissingError(MegabucketError, RuntimeError):
+    """More than one process was launched but they cannot talk to each other."""
+
+    def __init__(self, *, world_size: int) -> None:
+        self.world_size = world_size
+        super().__init__(
+            f"this process is one of {world_size} (WORLD_SIZE={world_size}) but torch.distributed is not initialized, so "
+            "each of them would train alone and the replicas would drift apart. Call "
+            "torch.distributed.init_process_group() before wrapping the module, or pass process_group=."
+        )
+
+
+class PlainOptimizerError(MegabucketError, RuntimeError):
+    """A plain torch optimizer stepping on parameters whose gradients were reduce-scattered."""
+
+    def __init__(self, *, optimizer: str, params: Sequence[str], rank: int) -> None:
+        self.optimizer, self.params, self.rank = optimizer, tuple(params), rank
+        super().__init__(
+            f"[rank {rank}] {optimizer}.step() would update whole parameters ({name_list(self.params)}), but "
+            "use_distributed_optimizer=True reduce-scatters the gradients: this rank holds the reduced values of its own "
+            "shard only, and the replicas would drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, "
+            "ddp); or set use_distributed_optimizer=False."
+        )
+
+
+class MixedDtypeOptimizerError(MegabucketError, RuntimeError):
+    """A plain torch optimizer that cannot step on 16-bit parameters with wider gradients."""
+
+    def __init__(self, *, optimizer: str, param: str, param_dtype: str, grad_dtype: str, rank: int) -> None:
+        self.optimizer, self.param, self.rank = optimizer, param, rank
+        self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
+        super().__init__(
+            f"[rank {rank}] torch's {optimizer} cannot mix dtypes in a step, and {param!r} is {param_dtype} with a "
+            f"{grad_dtype} gradient (grad_reduce_in_fp32=True). Wrap the optimizer: "
+            "megabucket.DistributedOptimizer(optimizer, ddp) works in both modes and keeps float32 main parameters; or set "
+            "grad_reduce_in_fp32=False."
+        )
+
+
+class CorpusError(MegabucketError, RuntimeError):
+    """The training data cannot be read."""
+
+
+class InvariantError(MegabucketError, RuntimeError):
+    """A bug in this library; please report the text."""
+
+
+# A step: all ranks raise the same error with the same text, which says which rank is at fault #
+
+_DROPPED: Final = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
+_GROUPS_SHOWN: Final = 3
+_REBUILD_AGAIN: Final = (
+    "Repair it and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept."
+)
+# Where ranks agree before any step: what differs, and why it matters and what to do.
+_MISMATCHES: Final = {
+    "wrap": (
+        "the model is not the same on all ranks",
+        (
+            "Gradients of one parameter would be added to those of another. Build the same module in the same order on every "
+            "rank, with the same dtypes, trainability, config and versions. No rank was wrapped."
+        ),
+    ),
+    "DistributedOptimizer()": (
+        "the optimizer is not the same on all ranks",
+        (
+            "Each rank would update its shards in its own way. Build it with the same groups and hyperparameters on every "
+            "rank, and load its state on all ranks or on none. The optimizer was changed on no rank."
+        ),
+    ),
+    "rebuild": (
+        "what is to be rebuilt is not the same on all ranks",
+        (
+            "Each rank would update its shards in its own way. Every rank needs the same optimizer, with the same groups, "
+            f"hyperparameters and state. {_REBUILD_AGAIN}"
+        ),
+    ),
+    "state_dict()": (
+        "what is to be saved is not the same on all ranks",
+        "Call state_dict() on every rank at the same place, between two steps.",
+    ),
+    "save_checkpoint()": (
+        "what is to be saved is not the same on all ranks",
+        "Call save_checkpoint() on every rank at the same place, between two steps. Nothing was saved.",
+    ),
+    "load_state_dict()": (
+        "the optimizer state to load is not the same on all ranks",
+        (
+            "Each rank would update its shards in its own way. Load the same state on every rank. Nothing was loaded on any "
+            "rank."
+        ),
+    ),
+}
+_SAME_HYPERPARAMETERS: Final = (
+    "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, "
+    "for an optimizer's checkpoint that was loaded on one rank only."
+)
+# Why weights differ.
+_USUAL_CAUSES: Final = {
+    "update": (
+        "Every rank must step after every sync: look for an exception that was caught around optimizer.step() on one rank."
+    ),
+    "hyperparameters": f"Each rank has updated them in its own way. {_SAME_HYPERPARAMETERS}",
+    "load": (
+        "Load on every rank, or call ddp.broadcast_params() on every rank right after a load on the first; a rank that loads "
+        "weights only to look at them does so in a copy: copy.deepcopy(ddp.module)."
+    ),
+}
+_AFTER_FAILURE: Final = {
+    "optimizer": "Its shard of the parameters may miss the update, or half of it: load the last checkpoint on every rank.",
+    "wrap": "No rank was wrapped.",
+    "DistributedOptimizer()": "The optimizer was changed on no rank.",
+    "rebuild": _REBUILD_AGAIN,
+    "state_dict()": "Nothing was changed on any rank.",
+    "save_checkpoint()": "Nothing was saved.",
+    "load_state_dict()": "Nothing was loaded on any rank.",
+}
+
+
+class RanksDisagreeError(MegabucketError, RuntimeError):
+    """The ranks are not doing the same, so a reduction would mix things that do not belong together."""
+
+
+class LayoutMismatchError(RanksDisagreeError):
+    """Ranks wrap different models or optimizers, or with different configs or versions."""
+
+    def __init__(self, *, differences: Sequence[str], num_different: int, num_entries: int, phase: str = "wrap") -> None:
+        self.differences, self.num_different, self.num_entries = tuple(differences), num_different, num_entries
+        self.phase = phase
+        hidden = num_different - len(self.differences)
+        more = f"; and {hidden} more" if hidden > 0 else ""
+        what, consequence = _MISMATCHES[phase]
+        super().__init__(
+            f"{what}: {'; '.join(self.differences)}{more} ({num_different} of {num_entries} entries differ). {consequence}"
+        )
+
+
+class CallMismatchError(RanksDisagreeError):
+    """Ranks are in different collective calls at the same time."""
+
+    def __init__(self, *, step: int, by_rank: Sequence[str]) -> None:
+        self.step, self.by_rank = step, tuple(by_rank)
+        super().__init__(
+            f"step {step}: ranks are in different calls: {values_by_rank(self.by_rank)}. Each of them needs every rank: make "
+            "it on all of them, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these "
+            "calls has done anything, a step that was open was dropped on all ranks, and the next call of all ranks may run."
+        )
+
+
+class StepMismatchError(RanksDisagreeError):
+    """A rank skipped or dropped a step that others are in."""
+
+    def __init__(self, *, step: int, what: str, by_rank: Sequence[int]) -> None:
+        self.step, self.what, self.by_rank = step, what, tuple(by_rank)
+        super().__init__(
+            f"step {step}: {what} differ between ranks: {values_by_rank(self.by_rank)}. Some rank has skipped or dropped a "
+            "step that others have taken, so batches of different steps would be averaged. Make every rank take every step: a "
+            "rank that cannot use its batch calls abort_step(), and all drop the step together. A forward that is not for "
+            f"training belongs under torch.no_grad() or module.eval(). {_DROPPED}"
+        )
+
+
+class MicrobatchMismatchError(RanksDisagreeError):
+    """Ranks accumulated different numbers of backwards in one step."""
+
+    def __init__(self, *, step: int, by_rank: Sequence[int]) -> None:
+        self.step, self.by_rank = step, tuple(by_rank)
+        super().__init__(
+            f"step {step}: microbatch counts differ between ranks: {values_by_rank(self.by_rank)}. The mean over ranks would "
+            "weigh them unequally. Run as many backwards per step on every rank, all but the last one inside no_sync(). "
+            f"{_DROPPED}"
+        )
+
+
+class ScheduleMismatchError(RanksDisagreeError):
+    """Ranks launched different collectives for the same step."""
+
+    def __init__(self, *, step: int, what: str, by_rank: Sequence[int]) -> None:
+        self.step, self.what, self.by_rank = step, what, tuple(by_rank)
+        super().__init__(
+            f"step {step}: {what} differs between ranks: {values_by_rank(self.by_rank)}. Ranks that launch different "
+            f"collectives mix unrelated data. Set it alike on every rank before backward. {_DROPPED}"
+        )
+
+
+class HyperparameterMismatchError(RanksDisagreeError):
+    """Ranks were about to update with different learning rates, or other numbers of the optimizer."""
+
+    def __init__(self, *, step: int, what: str, by_rank: Sequence[float | str]) -> None:
+        self.step, self.what, self.by_rank = step, what, tuple(by_rank)
+        super().__init__(
+            f"step {step}: hyperparameters differ between ranks: {what} is {values_by_rank(self.by_rank)}. Each rank would "
+            "update its shard of the parameters in its own way, and nobody could see it in the weights, which are gathered "
+            f"afterwards. {_SAME_HYPERPARAMETERS} No rank has updated. {_DROPPED}"
+        )
+
+
+class ReplicasDivergedError(RanksDisagreeError):
+    """The replicas do not hold the same weights any more."""
+
+    def __init__(self, *, step: int, what: str, by_rank: Sequence[float | str], usual_cause: str = "update") -> None:
+        self.step, self.what, self.by_rank, self.usual_cause = step, what, tuple(by_rank), usual_cause
+        super().__init__(
+            f"step {step}: {what} differ between ranks: {values_by_rank(self.by_rank)}. The replicas do not hold the same "
+            f"weights any more, and gradients of different models would be averaged. {_USUAL_CAUSES[usual_cause]} Load the "
+            "last checkpoint on every rank, or call ddp.broadcast_params() and make the optimizer anew."
+        )
+
+
+class PhaseError(MegabucketError, RuntimeError):
+    """An operation in a phase where it is not allowed."""
+
+
+class LateGradientError(PhaseError):
+    """A gradient arrived after its bucket had been sent."""
+
+    def __init__(self, *, step: int, rank: int, params: Sequence[str], bucket: int, num_buckets: int, phase: str) -> None:
+        self.step, self.rank, self.params, self.phase = step, rank, tuple(params), phase
+        self.bucket, self.num_buckets = bucket, num_buckets
+        super().__init__(
+            f"step {step}: on rank {rank} {name_list(self.params)} received a gradient although bucket {bucket} of "
+            f"{num_buckets} (counted from 0) is {phase}. That gradient is in no reduction, so the step would be wrong. "
+            "Usual causes: a second backward without zero_grad() or outside no_sync() (wrap all but the last backward of a "
+            "step in no_sync()), or reentrant activation checkpointing of a layer that is used several times (pass "
+            f"use_reentrant=False). {_DROPPED}"
+        )
+
+
+class ConcurrentBackwardError(PhaseError):
+    """Two threads run backward through one wrapper at the same time."""
+
+    def __init__(self, *, rank: int, thread: str, other_thread: str) -> None:
+        self.rank, self.thread, self.other_thread = rank, thread, other_thread
+        super().__init__(
+            f"[rank {rank}] thread {thread!r} runs a backward while one of thread {other_thread!r} is still running. Both add "
+            "into the same gradient buffer, so the sums would depend on timing. Run one backward at a time, for instance "
+            "under a lock, or give each thread a wrapper of its own."
+        )
+
+
+class UnreducedGradientsError(PhaseError):
+    """The optimizer was asked to step although gradients are still local."""
+
+    def __init__(self, *, rank: int) -> None:
+        self.rank = rank
+        super().__init__(
+            "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has run "
+            "outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
+            "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself."
+        )
+
+
+class UnusedParameterError(MegabucketError, RuntimeError):
+    """Parameters that got no gradient in the whole step."""
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        ranks: Sequence[int],
+        params: Sequence[str],
+        bucket: int,
+        num_buckets: int,
+        num_ranks: int,
+        elsewhere: Sequence[tuple[Sequence[str], Sequence[int]]] = (),
+    ) -> None:
+        self.step, self.ranks, self.params, self.num_ranks = step, tuple(ranks), tuple(params), num_ranks
+        self.bucket, self.num_buckets = bucket, num_buckets
+        self.elsewhere = tuple((tuple(names), tuple(others)) for names, others in elsewhere)
+        where = "on any rank" if len(self.ranks) == num_ranks else f"on {rank_list(self.ranks)} of {num_ranks} ranks"
+        shown = [f"; {name_list(names)} got none on {rank_list(others)}" for names, others in self.elsewhere[:_GROUPS_SHOWN]]
+        hidden = sum(len(names) for names, _ in self.elsewhere[_GROUPS_SHOWN:])
+        more = "".join(shown) + (f"; and {hidden} more" if hidden else "")
+        super().__init__(
+            f"step {step}: {name_list(self.params)} got no gradient {where} (first in bucket {bucket} of {num_buckets}, "
+            f"counted from 0){more}. They require grad but were in no forward of the step that was differentiated; without "
+            "them the mean would be of other things than it says. Freeze them with requires_grad_(False) before wrapping, use "
+            f"them, or set unused_parameters='zero' to reduce zeros in their place. {_DROPPED}"
+        )
+
+
+class NonFiniteGradientError(MegabucketError, ArithmeticError):
+    """A gradient holds nan or inf: before its reduction, which would spread it to every rank, or because of it."""
+
+    def __init__(
+        self, *, step: int, rank: int | None, param: str, bucket: int, num_buckets: int, finding: str, num_others: int = 0
+    ) -> None:
+        self.step, self.rank, self.param, self.finding, self.num_others = step, rank, param, finding, num_others
+        self.bucket, self.num_buckets = bucket, num_buckets
+        others = f" (and {num_others} more parameters)" if num_others else ""
+        whose, why, remedy = (
+            f"on rank {rank}",
+            "Reduced, it would reach every rank",
+            "Look at the loss and the data of that rank",
+        )
+        if rank is None:  # nobody's alone
+            whose, why = "summed over all ranks", "Each rank's part is finite, but 16 bits do not hold their sum"
+            remedy = "Reduce in float32 (grad_reduce_in_fp32=True, the default) or make the loss smaller"
+        super().__init__(
+            f"step {step}: the gradient of {param!r} {whose} (bucket {bucket} of {num_buckets}, counted from 0) has "
+            f"{finding}{others}. {why}. No optimizer step was taken on any rank. {remedy}; set "
+            "nonfinite_gradients='skip_step' to leave such steps out, or 'allow' where a loss scaler looks at the gradients "
+            f"itself. {_DROPPED}"
+        )
+
+
+class ModelChangedError(MegabucketError, RuntimeError):
+    """The module is no longer the one that was wrapped."""
+
+
+class StorageMovedError(ModelChangedError):
+    """A parameter no longer lives in its buffer, so what the optimizer updates is not what the module computes with."""
+
+    def __init__(self, *, step: int, rank: int, params: Sequence[str], found: str, expected: str) -> None:
+        self.step, self.rank, self.params, self.found, self.expected = step, rank, tuple(params), found, expected
+        super().__init__(
+            f"step {step}: on rank {rank} parameters have left the buffer: {name_list(self.params)} (the first one is {found}, "
+            f"expected {expected}). Something moved parameters after wrapping: "
+            ".to(), .half(), .bfloat16(), load_state_dict(assign=True) or `param.data =`. The optimizer would go on updating "
+            "memory that the module does not read. Convert the module before wrapping and copy values with param.copy_() "
+            f"under no_grad(); ddp.rebuild() takes the module as it is now. {_DROPPED}"
+        )
+
+
+class TrainabilityChangedError(ModelChangedError):
+    """A parameter was frozen or unfrozen after wrapping."""
+
+    def __init__(self, *, step: int, rank: int, frozen: Sequence[str], unfrozen: Sequence[str]) -> None:
+        self.step, self.rank, self.frozen, self.unfrozen = step, rank, tuple(frozen), tuple(unfrozen)
+        changes = [
+            f"{name_list(names)} {what}" for names, what in ((self.frozen, "frozen"), (self.unfrozen, "unfrozen")) if names
+        ]
+        super().__init__(
+            f"step {step}: after wrapping, rank {rank} has {' and '.join(changes)} (requires_grad). A frozen parameter keeps "
+            "its place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and replicas "
+            f"drift apart. Call ddp.rebuild() on every rank after changing requires_grad. {_DROPPED}"
+        )
+
+
+class ParametersChangedError(ModelChangedError):
+    """Parameters or submodules were added, removed or replaced after wrapping."""
+
+    def __init__(self, *, step: int, rank: int, added: Sequence[str], removed: Sequence[str], replaced: Sequence[str]) -> None:
+        self.step, self.rank = step, rank
+        self.added, self.removed, self.replaced = tuple(added), tuple(removed), tuple(replaced)
+        changes = [
+            f"{what} {name_list(names)}"
+            for what, names in (("added", self.added), ("removed", self.removed), ("replaced", self.replaced))
+            if names
+        ]
+        super().__init__(
+            f"step {step}: after wrapping, rank {rank} has {' and '.join(changes)}. Gradients of parameters that are not in "
+            "the buffers are never reduced, and the optimizer still holds the old ones. Call ddp.rebuild() on every rank "
+            f"after changing the module. {_DROPPED}"
+        )
+
+
+class DetachedGradError(ModelChangedError):
+    """A parameter's ``main_grad`` is not its place in the gradient buffer."""
+
+    def __init__(self, *, step: int, rank: int, params: Sequence[str]) -> None:
+        self.step, self.rank, self.params = step, rank, tuple(params)
+        super().__init__(
+            f"step {step}: on rank {rank} main_grad of {name_list(self.params)} is no longer the place in the gradient "
+            "buffer, so what is added there is in no reduction. Something assigned or deleted it after wrapping. Write into "
+            f"main_grad in place (main_grad.copy_(), .add_()), and clear gradients with ddp.zero_grad(). {_DROPPED}"
+        )
+
+
+class PeerFailedError(MegabucketError, RuntimeError):
+    """A rank could not finish the step: an exception on it, or its caller gave up."""
+
+    def __init__(self, *, step: int, rank: int, phase: str, cause: str) -> None:
+        self.step, self.rank, self.phase, self.cause = step, rank, phase, cause
+        consequence = _AFTER_FAILURE.get(phase, _DROPPED)
+        where = "" if phase in _MISMATCHES else f"step {step}: "
+        super().__init__(f"{where}rank {rank} failed in {phase}: {cause}{'' if cause.endswith('.') else '.'} {consequence}")
+
+
+# Ranks and collectives: what carries the gradients is broken #
+
+
+class PeerLostError(MegabucketError, RuntimeError):
+    """A rank died, froze, or did not arrive in time. The process group is of no use any more."""
+
+    def __init__(self, *, ranks: Sequence[int], states: Sequence[str], during: str, recorder: str = "") -> None:
+        self.ranks, self.states, self.during, self.recorder = tuple(ranks), tuple(states), during, recorder
+        findings = "; ".join(f"rank {rank} {state}" for rank, state in zip(self.ranks, self.states, strict=True))
+        super().__init__(
+            f"{findings or 'a rank went away, and it cannot be told which'} ({during}). The process group cannot be used any "
+            "more: gradients of this step are lost, parameters are those of the last step. End this process, or destroy the "
+            "group, and start again from the last checkpoint with the ranks that are left."
+            + (f" {recorder}" if recorder else "")
+        )
+
+
+class WrapperBrokenError(MegabucketError, RuntimeError):
+    """A rank stopped where the others could not be kept from going on, so the ranks are out of step for good."""
+
+    def __init__(self, *, step: int, rank: int | None, phase: str, cause: str) -> None:
+        self.step, self.rank, self.phase, self.cause = step, rank, phase, cause
+        who = f"rank {rank} stopped in {phase}, with the others about to go on: " if rank is not None else ""
+        super().__init__(
+            f"step {step}: {who}{cause}. The wrapper is broken on all ranks: nothing can be sent any more, and parameters may "
+            "be of two different steps. On every rank call ddp.detach(), wrap the module again, make the optimizer anew and load "
+            "the last checkpoint."
+        )
+
+
+class ForkedProcessError(MegabucketError, RuntimeError):
+    """A forked child used the wrapper of its parent."""
+
+    def __init__(self, *, rank: int, operation: str) -> None:
+        self.rank, self.operation = rank, operation
+        super().__init__(
+            f"[rank {rank}] {operation} in a forked child process. The threads of the process group exist in the parent only, "
+            "so this would wait for ever. Train in the process that wrapped the module; start helpers with the 'spawn' "
+            "method, or let them work on a copy (copy.deepcopy(ddp.module))."
+        )
+
+
+class GroupDestroyedError(MegabucketError, RuntimeError):
+    """The process group that a wrapper reduces over does not exist any more."""
+
+    def __init__(self, *, rank: int, operation: str) -> None:
+        self.rank, self.operation = rank, operation
+        super().__init__(
+            f"[rank {rank}] {operation}, but the process group of the wrapper was destroyed, so nothing can be reduced any "
+            "more and this replica would go on alone. Call ddp.detach() and wrap the module again over a living group."
+        )
+
+
+class CollectiveError(MegabucketError, RuntimeError):
+    """A collective that cannot give the right result."""
+
+
+class MismatchedCollectiveError(CollectiveError):
+    """Two ranks launched different collectives at the same position of their schedules."""
+
+    def __init__(self, *, sequence: int, rank: int, call: str, other_rank: int, other_call: str) -> None:
+        self.sequence, self.rank, self.call = sequence, rank, call
+        self.other_rank, self.other_call = other_rank, other_call
+        super().__init__(
+            f"collective {sequence} differs between ranks: rank {other_rank} launched {other_call}, rank {rank} launched "
+            f"{call}. On a real process group this hangs or mixes unrelated data. All ranks must launch the same "
+            "collectives in the same order."
+        )
+
+
+class CollectiveDeadlockError(CollectiveError):
+    """A rank waits for a collective that other ranks have not launched and cannot launch any more."""
+
+    def __init__(self, *, sequence: int, rank: int, call: str, missing_ranks: Sequence[int]) -> None:
+        self.sequence, self.rank, self.call, self.missing_ranks = sequence, rank, call, tuple(missing_ranks)
+        super().__init__(
+            f"[rank {rank}] waits for collective {sequence} ({call}), which rank(s) {', '.join(map(str, missing_ranks))} "
+            "have not launched. Launch it on every rank before waiting, or run the ranks in threads."
+        )
+
+
+class InFlightWriteError(CollectiveError):
+    """A buffer changed between the launch and the completion of the collective that owned it."""
+
+    def __init__(self, *, sequence: int, rank: int, call: str, index: int) -> None:
+        self.sequence, self.rank, self.call, self.index = sequence, rank, call, index
+        super().__init__(
+            f"[rank {rank}] the input of collective {sequence} ({call}) changed while it was in flight, first at element "
+            f"{index}. On a real process group the reduced value would depend on timing. Nothing may write a buffer "
+            "between launch and completion."
+        )
+
+
+# Checkpoints: not written, not whole, not there, not of this model #
+
+_STEPS_SHOWN = 10
+_PROBLEMS_SHOWN = 20
+
+
+def step_list(steps: Sequence[int]) -> str:
+    """Return the newest ten steps as words, the newest last.
+
+    >>> step_list([100, 120]), step_list([])
+    ('steps 100, 120', 'no step')
+    >>> step_list(range(12))
+    'steps 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 older ones'
+    """
+    if not steps:
+        return "no step"
+    shown = ", ".join(str(step) for step in steps[-_STEPS_SHOWN:])
+    hidden = len(steps) - _STEPS_SHOWN
+    return f"{'step' if len(steps) == 1 else 'steps'} {shown}" + (f" and {hidden} older ones" if hidden > 0 else "")
+
+
+class CheckpointError(MegabucketError, RuntimeError):
+    """A checkpoint that cannot be written or read."""
+
+
+class CheckpointNotSavedError(CheckpointError):
+    """A save failed on some rank, so nothing was committed, and every rank raises this.
+
+    Args:
+        last_good_step: the step that ``latest`` names; -1 when none is known.
+    """
+
+    def __init__(self, *, step: int, ranks: Sequence[int], path: str, reason: str, last_good_step: int) -> None:
+        self.step, self.ranks, self.path, self.reason = step, tuple(ranks), path, reason
+        self.last_good_step = last_good_step
+        others = f" ({rank_list(self.ranks[1:])} failed, too)" if len(self.ranks) > 1 else ""
+        good = f"the last good checkpoint is that of step {last_good_step}" if last_good_step >= 0 else "no good one is known"
+        super().__init__(
+            f"step {step}: the checkpoint was not saved: rank {self.ranks[0]}: {reason}: {path}{others}. Nothing was committed "
+            f"on any rank; {good}. Training may go on; remove the cause and save again."
+        )
+
+
+class CheckpointInvalidError(CheckpointError):
+    """A checkpoint's files are not what was written, so nothing of them is used.
+
+    Args:
+        file: the file that is wrong, within ``path``.
+        steps: what else ``root`` holds that looks whole.
+    """
+
+    def __init__(self, *, path: str, file: str, problem: str, steps: Sequence[int] = ()) -> None:
+        self.path, self.file, self.problem, self.steps = path, file, problem, tuple(steps)
+        others = f"{step_list(self.steps)} can be tried: name one, or allow the fallback to an older step" if steps else ""
+        super().__init__(
+            f"{path}: {file}: {problem}. The file was damaged or changed after it was written, or is not a checkpoint of "
+            f"this library; nothing of it was loaded. {others or 'Restore it from a copy'}."
+        )
+
+
+class CheckpointMissingError(CheckpointError):
+    """There is no such checkpoint.
+
+    Args:
+        steps: what ``root`` holds that looks whole.
+    """
+
+    def __init__(self, *, root: str, wanted: str, steps: Sequence[int]) -> None:
+        self.root, self.wanted, self.steps = root, wanted, tuple(steps)
+        found = f"It holds {step_list(self.steps)}: name one." if steps else "It holds no checkpoint at all: check the path."
+        super().__init__(f"{root}: no checkpoint for {wanted}. {found}")
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A whole checkpoint, but not of what is to be restored; the text lists up to twenty problems."""
+
+    def __init__(self, *, path: str, problems: Sequence[str]) -> None:
+        self.path, self.problems = path, tuple(problems)
+        shown = "\n".join(f"  - {problem}" for problem in self.problems[:_PROBLEMS_SHOWN])
+        hidden = len(self.problems) - _PROBLEMS_SHOWN
+        super().__init__(
+            f"{path} does not fit, and nothing was changed:\n{shown}" + (f"\n  and {hidden} more" if hidden > 0 else "")
+        )
+
+
+class CheckpointUnavailableError(MegabucketError, RuntimeError):
+    """Optimizer state was asked for in a form that one rank cannot give."""
+
+    def __init__(self, *, optimizer: str, method: str, rank: int, num_shards: int) -> None:
+        self.optimizer, self.method, self.rank, self.num_shards = optimizer, method, rank, num_shards
+        super().__init__(
+            f"[rank {rank}] {method} of the {optimizer} inside of a DistributedOptimizer: it holds flat shards, of which this "
+            f"rank has 1 of {num_shards}, and shards must not pass for the state of the model. Call {method} of the "
+            "DistributedOptimizer, on every rank: it speaks of whole parameters, in torch's format."
+        )

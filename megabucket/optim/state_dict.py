@@ -1,0 +1,617 @@
+"""Optimizer state, between whole parameters and flat shards, and in the format of ``torch.optim``.
+
+``WholeState`` is what plain torch holds, with the main values that sharding adds. ``StateCutter`` cuts it into the shards of
+one layout, ``unshard`` puts the shards of all ranks together again, ``pack`` and ``unpack`` turn it into the dict that
+``state_dict`` gives and back. None of them knows which optimizer it is: an entry holds either a value per element, which is cut
+like its parameter, or one number per parameter (a step count). Parameters whose numbers or keys differ do not share a shard.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from megabucket.buffer import ParamAndGradBuffer, dtype_name, dtype_named, view_like
+from megabucket.buffer.param_and_grad_buffer import dense_strides
+from megabucket.comm import AllGather, Communicator, exchange
+from megabucket.errors import CheckpointMismatchError, OptimizerParametersError
+from megabucket.layout import Span
+
+if TYPE_CHECKING:
+    from megabucket.ddp.step import GradSync
+    from megabucket.optim.shards import MainShard
+
+KNOWN_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})  # of all, of NAdam, and two of ASGD
+"""Keys of torch's own optimizers that hold a number. In the state of a scalar parameter the two kinds look the same."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeState:
+    """What an optimizer holds for whole parameters."""
+
+    values: Mapping[torch.Tensor, Mapping[str, Any]]
+    """By parameter and key, as in ``torch.optim.Optimizer.state``; tensors of one value per element have its shape."""
+    main_values: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    """Full-precision values of 16-bit parameters, in their shape; those that a 16-bit value was rounded from."""
+    dtypes: Mapping[torch.Tensor, torch.dtype] = field(default_factory=dict)
+    """What the optimizer computed in, where it is not the parameter's dtype. State of this dtype follows the main parameter."""
+    numbers: frozenset[str] = KNOWN_NUMBERS
+    """Keys that are known to hold one number per parameter."""
+
+    def follows_param(self, param: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether a value per element has the dtype its optimizer computed in, and not one it chose for itself."""
+        return value.dtype == self.dtypes.get(param, param.dtype)
+
+
+def find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """Return the keys that hold one number per parameter; all others hold a value per element.
+
+    Args:
+        params: the parameters whose state is looked at, by name.
+
+    Raises:
+        OptimizerParametersError: some state is neither: a table, say, or moments from before the parameter was resized.
+    """
+    numbers = set(whole.numbers)
+    entries = [(name, param, key, value) for name, param in params.items() for key, value in _state_of(whole, param).items()]
+    for _, param, key, value in entries:
+        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != param.shape):
+            numbers.add(key)
+    misfits = [
+        f"{key} of {name}: shape {tuple(value.shape)} for {tuple(param.shape)}"
+        for name, param, key, value in entries
+        if isinstance(value, torch.Tensor) and (value.numel() != 1 if key in numbers else value.shape != param.shape)
+    ]
+    if misfits:
+        raise OptimizerParametersError(
+            problem="the optimizer holds state that is neither one value per element nor one number per parameter, and cannot "
+            "be cut into flat shards",
+            params=misfits,
+            remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False; or, where the parameter was "
+            "resized, drop its state (optimizer.state.pop(param)) to start anew.",
+        )
+    return frozenset(numbers)
+
+
+def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Tensor]]) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return what plain torch holds for parameters without elements, which lie in no shard: what others have, without values.
+
+    Adagrad of torch 2.11 cannot step without it.
+
+    Args:
+        whole: the state of all parameters in shards.
+        members: the parameters of each group; the first with state stands for the others.
+    """
+    found: dict[torch.Tensor, dict[str, Any]] = {}
+    for group in members:
+        like = next((state for param in group if (state := _state_of(whole, param))), {})
+        for param in group:
+            if param.numel() == 0 and param.requires_grad and like:
+                found[param] = {
+                    key: copy.deepcopy(value) if key in whole.numbers else torch.empty_like(param, dtype=value.dtype)
+                    for key, value in like.items()
+                }
+    return found
+
+
+def _state_of(whole: WholeState, param: torch.Tensor) -> Mapping[str, Any]:
+    return whole.values.get(param) or {}
+
+
+def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
+    """Return what parameters of a dtype are stepped in: float32 where they are narrower."""
+    return torch.float32 if param_dtype.itemsize < torch.float32.itemsize else param_dtype
+
+
+# From whole parameters to shards #
+
+ShardState = dict[str, Any]
+"""What an optimizer holds for one shard, by key."""
+
+
+class StateCutter:
+    """Cuts the state of whole parameters into shards.
+
+    Args:
+        whole: the state; parameters without any are stepped on for the first time.
+        params: the parameters in the buffers, by name.
+
+    Raises:
+        OptimizerParametersError: some state belongs neither to elements nor to parameters.
+    """
+
+    def __init__(self, whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> None:
+        self._whole = whole
+        self._params = params
+        self.numbers = find_numbers(whole, params)
+        """The keys that hold one number per parameter."""
+
+    def signature(self, name: str) -> tuple[str, ...]:
+        """Return, in words, what parameters that share a shard have in common; empty without state.
+
+        The keys, the values of numbers, and the dtype of values per element where the optimizer has chosen it.
+        """
+        param = self._params[name]
+        return tuple(sorted(self._describe(param, key, value) for key, value in self._state_of(name).items()))
+
+    def _describe(self, param: torch.nn.Parameter, key: str, value: Any) -> str:
+        if key not in self.numbers:
+            return f"{key} per element" if self._whole.follows_param(param, value) else f"{key} in {dtype_name(value.dtype)}"
+        if isinstance(value, torch.Tensor):
+            return f"{key}={value.item()!r} ({dtype_name(value.dtype)}, {tuple(value.shape)}, {value.device.type})"
+        return f"{key}={value!r}"
+
+    def _state_of(self, name: str) -> Mapping[str, Any]:
+        return self._whole.values.get(self._params[name]) or {}
+
+    @torch.no_grad()
+    def state_of(self, shard: MainShard) -> ShardState:
+        """Return the state of one shard, whose parameters have the same signature; empty when they have none."""
+        state = self._state_of(shard.run.params[0])
+        return {key: self._number(value) if key in self.numbers else self._cut(shard, key) for key, value in state.items()}
+
+    @staticmethod
+    def _number(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def _cut(self, shard: MainShard, key: str) -> torch.Tensor:
+        """Return the pieces of values per element in the shard's order; gaps between parameters are zero, as theirs are."""
+        first = self._state_of(shard.run.params[0])[key]
+        follows = self._whole.follows_param(self._params[shard.run.params[0]], first)
+        flat = torch.zeros_like(shard.main, dtype=shard.main.dtype if follows else first.dtype)
+        for piece in shard.pieces():
+            values = in_memory_order(self._state_of(piece.param)[key], self._params[piece.param], flat)
+            flat[slice(*piece.in_run)] = values[slice(*piece.in_param)]
+        return flat
+
+    @torch.no_grad()
+    def restore_main_values(self, shard: MainShard) -> None:
+        """Give a shard back the main values its parameters had, where they still round to the parameters."""
+        for piece in shard.pieces() if shard.has_own_values else ():
+            param = self._params[piece.param]
+            earlier = self._whole.main_values.get(param)
+            if earlier is not None and earlier.shape == param.shape:
+                shard.restore_values(in_memory_order(earlier, param, shard.main)[slice(*piece.in_param)], piece.in_run)
+
+
+def in_memory_order(values: torch.Tensor, param: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return values per element in one dimension, in the order in which a parameter's elements lie in the buffer.
+
+    Its memory order, which for channels-last is not the order of its indices.
+
+    Args:
+        like: has the dtype and the device of the result.
+    """
+    ordered = torch.empty_strided(param.shape, dense_strides(param), dtype=like.dtype, device=like.device)
+    return ordered.copy_(values).as_strided((param.numel(),), (1,))
+
+
+# What shards hold, in words that compare and travel #
+
+_READERS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "NoneType": lambda _: None,
+    "bool": lambda text: text == "True",
+    "int": int,
+    "float": float,  # reads back every bit that repr wrote
+    "str": str,
+}
+
+NUMBER_TYPES: Final = frozenset(_READERS)
+"""Types of numbers that are no tensors."""
+
+
+class StateEntry(NamedTuple):
+    """What shards hold under one key, in words that compare and travel."""
+
+    key: str
+    kind: str  # "elements", "number" or "tensor" (of one number)
+    dtype: str = ""
+    device: str = ""
+    shape: tuple[int, ...] = ()
+    number: tuple[str, str] = ("", "")  # type and text
+
+
+Description = tuple[StateEntry, ...]
+"""Of the state of one parameter, in the order of its keys."""
+
+
+def describe_state(values: Mapping[str, Any], shard: MainShard) -> Description:
+    """Return what an optimizer holds for one shard.
+
+    Raises:
+        OptimizerParametersError: some of it is neither one value per element nor one number.
+    """
+    return tuple(_describe_entry(key, value, shard) for key, value in values.items())
+
+
+def _describe_entry(key: str, value: Any, shard: MainShard) -> StateEntry:
+    if isinstance(value, torch.Tensor) and value.shape == shard.main.shape and key not in KNOWN_NUMBERS:
+        return StateEntry(key, "elements", dtype_name(value.dtype))
+    if type(value).__name__ in _READERS or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return describe_number(key, value, shard.main.device)
+    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise OptimizerParametersError(
+        problem="the optimizer holds, for a flat shard, what is neither one value per element nor one number, so nobody can "
+        "say what of it belongs to which parameter",
+        params=[f"{key}: {found}"],
+        remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False.",
+    )
+
+
+def describe_number(key: str, value: Any, device: torch.device) -> StateEntry:
+    """Return a number, or a tensor of one, in words.
+
+    Args:
+        device: where the parameters are. A number that lives there does so on every rank; one on the CPU stays on the CPU.
+    """
+    if not isinstance(value, torch.Tensor):
+        return StateEntry(key, "number", number=_written(value))
+    where = "" if value.device == device else value.device.type
+    return StateEntry(key, "tensor", dtype_name(value.dtype), where, tuple(value.shape), _written(value.item()))
+
+
+def entry_from_json(fields: Any) -> StateEntry:
+    """Return an entry that has become a list on its way through JSON."""
+    key, kind, dtype, device, shape, (number_type, text) = fields
+    return StateEntry(key, kind, dtype, device, tuple(shape), (number_type, text))
+
+
+def _written(number: Any) -> tuple[str, str]:
+    return type(number).__name__, str(number)
+
+
+def number_in(entry: StateEntry, device: torch.device) -> Any:
+    """Return the number that an entry tells, as the optimizer has held it.
+
+    Args:
+        device: where the parameters are.
+    """
+    kind, text = entry.number
+    number = _READERS[kind](text)
+    if entry.kind == "number":
+        return number
+    own_device = torch.device(entry.device) if entry.device else device
+    return torch.full(entry.shape, number, dtype=dtype_named(entry.dtype), device=own_device)
+
+
+# From the shards of all ranks to whole parameters #
+
+
+class ShardHolder(NamedTuple):
+    """Where shards lie, and who has the others."""
+
+    buffers: Sequence[ParamAndGradBuffer]
+    sync: GradSync
+    communicator: Communicator
+    is_sharded: bool
+    """Whether each rank owns its shard of each bucket, or everything."""
+    label: str = "rebuild"
+    """What the state is wanted for; of collectives and errors."""
+
+
+@torch.no_grad()
+def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]], holder: ShardHolder) -> WholeState:
+    """Return what all ranks hold for the parameters of the buffers, whole, on every rank. A collective call.
+
+    Main values come along where the parameters are 16-bit now, also those that were not when they moved into the buffers.
+    Empty parameters are in no shard and have no state.
+
+    Args:
+        shards: of this rank; they cover what it owns.
+        state: by main parameter.
+
+    Raises:
+        OptimizerParametersError: some state is neither one value per element nor one number, or ranks hold different numbers
+            for pieces of one parameter.
+        PeerFailedError: some other rank's state is so.
+    """
+    names = [list(buffer.layout.params) for buffer in holder.buffers]
+    values: dict[torch.Tensor, Mapping[str, Any]] = {}
+    main_values: dict[torch.Tensor, torch.Tensor] = {}
+    dtypes: dict[torch.Tensor, torch.dtype] = {}
+    numbers = set(KNOWN_NUMBERS)
+    for buffer, described in zip(holder.buffers, exchange_descriptions(shards, state, holder, names), strict=True):
+        own = [shard for shard in shards if shard.buffer is buffer]
+        numbers |= {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
+        for name, whole in _put_together(buffer, own, state, described, holder).items():
+            values[buffer.params[name]] = whole
+        for name, main in _main_values(buffer, own, holder).items():
+            main_values[buffer.params[name]] = main
+        dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
+    return WholeState(values, main_values, dtypes, frozenset(numbers))
+
+
+# What shards hold #
+
+
+def exchange_descriptions(
+    shards: Sequence[MainShard],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    holder: ShardHolder,
+    names: Sequence[Sequence[str]],
+) -> list[dict[str, Description]]:
+    """Return, by buffer and parameter, what the shards of all ranks hold. Parameters that are in no shard are left out."""
+    own, failure = [], None
+    try:
+        own = describe_runs(shards, state, holder, names)
+    except OptimizerParametersError as error:
+        failure = error
+    holder.sync.call(f"{holder.label}: optimizer state", failure=failure)
+    texts, device = [json.dumps(own).encode()], holder.buffers[0].param_data.device
+    if holder.is_sharded:
+        texts = exchange(holder.communicator, texts[0], device=device, label=f"{holder.label}: optimizer state")
+    return merge_descriptions([json.loads(text) for text in texts], names)
+
+
+def describe_runs(
+    shards: Sequence[MainShard],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    holder: ShardHolder,
+    names: Sequence[Sequence[str]],
+) -> list[Any]:
+    """Return what this rank's shards hold, for ``merge_descriptions``; it may travel as JSON.
+
+    Args:
+        names: of the parameters of each buffer.
+
+    Raises:
+        OptimizerParametersError: some state is neither one value per element nor one number.
+    """
+    own = []
+    for index, buffer in enumerate(holder.buffers):
+        positions = {name: position for position, name in enumerate(names[index])}
+        for shard in (shard for shard in shards if shard.buffer is buffer):
+            members = [positions[name] for name in shard.run.params]
+            own.append((index, members, describe_state(state.get(shard.main) or {}, shard)))
+    return own
+
+
+def merge_descriptions(answers: Iterable[Any], names: Sequence[Sequence[str]]) -> list[dict[str, Description]]:
+    """Return, by buffer and parameter, what the shards of all ranks hold.
+
+    Args:
+        answers: what ``describe_runs`` has returned on each rank.
+
+    Raises:
+        OptimizerParametersError: ranks hold different numbers for pieces of one parameter.
+    """
+    found: list[dict[str, Description]] = [{} for _ in names]
+    differing: list[str] = []
+    for index, members, entries in (run for answer in answers for run in answer):
+        description = tuple(entry_from_json(fields) for fields in entries)
+        of_run = [names[index][member] for member in members]
+        differing += [name for name in of_run if found[index].setdefault(name, description) != description]
+    if differing:
+        raise OptimizerParametersError(
+            problem="ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter: "
+            "one of them has missed an update",
+            params=list(dict.fromkeys(differing)),
+            remedy="Load the last checkpoint on every rank.",
+        )
+    return found
+
+
+# Values per element #
+
+
+def _put_together(
+    buffer: ParamAndGradBuffer,
+    shards: Sequence[MainShard],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    described: Mapping[str, Description],
+    holder: ShardHolder,
+) -> dict[str, dict[str, Any]]:
+    """Return the state of the parameters of one buffer, by name."""
+    device = buffer.param_data.device
+    whole: dict[str, dict[str, Any]] = {}
+    holders: dict[StateEntry, list[str]] = {}
+    for name, description in described.items():
+        if description:
+            # All keys at once, so that they stay in the order in which the optimizer made them.
+            whole[name] = {e.key: None if e.kind == "elements" else number_in(e, device) for e in description}
+        for entry in description:
+            if entry.kind == "elements":
+                holders.setdefault(entry, []).append(name)
+    for entry in sorted(holders):  # the same order on every rank
+        own = [(shard.run.span, state[shard.main][entry.key]) for shard in shards if entry.key in state.get(shard.main, {})]
+        own = [(span, values) for span, values in own if dtype_name(values.dtype) == entry.dtype]
+        for name, values in _gather(buffer, holders[entry], own, dtype_named(entry.dtype), holder).items():
+            whole[name][entry.key] = values
+    return whole
+
+
+def _main_values(buffer: ParamAndGradBuffer, shards: Sequence[MainShard], holder: ShardHolder) -> dict[str, torch.Tensor]:
+    dtype = main_dtype(buffer.param_data.dtype)
+    if dtype == buffer.param_data.dtype:
+        # The buffer itself holds the main values, complete on every rank. They are wanted where the parameter left for 16 bits.
+        narrowed = [name for name, param in buffer.params.items() if main_dtype(param.dtype) != param.dtype]
+        return _cut_out(buffer, narrowed, buffer.param_data)
+    return _gather(buffer, list(buffer.params), [(shard.run.span, shard.main) for shard in shards], dtype, holder)
+
+
+def _gather(
+    buffer: ParamAndGradBuffer,
+    names: Sequence[str],
+    own: Iterable[tuple[Span, torch.Tensor]],
+    dtype: torch.dtype,
+    holder: ShardHolder,
+) -> dict[str, torch.Tensor]:
+    """Return the values of some parameters, each in its shape and memory order.
+
+    Args:
+        own: this rank's flat pieces, with where they lie in the buffer.
+    """
+    flat = torch.zeros(buffer.layout.numel, dtype=dtype, device=buffer.param_data.device)  # 1D
+    for span, values in own:
+        flat[span.start : span.stop] = values
+    if holder.is_sharded:
+        wanted = sorted({buffer.layout.params[name].bucket for name in names})
+        calls = []
+        for bucket in (buffer.layout.buckets[index] for index in wanted):
+            shard = buffer.layout.shard_span(bucket=bucket.index, rank=holder.communicator.rank)
+            # As bytes: whatever dtype an optimizer chose for its state, every backend can move it.
+            calls.append(
+                AllGather(flat[bucket.start : bucket.stop].view(torch.uint8), flat[shard.start : shard.stop].view(torch.uint8))
+            )
+        holder.communicator.launch(calls, label="optimizer state values").wait()
+    return _cut_out(buffer, names, flat)
+
+
+def _cut_out(buffer: ParamAndGradBuffer, names: Iterable[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    # The shape and the memory order are those the parameters had when they moved in: the caller may have changed them since.
+    views = {name: buffer.slots[name].view for name in names}
+    return {
+        name: view_like(flat, buffer.layout.params[name].start, view.shape, view.stride()).clone()
+        for name, view in views.items()
+    }
+
+
+# In the format of torch.optim #
+
+OWN_KEY: Final = "megabucket"
+_MAIN_PARAMS: Final = "main_params"
+_COMPUTED_IN: Final = "computed_in"
+_SOURCE: Final = "the dict given to load_state_dict()"
+
+Members = Sequence[Sequence[torch.nn.Parameter]]
+"""The parameters of each group."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unpacked:
+    """What a ``state_dict`` holds, by parameter."""
+
+    whole: WholeState
+    groups: list[dict[str, Any]]
+    """Hyperparameters by group, without ``params``."""
+
+
+def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) -> dict[str, Any]:
+    """Return what ``optimizer.state_dict()`` would be if it held whole parameters."""
+    groups = [{**group, "params": list(of_group)} for group, of_group in zip(optimizer.param_groups, members, strict=True)]
+    state = defaultdict(dict, {key: value for key, value in whole.values.items() if value or not isinstance(key, torch.Tensor)})
+    packed: dict[str, Any] = _shell(optimizer, groups, state).state_dict()
+    index_of = _indices(members)
+    packed[OWN_KEY] = {
+        _COMPUTED_IN: {index: dtype_name(whole.dtypes.get(param, param.dtype)) for param, index in index_of.items()},
+        _MAIN_PARAMS: {index_of[param]: values for param, values in whole.main_values.items() if param in index_of},
+    }
+    return packed
+
+
+def unpack(
+    optimizer: torch.optim.Optimizer, members: Members, names: Mapping[torch.Tensor, str], state_dict: Mapping[str, Any]
+) -> Unpacked:
+    """Return what a ``state_dict`` of this library or of plain torch holds. Changes nothing.
+
+    Args:
+        names: of the parameters, for texts.
+
+    Raises:
+        CheckpointMismatchError: it is not of an optimizer over these parameters; the text names all that does not fit.
+    """
+    _refuse(_group_problems(members, state_dict))
+    # Torch converts floating state to the dtype of the parameter, which for 16-bit ones is not what a shard computes in. It
+    # leaves state of integer "parameters" as it is; these have no memory.
+    stand_ins = [[_stand_in(param) for param in of_group] for of_group in members]
+    groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
+    shell = _shell(optimizer, groups, defaultdict(dict))
+    shell.load_state_dict(dict(state_dict))
+    param_of = {
+        stand_in: param
+        for of_group, of_params in zip(stand_ins, members, strict=True)
+        for stand_in, param in zip(of_group, of_params, strict=True)
+    }
+    values = {param_of.get(key, key): value for key, value in shell.state.items()}
+    own = state_dict.get(OWN_KEY) or {}
+    param_at = {index: param for param, index in _indices(members).items()}
+    mains = {param_at[index]: main for index, main in own.get(_MAIN_PARAMS, {}).items() if index in param_at}
+    _refuse(_shape_problems(values, mains, names))
+    computed_in = {param_at[index]: dtype_named(name) for index, name in own.get(_COMPUTED_IN, {}).items() if index in param_at}
+    dtypes = {param: main_dtype(param.dtype) for param in param_at.values()}
+    for param, dtype in dtypes.items():
+        if param in values:
+            values[param] = {
+                key: value if key in KNOWN_NUMBERS else _follow(value, param, computed_in.get(param), dtype)
+                for key, value in values[param].items()
+            }
+    hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in shell.param_groups]
+    return Unpacked(WholeState(values, mains, dtypes), hyperparameters)
+
+
+def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give the groups of an optimizer other hyperparameters; whoever holds a group (a scheduler, say) keeps holding it."""
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        params = group["params"]
+        group.clear()
+        group.update(values)
+        group["params"] = params
+
+
+def _shell(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class, with the same hooks, that holds other parameters."""
+    shell = object.__new__(type(optimizer))
+    shell.__dict__.update(optimizer.__dict__)
+    shell.param_groups, shell.state = groups, state  # type: ignore[assignment]
+    return shell
+
+
+def _stand_in(param: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int8, device=param.device).expand(param.shape or (1,))
+
+
+def _indices(members: Members) -> dict[torch.Tensor, int]:
+    return {param: index for index, param in enumerate(param for of_group in members for param in of_group)}
+
+
+def _follow(value: Any, param: torch.Tensor, computed_in: torch.dtype | None, dtype: torch.dtype) -> Any:
+    """Return values that have the dtype their optimizer computed in, in the dtype this one computes in.
+
+    What plain torch gives says nothing about that, and torch takes all floating state to follow the parameter.
+    """
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    follows = value.dtype == computed_in if computed_in is not None else value.shape == param.shape
+    return value.to(dtype) if follows else value
+
+
+def _group_problems(members: Members, state_dict: Any) -> list[str]:
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        return [f"it is no state_dict of an optimizer ({type(state_dict).__name__} without 'state' and 'param_groups')"]
+    groups = state_dict["param_groups"]
+    if len(groups) != len(members):
+        return [f"it has {len(groups)} parameter groups, the optimizer has {len(members)}"]
+    return [
+        f"group {index} has {len(saved['params'])} parameters there and {len(own)} here"
+        for index, (saved, own) in enumerate(zip(groups, members, strict=True))
+        if len(saved["params"]) != len(own)
+    ]
+
+
+def _shape_problems(
+    values: Mapping[Any, Any], mains: Mapping[torch.Tensor, torch.Tensor], names: Mapping[torch.Tensor, str]
+) -> list[str]:
+    held = [
+        (param, key, value)
+        for param, of_param in values.items()
+        if isinstance(param, torch.Tensor) and isinstance(of_param, Mapping)
+        for key, value in of_param.items()
+        if isinstance(value, torch.Tensor) and (value.numel() != 1 or key not in KNOWN_NUMBERS)
+    ]
+    held += [(param, "main parameter", value) for param, value in mains.items()]
+    return [
+        f"{key} of {names.get(param, '?')!r} has shape {tuple(value.shape)} there and {tuple(param.shape)} here"
+        for param, key, value in held
+        if value.shape != param.shape and not (value.numel() == 1 and key != "main parameter")
+    ]
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise CheckpointMismatchError(path=_SOURCE, problems=problems)

@@ -1,0 +1,345 @@
+"""``ArchitectureConfig``: which parameters a model has, by the ``kind`` of its description. No torch.
+
+A decoder in a few numbers, or where the parameters come from: a list, a function, a config.json. ``planning.architecture`` and
+``planning.decoders`` turn them into descriptions of parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import annotated_types as at
+from pydantic import BeforeValidator, Field, model_validator
+
+from megabucket.config.ddp import Count, PositiveCount, Section, read_tuple
+
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16", "float64"]
+"""Dtypes that a buffer can hold."""
+
+NumLayers = Annotated[PositiveCount, at.Le(100_000)]
+
+
+def _read_scalar(value: Any) -> Any:
+    """Refuse what is not one value here, with one text instead of one per type it could have been."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    raise ValueError("should be text, a number, true, false or null")
+
+
+Name = Annotated[str, at.Len(1, 1_000)]
+Path = Annotated[str, at.Len(1, 4_096)]
+Dimension = Annotated[int, at.Ge(0), at.Le(2**40)]
+Argument = Annotated[bool | int | float | str | None, BeforeValidator(_read_scalar)]
+
+
+class GptConfig(Section):
+    """A GPT-2 style decoder: learned positions, pre-norm blocks, one fused attention projection."""
+
+    kind: Literal["gpt"]
+    """Chooses this form of the section."""
+
+    vocab_size: PositiveCount
+    """Rows of the token embedding; 256 for bytes."""
+
+    sequence_length: PositiveCount
+    """Rows of the position embedding, the longest sequence in tokens."""
+
+    num_layers: NumLayers
+    """Transformer blocks."""
+
+    hidden_size: PositiveCount
+    """Width of the residual stream; a multiple of ``num_heads``."""
+
+    num_heads: PositiveCount
+    """Attention heads per block."""
+
+    ffn_multiplier: PositiveCount = 4
+    """Width of the feed-forward layer as a multiple of ``hidden_size``."""
+
+    ffn_size: PositiveCount | None = None
+    """Width of the feed-forward layer, instead of ``ffn_multiplier``."""
+
+    bias: bool = True
+    """Whether linear layers and norms have biases."""
+
+    tied_embeddings: bool = True
+    """Whether the output projection is the token embedding; it is then counted once."""
+
+    dtype: Dtype = "float32"
+    """Dtype of the parameters."""
+
+    @property
+    def resolved_ffn_size(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.ffn_size if self.ffn_size is not None else self.ffn_multiplier * self.hidden_size
+
+    @model_validator(mode="after")
+    def _numbers_fit(self) -> GptConfig:
+        problems = _head_problems(self.hidden_size, self.num_heads)
+        if self.ffn_size is not None and "ffn_multiplier" in self.model_fields_set:
+            problems.append(
+                f"ffn_size={self.ffn_size} and ffn_multiplier={self.ffn_multiplier} both size the feed-forward layer; "
+                "keep one of them"
+            )
+        _raise_all(problems)
+        return self
+
+
+class LlamaConfig(Section):
+    """A Llama style decoder (Llama, Mistral, Qwen2, SmolLM): rotary positions, grouped-query attention, gated feed-forward."""
+
+    kind: Literal["llama"]
+    """Chooses this form of the section."""
+
+    vocab_size: PositiveCount
+    """Rows of the token embedding and of the output projection."""
+
+    num_layers: NumLayers
+    """Transformer blocks."""
+
+    hidden_size: PositiveCount
+    """Width of the residual stream; a multiple of ``num_heads`` unless ``head_size`` is given."""
+
+    ffn_size: PositiveCount
+    """Width of the gated feed-forward layer."""
+
+    num_heads: PositiveCount
+    """Query heads per block."""
+
+    num_kv_heads: PositiveCount | None = None
+    """Key and value heads per block, a divisor of ``num_heads``. ``None``: as many as query heads."""
+
+    head_size: PositiveCount | None = None
+    """Width of a head. ``None``: ``hidden_size / num_heads``."""
+
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases, as in Qwen2."""
+
+    output_bias: bool = False
+    """Whether the projection after attention has a bias."""
+
+    mlp_bias: bool = False
+    """Whether the feed-forward layer has biases."""
+
+    tied_embeddings: bool = False
+    """Whether the output projection is the token embedding; it is then counted once."""
+
+    dtype: Dtype = "float32"
+    """Dtype of the parameters."""
+
+    @property
+    def resolved_head_size(self) -> int:
+        """Width of a head."""
+        return self.head_size if self.head_size is not None else self.hidden_size // self.num_heads
+
+    @model_validator(mode="after")
+    def _numbers_fit(self) -> LlamaConfig:
+        problems = [] if self.head_size is not None else _head_problems(self.hidden_size, self.num_heads)
+        _raise_all(problems + _kv_head_problems(self.num_heads, self.num_kv_heads))
+        return self
+
+
+class MlaConfig(Section):
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made from one small vector per token."""
+
+    kv_rank: PositiveCount
+    """Width of the vector that keys and values are made from (``kv_lora_rank``)."""
+
+    query_rank: PositiveCount | None = None
+    """Width of the vector that queries are made from (``q_lora_rank``). ``None``: queries are projected directly."""
+
+    nope_head_size: PositiveCount
+    """Width of a head's query and key without positions (``qk_nope_head_dim``)."""
+
+    rope_head_size: PositiveCount
+    """Width of a head's query and key with rotary positions, the keys' shared by all heads (``qk_rope_head_dim``)."""
+
+    value_head_size: PositiveCount
+    """Width of a head's value (``v_head_dim``)."""
+
+
+class MoeConfig(Section):
+    """A decoder whose feed-forward layers are experts: Mixtral style, or DeepSeek style with shared and fine-grained experts.
+
+    Parameters of routed experts are of the group ``expert``; routers and shared experts are dense.
+    """
+
+    kind: Literal["moe"]
+    """Chooses this form of the section."""
+
+    vocab_size: PositiveCount
+    """Rows of the token embedding and of the output projection."""
+
+    num_layers: NumLayers
+    """Transformer blocks."""
+
+    hidden_size: PositiveCount
+    """Width of the residual stream."""
+
+    num_heads: PositiveCount
+    """Query heads per block."""
+
+    num_kv_heads: PositiveCount | None = None
+    """Key and value heads per block, a divisor of ``num_heads``. ``None``: as many as query heads. Not with ``mla``."""
+
+    head_size: PositiveCount | None = None
+    """Width of a head. ``None``: ``hidden_size / num_heads``. Not with ``mla``."""
+
+    mla: MlaConfig | None = None
+    """Multi-head latent attention instead of plain attention."""
+
+    num_experts: PositiveCount
+    """Routed experts per block."""
+
+    num_experts_per_token: PositiveCount
+    """Routed experts that each token passes. Changes no parameter, but the time a token takes."""
+
+    expert_ffn_size: PositiveCount
+    """Width of the gated feed-forward layer of one expert."""
+
+    num_shared_experts: Count = 0
+    """Experts that every token passes; they are one feed-forward layer as wide as all of them."""
+
+    num_dense_layers: Count = 0
+    """Blocks at the beginning with one feed-forward layer instead of experts."""
+
+    dense_ffn_size: PositiveCount | None = None
+    """Width of the feed-forward layer of those blocks."""
+
+    tied_embeddings: bool = False
+    """Whether the output projection is the token embedding; it is then counted once."""
+
+    names: Literal["deepseek", "mixtral"] = "deepseek"
+    """Whose parameter names: ``mlp.experts.0.gate_proj`` or ``block_sparse_moe.experts.0.w1``."""
+
+    dtype: Dtype = "float32"
+    """Dtype of the parameters."""
+
+    @property
+    def resolved_head_size(self) -> int:
+        """Width of a head of plain attention."""
+        return self.head_size if self.head_size is not None else self.hidden_size // self.num_heads
+
+    @model_validator(mode="after")
+    def _numbers_fit(self) -> MoeConfig:
+        problems = []
+        if self.mla is None:
+            problems += [] if self.head_size is not None else _head_problems(self.hidden_size, self.num_heads)
+            problems += _kv_head_problems(self.num_heads, self.num_kv_heads)
+        else:
+            given = [name for name in ("num_kv_heads", "head_size") if getattr(self, name) is not None]
+            problems += [f"{name} belongs to plain attention and says nothing beside mla; drop one of them" for name in given]
+        if self.num_experts_per_token > self.num_experts:
+            problems.append(f"num_experts_per_token={self.num_experts_per_token} is more than num_experts={self.num_experts}")
+        if self.num_dense_layers > self.num_layers:
+            problems.append(f"num_dense_layers={self.num_dense_layers} is more than num_layers={self.num_layers}")
+        if (self.num_dense_layers > 0) != (self.dense_ffn_size is not None):
+            problems.append(
+                f"num_dense_layers={self.num_dense_layers} and dense_ffn_size={self.dense_ffn_size} belong together; "
+                "give both, or neither"
+            )
+        if self.names == "mixtral" and (self.mla is not None or self.num_shared_experts or self.num_dense_layers):
+            problems.append("names=mixtral knows neither mla, nor shared experts, nor dense layers; use names=deepseek")
+        _raise_all(problems)
+        return self
+
+
+class ParamEntry(Section):
+    """One parameter of an explicit list."""
+
+    name: Name
+    """Unique in the list."""
+
+    shape: Annotated[tuple[Dimension, ...], BeforeValidator(read_tuple), at.MaxLen(16)]
+    """Sizes of the dimensions; ``[]`` is a scalar."""
+
+    dtype: Dtype | None = None
+    """Dtype of this parameter; ``None``: the list's."""
+
+    group: Literal["dense", "expert"] = "dense"
+    """Whether it is reduced over all data-parallel ranks or over the expert group."""
+
+    shared_embedding: bool = False
+    """Whether another pipeline stage holds a copy, which gives it a bucket of its own."""
+
+
+class ParamListConfig(Section):
+    """An explicit list of parameters in registration order, here or in a file."""
+
+    kind: Literal["params"]
+    """Chooses this form of the section."""
+
+    params: Annotated[tuple[ParamEntry, ...], BeforeValidator(read_tuple), at.MinLen(1)] | None = None
+    """The list itself."""
+
+    path: Path | None = None
+    """A JSON or YAML file with such a list, relative to the working directory."""
+
+    dtype: Dtype = "float32"
+    """Dtype of the parameters that do not say their own."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ParamListConfig:
+        if (self.params is None) == (self.path is None):
+            given = "both are given" if self.params is not None else "neither is given"
+            raise ValueError(f"the parameters come from params or from path, one of them, but {given}")
+        return self
+
+
+class FactoryConfig(Section):
+    """Any torch module, built on the meta device by a function of yours; no memory is allocated for its weights."""
+
+    kind: Literal["factory"]
+    """Chooses this form of the section."""
+
+    factory: Annotated[str, at.Len(3, 1_000)]
+    """``module:callable``; the callable returns the ``torch.nn.Module``."""
+
+    arguments: Annotated[dict[Name, Argument], at.MaxLen(100)] = Field(default_factory=dict)
+    """Keyword arguments of the callable."""
+
+    dtype: Dtype | None = None
+    """Dtype of the parameters; ``None``: what the module says."""
+
+    @model_validator(mode="after")
+    def _names_a_callable(self) -> FactoryConfig:
+        module, colon, name = self.factory.partition(":")
+        if not colon or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+            raise ValueError(f"factory={self.factory[:100]!r} is not module:callable, for example mymodels.gpt:build")
+        return self
+
+
+class HfConfig(Section):
+    """The ``config.json`` of a Hugging Face model. Only the file is read: neither its weights nor its library are needed."""
+
+    kind: Literal["hf_config"]
+    """Chooses this form of the section."""
+
+    path: Path
+    """The file, relative to the working directory."""
+
+    dtype: Dtype | None = None
+    """Dtype of the parameters; ``None``: what the file says (``torch_dtype`` or ``dtype``), else float32."""
+
+
+ArchitectureConfig: TypeAlias = Annotated[
+    GptConfig | LlamaConfig | MoeConfig | HfConfig | ParamListConfig | FactoryConfig, Field(discriminator="kind")
+]
+
+
+def _head_problems(hidden_size: int, num_heads: int) -> list[str]:
+    """Return what is wrong with a width that the heads share, in words."""
+    return [f"hidden_size={hidden_size} is not a multiple of num_heads={num_heads}"] if hidden_size % num_heads else []
+
+
+def _kv_head_problems(num_heads: int, num_kv_heads: int | None) -> list[str]:
+    """Return what is wrong with the number of key and value heads, in words."""
+    if num_kv_heads is None or num_heads % num_kv_heads == 0:
+        return []
+    return [f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}"]
+
+
+def _raise_all(problems: list[str]) -> None:
+    """Raise one ``ValueError`` with all problems, if there are any."""
+    if problems:
+        raise ValueError("; ".join(problems))

@@ -1,0 +1,101 @@
+"""``RunConfig``: everything one config file may say, and ``load_config``, which reads it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import Field, model_validator
+
+from megabucket.config.checkpoint import CheckpointConfig
+from megabucket.config.ddp import DistributedDataParallelConfig, Section
+from megabucket.config.load import load_section
+from megabucket.config.training import DataConfig, OptimizerConfig, TrainConfig
+from megabucket.planning.model_config import ArchitectureConfig
+from megabucket.planning.simulation_config import FabricConfig, LinkConfig, SweepConfig, WorkloadConfig
+
+_MODES: Final = ("all_reduce", "reduce_scatter")
+_SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "data", "train", "checkpoint", "link", "workload", "sweep"})
+
+
+class RunConfig(Section):
+    """One run: the model, how its gradients travel, and what ``megabucket train`` does with it."""
+
+    mode: Literal["all_reduce", "reduce_scatter"] | None = None
+    """Short for ``ddp.use_distributed_optimizer``: ``reduce_scatter`` sets it; ``all_reduce`` clears it, and with it
+    ``ddp.overlap_param_gather``, which would have nothing to gather."""
+
+    model: ArchitectureConfig | None = None
+    """The model, by the ``kind`` of its description."""
+
+    ddp: DistributedDataParallelConfig = Field(default_factory=DistributedDataParallelConfig)
+    """How gradients are stored, cut into buckets and reduced."""
+
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The optimizer and its schedule."""
+
+    data: DataConfig = Field(default_factory=DataConfig)
+    """What is trained on."""
+
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """How long, how much at once, and where the figures go."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """What is saved, and where the run begins."""
+
+    fabric: FabricConfig | None = None
+    """An emulated link to run over, for commands that start with torchrun. ``None``: what the machine has."""
+
+    link: LinkConfig | None = None
+    """What a collective costs, by the ``kind`` of its description, for ``megabucket simulate``."""
+
+    workload: WorkloadConfig | None = None
+    """What a step computes and when gradients become ready."""
+
+    sweep: SweepConfig = Field(default_factory=SweepConfig)
+    """Which bucket sizes are compared."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, data: Any) -> Any:
+        """Complete what one field says about another; contradictions are left for ``_fields_agree``."""
+        if not isinstance(data, Mapping):
+            return data
+        # A section whose lines are all commented out is null in YAML and means the defaults.
+        filled = {key: value for key, value in data.items() if not (value is None and key in _SECTIONS)}
+        filled.update(_spread_mode(filled))
+        return filled
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> RunConfig:
+        given = self.ddp.use_distributed_optimizer
+        if self.mode is not None and given != (self.mode == "reduce_scatter"):
+            raise ValueError(f"mode={self.mode} contradicts ddp.use_distributed_optimizer={given}; keep one of them")
+        return self
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply ``key=value`` overrides and validate the result: ``load_section`` with ``RunConfig``.
+
+    Raises:
+        ConfigError: anything wrong with the file, an override or a value.
+    """
+    return load_section(path, overrides, RunConfig)
+
+
+def _spread_mode(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``ddp`` section with the fields that ``mode`` stands for, unless it says itself which mode it is."""
+    ddp = _as_mapping(data.get("ddp", {}))
+    if data.get("mode") not in _MODES or ddp is None or "use_distributed_optimizer" in ddp:
+        return {}
+    if data["mode"] == "reduce_scatter":
+        return {"ddp": {**ddp, "use_distributed_optimizer": True}}
+    return {"ddp": {**ddp, "use_distributed_optimizer": False, "overlap_param_gather": False}}
+
+
+def _as_mapping(value: Any) -> Mapping[str, Any] | None:
+    """Return what a section says as a mapping; ``None`` for what cannot be a section."""
+    if isinstance(value, Section):
+        return value.model_dump(exclude_unset=True)
+    return value if isinstance(value, Mapping) else None
