@@ -196,6 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Refuse a step that would go wrong on this rank, while all of them can still be told."""
         sync = self.ddp.sync
         sync.check_not_dropped()
+        self._sharding.check_was_rebuilt()  # an optimizer that another has replaced has no say in the step
         if sync.is_reduced and sync.state is not StepState.AGREED:
             raise PhaseError("step() was called twice on the same gradients; run backward and zero_grad() between two steps.")
         try:

@@ -561,17 +561,25 @@ class Sharding:
                 optimizer=type(held).__name__, method=method, rank=communicator.rank, num_shards=num_shards
             )
 
-    def check_is_current(self) -> None:
-        """Refuse to go on with shards that are not the whole of what is trained.
+    def check_was_rebuilt(self) -> None:
+        """Refuse to go on with shards of buffers that are no more.
 
         Raises:
-            PhaseError: the wrapper was rebuilt without this optimizer, or has to be before the next step.
+            PhaseError: the wrapper was rebuilt without this optimizer.
         """
         if self._ddp.param_and_grad_buffers is not self._buffers:
             raise PhaseError(
                 "the wrapper was rebuilt, but this optimizer was not: a DistributedOptimizer that was built after it has taken "
                 "its place, and what it steps on is no longer part of the module. Use the later one."
             )
+
+    def check_is_current(self) -> None:
+        """Refuse to go on with shards that are not the whole of what is trained.
+
+        Raises:
+            PhaseError: the wrapper was rebuilt without this optimizer, or has to be before the next step.
+        """
+        self.check_was_rebuilt()
         waiting = self._members.waiting()
         if waiting:
             names = {param: name for name, param in self._ddp.module.named_parameters()}

@@ -17,7 +17,7 @@ from megabucket.errors import (
     UnreducedGradientsError,
     UnusedParameterError,
 )
-from megabucket.optim import squares
+from megabucket.optim import distributed_optimizer
 from megabucket.optim.norm import sum_of_squares
 from megabucket.testing import LoopbackWorld
 
@@ -500,7 +500,7 @@ class TestOneStep:
             return sum_of_squares(grad)
 
         monkeypatch.setattr(_ParamAndGradBucketGroup, "finish_grad_sync", finish)
-        monkeypatch.setattr(squares, "sum_of_squares", square)
+        monkeypatch.setattr(distributed_optimizer, "sum_of_squares", square)
         ddp(a=1, b=2).backward()
         if finishes_before:
             ddp.finish_grad_sync()
