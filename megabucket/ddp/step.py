@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType, TracebackType
@@ -398,8 +398,9 @@ class GradSync:
             MegabucketError: the step is not whole on some rank. All ranks raise the same error, the gradients are forgotten,
                 and the next step may run.
         """
-        for _ in self.agree(is_committing=is_committing):
-            pass
+        with self._leaving_no_mess("the gradient sync"):
+            for _ in self.agree(is_committing=is_committing):
+                pass
 
     def agree(self, *, is_committing: bool = False) -> Iterator[_ParamAndGradBucketGroup]:
         """Finish as ``finish`` does, and yield each group as soon as it is reduced: all ranks are known to be whole by then.
@@ -686,7 +687,7 @@ class GradSync:
             if not self._fence.is_sent:
                 self._fence.send(self._report(sent_buckets=not is_vote))
         except MegabucketError as cause:  # the group is gone: there is nobody to tell
-            self.last_error = self.dropped = cause
+            self.state, self.broken = StepState.BROKEN, self.broken or cause
 
     def conclude_giving_up(self, *, was_caught: bool = False) -> MegabucketError:
         """Wait for the others; return the error that all ranks raise about the step that this rank has given up.
@@ -697,8 +698,10 @@ class GradSync:
         is_vote = self.is_reduced
         if was_caught:
             self.counters.note_failure_was_caught()
-        with self._leaving_no_mess("the gradient sync"):
+        with self._leaving_no_mess("the gradient sync", (StepState.GIVING_UP,)):
             self._send_failure()
+            if self.broken is not None:
+                raise self.broken.copy()
             error = self._take_verdict(is_vote=is_vote)
         if error is None:
             raise InvariantError("a step that was given up cannot be whole")
@@ -726,35 +729,45 @@ class GradSync:
             )
         self.fail("abort_step()", reason)
 
+    def updating(self) -> AbstractContextManager[None]:
+        """Return a context for what follows the fence: if it fails here the wrapper is broken, as the others update."""
+        return self._leaving_no_mess("optimizer.step()", (StepState.FENCED, StepState.AGREED))
+
     @contextmanager
-    def _leaving_no_mess(self, phase: str) -> Iterator[None]:
-        """Whatever ends the block, an interrupt for instance, leaves this rank in a state that the others know."""
+    def _leaving_no_mess(
+        self, phase: str, final: Sequence[StepState] = (StepState.FENCED, StepState.CALL)
+    ) -> Iterator[None]:
+        """Whatever ends the block, an interrupt for instance, leaves this rank in a state that the others know.
+
+        Args:
+            final: states that cannot be left by giving up the step: the others go on with this rank.
+        """
         try:
             yield
+        except GeneratorExit:
+            raise  # whoever goes through the groups that come out of ``agree`` says why it goes no further
         except BaseException as error:
-            self.fall_out(phase, error)
+            self._fall_out(phase, error, final)
             raise
 
-    def fall_out(self, phase: str, error: BaseException, *, is_final: bool = False) -> None:
+    def _fall_out(self, phase: str, error: BaseException, final: Sequence[StepState]) -> None:
         """Note that an exception leaves this package: before the fence this rank gives up its step, after it all is over.
 
         An error that all ranks have agreed on changes nothing: the step was dropped by then.
-
-        Args:
-            is_final: whether the others have gone on behind the fence: they update.
         """
         if isinstance(error, PeerLostError | WrapperBrokenError):
             self.state, self.broken = StepState.BROKEN, self.broken or error
-        elif isinstance(error, _GROUP_ERRORS):
+        elif isinstance(error, _GROUP_ERRORS) or self.state is StepState.BROKEN:
             return
-        elif is_final or self._fence.is_sent or self.state in (StepState.FENCED, StepState.CALL):
+        elif self.state in final or (self._fence.is_sent and self.state is not StepState.GIVING_UP):
             self.break_off(phase, describe(error))
         elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.policy.is_sharded):
             self.fail(phase, error)
 
     def break_off(self, phase: str, cause: str) -> None:
         """Note that this rank cannot go on where others do: nothing is sent any more, and they hear so within two seconds."""
-        broken = WrapperBrokenError(step=self.step, rank=self._communicator.rank, phase=phase, cause=cause)
+        step = self.step - (self.state is StepState.AGREED)  # which was counted when the ranks agreed
+        broken = WrapperBrokenError(step=step, rank=self._communicator.rank, phase=phase, cause=cause)
         self.state, self.broken = StepState.BROKEN, broken
         self._communicator.break_off(broken)
 

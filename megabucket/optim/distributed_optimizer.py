@@ -178,19 +178,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         squares = []
         for group in sync.agree(is_committing=self._is_sharded):
             if needs_norm and self._is_sharded:  # while others are on their way
-                squares += [sum_of_squares(shard.buffer_grads) for shard in self._sharding.shards_of_group[group.index]]
+                with sync.updating():
+                    squares += [sum_of_squares(shard.buffer_grads) for shard in self._sharding.shards_of_group[group.index]]
         self.ddp.communicator.progress.enter(sync.step, "optimizer")
         if sync.skip_reason:
             sync.end_update()
             return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
         if not self._is_sharded:
             self._take_published_grads()
-        # From here on the others update and gather, whatever happens on this rank: if it cannot, the wrapper is broken.
-        try:
+        with sync.updating():
             return self._update(squares, needs_norm=needs_norm)
-        except BaseException as error:
-            sync.fall_out("optimizer.step()", error, is_final=True)
-            raise
 
     def _check_may_step(self) -> None:
         """Refuse a step that would go wrong on this rank, while all of them can still be told."""
