@@ -208,6 +208,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._refresh()
         except Exception as error:
             sync.refuse_update(error)
+            if self._is_sharded and sync.state is StepState.GIVING_UP and not self.ddp.policy.has_fence:
+                self._global_norm.of([torch.tensor(math.nan)])  # the others ask for nothing else before they update
             raise
 
     def _needs_norm(self) -> bool:

@@ -3,6 +3,7 @@
 Behind the fence the others update and gather, whatever happens on this rank, so nothing but an end for all is honest.
 """
 
+import threading
 from contextlib import suppress
 from types import MappingProxyType, SimpleNamespace
 
@@ -326,3 +327,70 @@ def test_with_all_reduce_an_update_that_one_rank_has_missed_is_named_with_its_ca
         assert seen[3] is None
 
 
+
+@pytest.mark.parametrize("label", ["fence", "step report"])
+def test_an_interrupt_while_ranks_agree_that_the_step_is_dropped_breaks_the_wrapper_on_all_of_them(label):
+    """Nobody knows whether the interrupted rank has heard the verdict."""
+    ranks = Ranks(use_distributed_optimizer=True)
+
+    def play(rank):
+        ddp, optimizer = ranks.wrapped[rank]
+        seen = []
+        for index in range(3):
+            if index == 0 and rank == 0:
+                ddp.abort_step("no")
+            if index == 0 and rank == FAULTY:
+                ddp.communicator.alarm.label, ddp.communicator.alarm.interrupt = label, TimeoutError("alarm")
+            try:
+                if (index, rank) != (0, 0):
+                    ddp(1.0).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            except MegabucketError as error:
+                seen.append(str(error))
+            except TimeoutError as error:
+                seen.append(str(error))
+        return seen[-2:]
+
+    told = f"step 0: rank 1 stopped in the gradient sync, with the others about to go on: TimeoutError: alarm. {BROKEN}"
+    assert ranks.world.run(play) == [[told, told]] * SIZE
+
+
+CALLS = {
+    "state_dict": lambda ddp, optimizer, _: optimizer.state_dict(),
+    "save_checkpoint": lambda ddp, optimizer, path: save_checkpoint(path, ddp, optimizer, step=1),
+    "check_replicas": lambda ddp, *_: ddp.check_replicas(),
+    "rebuild": lambda ddp, *_: ddp.rebuild(),
+    "broadcast_params": lambda ddp, *_: ddp.broadcast_params(),
+    "abort_step": lambda ddp, *_: ddp.abort_step("no"),
+    "zero_grad": lambda ddp, *_: ddp.zero_grad(),
+    "step": lambda ddp, optimizer, _: optimizer.step(),
+    "forward": lambda ddp, *_: ddp(1.0),
+}
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+def test_after_an_update_that_has_failed_every_call_says_so_on_every_rank(call, sharded, monkeypatch, tmp_path):
+    """The others have updated, so what is saved, say, would be of no step. After an all-reduce they hear of it as they send."""
+    ranks = Ranks(use_distributed_optimizer=sharded)
+    everybody = threading.Barrier(SIZE)
+
+    def play(rank):
+        ddp, optimizer = ranks.wrapped[rank]
+        ddp(1.0).backward()
+        if rank == FAULTY:
+            monkeypatch.setattr(optimizer.torch_optimizer, "step", no_memory)
+        with suppress(MemoryError, WrapperBrokenError):
+            optimizer.step()
+        everybody.wait()
+        try:
+            CALLS[call](ddp, optimizer, tmp_path)
+        except WrapperBrokenError as error:
+            return str(error)
+        return "no error"
+
+    told = f"step 0: rank 1 stopped in optimizer.step(), with the others about to go on: MemoryError: no memory. {BROKEN}"
+    sends = sharded or call not in ("abort_step", "zero_grad", "step", "forward")
+    assert ranks.world.run(play) == [told if sends or rank == FAULTY else "no error" for rank in range(SIZE)]
+    assert not list(tmp_path.iterdir())
