@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType, TracebackType
@@ -82,6 +82,9 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
 )
 
 
+UPDATING: Final = (StepState.FENCED, StepState.AGREED)
+"""States in which the others update and gather, so that an optimizer that fails breaks the wrapper."""
+
 _GROUP_ERRORS: Final = (PeerLostError, WrapperBrokenError, ForkedProcessError, GroupDestroyedError)
 """Errors that say nothing about a step: there is nobody to tell."""
 
@@ -107,6 +110,7 @@ class GradSync:
         self.policy = policy
         self._watch = watch
         self._backward_hooks = backward_hooks
+        self._sum_tests = [(group.index, group.sum_test) for group in groups if group.sum_test.flats]
         self._communicator = groups[0].communicator
         device = groups[0].buckets[0].grad_data.device
         self._fence = Fence(self._communicator, num_buckets=len(groups), policy=policy, device=device)
@@ -340,7 +344,7 @@ class GradSync:
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
-        with self._leaving_no_mess("backward"):
+        with self.leaving_no_mess("backward"):
             has_received, self._is_taking = self._is_taking, False
             self._look_for_what_is_missing(has_received=has_received)
             if self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received:
@@ -388,7 +392,7 @@ class GradSync:
         """Launch every group that was not launched yet."""
         self.settle()
         if not self.is_reduced:
-            with self._leaving_no_mess("start_grad_sync()"):
+            with self.leaving_no_mess("start_grad_sync()"):
                 self._flush()
 
     def finish(self, *, is_committing: bool = False) -> None:
@@ -398,7 +402,7 @@ class GradSync:
             MegabucketError: the step is not whole on some rank. All ranks raise the same error, the gradients are forgotten,
                 and the next step may run.
         """
-        with self._leaving_no_mess("the gradient sync"):
+        with self.leaving_no_mess("the gradient sync"):
             for _ in self.agree(is_committing=is_committing):
                 pass
 
@@ -419,7 +423,7 @@ class GradSync:
             error = self._vote(is_committing=True)
             if error is not None:
                 raise error
-        with self._leaving_no_mess("the gradient sync"):
+        with self.leaving_no_mess("the gradient sync"):
             if not self.is_reduced:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
                 error = self._take_verdict()
@@ -544,8 +548,7 @@ class GradSync:
         if self.force_all_reduce and self.policy.is_sharded:  # on all ranks: the fence has compared it
             for group in self.groups:
                 group.gather_grads()
-        tested = [(group.index, group.sum_test) for group in self.groups if group.sum_test.flats]
-        if tested and (fields := self._nonfinite_fields(tested)):  # on every rank: all hold the same sum
+        if self._sum_tests and (fields := self._nonfinite_fields(self._sum_tests)):  # on every rank: all hold the same sum
             error = NonFiniteGradientError(step=self.step, rank=None, **fields)
             if not self.policy.skips_nonfinite:
                 self._drop(error, takes_part=False)
@@ -566,7 +569,7 @@ class GradSync:
 
     def _vote(self, *, is_committing: bool) -> MegabucketError | None:
         """Ask once more, after the sync: either every rank steps, or every rank drops the step."""
-        with self._leaving_no_mess("the gradient sync"):
+        with self.leaving_no_mess("the gradient sync"):
             self._fence.send(self._report(is_committing=is_committing))
             self.enter(StepState.FENCED)
             error = self._take_verdict(is_vote=True)
@@ -599,7 +602,7 @@ class GradSync:
         was_open = self.state is StepState.OPEN
         if self.state is StepState.LAUNCHING:
             self.counters.note_dropped_step()
-            with self._leaving_no_mess("zero_grad()"):
+            with self.leaving_no_mess("zero_grad()"):
                 for group in self.groups:
                     group.readiness.end_step()
                 self._send_fence()
@@ -698,7 +701,7 @@ class GradSync:
         is_vote = self.is_reduced
         if was_caught:
             self.counters.note_failure_was_caught()
-        with self._leaving_no_mess("the gradient sync", (StepState.GIVING_UP,)):
+        with self.leaving_no_mess("the gradient sync", (StepState.GIVING_UP,)):
             self._send_failure()
             if self.broken is not None:
                 raise self.broken.copy()
@@ -729,14 +732,8 @@ class GradSync:
             )
         self.fail("abort_step()", reason)
 
-    def updating(self) -> AbstractContextManager[None]:
-        """Return a context for what follows the fence: if it fails here the wrapper is broken, as the others update."""
-        return self._leaving_no_mess("optimizer.step()", (StepState.FENCED, StepState.AGREED))
-
     @contextmanager
-    def _leaving_no_mess(
-        self, phase: str, final: Sequence[StepState] = (StepState.FENCED, StepState.CALL)
-    ) -> Iterator[None]:
+    def leaving_no_mess(self, phase: str, final: Sequence[StepState] = (StepState.FENCED, StepState.CALL)) -> Iterator[None]:
         """Whatever ends the block, an interrupt for instance, leaves this rank in a state that the others know.
 
         Args:
@@ -789,7 +786,7 @@ class GradSync:
         """
         self.settle()
         before, self.state = self.state, StepState.CALL
-        with self._leaving_no_mess(label):
+        with self.leaving_no_mess(label):
             error, sent_buckets = self._fence.call(label, entries, failure, step=self.step)
             self.state = before
             if isinstance(error, CallMismatchError) and sent_buckets:

@@ -13,6 +13,7 @@ import torch
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, save_checkpoint
 from megabucket.comm import Communicator, Handle
 from megabucket.errors import MegabucketError, PeerFailedError, PhaseError, ReplicasDivergedError, WrapperBrokenError
+from megabucket.optim.shards import MainShard
 from megabucket.testing import LoopbackWorld
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
@@ -176,9 +177,10 @@ def test_a_failure_before_the_fence_drops_the_step_on_all_ranks(optimizer_fields
         assert weight == -4.0  # the mean of 1, 2, 3, in two steps
 
 
+LOAD_GRAD = MainShard.load_grad
 BEHIND = {
     "squares": lambda optimizer, patch, error: patch(optimizer.sharding, "shards_of_group", Failing(error)),
-    "gradients": lambda optimizer, patch, error: patch(optimizer.sharding.shards[0], "load_grad", raising(error)),
+    "gradients": lambda optimizer, patch, error: patch(MainShard, "load_grad", raising(error, optimizer.sharding.shards[0])),
     "norm": lambda optimizer, patch, error: patch(optimizer._global_norm, "of", raising(error)),
     "update": lambda optimizer, patch, error: patch(optimizer.torch_optimizer, "step", raising(error)),
     "values": lambda optimizer, patch, error: patch(optimizer.sharding.shards[0], "store_values", raising(error)),
@@ -189,9 +191,13 @@ INTERRUPTS = pytest.mark.parametrize(
 )
 
 
-def raising(error):
-    def fail(*_, **__):
-        raise error
+def raising(error, of_shard=None):
+    """A method that fails; one that all shards of all ranks share fails for one of them."""
+
+    def fail(*args, **_):
+        if of_shard in (None, *args):
+            raise error
+        return LOAD_GRAD(*args)
 
     return fail
 

@@ -129,7 +129,7 @@ def assert_categories(memory, ddp, optimizer):
     values = sum(slot.param.numel() * slot.param.itemsize for group in ddp.bucket_groups for slot in group.slots)
     grads = sum(slot.view.numel() * slot.view.itemsize for group in ddp.bucket_groups for slot in group.slots)
     assert (memory.parameter_bytes, memory.gradient_bytes) == (values, grads)
-    shards = optimizer._shards
+    shards = optimizer.sharding.shards
     mains = sum(bytes_of(shard.main.data) for shard in shards if shard.has_own_values)
     main_grads = sum(bytes_of(shard.grad) for shard in shards if shard.grad.dtype != shard.buffer_grads.dtype)
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
