@@ -346,8 +346,8 @@ class GradSync:
             raise refusal
         with self.leaving_no_mess("backward"):
             has_received, self._is_taking = self._is_taking, False
-            self._look_for_what_is_missing(has_received=has_received)
-            if self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received:
+            has_changed = self._look_for_what_is_missing(has_received=has_received)
+            if has_changed or (self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received):
                 self.finish()  # which takes what is still staged
             else:
                 for group in self.groups:
@@ -356,12 +356,17 @@ class GradSync:
                         group.withhold_grads()
         self.pause()
 
-    def _look_for_what_is_missing(self, *, has_received: bool) -> None:
-        """Count the backward, also one that has brought no gradient where that means zeros, or where the module has changed."""
+    def _look_for_what_is_missing(self, *, has_received: bool) -> bool:
+        """Count the backward, also one that has brought no gradient where that means zeros.
+
+        Returns whether it has brought none because the module has changed: no optimizer that is built over the parameters of
+        now would ask this wrapper.
+        """
         counts = has_received or (self._has_reached_outputs and self.policy.unused_is_zero)
         self.counters.num_microbatches += counts
         is_odd = self._has_reached_outputs and not has_received and self._no_sync_depth == 0
-        if is_odd and (counts or (self._watch is not None and self._watch.find_change() is not None)):
+        has_changed = is_odd and self._watch is not None and self._watch.find_change() is not None
+        if is_odd and (counts or has_changed):
             # The others wait for this rank: it takes part when an optimizer or the caller asks for gradients.
             if self.is_reduced:
                 error = self._vote_to_drop()
@@ -371,6 +376,7 @@ class GradSync:
             if self.state is not StepState.LAUNCHING:
                 self.enter(StepState.OPEN)
             self.enter(StepState.LAUNCHING)
+        return has_changed
 
     def abandon_backward(self) -> None:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
