@@ -348,7 +348,11 @@ class PlainOptimizerGuard:
             return
         if self._sync.policy.is_sharded:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held.names, rank=self._rank)
-        check_learning_rates(optimizer.param_groups)
+        try:
+            check_learning_rates(optimizer.param_groups)
+        except ConfigError as error:
+            self._sync.refuse_update(error)
+            raise
         grads = list(map(_grad, held.params))
         # A second step on the same gradients is as good as the first one; a step on others, put in their place, is not.
         is_stale = self._stepped.get(optimizer) == self._sync.step and any(
