@@ -138,7 +138,7 @@ def test_gradients_that_no_backward_of_ours_has_brought_update_nothing_and_the_n
 
 @KINDS
 def test_one_gradient_of_one_rank_is_enough(kind):
-    """With a distributed optimizer it is a step, which the others hear of; with a plain one it is between two steps of theirs."""
+    """With a distributed optimizer it is a step, and the others hear of it; a plain one is between two steps of theirs."""
 
     def program(one):
         before = one.weights()
