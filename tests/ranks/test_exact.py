@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import megabucket as mb
 from megabucket.planning.memory import exchange_memory
-from megabucket.trace import ListRecorder
+from megabucket.testing import ListRecorder
 
 pytestmark = pytest.mark.dist
 
