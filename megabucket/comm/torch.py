@@ -25,7 +25,7 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from megabucket.comm.communicator import (
     AllReduce,
@@ -180,7 +180,7 @@ class ProcessGroupCommunicator(_Channel):
         if owns_groups and link.watch is not None and link.heartbeat is not None:
             link.watch.wait_for_all_ranks("wrap")
             names = [f"{link.heartbeat.name} {use}" for use in ("data", "control")]
-            link.own_groups = split(living, names, link.timeout_s)
+            link.own_groups = groups_like(living, names, link.timeout_s)
             if link.own_groups:
                 self._group = link.own_groups[0]
                 self.control = _Channel(link, link.own_groups[1])
@@ -558,17 +558,36 @@ def existence_of(group: dist.ProcessGroup) -> Callable[[], bool]:
     return exists
 
 
-def split(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float | None) -> list[dist.ProcessGroup]:
-    """Return groups of the same ranks in the same order; none where this torch cannot make them, or back-ends are not gloo.
+def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float | None) -> list[dist.ProcessGroup]:
+    """Return gloo groups of the same ranks in the same order; none where torch does not tell how, or back-ends are not gloo.
 
-    All ranks call it together. These groups are not in torch's list of groups, so only their own methods can be used.
+    All ranks call it together, with the same names, which no group of theirs has had. These groups are not in torch's list of
+    groups, so only their own methods can be used. Made as ``new_group`` makes them, over the store of ``group``. Its
+    ``split_group`` does the same over three new connections to that store, and the constructor of each asks for the name of an
+    address: where a name server loses a question, that takes 5 s, while the other ranks run into their time limit.
     """
-    split_group = getattr(group, "split_group", None)
     backends = {backend_of(group, device) for device in getattr(group, "_device_types", ())}
-    if split_group is None or backends != {"gloo"}:
+    store = store_of(group)
+    if backends != {"gloo"} or store is None:
         return []
-    ranks, timeout = list(range(group.size())), timedelta(seconds=timeout_s or _TIME_LIMIT_S)
-    return [split_group(ranks, timeout, None, name, name) for name in names]
+    try:
+        given = group._get_backend(torch.device("cpu")).options
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads = given._devices, given._threads
+        options._timeout = timedelta(seconds=timeout_s or _TIME_LIMIT_S)
+    except (AttributeError, RuntimeError):
+        return []
+    return [_gloo_group(PrefixStore(name, store), group.rank(), group.size(), options, name) for name in names]
+
+
+def _gloo_group(store: Store, rank: int, size: int, options: Any, name: str) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, options))
+    group._set_group_name(name)
+    group._set_group_desc(name)
+    return group
 
 
 def use_count(tensor: torch.Tensor) -> int:
