@@ -164,14 +164,13 @@ class TestLaunches:
 
         assert [full.tolist() for full in fulls] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
 
-    def test_a_batch_that_cannot_be_launched_leaves_the_group_as_it_was(self, group):
+    def test_a_batch_that_gloo_refuses_leaves_the_group_as_it_was(self, group):
         communicator = ProcessGroupCommunicator(group)
         wrong = [AllReduce(torch.ones(2, dtype=torch.complex64), ReduceOp.MAX) for _ in range(2)]
         values = torch.arange(4.0)
 
-        with pytest.raises(ValueError, match="complex"):
-            launch(communicator, wrong, "a")
-        # torch would note these two for the batch above, and send nothing.
+        with pytest.raises(RuntimeError, match="complex"):
+            launch(communicator, wrong, "a").wait()
         launch(communicator, [AllReduce(values)], "b").wait()
         launch(communicator, [AllReduce(values), AllReduce(torch.ones(2))], "c").wait()
 
