@@ -230,7 +230,7 @@ class Beat(NamedTuple):
     phase: str
     bucket: int  # -1: in none
     num_launched: int
-    has_left: bool  # the last one: its program ended in good order, or its wrapper was detached
+    has_left: bool  # the last one: its program ended in good order, its group was destroyed, or its wrapper was detached
 
     @property
     def place(self) -> str:
@@ -417,9 +417,9 @@ class Heartbeat:
             else:
                 self._answer(store, connection.board, what)
             what = self._next_request(next_beat_s)
-            if not self._is_wanted():
-                return  # the group was destroyed: nothing is waited for over it any more
             connection.check()
+            if not self._is_wanted():
+                break  # the group was destroyed: this rank launches nothing over it any more
         self._beat(store, has_left=True)
 
     def _next_request(self, next_beat_s: float) -> Finding | Block | str | None:
@@ -628,8 +628,8 @@ class Observations:
             if peer.state is ProcessState.DEAD and not peer.beat.has_left
         }
         return crashed or {
-            rank: f"left: its program ended, or its wrapper was detached, after {peer.beat.num_launched} launches; this was "
-            f"launch {self._number}"
+            rank: "left: its program ended, its process group was destroyed, or its wrapper was detached, after "
+            f"{peer.beat.num_launched} launches; this was launch {self._number}"
             for rank, peer in self._peers.items()
             if peer.beat.has_left and (peer.state is ProcessState.DEAD or peer.beat.num_launched < self._number)
         }
