@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from rich.table import Table
 
 from megabucket.planning.memory import RankMemory
-from megabucket.training.metrics import StepMetrics
+from examples.bytegpt.metrics import StepMetrics
 from megabucket.units import format_bytes, format_seconds
+
+
+PER_STEP: Final = ("num_collectives", "payload_bytes", "wire_bytes", "step_s", "compute_s", "comm_s", "exposed_s")
+"""What is summed over the steps, and shown as a mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +72,10 @@ class Totals:
         """Count one step."""
         self.num_steps += 1
         self.num_skipped += not step.updated
-        self.num_collectives += step.num_collectives
-        self.payload_bytes += step.payload_bytes
-        self.wire_bytes += step.wire_bytes
-        self.step_s += step.step_s
-        self.compute_s += step.compute_s
-        self.comm_s += step.comm_s
         self.hidden_s += step.comm_s * (step.overlap_fraction or 0.0)
-        self.exposed_s += step.exposed_s
         self.last_bits_per_byte = step.bits_per_byte
+        for name in PER_STEP:
+            setattr(self, name, getattr(self, name) + getattr(step, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Summary:
         """Return all figures as plain data, ready for JSON; those per step are means over the steps."""
         per_step = {
             f"{name}_per_step": getattr(self.totals, name) / self.totals.num_steps
-            for name in ("num_collectives", "payload_bytes", "wire_bytes", "step_s", "compute_s", "comm_s", "exposed_s")
+            for name in PER_STEP
         }
         return {
             **{key: value for key, value in asdict(self.setup).items() if key != "computed_memory"},
@@ -141,91 +141,48 @@ def summary_table(summary: Summary) -> Table:
 _Row = tuple[str, str, str]
 
 
-def _training_rows(summary: Summary) -> list[_Row]:
+def _training_rows(summary: Summary) -> Iterator[_Row]:
     measured, totals, setup = summary.measured, summary.totals, summary.setup
+    before, after = measured.held_out_bits_before, measured.held_out_bits_after
+    yield "held-out bits/byte", f"{before:.3f} -> {after:.3f}", "before -> after, on files never trained on"
     speed = f"{summary.steps_per_s * summary.tokens_per_step:,.0f} tokens/s over all ranks"
-    rows = [
-        (
-            "held-out bits/byte",
-            f"{measured.held_out_bits_before:.3f} -> {measured.held_out_bits_after:.3f}",
-            "before -> after, on files never trained on",
-        ),
-        (
-            "steps/s",
-            f"{summary.steps_per_s:.2f}",
-            f"{totals.num_steps} steps in {format_seconds(measured.train_s)}, {speed}",
-        ),
-        (
-            "buckets",
-            f"{setup.num_buckets}",
-            f"of {setup.num_buffers} buffer(s); {setup.num_params:,} parameters, padding {setup.padding_fraction:.2%}",
-        ),
-    ]
+    steps = f"{totals.num_steps} steps in {format_seconds(measured.train_s)}, {speed}"
+    yield "steps/s", f"{summary.steps_per_s:.2f}", steps
+    cuts = f"of {setup.num_buffers} buffer(s); {setup.num_params:,} parameters, padding {setup.padding_fraction:.2%}"
+    yield "buckets", f"{setup.num_buckets}", cuts
     if totals.num_skipped:
-        rows.append(("steps not updated", f"{totals.num_skipped}", "their gradients were not finite"))
-    return rows
+        yield "steps not updated", f"{totals.num_skipped}", "their gradients were not finite"
 
 
-def _wire_rows(summary: Summary) -> list[_Row]:
-    totals, steps = summary.totals, summary.totals.num_steps
-    measured = summary.loopback_bytes_per_step
-    if measured is not None:
-        seen = "everything on the loopback device, other programs too"
-        loopback = [("  measured", format_bytes(measured), seen)]
+def _wire_rows(summary: Summary) -> Iterator[_Row]:
+    totals, steps, counted = summary.totals, summary.totals.num_steps, summary.loopback_bytes_per_step
+    yield "collectives per step", f"{totals.num_collectives / steps:.1f}", "launched by each rank"
+    formula = "per step and rank: all-reduce 2S(n-1)/n, others S(n-1)/n"
+    yield "bytes on the wire, formula", format_bytes(totals.wire_bytes / steps), formula
+    if counted is None:
+        yield "  measured", "-", "counted only over gloo on one Linux host"
     else:
-        loopback = [("  measured", "-", "counted only over gloo on one Linux host")]
-    return [
-        ("collectives per step", f"{totals.num_collectives / steps:.1f}", "launched by each rank"),
-        (
-            "bytes on the wire, formula",
-            format_bytes(totals.wire_bytes / steps),
-            "per step and rank: all-reduce 2S(n-1)/n, others S(n-1)/n",
-        ),
-        *loopback,
-        ("  payload", format_bytes(totals.payload_bytes / steps), "per step and rank: S, the buffers handed over"),
-    ]
+        yield "  measured", format_bytes(counted), "everything on the loopback device, other programs too"
+    yield "  payload", format_bytes(totals.payload_bytes / steps), "per step and rank: S, the buffers handed over"
 
 
-def _time_rows(summary: Summary) -> list[_Row]:
-    totals, steps = summary.totals, summary.totals.num_steps
-    overlap = summary.overlap_fraction
-    return [
-        (
-            "communication time",
-            format_seconds(totals.comm_s / steps),
-            f"per step of {format_seconds(totals.step_s / steps)} (rank 0)",
-        ),
-        (
-            "exposed communication",
-            format_seconds(totals.exposed_s / steps),
-            f"per step, {totals.exposed_s / totals.step_s:.1%} of it: rank 0 stood still",
-        ),
-        (
-            "overlap",
-            "-" if overlap is None else f"{overlap:.0%}",
-            "no communication" if overlap is None else "of the communication was hidden behind computation",
-        ),
-    ]
+def _time_rows(summary: Summary) -> Iterator[_Row]:
+    totals, steps, overlap = summary.totals, summary.totals.num_steps, summary.overlap_fraction
+    yield "communication time", format_seconds(totals.comm_s / steps), f"per step of {format_seconds(totals.step_s / steps)} (rank 0)"
+    stood = f"per step, {totals.exposed_s / totals.step_s:.1%} of it: rank 0 stood still"
+    yield "exposed communication", format_seconds(totals.exposed_s / steps), stood
+    if overlap is None:
+        yield "overlap", "-", "no communication"
+    else:
+        yield "overlap", f"{overlap:.0%}", "of the communication was hidden behind computation"
 
 
-def _memory_rows(summary: Summary) -> list[_Row]:
-    memory, measured = summary.setup.computed_memory, summary.measured
-    parts = (
-        ("parameters", memory.parameter_bytes),
-        ("gradients", memory.gradient_bytes),
-        ("main parameters", memory.main_parameter_bytes),
-        ("main gradients", memory.main_gradient_bytes),
-        ("moments", memory.moment_bytes),
-        ("exchange buffers", memory.exchange_bytes),
-        ("padding", memory.padding_bytes + memory.optimizer_padding_bytes),
-        ("scratch", memory.scratch_bytes),
+def _memory_rows(summary: Summary) -> Iterator[_Row]:
+    memory, measured = asdict(summary.setup.computed_memory), summary.measured
+    memory["padding_bytes"] += memory.pop("optimizer_padding_bytes")
+    held = ", ".join(
+        f"{name.removesuffix('_bytes').replace('_', ' ')} {format_bytes(value)}" for name, value in memory.items() if value
     )
-    held = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes)
-    return [
-        (
-            "peak memory",
-            f"+{format_bytes(measured.peak_growth_bytes)}",
-            f"{measured.peak_source}, with activations and allocator overhead",
-        ),
-        ("  computed", format_bytes(memory.total_bytes), held),
-    ]
+    note = f"{measured.peak_source}, with activations and allocator overhead"
+    yield "peak memory", f"+{format_bytes(measured.peak_growth_bytes)}", note
+    yield "  computed", format_bytes(summary.setup.computed_memory.total_bytes), held

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from megabucket.errors import CorpusError
-from megabucket.training.corpus import Split
+from examples.bytegpt.corpus import Split
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Inputs and next-byte targets, both int64 of shape ``(windows, sequence_length)``."""

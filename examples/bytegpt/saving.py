@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megabucket.checkpoint.checkpointer import Checkpointer
-from megabucket.config.checkpoint import CheckpointConfig
-from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp import AgreedStop
+from examples.bytegpt.metrics import MetricsLog
+from examples.bytegpt.progress import SilentView
+from examples.bytegpt.resume import Start, data_position
+from examples.bytegpt.task import Task
+
+import megabucket as mb
 from megabucket.errors import CheckpointNotSavedError
-from megabucket.optim import DistributedOptimizer
-from megabucket.training.metrics import MetricsLog
-from megabucket.training.progress import View
-from megabucket.training.resume import Start, data_position
-from megabucket.training.task import Task
 
 
 class RunSaver:
@@ -33,75 +30,44 @@ class RunSaver:
     def __init__(
         self,
         task: Task,
-        model: DistributedDataParallel,
-        optimizer: DistributedOptimizer,
+        model: mb.DistributedDataParallel,
+        optimizer: mb.DistributedOptimizer,
         *,
         start: Start,
-        view: View,
+        view: SilentView,
         log: MetricsLog,
         key: bytes | None = None,
     ) -> None:
-        config: CheckpointConfig = task.config.checkpoint
+        config = task.config.program.checkpoint
         self.folder = Path(config.folder or "")
-        self.stop = AgreedStop(model, ask_every_steps=config.ask_every_steps)
-        """Who asks it for the end has the step that runs now finished and saved."""
+        self.stop = mb.AgreedStop(model, ask_every_steps=config.ask_every_steps)
+        """Whoever asks it for the end has the step that runs now finished and saved."""
         self._config, self._task, self._view, self._log = config, task, view, log
-        self._model = model
-        self._checkpointer = Checkpointer(
-            self.folder,
-            model,
-            optimizer,
-            keep_last=config.keep_last,
-            asynchronous=config.asynchronous,
-            when_busy=config.when_busy,
-            key=key,
-        )
+        choices = {"keep_last": config.keep_last, "asynchronous": config.asynchronous, "when_busy": config.when_busy}
+        self._checkpointer = mb.Checkpointer(self.folder, model, optimizer, key=key, **choices)
         self._goes_back = bool(start.later_steps)
         self._saved_step = start.step
         self._step_under_way: int | None = None
 
-    def wants_stop(self) -> bool:
-        """Return whether the run ends here, alike on all ranks; asked after each step."""
-        return self.stop.poll()
-
-    def is_due(self, num_steps: int) -> bool:
-        """Return whether a run that has done so many steps is saved now."""
-        every = self._config.every_steps
-        return every is not None and num_steps % every == 0
-
-    def settle(self) -> None:
-        """Wait for what the last step has left under way."""
-        self._model.finish_param_sync()
-
-    def poll(self) -> None:
-        """Commit what was written in the background.
+    def ends_after(self, num_steps: int, *, is_last: bool) -> bool:
+        """Save after a step if that is due; return whether the run ends here, alike on all ranks.
 
         Raises:
-            CheckpointNotSavedError: that has failed.
+            CheckpointNotSavedError: a save has failed that must not.
         """
-        if self._step_under_way is not None:
+        wants_stop, every = self.stop.poll(), self._config.every_steps
+        if wants_stop or is_last:
+            self._try(self._finish)
+            if self._saved_step != num_steps:
+                self._save(num_steps)
+                self._finish()
+        elif every is not None and num_steps % every == 0:
+            if self._config.when_busy == "wait":
+                self._try(self._finish)  # if that has failed, it is no reason to leave this one out
+            self._try(lambda: self._save(num_steps))
+        elif self._step_under_way is not None:
             self._try(lambda: self._note_under_way() if self._checkpointer.poll() is not None else None)
-
-    def save(self, num_steps: int) -> None:
-        """Save, or begin to.
-
-        Raises:
-            CheckpointNotSavedError: this save, or the one before in the background, has failed.
-        """
-        if self._config.when_busy == "wait":
-            self._try(self._finish)  # if that has failed, it is no reason to leave this one out
-        self._try(lambda: self._save(num_steps))
-
-    def save_last(self, num_steps: int) -> None:
-        """Save unless that is done, and wait until it is.
-
-        Raises:
-            CheckpointNotSavedError: that has failed.
-        """
-        self._try(self._finish)
-        if self._saved_step != num_steps:
-            self._save(num_steps)
-            self._finish()
+        return wants_stop
 
     def _save(self, num_steps: int) -> None:
         position = data_position(self._task, num_steps)

@@ -1,7 +1,7 @@
 """The figures of a run as JSON lines: one object a line, written at once, so that a run can be followed and survives a crash.
 
-Every object has ``schema``, ``kind``, ``wall_time_s`` (Unix time) and ``monotonic_s`` (``time.perf_counter``, the clock of
-the traces). Rank 0 writes; on the other ranks the log is closed to everything.
+Every object has ``schema``, ``kind``, ``wall_time_s`` (Unix time) and ``monotonic_s`` (``time.perf_counter``). Rank 0 writes;
+the logs of the other ranks have no path and write nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from megabucket.errors import ConfigError
-from megabucket.trace import StepTrace
 
 SCHEMA: Final = 1
 """Version of the objects; raised when a field changes its meaning or goes away."""
 
-_BLOCK_BYTES: Final = 1 << 16
-
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One step of one rank: what training did and what its communication cost."""
+    """One step of one rank: what training did and, from the wrapper's trace of it, what its communication cost."""
 
     step: int
     """Counted from 0."""
@@ -41,53 +38,16 @@ class StepMetrics:
     step_s: float
     tokens_per_s: float
     """Over all ranks."""
-    compute_s: float
-    comm_s: float
-    exposed_s: float
-    overlap_fraction: float | None
-    num_collectives: int
-    payload_bytes: int
-    wire_bytes: float
+    compute_s: float = 0.0
+    comm_s: float = 0.0
+    exposed_s: float = 0.0
+    overlap_fraction: float | None = None
+    num_collectives: int = 0
+    payload_bytes: int = 0
+    wire_bytes: float = 0.0
     """By the formula of ``CollectiveRecord.wire_bytes``, on this rank."""
     launches: list[dict[str, Any]] | None = None
     """When each collective was ready, launched, done and waited for: seconds since the first forward (``ddp.step_traces``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """What the loop knows about a step when it ends; the trace follows one step later."""
-
-    bits_per_byte: float
-    learning_rate: float
-    grad_norm: float
-    updated: bool
-    reason: str
-    num_tokens: int
-    """Over all ranks."""
-    launches: list[dict[str, Any]] | None = None
-    """As ``launch_figures`` gives them."""
-
-
-def step_metrics(outcome: StepOutcome, trace: StepTrace) -> StepMetrics:
-    """Return the figures of one step from what it did and how long that took."""
-    return StepMetrics(
-        step=trace.step,
-        bits_per_byte=outcome.bits_per_byte,
-        learning_rate=outcome.learning_rate,
-        grad_norm=outcome.grad_norm,
-        updated=outcome.updated,
-        reason=outcome.reason,
-        step_s=trace.duration_s,
-        tokens_per_s=outcome.num_tokens / trace.duration_s,
-        compute_s=trace.compute_s,
-        comm_s=trace.comm_s,
-        exposed_s=trace.exposed_s,
-        overlap_fraction=trace.overlap_fraction,
-        num_collectives=trace.num_collectives,
-        payload_bytes=trace.payload_bytes,
-        wire_bytes=trace.wire_bytes,
-        launches=outcome.launches,
-    )
 
 
 class MetricsLog:
@@ -107,9 +67,10 @@ class MetricsLog:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if keeps_lines:
-                _cut_to_whole_lines(path)
-            self._file = path.open("a" if keeps_lines else "w", encoding="utf-8")
+            kept = path.read_bytes() if keeps_lines and path.exists() else b""
+            self._file = path.open("a", encoding="utf-8")
+            self._file.truncate(kept.rfind(b"\n") + 1)
+            self._file.seek(0, os.SEEK_END)
         except OSError as error:
             raise ConfigError(
                 f"train.log_path={str(path)!r} cannot be written: {error.strerror}. Name a file in a directory of yours, or "
@@ -144,25 +105,6 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _cut_to_whole_lines(path: Path) -> None:
-    """Remove what stands behind the last line break of a file, if there is such a file."""
-    try:
-        file = path.open("r+b")
-    except FileNotFoundError:
-        return
-    with file:
-        stop = file.seek(0, os.SEEK_END)
-        while stop > 0:
-            start = max(0, stop - _BLOCK_BYTES)
-            file.seek(start)
-            found = file.read(stop - start).rfind(b"\n")
-            if found >= 0:
-                file.truncate(start + found + 1)
-                return
-            stop = start
-        file.truncate(0)
 
 
 def jsonable(value: Any) -> Any:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
+from examples.bytegpt.config import DemoConfig, OptimizerConfig
+from examples.bytegpt.metrics import MetricsLog
+from examples.bytegpt.progress import SilentView
+from examples.bytegpt.resume import Start
+from examples.bytegpt.steps import StepLoop, Trainee
+from examples.bytegpt.task import Task, make_optimizer
 from rich.table import Table
 
-from megabucket.config.training import OptimizerConfig
+from megabucket import StepResult
 from megabucket.errors import ConfigError
-from megabucket.optim import StepResult
-from megabucket.planning.run_config import RunConfig
-from megabucket.trace import StepRecorder
-from megabucket.training.metrics import MetricsLog
-from megabucket.training.optimizer import make_optimizer
-from megabucket.training.progress import View
-from megabucket.training.resume import Start
-from megabucket.training.steps import StepLoop, Trainee
-from megabucket.training.task import Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +49,8 @@ class Comparison:
     note: str
     """What has to be known to read the difference."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain data."""
-        return asdict(self)
 
-
-def check_comparable(config: RunConfig) -> None:
+def check_comparable(config: DemoConfig) -> None:
     """Refuse what torch's DDP cannot do, before anything is trained.
 
     Raises:
@@ -71,12 +63,17 @@ def check_comparable(config: RunConfig) -> None:
         )
 
 
-def check_same_run(start: Start) -> None:
-    """Refuse a run that has become another one at a checkpoint: the reference makes all its steps with one config.
+def check_same_run(start: Start, *, num_steps: int) -> None:
+    """Refuse a run that has ended, or has become another one at a checkpoint: the reference makes all its steps with one config.
 
     Raises:
-        ConfigError: the config differs from that of the steps before.
+        ConfigError: nothing is left to train, or the config differs from that of the steps before.
     """
+    if start.step == num_steps:
+        raise ConfigError(
+            f"{start.checkpoint} is of the last step, so there is nothing to train and to compare; drop --compare, raise "
+            "train.steps, or begin anew in another checkpoint.folder"
+        )
     if start.changes:
         raise ConfigError(
             f"--compare trains all steps anew with this config, but those before step {start.step} were made with another: "
@@ -84,7 +81,7 @@ def check_same_run(start: Start) -> None:
         )
 
 
-def compare_with_torch(task: Task, ours: Outcome, view: View, *, resumed_at: int = 0) -> Comparison:
+def compare_with_torch(task: Task, ours: Outcome, view: SilentView, *, resumed_at: int = 0) -> Comparison:
     """Train ``task`` again without our wrapper and compare where both ended. All ranks must call it.
 
     Args:
@@ -112,14 +109,14 @@ def compare_with_torch(task: Task, ours: Outcome, view: View, *, resumed_at: int
     )
 
 
-def train_reference(task: Task, view: View) -> Outcome:
+def train_reference(task: Task, view: SilentView) -> Outcome:
     """Train ``task`` with torch's ``DistributedDataParallel``, or with nothing around the module in a single process.
 
     The optimizer is torch's, and so is clipping, but for the norm it clips by (see ``_float64_norm``).
     """
     module = task.build_model()
-    optimizer = make_optimizer(task.config.optimizer, module.parameters())
-    step = _stepper(task.config.optimizer, module, optimizer)
+    optimizer = make_optimizer(task.config.program.optimizer, module.parameters())
+    step = _stepper(task.config.program.optimizer, module, optimizer)
     if task.ranks.backend == "none":
         trainee = Trainee("plain torch", module, optimizer, nullcontext, step)
     else:
@@ -129,9 +126,8 @@ def train_reference(task: Task, view: View) -> Outcome:
             gradient_as_bucket_view=True,
         )
         trainee = Trainee("torch DDP", wrapped, optimizer, wrapped.no_sync, step)
-    with closing(MetricsLog(None)) as log:
-        loop = StepLoop(task, trainee, recorder=StepRecorder(rank=task.ranks.rank), view=view, log=log)
-        train_s = loop.run()
+    loop = StepLoop(task, trainee, view=view, log=MetricsLog(None))
+    train_s = loop.run()
     return Outcome(
         weights=module.state_dict(),
         held_out_bits=task.held_out_bits(module),
@@ -192,7 +188,7 @@ def _float64_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _describe_reference(task: Task) -> str:
-    name = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}[task.config.optimizer.name]
+    name = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}[task.config.program.optimizer.name]
     wrapper = "plain torch" if task.ranks.backend == "none" else "torch DDP"
     return f"{wrapper} + {name}, {task.model.dtype} parameters"
 
@@ -201,7 +197,7 @@ def _note(task: Task, resumed_at: int) -> str:
     notes = []
     if resumed_at:
         notes.append(f"Ours went on from a checkpoint of step {resumed_at}; the reference made all steps without a break.")
-    if task.config.optimizer.clip_grad > 0:
+    if task.config.program.optimizer.clip_grad > 0:
         notes.append("Both clip by a norm summed in float64; torch's own clip_grad_norm_ sums in float32.")
     if task.model.dtype != "float32":
         notes.append(

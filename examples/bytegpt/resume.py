@@ -11,21 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from megabucket.checkpoint.catalog import LATEST, StepDirectory, read_key, whole_steps
-from megabucket.checkpoint.checkpointer import load_checkpoint
-from megabucket.checkpoint.file_system import FileSystem, reason_of
-from megabucket.checkpoint.restore import LoadedCheckpoint
-from megabucket.checkpoint.together import GroupRanks, together
-from megabucket.config.checkpoint import CheckpointConfig
-from megabucket.ddp import DistributedDataParallel
-from megabucket.errors import CheckpointError, ConfigError
-from megabucket.optim import DistributedOptimizer
-from megabucket.planning.model_config import GptConfig
-from megabucket.planning.run_config import RunConfig
-from megabucket.training.metrics import jsonable
-from megabucket.training.task import Task
+from examples.bytegpt.config import CheckpointConfig, DemoConfig
+from examples.bytegpt.metrics import jsonable
+from examples.bytegpt.task import Task, on_all
 
-NOT_OURS: Final = "it was not saved by megabucket train, so it does not say which data comes next; that of its step is taken"
+import megabucket as mb
+from megabucket.checkpoint.catalog import LATEST, StepDirectory, read_key, whole_steps
+from megabucket.checkpoint.file_system import FileSystem
+from megabucket.errors import CheckpointError, ConfigError
+from megabucket.planning.model_config import GptConfig
+
+NOT_OURS: Final = "it was not saved by the demo, so it does not say which data comes next; that of its step is taken"
 CORPUS_FACT: Final = "the corpus (SHA-256)"
 BATCH_FACT: Final = "train.microbatch_size * train.num_microbatches * ranks"
 
@@ -64,16 +60,16 @@ def run_facts(task: Task) -> dict[str, Any]:
     }
 
 
-def config_facts(config: RunConfig, model: GptConfig) -> dict[str, Any]:
+def config_facts(config: DemoConfig, model: GptConfig) -> dict[str, Any]:
     """Return those of ``run_facts`` that need neither corpus nor ranks."""
     facts: dict[str, Any] = {
         "model.sequence_length": model.sequence_length,
-        "train.seed": config.train.seed,
+        "train.seed": config.program.train.seed,
         "ddp.grad_reduction": config.ddp.grad_reduction,
-        **{f"optimizer.{name}": value for name, value in config.optimizer.model_dump(mode="json").items()},
+        **{f"optimizer.{name}": value for name, value in config.program.optimizer.model_dump(mode="json").items()},
     }
-    if config.optimizer.final_lr_fraction != 1:  # else the learning rate does not depend on where the run ends
-        facts["train.steps"] = config.train.steps
+    if config.program.optimizer.final_lr_fraction != 1:  # else the learning rate does not depend on where the run ends
+        facts["train.steps"] = config.program.train.steps
     plain: dict[str, Any] = jsonable(facts)
     return plain
 
@@ -83,18 +79,18 @@ def data_position(task: Task, step: int) -> dict[str, Any]:
     return {"step": step, "windows": step * task.num_windows_per_step, "run": run_facts(task)}
 
 
-def signing_key(task: Task, model: DistributedDataParallel) -> bytes | None:
+def signing_key(task: Task) -> bytes | None:
     """Return what checkpoints are signed with, if anything. All ranks must call it.
 
     Raises:
         ConfigError: some rank finds no key in ``checkpoint.key_file``.
     """
-    path = task.config.checkpoint.key_file
-    return None if path is None else together(GroupRanks.of(model), lambda: read_key(Path(path)))
+    path = task.config.program.checkpoint.key_file
+    return None if path is None else on_all(task.ranks, lambda: read_key(Path(path)))
 
 
-def resume(task: Task, model: DistributedDataParallel, optimizer: DistributedOptimizer, *, key: bytes | None = None) -> Start:
-    """Load the checkpoint that ``task.config.checkpoint`` means, if any. All ranks must call it.
+def resume(task: Task, model: mb.DistributedDataParallel, optimizer: mb.DistributedOptimizer, *, key: bytes | None = None) -> Start:
+    """Load the checkpoint that ``task.config`` means, if any. All ranks must call it.
 
     Args:
         key: the checkpoint must be signed with it.
@@ -104,22 +100,21 @@ def resume(task: Task, model: DistributedDataParallel, optimizer: DistributedOpt
             checkpoints.
         CheckpointError: it cannot be read, does not fit, or is not there.
     """
-    config = task.config.checkpoint
-    is_first = task.ranks.rank == 0
-    found = together(GroupRanks.of(model), lambda: _find_origin(config) if is_first else None)
+    config, num_steps = task.config.program.checkpoint, task.config.program.train.steps
+    found = on_all(task.ranks, lambda: _find_origin(config) if task.ranks.rank == 0 else None)
     origin, held = task.ranks.gather(found)[0] or (None, ())
     if origin is None:
         return Start()
     hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    loaded = load_checkpoint(origin.root, model, optimizer, step=origin.step, allow_fallback=config.allow_fallback, key=key)
+    loaded = mb.load_checkpoint(origin.root, model, optimizer, step=origin.step, allow_fallback=config.allow_fallback, key=key)
     _check_directory(origin, loaded, config)
     saved = saved_facts(loaded.data_position)
     changes = [NOT_OURS] if saved is None else fact_changes(saved, run_facts(task))
     if changes and config.changes == "refuse":
         raise ConfigError(_refusal(loaded, changes), problems=changes)
-    if loaded.step > task.config.train.steps:
+    if loaded.step > num_steps:
         raise ConfigError(
-            f"{loaded.path} is of step {loaded.step}, and train.steps={task.config.train.steps} ends before; raise "
+            f"{loaded.path} is of step {loaded.step}, and train.steps={num_steps} ends before; raise "
             "train.steps, or name an earlier step with checkpoint.resume (--resume)"
         )
     for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
@@ -130,7 +125,7 @@ def resume(task: Task, model: DistributedDataParallel, optimizer: DistributedOpt
 
 def describe_start(start: Start, task: Task) -> list[str]:
     """Return what there is to say about a run that goes on."""
-    lines = [f"going on from step {start.step} of {task.config.train.steps}: {start.checkpoint}"]
+    lines = [f"going on from step {start.step} of {task.config.program.train.steps}: {start.checkpoint}"]
     if start.saved_by_ranks != task.ranks.num_ranks:
         lines.append(
             f"  it was saved by {start.saved_by_ranks} rank(s) and goes on with {task.ranks.num_ranks}: the same windows in "
@@ -184,7 +179,7 @@ def _held_steps(folder: Path) -> tuple[int, ...]:
         return ()
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.folder={str(folder)!r} cannot be looked into: {reason_of(error)}. Name a directory that every rank "
+            f"checkpoint.folder={str(folder)!r} cannot be looked into: {error.strerror}. Name a directory that every rank "
             "may read and write."
         ) from None
     if LATEST in names and not any(StepDirectory.parse(name) for name in names):
@@ -192,7 +187,7 @@ def _held_steps(folder: Path) -> tuple[int, ...]:
     return tuple(sorted({directory.step for name in names if (directory := StepDirectory.parse(name)) is not None}))
 
 
-def _check_directory(origin: _Origin, loaded: LoadedCheckpoint, config: CheckpointConfig) -> None:
+def _check_directory(origin: _Origin, loaded: mb.LoadedCheckpoint, config: CheckpointConfig) -> None:
     found = Path(loaded.path).name
     if origin.directory is not None and found != origin.directory and not config.allow_fallback:
         raise ConfigError(
@@ -220,7 +215,7 @@ def _shown(facts: Mapping[str, Any], name: str) -> str:
     return str(facts[name]) if name in facts else "without effect"
 
 
-def _refusal(loaded: LoadedCheckpoint, changes: list[str]) -> str:
+def _refusal(loaded: mb.LoadedCheckpoint, changes: list[str]) -> str:
     listed = "\n".join(f"  - {change}" for change in changes)
     return (
         f"{loaded.path} cannot be gone on from as if nothing had happened:\n{listed}\nSet these back; or accept another run "

@@ -1,4 +1,4 @@
-"""Which process this is and how it talks to the others: the only part of training that knows a launcher exists.
+"""Which process this is and how it talks to the others: the only part of measuring that knows a launcher exists.
 
 Reads torchrun's variables from a mapping the command line passes in, starts and ends ``torch.distributed``, and exchanges
 small facts between ranks. One process without torchrun is a run like any other.

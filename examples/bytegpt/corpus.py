@@ -1,12 +1,13 @@
 """The training data: bytes of Python source, in a fixed order, cut into a training and a held-out part. No torch.
 
-``read_corpus`` is called once per process by ``megabucket.training.loop``. Nothing is downloaded: the default corpus is
+``read_corpus`` is called once per process. Nothing is downloaded: the default corpus is
 the standard library of the running Python, so its bytes depend on the version of Python; the SHA-256 says which.
 """
 
 from __future__ import annotations
 
 import hashlib
+import platform
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,14 @@ def read_corpus(name: str, *, held_out_every: int) -> Corpus:
             f"Name a directory with at least {held_out_every} files, or lower data.held_out_every."
         )
     return Corpus(name=name, train=_read_split(train), held_out=_read_split(held_out))
+
+
+def describe_corpus(corpus: Corpus) -> str:
+    """Return the sizes and hashes of a corpus in three lines."""
+    lines = [f"corpus {corpus.name} (Python {platform.python_version()})"]
+    for name, part in (("train", corpus.train), ("held out", corpus.held_out)):
+        lines.append(f"  {name:<8} {part.num_files:>5} files  {part.num_bytes:>12,} bytes  SHA-256 {part.sha256}")
+    return "\n".join(lines)
 
 
 def source_files(root: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""``ByteGPT``: the small language model that ``megabucket train`` trains, on bytes, with nothing of this library inside.
+"""``ByteGPT``: the small language model of the demo, on bytes, with nothing of megabucket inside.
 
 Its parameters have the names, shapes and order that ``megabucket.planning.architecture`` gives ``kind: gpt``, so
 ``megabucket plan`` shows the layout that training uses; a test compares the two.
