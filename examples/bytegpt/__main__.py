@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+
 from examples.bytegpt.compare import comparison_table, describe_difference
 from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.loop import Report, run_training
 from examples.bytegpt.progress import SilentView, make_view
 from examples.bytegpt.summary import summary_table
-from rich.console import Console
-
 from megabucket.cli.exit_codes import ExitCode, reports_errors
 from megabucket.measure.ranks import read_launch
 

@@ -8,14 +8,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from rich.table import Table
+
 from examples.bytegpt.config import DemoConfig, OptimizerConfig
 from examples.bytegpt.metrics import MetricsLog
 from examples.bytegpt.progress import SilentView
 from examples.bytegpt.resume import Start
 from examples.bytegpt.steps import StepLoop, Trainee
 from examples.bytegpt.task import Task, make_optimizer
-from rich.table import Table
-
 from megabucket import StepResult
 from megabucket.errors import ConfigError
 

@@ -10,8 +10,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megabucket.config import Section
 from megabucket.config.ddp import NonNegative, Positive, PositiveCount, read_tuple
-from megabucket.planning import RunConfig, load_config
-from megabucket.planning.run_config import Decay, OptimizerConfig as Optimizer
+from megabucket.config.load import load_section
+from megabucket.planning import RunConfig
+from megabucket.planning.run_config import Decay
+from megabucket.planning.run_config import OptimizerConfig as Optimizer
 
 Fraction = Annotated[NonNegative, at.Le(1)]
 Seed = Annotated[int, at.Ge(0), at.Lt(2**31)]
@@ -174,4 +176,4 @@ def load_demo_config(path: Path, overrides: list[str]) -> DemoConfig:
     """
     sections = tuple(f"{name}." for name in Program.model_fields)
     rooted = [f"program.{text}" if text.startswith(sections) else text for text in overrides]
-    return load_config(path, rooted, DemoConfig)
+    return load_section(path, rooted, DemoConfig)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import megabucket as mb
 from examples.bytegpt.compare import Comparison, Outcome, check_comparable, check_same_run, compare_with_torch
 from examples.bytegpt.config import DemoConfig
 from examples.bytegpt.corpus import describe_corpus
@@ -24,8 +26,6 @@ from examples.bytegpt.signals import StopSignals
 from examples.bytegpt.steps import StepLoop, Trainee
 from examples.bytegpt.summary import Measured, Setup, Summary
 from examples.bytegpt.task import Task, group_of, make_optimizer, make_task, trainable_model
-
-import megabucket as mb
 from megabucket.measure.ranks import Launch, joined_ranks
 from megabucket.planning.memory import exchange_memory, rank_memory
 from megabucket.trace import StepTrace, write_chrome_trace

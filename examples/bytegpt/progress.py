@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from examples.bytegpt.metrics import StepMetrics
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from examples.bytegpt.metrics import StepMetrics
 from megabucket.units import format_seconds
 
 _LINE_EVERY_S: Final = 5.0

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import megabucket as mb
 from examples.bytegpt.config import CheckpointConfig, DemoConfig
 from examples.bytegpt.metrics import jsonable
 from examples.bytegpt.task import Task, on_all
-
-import megabucket as mb
 from megabucket.checkpoint.catalog import LATEST, StepDirectory, read_key, whole_steps
 from megabucket.checkpoint.file_system import FileSystem
 from megabucket.errors import CheckpointError, ConfigError
@@ -89,7 +88,9 @@ def signing_key(task: Task) -> bytes | None:
     return None if path is None else on_all(task.ranks, lambda: read_key(Path(path)))
 
 
-def resume(task: Task, model: mb.DistributedDataParallel, optimizer: mb.DistributedOptimizer, *, key: bytes | None = None) -> Start:
+def resume(
+    task: Task, model: mb.DistributedDataParallel, optimizer: mb.DistributedOptimizer, *, key: bytes | None = None
+) -> Start:
     """Load the checkpoint that ``task.config`` means, if any. All ranks must call it.
 
     Args:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import megabucket as mb
 from examples.bytegpt.metrics import MetricsLog
 from examples.bytegpt.progress import SilentView
 from examples.bytegpt.resume import Start, data_position
 from examples.bytegpt.task import Task
-
-import megabucket as mb
 from megabucket.errors import CheckpointNotSavedError
 
 

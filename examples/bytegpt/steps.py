@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+
 from examples.bytegpt.metrics import MetricsLog, StepMetrics
 from examples.bytegpt.model import next_byte_loss
 from examples.bytegpt.progress import SilentView
@@ -16,7 +17,6 @@ from examples.bytegpt.saving import RunSaver
 from examples.bytegpt.summary import Totals
 from examples.bytegpt.task import NATS_PER_BIT, Task, set_learning_rate
 from examples.bytegpt.windows import Batch
-
 from megabucket import StepResult
 from megabucket.trace import StepTrace, step_figures
 

@@ -8,10 +8,9 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from megabucket.planning.memory import RankMemory
 from examples.bytegpt.metrics import StepMetrics
+from megabucket.planning.memory import RankMemory
 from megabucket.units import format_bytes, format_seconds
-
 
 PER_STEP: Final = ("num_collectives", "payload_bytes", "wire_bytes", "step_s", "compute_s", "comm_s", "exposed_s")
 """What is summed over the steps, and shown as a mean."""
@@ -106,10 +105,7 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as plain data, ready for JSON; those per step are means over the steps."""
-        per_step = {
-            f"{name}_per_step": getattr(self.totals, name) / self.totals.num_steps
-            for name in PER_STEP
-        }
+        per_step = {f"{name}_per_step": getattr(self.totals, name) / self.totals.num_steps for name in PER_STEP}
         return {
             **{key: value for key, value in asdict(self.setup).items() if key != "computed_memory"},
             "computed_bytes": {**asdict(self.setup.computed_memory), "total_bytes": self.setup.computed_memory.total_bytes},
@@ -168,7 +164,11 @@ def _wire_rows(summary: Summary) -> Iterator[_Row]:
 
 def _time_rows(summary: Summary) -> Iterator[_Row]:
     totals, steps, overlap = summary.totals, summary.totals.num_steps, summary.overlap_fraction
-    yield "communication time", format_seconds(totals.comm_s / steps), f"per step of {format_seconds(totals.step_s / steps)} (rank 0)"
+    yield (
+        "communication time",
+        format_seconds(totals.comm_s / steps),
+        f"per step of {format_seconds(totals.step_s / steps)} (rank 0)",
+    )
     stood = f"per step, {totals.exposed_s / totals.step_s:.1%} of it: rank 0 stood still"
     yield "exposed communication", format_seconds(totals.exposed_s / steps), stood
     if overlap is None:

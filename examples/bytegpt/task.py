@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
+
 from examples.bytegpt.config import DemoConfig, OptimizerConfig
 from examples.bytegpt.corpus import Corpus, read_corpus
 from examples.bytegpt.model import ByteGPT, next_byte_loss
 from examples.bytegpt.windows import Batch, Windows, held_out_starts, training_starts
-
 from megabucket.errors import ConfigError, CorpusError, MegabucketError
 from megabucket.measure.ranks import Ranks
 from megabucket.planning.model_config import GptConfig

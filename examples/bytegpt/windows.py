@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megabucket.errors import CorpusError
 from examples.bytegpt.corpus import Split
+from megabucket.errors import CorpusError
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Inputs and next-byte targets, both int64 of shape ``(windows, sequence_length)``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import annotated_types as at
 from pydantic import Field, model_validator
@@ -91,21 +91,15 @@ class RunConfig(Section):
         return self
 
 
-AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig)
-
-
-def load_config(
-    path: Path | str | None, overrides: Sequence[str] = (), schema: type[AnyRunConfig] = RunConfig,  # type: ignore[assignment] - mypy knows no default for a type variable
-) -> AnyRunConfig:
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply ``key=value`` overrides and validate the result: ``load_section`` with ``RunConfig``.
 
-    Args:
-        schema: a subclass of ``RunConfig`` that says what ``program`` may hold.
+    A program that gives ``program`` a type has a subclass of ``RunConfig`` and calls ``load_section`` with that.
 
     Raises:
         ConfigError: anything wrong with the file, an override or a value.
     """
-    return load_section(path, overrides, schema)
+    return load_section(path, overrides, RunConfig)
 
 
 def _spread_mode(data: Mapping[str, Any]) -> dict[str, Any]:

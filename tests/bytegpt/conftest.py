@@ -1,6 +1,6 @@
 import pytest
 
-from megabucket.planning.run_config import RunConfig
+from examples.bytegpt.config import DemoConfig
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def corpus_directory(tmp_path):
 def tiny_run(corpus_directory, tmp_path):
     """Return a factory of complete configs for a model of about 10,000 parameters and a run of a few steps."""
 
-    def make(*, model=None, ddp=None, optimizer=None, train=None, data=None):
-        return RunConfig.model_validate(
+    def make(*, model=None, ddp=None, optimizer=None, train=None, data=None, checkpoint=None):
+        return DemoConfig.model_validate(
             {
                 "model": {
                     "kind": "gpt",
@@ -32,15 +32,18 @@ def tiny_run(corpus_directory, tmp_path):
                     **(model or {}),
                 },
                 "ddp": {"bucket_size": 2000, **(ddp or {})},
-                "optimizer": {"lr": 1e-2, "weight_decay": 0.1, **(optimizer or {})},
-                "data": {"corpus": str(corpus_directory), "held_out_every": 4, **(data or {})},
-                "train": {
-                    "steps": 3,
-                    "microbatch_size": 2,
-                    "num_microbatches": 2,
-                    "eval_batches": 2,
-                    "log_path": str(tmp_path / "runs" / "log.jsonl"),
-                    **(train or {}),
+                "program": {
+                    "optimizer": {"lr": 1e-2, "weight_decay": 0.1, **(optimizer or {})},
+                    "data": {"corpus": str(corpus_directory), "held_out_every": 4, **(data or {})},
+                    "train": {
+                        "steps": 3,
+                        "microbatch_size": 2,
+                        "num_microbatches": 2,
+                        "eval_batches": 2,
+                        "log_path": str(tmp_path / "runs" / "log.jsonl"),
+                        **(train or {}),
+                    },
+                    **({} if checkpoint is None else {"checkpoint": checkpoint}),
                 },
             }
         )

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from examples.bytegpt.model import ByteGPT, next_byte_loss
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.model_config import GptConfig
-from megabucket.training.bytegpt import ByteGPT, next_byte_loss
 
 
 def tiny(**changes):

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.bytegpt.corpus import read_corpus, source_files
 from megabucket.errors import CorpusError
-from megabucket.training.corpus import read_corpus, source_files
 
 
 def write(root, names):

@@ -1,12 +1,12 @@
 import subprocess
 import sys
 
-from megabucket.training.host import loopback_bytes
+from examples.bytegpt.host import loopback_bytes
 
 # In a process of its own: an earlier test may have reached a peak that hides any growth.
 GROW = """
 import torch
-from megabucket.training.host import PeakMemory
+from examples.bytegpt.host import PeakMemory
 
 peak = PeakMemory.from_now(torch.device("cpu"))
 held = torch.ones(200_000_000, dtype=torch.uint8)

@@ -2,9 +2,8 @@ import json
 
 import pytest
 
+from examples.bytegpt.metrics import MetricsLog
 from megabucket.errors import ConfigError
-from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepTrace
-from megabucket.training.metrics import MetricsLog, StepOutcome, step_metrics
 
 
 def test_each_object_is_one_line_that_can_be_read_before_the_log_is_closed(tmp_path):
@@ -56,25 +55,6 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
 
     with pytest.raises(ConfigError, match=r"train\.log_path=.*file/log\.jsonl' cannot be written"):
         MetricsLog(tmp_path / "file" / "log.jsonl")
-
-
-def test_the_figures_of_a_step_come_from_its_trace():
-    trace = StepTrace(
-        step=4,
-        rank=0,
-        start_s=10.0,
-        stop_s=12.0,
-        intervals=(Interval(Lane.COMM, "bucket 0", 10.0, 11.0), Interval(Lane.WAIT, "bucket 0", 10.75, 11.0)),
-        collectives=(CollectiveRecord(CollectiveKind.ALL_GATHER, "bucket 0", 1, payload_bytes=100, num_ranks=2),),
-    )
-    outcome = StepOutcome(bits_per_byte=5.0, learning_rate=0.1, grad_norm=1.0, updated=False, reason="because", num_tokens=500)
-
-    metrics = step_metrics(outcome, trace)
-
-    assert (metrics.step, metrics.bits_per_byte, metrics.updated, metrics.reason) == (4, 5.0, False, "because")
-    assert (metrics.step_s, metrics.tokens_per_s) == (2.0, 250.0)
-    assert (metrics.comm_s, metrics.exposed_s, metrics.overlap_fraction) == (1.0, 0.25, 0.75)
-    assert (metrics.num_collectives, metrics.payload_bytes, metrics.wire_bytes) == (1, 100, 50.0)
 
 
 @pytest.mark.parametrize("tail", ["", '{"kind": "st', "x" * 200_000], ids=["whole", "cut", "long"])

@@ -12,6 +12,10 @@ import pytest
 import torch
 
 import megabucket as mb
+from examples.bytegpt.loop import run_training
+from examples.bytegpt.model import ByteGPT
+from examples.bytegpt.progress import SilentView
+from examples.bytegpt.task import learning_rate
 from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.catalog import StepDirectory
 from megabucket.checkpoint.compare import compare
@@ -24,12 +28,8 @@ from megabucket.errors import (
     CheckpointNotSavedError,
     ConfigError,
 )
+from megabucket.measure.ranks import Launch
 from megabucket.planning.model_config import GptConfig
-from megabucket.training.bytegpt import ByteGPT
-from megabucket.training.launch import Launch
-from megabucket.training.loop import run_training
-from megabucket.training.optimizer import learning_rate
-from megabucket.training.progress import SilentView
 
 ALONE = Launch()
 STEPS = 12
@@ -95,7 +95,8 @@ def run(tiny_run, tmp_path):
         section = {"folder": str(tmp_path / name), "every_steps": 5, "resume": "auto", **(checkpoint or {})}
         # A process that goes on has other random numbers, and must take back those of the one before.
         seed_generators(1 if section["resume"] == "never" or not (tmp_path / name).exists() else 77)
-        config = type(config).model_validate({**config.model_dump(exclude_unset=True), "checkpoint": section})
+        data = config.model_dump(exclude_unset=True)
+        config = type(config).model_validate({**data, "program": {**data["program"], "checkpoint": section}})
         return run_training(config, launch=ALONE, view=view or SilentView(), compares=compares)
 
     return train
@@ -185,7 +186,7 @@ def test_the_log_has_all_steps_of_a_checkpoint_before_that_is_there(run, log, tm
     def rate_or_crash(config, *, step, num_steps):
         return crash() if step == 5 else learning_rate(config, step=step, num_steps=num_steps)
 
-    monkeypatch.setattr("megabucket.training.task.learning_rate", rate_or_crash)
+    monkeypatch.setattr("examples.bytegpt.task.learning_rate", rate_or_crash)
     with pytest.raises(CrashError):  # as the first thing behind the save
         run()
 
@@ -549,7 +550,7 @@ def test_a_checkpoint_of_another_program_is_refused(run, tmp_path):
     ]
     mb.save_checkpoint(tmp_path / "run", model, mb.DistributedOptimizer(torch.optim.AdamW(groups), model), step=3)
 
-    with pytest.raises(ConfigError, match="was not saved by megabucket train"):
+    with pytest.raises(ConfigError, match="was not saved by the demo"):
         run()
 
 
@@ -561,7 +562,7 @@ def test_a_second_signal_ends_the_run_at_once(run, monkeypatch, tmp_path):
         terminate()
         terminate()
 
-    monkeypatch.setattr("megabucket.training.signals.SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr("examples.bytegpt.signals.SAME_REQUEST_S", 0.0)
     before = signal.signal(signal.SIGTERM, end)
     try:
         with pytest.raises(CrashError):

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from examples.bytegpt.compare import describe_difference
+from examples.bytegpt.config import DemoConfig
+from examples.bytegpt.loop import run_training
+from examples.bytegpt.progress import SilentView
+from examples.bytegpt.task import trainable_model
 from megabucket.errors import ConfigError, CorpusError, NonFiniteGradientError
-from megabucket.planning.run_config import RunConfig
-from megabucket.training.compare import describe_difference
-from megabucket.training.launch import Launch
-from megabucket.training.loop import run_training
-from megabucket.training.progress import SilentView
-from megabucket.training.task import trainable_model
+from megabucket.measure.ranks import Launch
 
 ALONE = Launch()
 
@@ -53,7 +53,7 @@ def test_the_log_has_the_run_each_step_both_evaluations_and_the_summary(tiny_run
     written = lines(tmp_path / "runs" / "log.jsonl")
     assert [line["kind"] for line in written] == ["run", "evaluation", "step", "step", "step", "evaluation", "summary"]
     assert [line["step"] for line in written if line["kind"] == "step"] == [0, 1, 2]
-    assert RunConfig.model_validate(written[0]["config"] | {"mode": None}).train.steps == 3
+    assert DemoConfig.model_validate(written[0]["config"] | {"mode": None}).program.train.steps == 3
     assert written[0]["corpus"]["train"]["num_files"] == 9  # 12 files, every 4th held out
     assert written[-1]["held_out_bits_after"] == report.summary.measured.held_out_bits_after
 
@@ -157,11 +157,11 @@ def test_a_summed_gradient_cannot_be_compared_with_torch(tiny_run):
 
 def test_training_needs_a_model_section():
     with pytest.raises(ConfigError, match="there is no model section"):
-        trainable_model(RunConfig())
+        trainable_model(DemoConfig())
 
 
 def test_only_a_gpt_can_be_trained():
-    config = RunConfig.model_validate({"model": {"kind": "params", "params": [{"name": "w", "shape": [2]}]}})
+    config = DemoConfig.model_validate({"model": {"kind": "params", "params": [{"name": "w", "shape": [2]}]}})
 
     with pytest.raises(ConfigError, match=r"model\.kind is 'params'"):
         trainable_model(config)

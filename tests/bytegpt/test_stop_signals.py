@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from megabucket.training.signals import SAME_REQUEST_S, StopSignals
+from examples.bytegpt.signals import SAME_REQUEST_S, StopSignals
 
 
 class Clock:

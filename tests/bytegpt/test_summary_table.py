@@ -4,9 +4,9 @@ import json
 import pytest
 from rich.console import Console
 
+from examples.bytegpt.metrics import StepMetrics
+from examples.bytegpt.summary import Measured, Setup, Summary, Totals, summary_table
 from megabucket.planning.memory import RankMemory
-from megabucket.training.metrics import StepMetrics
-from megabucket.training.summary import Measured, Setup, Summary, Totals, summary_table
 
 
 def summary(*, num_ranks=2, loopback_bytes=4_000_000, comm_s=0.2, updated=True):

@@ -34,10 +34,12 @@ def config_path(corpus_directory, tmp_path):
         },
         "mode": "reduce_scatter",
         "ddp": {"bucket_size": 2000},
-        "optimizer": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 4, "final_lr_fraction": 0.1},
-        "data": {"corpus": str(corpus_directory), "held_out_every": 4},
-        "train": {"steps": STEPS, "microbatch_size": 3, "num_microbatches": 4, "eval_batches": 2},
-        "checkpoint": {"every_steps": 5, "resume": "auto"},
+        "program": {
+            "optimizer": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 4, "final_lr_fraction": 0.1},
+            "data": {"corpus": str(corpus_directory), "held_out_every": 4},
+            "train": {"steps": STEPS, "microbatch_size": 3, "num_microbatches": 4, "eval_batches": 2},
+            "checkpoint": {"every_steps": 5, "resume": "auto"},
+        },
     }
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(sections))
@@ -187,9 +189,18 @@ def test_a_signal_from_outside_to_every_rank_ends_all_with_its_code(start, tmp_p
 def test_a_signal_to_torchrun_reaches_the_ranks_which_save(config_path, tmp_path):
     log, folder = tmp_path / "run.jsonl", tmp_path / "run"
     overrides = [f"checkpoint.folder={folder}", f"train.log_path={log}", "train.steps=1000000", "optimizer.final_lr_fraction=1"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megabucket"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "examples.bytegpt",
+    ]
     with subprocess.Popen(
-        [*launcher, "train", "-c", str(config_path), *overrides],
+        [*launcher, "-c", str(config_path), *overrides],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,

@@ -34,14 +34,16 @@ def config_path(corpus_directory, tmp_path):
                     "num_heads": 2,
                 },
                 "ddp": {"bucket_size": 2000},
-                "optimizer": {"lr": 0.01, "weight_decay": 0.1},
-                "data": {"corpus": str(corpus_directory), "held_out_every": 4},
-                "train": {
-                    "steps": 5,
-                    "microbatch_size": 2,
-                    "eval_batches": 2,
-                    "log_path": str(tmp_path / "log.jsonl"),
-                    "trace_path": str(tmp_path / "trace.json"),
+                "program": {
+                    "optimizer": {"lr": 0.01, "weight_decay": 0.1},
+                    "data": {"corpus": str(corpus_directory), "held_out_every": 4},
+                    "train": {
+                        "steps": 5,
+                        "microbatch_size": 2,
+                        "eval_batches": 2,
+                        "log_path": str(tmp_path / "log.jsonl"),
+                        "trace_path": str(tmp_path / "trace.json"),
+                    },
                 },
             }
         )
@@ -54,7 +56,7 @@ def torchrun(*arguments, timeout_s=150):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     return subprocess.run(
-        [*command, "-m", "megabucket", "train", *arguments],
+        [*command, "-m", "examples.bytegpt", *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -133,7 +135,7 @@ def test_an_error_is_one_text_per_rank_without_a_traceback_and_nobody_hangs(conf
 
     assert result.returncode != 0
     assert "error: the corpus directory '/missing' does not exist" in result.stderr
-    assert "megabucket/training" not in result.stderr  # no traceback of ours
+    assert "examples/bytegpt" not in result.stderr  # no traceback of ours
 
 
 def test_the_difference_to_torch_ddp_is_printed_under_the_tables(config_path):
@@ -150,12 +152,12 @@ LIST_THREADS = """
 import os, sys
 from pathlib import Path
 
-from megabucket.planning.run_config import load_config
-from megabucket.training.launch import read_launch
-from megabucket.training.loop import run_training
-from megabucket.training.progress import SilentView
+from examples.bytegpt.config import load_demo_config
+from megabucket.measure.ranks import read_launch
+from examples.bytegpt.loop import run_training
+from examples.bytegpt.progress import SilentView
 
-run_training(load_config(sys.argv[1]), launch=read_launch(os.environ), view=SilentView(), compares=True)
+run_training(load_demo_config(sys.argv[1], []), launch=read_launch(os.environ), view=SilentView(), compares=True)
 names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
 sys.stdout.write(f"left behind: {[name for name in names if 'gloo' in name]}\\n")
 """
@@ -169,7 +171,7 @@ def test_no_thread_of_the_process_group_is_left_behind(config_path, tmp_path):
 
     result = subprocess.run(
         [*command, str(script), str(config_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=150,

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.config.training import OptimizerConfig
-from megabucket.training.optimizer import learning_rate, make_optimizer, num_moments, set_learning_rate
+from examples.bytegpt.config import OptimizerConfig
+from examples.bytegpt.task import learning_rate, make_optimizer, set_learning_rate
 
 
 def params():
@@ -55,7 +55,7 @@ def test_the_number_of_moments_is_what_the_optimizer_keeps(config, kind, fused):
 
     moments = [value for value in optimizer.state[matrix].values() if value is not None and value.shape == matrix.shape]
     assert type(optimizer) is kind
-    assert len(moments) == num_moments(config)
+    assert len(moments) == config.moments_per_element
 
 
 @given(

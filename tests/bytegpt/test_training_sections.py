@@ -1,8 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from megabucket.config.checkpoint import CheckpointConfig
-from megabucket.config.training import DataConfig, OptimizerConfig, TrainConfig
+from examples.bytegpt.config import CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
 
 
 def test_numbers_may_be_written_as_yaml_reads_them():

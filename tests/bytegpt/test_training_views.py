@@ -2,8 +2,8 @@ import io
 
 from rich.console import Console
 
-from megabucket.training.metrics import StepMetrics
-from megabucket.training.progress import LineView, LiveView, SilentView, describe_step, make_view
+from examples.bytegpt.metrics import StepMetrics
+from examples.bytegpt.progress import LineView, LiveView, SilentView, describe_step, make_view
 
 
 def step(index, **changes):

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from examples.bytegpt.corpus import Split
+from examples.bytegpt.task import make_task
+from examples.bytegpt.windows import Windows, held_out_starts, training_starts
 from megabucket.errors import CorpusError
-from megabucket.training.corpus import Split
-from megabucket.training.launch import Ranks
-from megabucket.training.task import make_task
-from megabucket.training.windows import Windows, held_out_starts, training_starts
+from megabucket.measure.ranks import Ranks
 
 
 def windows_over(content, sequence_length=4):

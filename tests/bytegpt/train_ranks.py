@@ -1,4 +1,4 @@
-"""``megabucket train`` on real ranks, each a process of ours, forked from one that has torch loaded: starting costs little."""
+"""The demo on real ranks, each a process of ours, forked from one that has torch loaded: starting costs little."""
 
 import multiprocessing
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from megabucket.cli.main import app
-from megabucket.training.steps import StepLoop
+from examples.bytegpt.__main__ import app
+from examples.bytegpt.steps import StepLoop
 
 LIMIT_S = 150
 
@@ -74,7 +74,7 @@ def _rank(arguments, rank, num_ranks, port, said, acts, warnings_are_errors):
     sys.stdout, sys.stderr = (_opened(path, descriptor) for path, descriptor in zip(said, (1, 2), strict=True))
     if acts is not None and acts[1] == rank:
         _act(signal.Signals[acts[0]], at=acts[2])
-    app(["train", *arguments])
+    app(arguments)
 
 
 def _opened(path: Path, descriptor: int):

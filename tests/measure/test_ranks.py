@@ -1,7 +1,7 @@
 import pytest
 
 from megabucket.errors import ConfigError
-from megabucket.training.launch import Launch, joined_ranks, read_launch
+from megabucket.measure.ranks import Launch, joined_ranks, read_launch
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 

@@ -1,4 +1,4 @@
-"""``megabucket tune``: the closed loop under torchrun, what it writes, and what it refuses."""
+"""``megabucket tune`` over the demo: the closed loop under torchrun, what it writes, and what it refuses."""
 
 import json
 import os
@@ -9,15 +9,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from examples.bytegpt.config import load_demo_config
+from examples.bytegpt.workload import workload as demo
 from megabucket.cli.main import app
 from megabucket.errors import ConfigError
-from megabucket.measure.tune import TunePlan, Tuning, tune_training
-from megabucket.measure.tuned_config import describe, tuned_text, write_tuning
-from megabucket.planning.run_config import load_config
+from megabucket.measure.ranks import Launch
+from megabucket.measure.tune import TunePlan, Tuning, tune_program
+from megabucket.measure.tuned import describe, tuned_text, write_tuning
 from megabucket.planning.tune import DEFAULT, Candidate, decide
 from megabucket.report.measured import read_measured
-from megabucket.training.launch import Launch
 
+DEMO = ("--workload", "examples.bytegpt.workload:workload")
 FACTS = {"num_ranks": 2, "backend": "gloo"}
 
 
@@ -48,7 +50,7 @@ def test_two_ranks_predict_run_and_write_a_config_that_trains(config_path, tmp_p
     options = ["--out", str(out), "--evidence", str(evidence), "--modes", "both"]
 
     result = subprocess.run(
-        [*command, "tune", "-c", str(config_path), *options, "--rounds", "2", "--steps", "1", "--candidates", "2"],
+        [*command, "tune", *DEMO, "-c", str(config_path), *options, "--rounds", "2", "--steps", "1", "--candidates", "2"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
@@ -59,7 +61,7 @@ def test_two_ranks_predict_run_and_write_a_config_that_trains(config_path, tmp_p
     assert result.returncode == 0, result.stderr
     # Two rounds are never enough for a recommendation, however large the gain.
     assert "no candidate is better than the default beyond noise" in result.stdout
-    assert load_config(out).ddp == load_config(config_path).ddp
+    assert load_demo_config(out, []).ddp == load_demo_config(config_path, []).ddp
     data = json.loads(evidence.read_text())
     run = [each for each in data["candidates"] if "measured_s" in each]
     assert len(run) == 3
@@ -74,21 +76,21 @@ def test_two_ranks_predict_run_and_write_a_config_that_trains(config_path, tmp_p
     "update", [{"bucket_size": 3000}, {"num_buckets": 4}, {"bucket_cuts": ("a", "b")}, {"bucket_order": ("b", "a")}]
 )
 def test_the_tuned_config_is_the_old_one_with_the_chosen_plan(config_path, tmp_path, mode, update):
-    config = load_config(config_path)
+    config = load_demo_config(config_path, [])
     is_sharded = mode == "reduce_scatter"
     switches = {"use_distributed_optimizer": is_sharded, "overlap_param_gather": is_sharded}
     tuning = tuning_of(config, FASTER, **switches, **update)
 
     assert write_tuning(config, tuning, out=tmp_path / "tuned.yaml", evidence=tmp_path / "e.json") == ""
 
-    tuned = load_config(tmp_path / "tuned.yaml")
+    tuned = load_demo_config(tmp_path / "tuned.yaml", [])
     assert tuned.ddp == tuning.choice.ddp
     assert tuned.mode == mode
     assert tuned.model_copy(update={"ddp": None, "mode": None}) == config.model_copy(update={"ddp": None, "mode": None})
 
 
 def test_the_evidence_stands_in_the_comments_of_the_config(config_path):
-    config = load_config(config_path)
+    config = load_demo_config(config_path, [])
 
     text = tuned_text(config, tuning_of(config, FASTER, bucket_size=3000))
 
@@ -99,7 +101,7 @@ def test_the_evidence_stands_in_the_comments_of_the_config(config_path):
 
 
 def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
-    config = load_config(config_path)
+    config = load_demo_config(config_path, [])
     tuning = tuning_of(config, NOISE, bucket_size=3000)
 
     assert tuning.decision.is_default
@@ -109,7 +111,7 @@ def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
 
 
 def test_a_file_that_cannot_be_written_is_named(config_path, tmp_path):
-    config = load_config(config_path)
+    config = load_demo_config(config_path, [])
 
     problem = write_tuning(config, tuning_of(config, NOISE), out=tmp_path, evidence=tmp_path / "e.json")
 
@@ -117,12 +119,12 @@ def test_a_file_that_cannot_be_written_is_named(config_path, tmp_path):
 
 
 def test_one_rank_is_refused(config_path):
-    result = CliRunner().invoke(app, ["tune", "-c", str(config_path)])
+    result = CliRunner().invoke(app, ["tune", *DEMO, "-c", str(config_path)])
 
     assert result.exit_code == 2
     assert "one rank sends nothing" in result.stderr
     with pytest.raises(ConfigError, match="torchrun"):
-        tune_training(load_config(config_path), TunePlan(), launch=Launch())
+        tune_program(demo, load_demo_config(config_path, []), TunePlan(), launch=Launch())
 
 
 @pytest.mark.parametrize("field", ["num_candidates", "num_rounds", "steps_per_turn", "max_s"])

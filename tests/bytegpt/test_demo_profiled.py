@@ -1,4 +1,4 @@
-"""``megabucket profile``: alone and under torchrun."""
+"""``megabucket profile`` over the demo: alone and under torchrun."""
 
 import json
 import os
@@ -8,14 +8,17 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from examples.bytegpt.config import load_demo_config
+from examples.bytegpt.workload import workload as demo
 from megabucket.cli.main import app
 from megabucket.errors import ConfigError
-from megabucket.measure.profile_training import ProfilePlan, profile_training
+from megabucket.measure.profile_program import ProfilePlan, profile_program
+from megabucket.measure.ranks import Launch
 from megabucket.planning.architecture import param_specs
-from megabucket.planning.run_config import load_config
 from megabucket.planning.workload import Workload
 from megabucket.planning.workload_match import check_workload_matches
-from megabucket.training.launch import Launch
+
+DEMO = ("--workload", "examples.bytegpt.workload:workload")
 
 
 @pytest.fixture
@@ -27,9 +30,9 @@ def config_path(tiny_run, tmp_path):
 
 def check_is_of(config_path, data):
     workload = Workload.from_dict(data)
-    config = load_config(config_path)
+    config = load_demo_config(config_path, [])
     check_workload_matches(workload, param_specs(config.model), fingerprint=data["facts"]["model_fingerprint"])
-    assert workload.num_microbatches == config.train.num_microbatches == 2
+    assert workload.num_microbatches == config.program.train.num_microbatches == 2
     assert min(workload.forward_s, workload.backward_s, workload.optimizer_s) > 0
     # Backward reaches the embeddings last.
     assert workload.tensors[workload.order[-1]].name.endswith("embedding.weight")
@@ -41,7 +44,7 @@ def check_is_of(config_path, data):
 @pytest.mark.parametrize("mode", ["all_reduce", "reduce_scatter"])
 def test_one_process_writes_a_workload_of_the_model_that_is_trained(config_path, tmp_path, mode):
     out = tmp_path / "new" / "workload.json"
-    arguments = ["profile", "-c", str(config_path), f"mode={mode}", "--out", str(out), "--steps", "3", "--warmup", "1"]
+    arguments = ["profile", *DEMO, "-c", str(config_path), f"mode={mode}", "--out", str(out), "--steps", "3", "--warmup", "1"]
 
     result = CliRunner().invoke(app, arguments)
 
@@ -60,7 +63,7 @@ def test_two_ranks_write_one_workload(config_path, tmp_path):
     options = ["--out", str(out), "--steps", "2", "--warmup", "1", "--rank", "median", "--json"]
 
     result = subprocess.run(
-        [*command, "profile", "-c", str(config_path), *options],
+        [*command, "profile", *DEMO, "-c", str(config_path), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
@@ -79,7 +82,7 @@ def test_two_ranks_write_one_workload(config_path, tmp_path):
 def test_sixteen_bit_parameters_send_four_bytes_per_gradient_and_two_per_parameter(tiny_run):
     config = tiny_run(model={"dtype": "bfloat16"})
 
-    workload = profile_training(config, ProfilePlan(num_steps=1, num_warmup_steps=1), launch=Launch()).workload
+    workload = profile_program(demo, config, ProfilePlan(num_steps=1, num_warmup_steps=1), launch=Launch()).workload
 
     assert (workload.bytes_per_element, workload.param_bytes_per_element) == (4, 2)
 
@@ -94,7 +97,7 @@ def test_a_model_that_cannot_be_trained_here_is_one_message_and_exit_code_2(tmp_
     path = tmp_path / "run.yaml"
     path.write_text("model: {kind: params, params: [{name: a, shape: [4]}]}")
 
-    result = CliRunner().invoke(app, ["profile", "-c", str(path), "--out", str(tmp_path / "w.json")])
+    result = CliRunner().invoke(app, ["profile", *DEMO, "-c", str(path), "--out", str(tmp_path / "w.json")])
 
     assert result.exit_code == 2
     assert "training needs a model of kind 'gpt'" in result.stderr
@@ -103,7 +106,9 @@ def test_a_model_that_cannot_be_trained_here_is_one_message_and_exit_code_2(tmp_
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(config_path, tmp_path):
     (tmp_path / "taken").write_text("")
 
-    result = CliRunner().invoke(app, ["profile", "-c", str(config_path), "--out", str(tmp_path / "taken" / "workload.json")])
+    result = CliRunner().invoke(
+        app, ["profile", *DEMO, "-c", str(config_path), "--out", str(tmp_path / "taken" / "workload.json")]
+    )
 
     assert result.exit_code == 2
     assert "workload.json: cannot be written: " in result.stderr

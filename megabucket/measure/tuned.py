@@ -11,6 +11,7 @@ import yaml
 
 from megabucket import __version__
 from megabucket.errors import printable
+from megabucket.measure.out_file import write_text
 from megabucket.measure.tune import Tuning
 from megabucket.planning.run_config import RunConfig
 from megabucket.planning.simulate import Mode
@@ -23,7 +24,7 @@ _CHOSEN = (*SIZE_FIELDS, "bucket_order", "bucket_groups", "overlap_grad_reduce",
 def write_tuning(config: RunConfig, tuning: Tuning, *, out: Path, evidence: Path) -> str:
     """Write both files; return why one could not be written, or nothing."""
     texts = {out: tuned_text(config, tuning), evidence: json.dumps(tuning.to_dict(), indent=1, allow_nan=False) + "\n"}
-    return next((problem for path, text in texts.items() if (problem := _write(path, text))), "")
+    return next((problem for path, text in texts.items() if (problem := write_text(path, text))), "")
 
 
 def tuned_text(config: RunConfig, tuning: Tuning) -> str:
@@ -60,15 +61,6 @@ def describe(tuning: Tuning) -> list[str]:
         )
         lines.append(f"  {text}{_gain(comparisons[name])}" if name in comparisons else f"  {text}")
     return [*lines, _verdict(tuning)]
-
-
-def _write(path: Path, text: str) -> str:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        return f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}"
-    return ""
 
 
 def _gain(found: Comparison) -> str:
