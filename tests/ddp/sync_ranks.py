@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import torch
 
-from megabucket.buffer import GradSyncPolicy, ParamAndGradBuffer, _ParamAndGradBucketGroup
-from megabucket.comm import ReduceOp
+from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.config import DistributedDataParallelConfig
+from megabucket.config.resolve import resolve_step
 from megabucket.ddp.hooks import grad_hooks
 from megabucket.ddp.step import GradSync
 from megabucket.layout import build_layout, launch_order
@@ -40,20 +40,14 @@ class Rank:
         }
         layout = build_layout(specs, config, dp_size=world.size)
         self.buffers = [ParamAndGradBuffer(buffer, self.params) for buffer in layout.buffers]
-        policy = GradSyncPolicy(
-            reduce_scatters=config.use_distributed_optimizer,
-            op=ReduceOp.AVG if config.average_in_collective else ReduceOp.SUM,
-            average=config.grad_reduction == "mean",
-        )
+        policy = resolve_step(config)
         buckets = [self.buffers[i].buckets[j] for i, j in launch_order(layout)]
         batches = [buckets] if config.bucket_groups == "single" else [[bucket] for bucket in buckets]
         self.groups = [
-            _ParamAndGradBucketGroup(
-                batch, index=index, num_groups=len(batches), communicator=world.communicator(rank), policy=policy
-            )
+            _ParamAndGradBucketGroup(batch, index=index, communicator=world.communicator(rank), policy=policy)
             for index, batch in enumerate(batches)
         ]
-        self.sync = GradSync(self.groups, config)
+        self.sync = GradSync(self.groups, policy)
         for group in self.groups:
             for slot, hook in zip(group.slots, grad_hooks(self.sync, group), strict=True):
                 slot.param.register_post_accumulate_grad_hook(hook)
@@ -61,8 +55,8 @@ class Rank:
 
     def step(self):
         """Do what an optimizer does that is through with the gradients at once."""
-        self.sync.commit()
-        self.sync.end_step()
+        self.sync.finish(is_committing=self.sync.policy.is_sharded)
+        self.sync.end_update()
 
     def backward(self, gradients, *, fails_after=None):
         """Run one backward in which the gradients arrive in the order given: that of the term made last comes first.

@@ -1,215 +1,213 @@
-"""The fence on the loopback world: what makes it hold or not, what it sends, and what happens to an abandoned one."""
+"""The fence on the loopback world: what makes it hold or not, and what it sends."""
 
 import pytest
 import torch
 
 from megabucket.comm import LocalCommunicator
-from megabucket.ddp.fence import Failure, Fence, LateGrads, ModelChange, NonFinite, StepReport, UnusedParams
+from megabucket.config import DistributedDataParallelConfig
+from megabucket.config.resolve import resolve_step
+from megabucket.ddp.fence import Fence, Report
+from megabucket.ddp.guards import Problem
+from megabucket.errors import CallMismatchError, LayoutMismatchError, PeerFailedError, PhaseError
 from megabucket.testing import LoopbackWorld
 
 CPU = torch.device("cpu")
-
-COUNTS = {
-    "step_number": 10,
-    "num_microbatches": 2,
-    "num_skipped_forwards": 3,
-    "num_dropped_steps": 1,
-    "num_updates": 1,
-    "checksum": 2**62 - 1,
-    "is_committing": True,
-    "force_all_reduce": True,
-}
-FAULTS = {
-    "failure": Failure("forward", "ValueError: boom"),
-    "change": ModelChange("main_grad", params=("a",)),
-    "late": LateGrads(("a",), bucket=0, phase="in flight"),
-    "unused": UnusedParams(("a",), bucket=0),
-    "nonfinite": NonFinite("a", bucket=0, finding="nan", num_others=0),
-}
-FENCE = "fence [all_reduce max of 18 x int64]"  # 8 pairs and 2 flags
+FAILED = Problem("PeerFailedError", {"phase": "forward", "cause": "ValueError: boom"})
+FENCE = "fence [all_reduce max of 6 x int64]"  # two pairs and two flags
 RECORDS = "step report [all_gather of 32784 x uint8]"  # 2 * (8 + 16384)
 
 
-def ranks_of(size, **kwargs):
-    world = LoopbackWorld(size, timeout_s=5, **kwargs)
-    return world, [Fence(world.communicator(rank), device=CPU) for rank in range(size)]
+def fence_on(communicator, **fields):
+    policy = resolve_step(DistributedDataParallelConfig(**fields))
+    return Fence(communicator, num_buckets=2, policy=policy, device=CPU)
 
 
-def launched(fences, *changes, nonfinite=None):
-    """One fence, launched on every rank with its changes of the report."""
-    flags = nonfinite or [None] * len(fences)
-    return [
-        fence.launch(StepReport(rank, **change), nonfinite=flag)
-        for rank, (fence, change, flag) in enumerate(zip(fences, changes, flags, strict=True))
-    ]
+def ranks_of(size, **fields):
+    world = LoopbackWorld(size, timeout_s=5)
+    return world, [fence_on(world.communicator(rank), **fields) for rank in range(size)]
 
 
-def are_whole(*changes, nonfinite=None):
-    _, fences = ranks_of(len(changes))
+def sent(fences, *changes, flags=None):
+    """Send one fence on every rank, with its changes of the report."""
+    for rank, (fence, change) in enumerate(zip(fences, changes, strict=True)):
+        flag = flags[rank] if flags else None
+        fence.send(Report(rank, **change), [] if flag is None else [flag])
 
-    return [fence.is_whole() for fence in launched(fences, *changes, nonfinite=nonfinite)]
+
+def taken(world, fences, *changes, flags=None):
+    """The reports that each rank finds behind one fence."""
+    sent(fences, *changes, flags=flags)
+    return world.run(lambda rank: fences[rank].take(lambda: Report(rank, **changes[rank])))
+
+
+def are_whole(*changes, flags=None):
+    world, fences = ranks_of(len(changes))
+    return [not reports for reports in taken(world, fences, *changes, flags=flags)]
 
 
 class TestWhatHolds:
     @pytest.mark.parametrize("size", [1, 2, 3])
-    @pytest.mark.parametrize("report", [{}, COUNTS], ids=["zeros", "others"])
+    @pytest.mark.parametrize("report", [{}, {"fingerprint": 2**62 - 1}], ids=["zero", "the largest"])
     def test_equal_reports_without_faults(self, size, report):
         assert are_whole(*[report] * size) == [True] * size
 
-    @pytest.mark.parametrize("field", COUNTS)
     @pytest.mark.parametrize("odd_rank", [0, 2])
-    @pytest.mark.parametrize("is_less", [True, False])
-    def test_a_number_that_differs_on_one_rank_is_seen_by_all(self, field, odd_rank, is_less):
-        value = COUNTS[field]
-        odd, others = (COUNTS | {field: False if isinstance(value, bool) else value - 1}), COUNTS
-        if not is_less:
-            odd, others = others, odd
+    @pytest.mark.parametrize("values", [(5, 4), (4, 5)], ids=["less", "more"])
+    def test_a_fingerprint_that_differs_on_one_rank_is_seen_by_all(self, odd_rank, values):
+        odd, others = ({"fingerprint": value} for value in values)
 
         assert are_whole(*(odd if rank == odd_rank else others for rank in range(3))) == [False] * 3
 
-    @pytest.mark.parametrize("field", FAULTS)
-    def test_a_fault_of_one_rank_is_seen_by_all(self, field):
-        assert are_whole({}, {field: FAULTS[field]}, {}) == [False] * 3
+    def test_a_problem_of_one_rank_is_seen_by_all(self):
+        assert are_whole({}, {"problems": (FAILED,)}, {}) == [False] * 3
 
-    @pytest.mark.parametrize("field", FAULTS)
-    def test_a_fault_of_all_ranks_is_seen_although_they_agree(self, field):
-        assert are_whole(*[{field: FAULTS[field]}] * 2) == [False] * 2
+    def test_a_problem_of_all_ranks_is_seen_although_they_agree(self):
+        assert are_whole(*[{"problems": (FAILED,)}] * 2) == [False] * 2
 
     def test_a_finding_that_only_the_device_of_one_rank_knows_is_seen_by_all(self):
-        assert are_whole({}, {}, nonfinite=[torch.tensor(False), torch.tensor(True)]) == [False] * 2
+        assert are_whole({}, {}, flags=[torch.tensor(False), torch.tensor(True)]) == [False] * 2
 
     def test_a_device_that_found_nothing_changes_nothing(self):
-        assert are_whole({}, {}, nonfinite=[torch.tensor(False)] * 2) == [True] * 2
-
-    def test_a_device_that_found_nothing_hides_no_finding_of_the_host(self):
-        finding = {"nonfinite": FAULTS["nonfinite"]}
-
-        assert are_whole(finding, {}, nonfinite=[torch.tensor(False)] * 2) == [False] * 2
+        assert are_whole({}, {}, flags=[torch.tensor(False)] * 2) == [True] * 2
 
     def test_a_wish_to_stop_is_no_fault_and_is_heard_by_all(self):
-        _, fences = ranks_of(3)
-        pending = launched(fences, {}, {"wants_stop": True}, {})
+        world, fences = ranks_of(3)
+        fences[1].counters.wants_stop = True
 
-        assert [fence.is_whole() for fence in pending] == [True] * 3
-        assert [fence.stop_is_wanted for fence in pending] == [True] * 3
+        assert taken(world, fences, {}, {}, {}) == [[]] * 3
+        assert [fence.stop_is_wanted for fence in fences] == [True] * 3
 
-    @pytest.mark.parametrize("field", FAULTS)
-    def test_a_fault_is_seen_beside_a_wish_to_stop(self, field):
-        assert are_whole({"wants_stop": True}, {field: FAULTS[field]}) == [False] * 2
-        assert are_whole({"wants_stop": True, field: FAULTS[field]}) == [False]
+    def test_a_fault_is_seen_beside_a_wish_to_stop(self):
+        world, fences = ranks_of(2)
+        fences[0].counters.wants_stop = True
 
-    def test_the_answer_stays_the_same_when_the_next_fence_holds(self):
-        _, fences = ranks_of(2)
-        broken = launched(fences, {}, {"num_microbatches": 1})
-        first_answers = [fence.is_whole() for fence in broken]
+        assert all(taken(world, fences, {}, {"problems": (FAILED,)}))
 
-        later = [fence.is_whole() for _ in range(2) for fence in launched(fences, {}, {})]
+    def test_one_fence_after_another_has_its_own_answer(self):
+        world, fences = ranks_of(2)
 
-        assert first_answers == [fence.is_whole() for fence in broken] == [False, False]
-        assert later == [True] * 4
+        answers = [bool(taken(world, fences, {"fingerprint": 1}, {"fingerprint": last})[0]) for last in (1, 2, 1, 3, 1)]
+
+        assert answers == [False, True, False, True, False]
 
 
 class TestWhatIsSent:
     def test_a_fence_that_holds_is_one_small_collective(self):
         world, fences = ranks_of(2)
 
-        for fence in launched(fences, COUNTS, COUNTS):
-            fence.is_whole()
+        taken(world, fences, {}, {})
 
         assert world.schedule(0) == world.schedule(1) == (FENCE,)
 
-    def test_a_launch_does_not_wait_and_says_that_the_rank_is_at_its_fence(self):
+    def test_sending_does_not_wait_and_says_that_the_rank_is_at_its_fence(self):
         world, fences = ranks_of(2)
 
-        fences[0].launch(StepReport(0))
+        fences[0].send(Report(0))
 
         assert (world.schedule(0), world.schedule(1)) == ((FENCE,), ())
-        assert fences[0].communicator.progress.phase == "fence"
+        assert fences[0].is_sent
+        assert not fences[1].is_sent
+        assert fences[0]._communicator.progress.phase == "fence"
 
     def test_the_reports_of_all_ranks_come_in_rank_order(self):
         world, fences = ranks_of(2)
 
-        def play(rank):
-            fence = fences[rank].launch(StepReport(rank, num_microbatches=rank))
-            return fence.is_whole(), fence.reports()
+        found = taken(world, fences, {"fingerprint": 0}, {"fingerprint": 1, "num_microbatches": 1})
 
-        expected = [StepReport(0), StepReport(1, num_microbatches=1)]
-        assert world.run(play) == [(False, expected)] * 2
+        assert found == [[Report(0), Report(1, fingerprint=1, num_microbatches=1)]] * 2
         assert world.schedule(0) == world.schedule(1) == (FENCE, RECORDS)
+        assert not any(fence.is_sent for fence in fences)
 
-    def test_what_was_learnt_since_the_launch_is_what_is_sent(self):
+    def test_what_a_device_knew_before_the_host_is_in_the_report(self):
         world, fences = ranks_of(2)
-        found = StepReport(1, nonfinite=FAULTS["nonfinite"])
+        found = Problem("NonFiniteGradientError", {"param": "a"})
+        sent(fences, {}, {}, flags=[torch.tensor(False), torch.tensor(True)])
 
-        def play(rank):
-            fence = fences[rank].launch(StepReport(rank), nonfinite=torch.tensor(rank == 1))
-            fence.is_whole()
-            return fence.reports(found if rank == 1 else None)
+        reports = world.run(lambda rank: fences[rank].take(lambda: Report(rank, problems=(found,))))
 
-        assert world.run(play) == [[StepReport(0), found]] * 2
+        assert reports == [[Report(0), Report(1, problems=(found,))]] * 2
 
-    def test_a_rank_that_failed_can_send_its_report_without_waiting_and_sends_it_only_once(self):
+    def test_a_rank_with_a_problem_sends_its_report_without_waiting_and_only_once(self):
         world, fences = ranks_of(2)
-        failed = StepReport(0, failure=FAULTS["failure"])
+        failed = Report(0, problems=(FAILED,))
 
-        first = fences[0].launch(failed)
-        first.send_report()
+        fences[0].send(failed)
         schedule_at_once = world.schedule(0)
-        second = fences[1].launch(StepReport(1, failure=FAULTS["failure"]))
-        second.send_report()
+        fences[1].send(Report(1))
+        reports = world.run(lambda rank: fences[rank].take(lambda: Report(rank)))
 
         assert schedule_at_once == (FENCE, RECORDS)
-        assert first.reports(StepReport(0, num_microbatches=9)) == second.reports()
-        assert first.reports()[0] == failed
+        assert reports == [[failed, Report(1)]] * 2
         assert world.schedule(0) == world.schedule(1) == (FENCE, RECORDS)
 
-    def test_the_report_of_a_rank_that_failed_waits_for_the_others(self):
+    def test_an_answer_that_nothing_was_sent_for_cannot_be_taken(self):
+        _, (fence, _) = ranks_of(2)
+
+        with pytest.raises(PhaseError, match=r"^there is no fence to wait for$"):
+            fence.take(lambda: Report(0))
+
+
+class TestCalls:
+    """Collective calls outside of a step begin with the same message."""
+
+    def answers(self, *calls, **fields):
+        world, fences = ranks_of(len(calls), **fields)
+        return world.run(lambda rank: fences[rank].call(*calls[rank], step=3))
+
+    @pytest.mark.parametrize("has_fence", [True, False], ids=["fence", "no fence"])
+    def test_ranks_in_the_same_call_go_on(self, has_fence):
+        fields = {} if has_fence else {"fence": False, "nonfinite_gradients": "allow"}
+
+        assert self.answers(*[("save_checkpoint()", [("a", 1)], None)] * 2, **fields) == [(None, False)] * 2
+
+    def test_ranks_in_different_calls_all_hear_who_is_in_which(self):
+        (error, _), (other, _) = self.answers(("save_checkpoint()", [], None), ("check_replicas()", [], None))
+
+        assert isinstance(error, CallMismatchError)
+        assert str(error) == str(other)
+        assert "'save_checkpoint()' on rank 0" in str(error) or "save_checkpoint() on rank 0" in str(error)
+
+    def test_entries_that_differ_are_shown(self):
+        answers = self.answers(("wrap", [("w", (4,))], None), ("wrap", [("w", (5,))], None))
+
+        assert [type(error) for error, _ in answers] == [LayoutMismatchError] * 2
+        assert "entry 0: rank 0 has w (4,), rank 1 has w (5,)" in str(answers[0][0])
+
+    def test_a_rank_that_failed_is_named_on_all(self):
+        answers = self.answers(("wrap", [], None), ("wrap", [], ValueError("boom")))
+
+        assert [(type(error), error.rank) for error, _ in answers] == [(PeerFailedError, 1)] * 2
+        assert "ValueError: boom" in str(answers[0][0])
+
+    def test_a_call_beside_a_step_is_seen_by_both(self):
         world, fences = ranks_of(2)
 
         def play(rank):
-            fence = fences[rank].launch(StepReport(rank, failure=FAULTS["failure"] if rank == 1 else None))
-            return fence.is_whole(), [report.failure for report in fence.reports()]
+            if rank == 0:
+                return fences[0].call("check_replicas()", [], None)
+            fences[1].send(Report(1, sent_buckets=True))
+            return fences[1].take(lambda: Report(1))
 
-        assert world.run(play) == [(False, [None, FAULTS["failure"]])] * 2
+        (error, has_sent_buckets), reports = world.run(play)
 
-    def test_an_abandoned_fence_may_be_in_flight_when_the_next_one_is_launched(self):
-        world, fences = ranks_of(2, completion="manual")
-
-        launched(fences, {}, {"num_microbatches": 1})  # nobody asks for its answer any more
-        following = launched(fences, COUNTS, COUNTS)  # a shared vector would be a write in flight
-        for sequence in (0, 1):
-            world.complete(sequence)
-        third = launched(fences, {}, {})
-
-        assert [fence.is_whole() for fence in following] == [True, True]
-        assert [fence.is_whole() for fence in third] == [True, True]
+        assert isinstance(error, CallMismatchError)
+        assert has_sent_buckets  # so rank 0 takes part in the buckets
+        assert [report.doing for report in reports] == ["check_replicas()", "the end of a step"]
 
 
 class TestWithoutOthers:
-    @pytest.mark.parametrize("communicator", [None, LocalCommunicator()], ids=["asks nobody", "is alone"])
-    def test_a_rank_is_whole_unless_it_has_a_fault_itself(self, communicator):
-        fence = Fence(communicator, device=CPU)
+    @pytest.mark.parametrize("is_alone", [True, False], ids=["is alone", "asks nobody"])
+    def test_a_rank_is_whole_unless_it_has_a_fault_itself(self, is_alone):
+        world = LoopbackWorld(2)
+        fields = {} if is_alone else {"fence": False}
+        fence = fence_on(LocalCommunicator() if is_alone else world.communicator(0), **fields)
 
-        assert fence.communicator is None
-        assert fence.launch(StepReport(0, **COUNTS)).is_whole()
-        assert fence.launch(StepReport(0), nonfinite=torch.tensor(False)).is_whole()
-        assert not fence.launch(StepReport(0), nonfinite=torch.tensor(True)).is_whole()
-        for field, fault in FAULTS.items():
-            assert not fence.launch(StepReport(0, **{field: fault})).is_whole(), field
-            assert not fence.launch(StepReport(0, **{field: fault}), nonfinite=torch.tensor(False)).is_whole(), field
+        def reports_of(report, flag=None):
+            fence.send(report, [] if flag is None else [flag])
+            return fence.take(lambda: report)
 
-    def test_its_reports_are_its_own(self):
-        fence = Fence(None, device=CPU)
-        report = StepReport(0, failure=FAULTS["failure"])
-        more = StepReport(0, nonfinite=FAULTS["nonfinite"])
-
-        assert fence.launch(report).reports() == [report]
-        assert fence.launch(report).reports(more) == [more]
-        assert fence.exchange(report) is None
-
-    def test_a_world_of_one_launches_nothing(self):
-        world, (fence,) = ranks_of(1)
-
-        fence.launch(StepReport(0, failure=FAULTS["failure"])).reports()
-
+        assert reports_of(Report(0, num_microbatches=5)) == []
+        assert reports_of(Report(0), torch.tensor(False)) == []
+        assert reports_of(Report(0), torch.tensor(True)) == [Report(0)]
+        assert reports_of(Report(0, problems=(FAILED,))) == [Report(0, problems=(FAILED,))]
         assert world.schedule(0) == ()

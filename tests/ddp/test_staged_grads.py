@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megabucket.buffer import GradPhase
-from megabucket.buffer.intake import MOST_WAITING, SMALL_BYTES
+from megabucket.buffer.bucket_group import LARGE_BYTES, MOST_STAGED
 from megabucket.errors import PeerFailedError, PhaseError
 
-MANY = 3 * MOST_WAITING + 1
+MANY = 3 * MOST_STAGED + 1
 
 
 class Counting(TorchDispatchMode):
@@ -34,7 +34,7 @@ class Many(torch.nn.Module):
     def __init__(self, num_small=MANY, num_large=0, dtype=torch.float32):
         super().__init__()
         self.small = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(16, dtype=dtype)) for _ in range(num_small)])
-        self.large = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(SMALL_BYTES // 4 + 1)) for _ in range(num_large)])
+        self.large = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(LARGE_BYTES // 4 + 1)) for _ in range(num_large)])
 
     def forward(self, factor=1.0):
         large = [(param * factor).sum() for param in self.large]
@@ -73,11 +73,11 @@ def test_a_group_of_small_parameters_is_stored_in_few_calls(sharded):
     assert all(torch.equal(param.main_grad, torch.full((16,), 3.0)) for param in ddp.module.small)
 
 
-def test_large_gradients_are_stored_at_once():
+def test_large_gradients_are_stored_at_once_with_what_waits():
     (ddp,) = Ranks(1, Many(num_small=5, num_large=3)).ddps
     learned(ddp)
 
-    assert counted_backward(ddp) == (3, 1)
+    assert counted_backward(ddp) == (0, 3)  # backward comes to the small ones first
 
 
 def test_gradients_that_only_accumulate_wait_too_and_are_shown_after_backward():
@@ -264,14 +264,13 @@ def test_a_gradient_by_autograd_is_added_to_what_a_kernel_has_brought_in_another
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_a_graph_of_gradients_makes_new_sums_that_nobody_has_put_there():
+def test_a_graph_of_gradients_makes_new_sums_that_count():
     """What is rerun comes first, in a backward of its own that makes no graph."""
     (ddp,) = Ranks(1, Rerun()).ddps
     for _ in range(3):
         with ddp.no_sync():
             ddp(1.0).backward()
             ddp(1.0).backward(create_graph=True)
-        assert ddp.bucket_groups[0].interrupted == []
         ddp(1.0).backward()
         assert [param.main_grad[0, 0].item() for param in ddp.parameters()] == [3.0, 3.0, 3.0]
         ddp.zero_grad()
@@ -292,7 +291,7 @@ def test_a_failed_backward_that_a_block_has_caught_leaves_nothing_waiting():
         with ddp.step():
             with ddp.no_sync(), pytest.raises(KeyError):
                 (middle.sum() + ddp(b=1.0, c=1.0)).backward()
-            found.extend((len(group.intake.waiting), group.intake.waiting.room) for group in ddp.bucket_groups)
+            found.extend((len(group.staging), group.staging.room) for group in ddp.bucket_groups)
 
     with pytest.raises(PeerFailedError):
         step()
@@ -328,7 +327,7 @@ def test_a_layer_that_is_rerun_twice_brings_the_sum(dtype, sharded):
 
 def test_a_gradient_more_than_expected_is_added_to_those_that_came_before():
     """It comes while its group waits for another one, after the place was filled and ``param.grad`` cleared for the launch."""
-    (ddp,) = Ranks(1, Many(num_small=2 * MOST_WAITING)).ddps
+    (ddp,) = Ranks(1, Many(num_small=2 * MOST_STAGED)).ddps
     learned(ddp)
     small = ddp.module.small
     x = torch.ones(16, requires_grad=True)
@@ -367,7 +366,7 @@ def test_what_waits_when_a_backward_fails_is_forgotten_on_all_ranks(sharded):
         ddp.zero_grad()
         ddp(5.0).backward()
         ddp.finish_grad_sync()
-        return told, len(ddp.bucket_groups[0].intake.waiting), ddp.bucket_groups[0].intake.waiting.room
+        return told, len(ddp.bucket_groups[0].staging), ddp.bucket_groups[0].staging.room
 
     results = ranks.run(run)
 
@@ -407,7 +406,7 @@ def test_a_fault_that_is_found_only_when_waiting_gradients_are_stored_is_told_to
 
 
 def test_the_place_of_a_gradient_that_waits_or_is_stored_is_not_offered_to_a_kernel():
-    (ddp,) = Ranks(1, Many(num_small=2 * MOST_WAITING)).ddps
+    (ddp,) = Ranks(1, Many(num_small=2 * MOST_STAGED)).ddps
     learned(ddp)
     slots = {id(slot.param): slot for slot in ddp.bucket_groups[0].slots}
     small, offers = ddp.module.small, []
