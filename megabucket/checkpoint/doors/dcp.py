@@ -30,7 +30,7 @@ from megabucket.checkpoint.pieces import Json, Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.plain_values import decode, encode
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.together import GroupRanks, together
-from megabucket.comm import ProcessGroupCommunicator
+from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
 from megabucket.optim import DistributedOptimizer
@@ -77,7 +77,7 @@ def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
             "nor the new checkpoint: write into a directory of its own."
         )
     communicator = ddp.communicator
-    if isinstance(communicator, ProcessGroupCommunicator):
+    if isinstance(communicator, ProcessGroupCommunicator | SameHostCommunicator):
         return communicator.process_group
     if communicator.size > 1:
         raise ConfigError(f"torch.distributed.checkpoint needs a process group, and this wrapper has {communicator!r}")
