@@ -61,7 +61,7 @@ def save_dcp(
         ConfigError: the wrapper's ranks are no process group.
         MegabucketError: as ``save_checkpoint``, but for what the writing raises, which is torch's.
     """
-    ranks = GroupRanks.of(ddp)
+    ranks = GroupRanks.of(ddp, "saving a checkpoint")
     group = together(ranks, lambda: _check_target(Path(path), ddp))
     snapshot = capture(TrainingParts(ddp, optimizer), data_position=data_position, extras=extras, with_rng=False)
     state_dict = _nested(snapshot, ddp.module)
@@ -163,7 +163,7 @@ def load_dcp(
             "trusted=True if nobody else could have written them; files of save_checkpoint need no trust."
         )
     parts = TrainingParts(ddp, optimizer)
-    stored = together(GroupRanks.of(ddp), lambda: _open(Path(path), parts))
+    stored = together(GroupRanks.of(ddp, "loading a checkpoint"), lambda: _open(Path(path), parts))
     return restore(stored, parts, cast=cast)
 
 
