@@ -85,7 +85,15 @@ Unknown keys are errors. A *count* is a whole number, also written `4e7` or `40M
 
 # Bounds beyond this only keep arithmetic finite; nobody needs to read them.
 _LARGEST_BOUND_SHOWN: Final = 10**12
-_NAMES: Final = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null", dict: "mapping", Any: "anything"}
+_NAMES: Final = {
+    bool: "true or false",
+    int: "integer",
+    float: "number",
+    str: "text",
+    type(None): "null",
+    dict: "mapping",
+    Any: "anything",
+}
 _BOUNDS: Final = ((at.Gt, "gt", ">"), (at.Ge, "ge", ">="), (at.Lt, "lt", "<"), (at.Le, "le", "<="))
 _PYTHON_WORDS: Final = (("`None`", "`null`"), ("`True`", "`true`"), ("`False`", "`false`"))
 _COUNT_READER: Final = get_args(PositiveCount)[1]
