@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m megabucket train -c configs/bytegpt.yaml
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m examples.bytegpt
 
 test: lint types browser unit
 
