@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-
 from megabucket.buffer.huge_pages import filled
+
 from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceScatter, reading_paths
 
 SIZES_KIB = (4, 16, 64, 256, 1024, 4096, 16384, 65536)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from protocol_mutants import MUTANTS
 
+pytestmark = pytest.mark.nightly
+
 SCENARIOS = {repr(mutant.scenario): mutant.scenario for mutant in MUTANTS}
 
 
