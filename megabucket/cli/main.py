@@ -17,12 +17,11 @@ from megabucket.cli.plan import plan
 from megabucket.cli.profile import profile
 from megabucket.cli.report import report
 from megabucket.cli.simulate import simulate
-from megabucket.cli.train import train
 from megabucket.cli.tune import tune
 
 app = typer.Typer(
     name="megabucket",
-    help="Megatron's param-and-grad buffers, buckets and distributed optimizer: plan them, explain them, train with them.",
+    help="Megatron's param-and-grad buffers, buckets and distributed optimizer: plan them, explain them, measure them.",
     epilog=f"\b\nExit codes:\n{exit_code_table()}",
     no_args_is_help=True,
     add_completion=False,
@@ -47,7 +46,6 @@ def main(
     """Take what stands before the command."""
 
 
-app.command()(reports_errors(train))
 app.command()(reports_errors(plan))
 app.command()(reports_errors(explain))
 app.command()(reports_errors(simulate))

@@ -352,7 +352,7 @@ class PlainOptimizerGuard:
         grads = list(map(_grad, held.params))
         # A second step on the same gradients is as good as the first one; a step on others, put in their place, is not.
         is_stale = self._stepped.get(optimizer) == self._sync.step and any(
-            grad is not None and grad is not param.main_grad  # type: ignore[attr-defined]
+            grad is not None and grad is not getattr(param, "main_grad", None)  # a parameter that was swapped has none
             for grad, param in zip(grads, held.params, strict=True)
         )
         self._sync.check_may_update(has_grads=any(map(is_not, grads, repeat(None))), is_stale=is_stale)

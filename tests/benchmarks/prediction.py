@@ -45,7 +45,7 @@ from megabucket.planning.tune import DEFAULT, Comparison, decide
 from megabucket.planning.workload import Workload
 from megabucket.testing import EmulatedFabric
 from megabucket.trace import CollectiveKind
-from megabucket.training.launch import Ranks
+from megabucket.measure.ranks import Ranks
 
 MS = 1e-3
 Row = tuple[int, float, float]  # elements, seconds of forward, seconds of backward

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import megabucket as mb
 from megabucket.planning.run_config import load_config
-from megabucket.training.bytegpt import ByteGPT
+from examples.bytegpt.model import ByteGPT
 
 WARMUPS = 5
 REPETITIONS = {"demo": 400, "tensors": 150, "tensors-64": 150}
