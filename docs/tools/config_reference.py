@@ -13,9 +13,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 import annotated_types as at
 from pydantic.fields import FieldInfo
 
-from megabucket.config.checkpoint import CheckpointConfig
 from megabucket.config.ddp import DistributedDataParallelConfig, PositiveCount, Section, is_section
-from megabucket.config.training import DataConfig, OptimizerConfig, TrainConfig
 from megabucket.planning.model_config import (
     FactoryConfig,
     GptConfig,
@@ -26,7 +24,7 @@ from megabucket.planning.model_config import (
     ParamEntry,
     ParamListConfig,
 )
-from megabucket.planning.run_config import RunConfig
+from megabucket.planning.run_config import OptimizerConfig, RunConfig
 from megabucket.planning.simulation_config import (
     FabricConfig,
     FileLinkConfig,
@@ -46,9 +44,6 @@ _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
     ("The file", RunConfig),
     ("`ddp`", DistributedDataParallelConfig),
     ("`optimizer`", OptimizerConfig),
-    ("`data`", DataConfig),
-    ("`train`", TrainConfig),
-    ("`checkpoint`", CheckpointConfig),
     ("`fabric`", FabricConfig),
     ("`model` with `kind: gpt`", GptConfig),
     ("`model` with `kind: llama`", LlamaConfig),
@@ -78,7 +73,8 @@ _HEAD: Final = """\
 
 A config is a YAML file; `key=value` arguments override it, for example `ddp.bucket_size=40M`. Numbers and booleans follow
 YAML 1.2: `3e-4` is a number, `yes` is text. Anchors, aliases, tags and repeated keys are refused, as are files over 1 MiB.
-Unknown keys are errors. A *count* is a whole number, also written `4e7` or `40M`.
+Unknown keys are errors. A *count* is a whole number, also written `4e7` or `40M`. What stands under `program` is for the
+program that trains; those of `make demo` are in [its config](../../examples/bytegpt/config.py).
 """
 
 # Bounds beyond this only keep arithmetic finite; nobody needs to read them.
