@@ -382,6 +382,7 @@ class WorkHandle(Handle):
         self._plan = None
         if self._passing:
             self._sent = self._sent[:1]
+            works = ()  # a work holds its tensors
             _await_release(self._passing)
         if self._launch is not None:
             self._launch.note("wait_stop")
