@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from megabucket.checkpoint.opening import open_checkpoint
     from megabucket.checkpoint.restore import LoadedCheckpoint
     from megabucket.config.ddp import DistributedDataParallelConfig
-    from megabucket.ddp import DistributedDataParallel
-    from megabucket.ddp import AgreedStop
+    from megabucket.ddp import AgreedStop, DistributedDataParallel
     from megabucket.layout import ModelLayout, ParamSpec, build_layout, check_layout
     from megabucket.measure.profile import ProfileCallback, WorkloadProfiler, profile_workload
     from megabucket.optim import DistributedOptimizer, StepResult

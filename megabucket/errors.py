@@ -350,8 +350,9 @@ class CallMismatchError(RanksDisagreeError):
         self.step, self.by_rank = step, tuple(by_rank)
         super().__init__(
             f"step {step}: ranks are in different calls: {values_by_rank(self.by_rank)}. Each of them needs every rank: make "
-            "it on all of them, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these "
-            "calls has done anything, a step that was open was dropped on all ranks, and the next call of all ranks may run."
+            "it on all of them, at the same place of the program (`if rank == 0:` around one is the usual cause). None of "
+            "these calls has done anything, a step that was open was dropped on all ranks, and the next call of all ranks may "
+            "run."
         )
 
 
@@ -610,8 +611,8 @@ class WrapperBrokenError(MegabucketError, RuntimeError):
         who = f"rank {rank} stopped in {phase}, with the others about to go on: " if rank is not None else ""
         super().__init__(
             f"step {step}: {who}{cause}. The wrapper is broken on all ranks: nothing can be sent any more, and parameters may "
-            "be of two different steps. On every rank call ddp.detach(), wrap the module again, make the optimizer anew and load "
-            "the last checkpoint."
+            "be of two different steps. On every rank call ddp.detach(), wrap the module again, make the optimizer anew and "
+            "load the last checkpoint."
         )
 
 

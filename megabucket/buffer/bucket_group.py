@@ -489,13 +489,22 @@ class _ParamAndGradBucketGroup:
         """Say that the optimizer has updated this rank's shard and the others' are out of date."""
         self.param_phase = enter(self.param_phase, ParamPhase.STALE, group=self.index)
 
-    def start_param_sync(self) -> None:
-        """Gather the shards of all ranks. Does nothing while a gather is in flight."""
+    def start_param_sync(self, *, hides_params: bool = False) -> None:
+        """Gather the shards of all ranks. Does nothing while a gather is in flight.
+
+        Args:
+            hides_params: let the parameters read as NaN until ``finish_param_sync``: what reads them too early must not get old
+                values. Nothing is written; each looks at a single NaN for a while, and a write to it raises in torch.
+        """
         if self.param_phase is not ParamPhase.IN_FLIGHT:
             self.param_phase = enter(self.param_phase, ParamPhase.IN_FLIGHT, group=self.index)
         if self._param_handle is None:
             self._param_handle = self.communicator.handle(self._gather_calls, label=f"param gather {self.index}")
         self._param_handle.start()
+        if hides_params:
+            self.param_values = self._nans
+            for param, nans in zip(self.params, self._nans, strict=True):
+                param.data = nans
 
     def finish_param_sync(self) -> None:
         """Return when every parameter of the group may be read, gathering first where needed."""
@@ -514,15 +523,6 @@ class _ParamAndGradBucketGroup:
             for param, values in zip(self.params, self._values, strict=True):
                 param.data = values
             self.param_values = self._values
-
-    def hide_params(self) -> None:
-        """Let the parameters read as NaN until ``finish_param_sync``: what reads them too early must not get old values.
-
-        Nothing is written; each parameter looks at a single NaN for a while. A write to it raises in torch.
-        """
-        self.param_values = self._nans
-        for param, nans in zip(self.params, self._nans, strict=True):
-            param.data = nans
 
 
 def _is_accumulating(reference: weakref.ref[_ParamAndGradBucketGroup]) -> bool:

@@ -22,11 +22,18 @@ from megabucket.checkpoint.plain_values import encode
 from megabucket.errors import OptimizerParametersError
 from megabucket.layout import Span
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.state_dict import NUMBER_TYPES, Description, StateEntry, describe_number
 from megabucket.optim.shards import MainShard
-from megabucket.optim.state_dict import main_dtype
-from megabucket.optim.state_dict import ShardHolder, describe_runs, merge_descriptions
-from megabucket.optim.state_dict import KNOWN_NUMBERS
+from megabucket.optim.state_dict import (
+    KNOWN_NUMBERS,
+    NUMBER_TYPES,
+    Description,
+    ShardHolder,
+    StateEntry,
+    describe_number,
+    describe_runs,
+    main_dtype,
+    merge_descriptions,
+)
 
 MAIN_PREFIX = "optim.main."
 STATE_PREFIX = "optim.state."

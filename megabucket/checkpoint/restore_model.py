@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megabucket.buffer import ParamAndGradBuffer
-from megabucket.buffer import dtype_name
+from megabucket.buffer import ParamAndGradBuffer, dtype_name
 from megabucket.checkpoint.canonical import canonical_name, named_buffers, named_params
 from megabucket.checkpoint.capture import LOCAL_PREFIX, MODEL_PREFIX
 from megabucket.checkpoint.optim_state import MAIN_PREFIX

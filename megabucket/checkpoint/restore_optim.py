@@ -19,11 +19,8 @@ from megabucket.checkpoint.restore_model import source_of
 from megabucket.checkpoint.staging import Staging, Stored, find_difference
 from megabucket.errors import name_list
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.state_dict import Description, StateEntry, entry_from_json, number_in
 from megabucket.optim.shards import MainShard
-from megabucket.optim.state_dict import main_dtype
-from megabucket.optim.state_dict import set_groups
-from megabucket.optim.state_dict import WholeState
+from megabucket.optim.state_dict import Description, StateEntry, WholeState, entry_from_json, main_dtype, number_in, set_groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -737,7 +737,8 @@ class PeerWatch:
             finding = self._diagnose(wait or self._begin(label, number), str(error))
             raise self._conclude(finding) from error
         finally:
-            self._leave_board(wait)
+            if wait is not None:
+                self._leave_board(wait)
 
     def wait_for_all_ranks(self, label: str) -> None:
         """Return when every rank has written a beat, which it does when it wraps.
@@ -863,8 +864,8 @@ class PeerWatch:
         except StragglerWarning:  # where warnings are errors: an exception here would end the step of this rank
             _LOGGER.warning("%s", warning)
 
-    def _leave_board(self, wait: _LongWait | None) -> None:
-        if wait is not None and wait.block is not None:
+    def _leave_board(self, wait: _LongWait) -> None:
+        if wait.block is not None:
             wait.block = None
             self._heartbeat.post(_UNBLOCK)
 

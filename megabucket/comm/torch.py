@@ -205,7 +205,6 @@ class Link:
         self.heartbeat: Heartbeat | None = None
         self.watch: PeerWatch | None = None
         self._finding: MegabucketError | None = None
-        self._exists = existence_of(group)
         self._given = weakref.ref(group)
         self._pid = os.getpid()
         self.timeout_s = timeout_s_of(group)
@@ -219,7 +218,7 @@ class Link:
                 members=dist.get_process_group_ranks(group),
                 progress=self.progress,
                 every_s=liveness.heartbeat_s,
-                is_wanted=self._exists,
+                is_wanted=existence_of(group),
             )
             self.watch = PeerWatch(
                 self.heartbeat,
@@ -253,20 +252,8 @@ class Link:
             raise finding.copy()
         if os.getpid() != self._pid:
             raise ForkedProcessError(rank=self.rank, operation=f"{label} was launched")
-        if not self._exists():
+        if self._given() not in dist.distributed_c10d._world.pg_map:
             raise GroupDestroyedError(rank=self.rank, operation=f"{label} was launched")
-
-    def wait(self, works: Sequence[Work], *, label: str, number: int) -> None:
-        """Wait for works of one launch, in slices where the other ranks are watched.
-
-        Raises:
-            MegabucketError: they cannot end; the text says why.
-        """
-        if self.watch is not None:
-            self.watch.wait(works, label=label, number=number)
-        else:
-            for work in works:
-                work.wait()  # over NCCL: the current stream waits, not the host
 
     def break_off(self, error: PeerLostError | WrapperBrokenError) -> None:
         """Launch nothing more, and let the others know why."""
@@ -358,7 +345,8 @@ class WorkHandle(Handle):
         steps: list[Operation] = [partial(next, link.numbers)]
         steps += [partial(getattr(group, start.method), *start.arguments) for start in plan.starts]
         if self._job is not None:
-            link.worker.begin()
+            if link.worker.thread is None:
+                link.worker.begin()
             steps.append(partial(link.worker.jobs.put, self._job))
         if launch is not None:
             launch.note("launched")
@@ -385,7 +373,12 @@ class WorkHandle(Handle):
             raise CollectiveError(f"[rank {link.rank}] {self._label} was not launched, so there is nothing to wait for")
         if self._launch is not None:
             self._launch.note("wait_start")
-        link.wait(self._sent[1:] if self._job is None else (self._job,), label=self._label, number=self._sent[0])
+        works: Sequence[Work] = self._sent[1:] if self._job is None else (self._job,)
+        if link.watch is not None:
+            link.watch.wait(works, label=self._label, number=self._sent[0])
+        else:
+            for work in works:
+                work.wait()  # over NCCL: the current stream waits, not the host
         if self._unread:
             raise link.lose(self._unread, self._label)
         self._complete(plan)
@@ -482,17 +475,16 @@ class Worker:
     def __init__(self, *, name: str) -> None:
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._name = name
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._must_stop = threading.Event()
 
     def begin(self) -> None:
-        """Start the thread, unless it runs."""
-        if self._thread is None:
-            arguments = (self.jobs, self._must_stop)
-            self._thread = threading.Thread(target=_do_jobs, args=arguments, name=self._name, daemon=True)
-            self._thread.start()
-            # A thread that the end of the program meets in C++ aborts the process; and others may need its last jobs.
-            atexit.register(self.end, _TIME_LIMIT_S)
+        """Start the thread."""
+        arguments = (self.jobs, self._must_stop)
+        self.thread = threading.Thread(target=_do_jobs, args=arguments, name=self._name, daemon=True)
+        self.thread.start()
+        # A thread that the end of the program meets in C++ aborts the process; and others may need its last jobs.
+        atexit.register(self.end, _TIME_LIMIT_S)
 
     def give_up(self) -> None:
         """Do no more jobs: ranks are lost."""
@@ -500,7 +492,7 @@ class Worker:
 
     def end(self, time_limit_s: float) -> None:
         """Have the thread end when it has done its jobs, and wait for it so long at most."""
-        thread, self._thread = self._thread, None
+        thread, self.thread = self.thread, None
         if thread is None or thread is threading.current_thread():
             return
         self.jobs.put(None)
@@ -571,8 +563,8 @@ def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float
     if backends != {"gloo"} or store is None:
         return []
     try:
-        given = group._get_backend(torch.device("cpu")).options
-        options = dist.ProcessGroupGloo._Options()
+        given: Any = group._get_backend(torch.device("cpu")).options
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads = given._devices, given._threads
         options._timeout = timedelta(seconds=timeout_s or _TIME_LIMIT_S)
     except (AttributeError, RuntimeError):
@@ -585,7 +577,7 @@ def _gloo_group(store: Store, rank: int, size: int, options: Any, name: str) -> 
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, options))
-    group._set_group_name(name)
+    group._set_group_name(cast("Any", name))
     group._set_group_desc(name)
     return group
 

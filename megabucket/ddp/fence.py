@@ -51,6 +51,7 @@ _UPDATES_COMPARED: Final = 16
 _DIFFERENCES_SHOWN: Final = 5
 _MOST_SPEAKERS: Final = 8  # a text may be megabytes long, and every rank receives those of all speakers
 _STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem of any rank is louder than a wish to stop, which is heard at the next fence
+_SCALE: Final = "scale_gradients()"
 _END_OF_STEP: Final = "the end of a step"
 _CAPTURABLE: Final = (
     "Wrap with fence=False and nonfinite_gradients='allow', which asks nothing, and capture forward, backward and a plain "
@@ -240,14 +241,11 @@ class StepCounters:
         """
         self.num_updates += 1
         if hyperparameters and len(self._updates) < _UPDATES_COMPARED:  # more updates between two fences are made alike
-            self._updates.append(self._with_scale(hyperparameters))
+            self._updates.append((*hyperparameters, (_SCALE, self._grad_scale)))
 
     def note_missed_update(self, cause: str) -> None:
         """Note what kept this rank from an update; it is told if others have made it."""
         self._missed_update = cause
-
-    def _with_scale(self, hyperparameters: Hyperparameters) -> Hyperparameters:
-        return (*hyperparameters, ("scale_gradients()", self._grad_scale))
 
     def report(
         self, *, is_committing: bool, force_all_reduce: bool, sent_buckets: bool, interrupted: Sequence[str] = ()
@@ -260,7 +258,7 @@ class StepCounters:
         # Two optimizers may step in any order.
         updates = sorted(self._updates, key=str) if len(self._updates) > 1 else list(self._updates)
         if is_committing:
-            updates.append(self._with_scale(self.hyperparameters))
+            updates.append((*self.hyperparameters, (_SCALE, self._grad_scale)))
         num_skipped = self.num_open_forwards if self._counts_skipped_forwards else 0
         numbers = (self.step_number, self.num_microbatches, num_skipped, self._num_dropped_steps, self.num_updates)
         flags = (is_committing, force_all_reduce, sent_buckets)
@@ -302,7 +300,6 @@ class StepCounters:
         if is_over:
             self._generation += 1
             self.num_open_forwards = 0
-        """Training forwards that no backward has reached."""
 
 
 class Fence:

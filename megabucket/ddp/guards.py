@@ -11,6 +11,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
 from numbers import Real
 from operator import attrgetter, is_, is_not, itemgetter, methodcaller
@@ -226,7 +227,7 @@ def number_of(value: Any, *, waits: bool = False) -> Any:
     if isinstance(value, int):
         return float(value) if abs(value) <= 1 << 53 else str(value)
     if isinstance(value, tuple | list):
-        return tuple([number_of(part, waits=waits) for part in value])
+        return tuple(map(partial(number_of, waits=waits), value))
     if isinstance(value, torch.Tensor):
         can_read = value.numel() == 1 and not value.is_complex() and (waits or value.device.type == "cpu")
         return float(value) if can_read else None

@@ -34,9 +34,7 @@ class ParamGather:
     def start(self) -> None:
         """Launch the gather of every group."""
         for group in reversed(self._groups):
-            group.start_param_sync()
-            if self._overlaps:
-                group.hide_params()
+            group.start_param_sync(hides_params=self._overlaps)
 
     def finish(self) -> None:
         """Return when every group is gathered, launching what was not launched."""
@@ -56,9 +54,6 @@ class ParamGather:
     def _register_hooks(self, module: torch.nn.Module) -> Iterator[RemovableHandle]:
         # Plain functions, not bound methods: a deepcopy of the module (to average weights) keeps functions as they are,
         # but would copy the object behind a method, and with it all buffers.
-        def before_forward(called: torch.nn.Module, _: Any) -> None:
-            self._wait_for(called)
-
         def after_first_forward(*_: Any) -> None:
             if self._needed is None:
                 self._needed = self._learn(module)
@@ -78,18 +73,21 @@ class ParamGather:
             yield submodule.register_load_state_dict_pre_hook(before_load)
             if self._overlaps:
                 # First of all hooks, because others (weight normalization) read parameters.
-                yield submodule.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
+                yield submodule.register_forward_pre_hook(_uncompiled(self._make_forward_hook()), prepend=True)
                 yield submodule.register_state_dict_pre_hook(finish)
         if self._overlaps:
             yield module.register_forward_hook(_uncompiled(after_first_forward))
 
-    def _wait_for(self, called: torch.nn.Module) -> None:
-        if self._needed is None:
-            self._called.add(called)
-            self.finish()
-        else:
-            for group in self._needed.get(called, ()):
-                group.finish_param_sync()
+    def _make_forward_hook(self) -> Callable[[torch.nn.Module, Any], None]:
+        def before_forward(called: torch.nn.Module, _: Any) -> None:
+            if self._needed is None:
+                self._called.add(called)
+                self.finish()
+            else:
+                for group in self._needed.get(called, ()):
+                    group.finish_param_sync()
+
+        return before_forward
 
     def _learn(self, root: torch.nn.Module) -> dict[torch.nn.Module, list[_ParamAndGradBucketGroup]]:
         """Return which groups each module waits for: its own, and those of modules inside that are not called."""

@@ -107,6 +107,7 @@ class GradSync:
         self.policy = policy
         self._watch = watch
         self._backward_hooks = backward_hooks
+        self._sum_tests = [(group.index, group.sum_test) for group in groups if group.sum_test.flats]
         self._communicator = groups[0].communicator
         device = groups[0].buckets[0].grad_data.device
         self._fence = Fence(self._communicator, num_buckets=len(groups), policy=policy, device=device)
@@ -543,8 +544,7 @@ class GradSync:
         if self.force_all_reduce and self.policy.is_sharded:  # on all ranks: the fence has compared it
             for group in self.groups:
                 group.gather_grads()
-        tested = [(group.index, group.sum_test) for group in self.groups if group.sum_test.flats]
-        if tested and (fields := self._nonfinite_fields(tested)):  # on every rank: all hold the same sum
+        if self._sum_tests and (fields := self._nonfinite_fields(self._sum_tests)):  # on every rank: all hold the same sum
             error = NonFiniteGradientError(step=self.step, rank=None, **fields)
             if not self.policy.skips_nonfinite:
                 self._drop(error, takes_part=False)

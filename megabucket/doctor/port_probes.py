@@ -10,8 +10,7 @@ from typing import Final
 
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter
-from megabucket.comm import Call
+from megabucket.comm import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
 from megabucket.comm.samehost import LEAST_BYTES
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, by_rank, odd_ones_out, right_or

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 
@@ -15,8 +17,10 @@ from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.step import StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
-from megabucket.optim.shards import MainShard, Sharding, shown_grads
+from megabucket.optim.shards import MainShard, Sharding
 from megabucket.optim.state_dict import pack, unpack
+
+_buffer_grads: Final = attrgetter("buffer_grads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +79,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._returns_grad_norm = returns_grad_norm
         self._sharding.shard(clip_grad=clip_grad, returns_grad_norm=returns_grad_norm, label="DistributedOptimizer()")
         self.clip_grad = float(clip_grad)
-        self._global_norm = self._make_norm()
-        # Weights loaded after this point reach the main parameters at the next step.
-        self._num_value_changes = ddp.num_value_changes
+        self._begin_on_shards()
         ddp.follow_rebuilds(self)
 
-    def _make_norm(self) -> GlobalNorm:
-        return GlobalNorm(self.ddp.communicator, device=self._device, is_sharded=self._is_sharded)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.ddp.param_and_grad_buffers[0].grad_data.device
-
-    @property
-    def _shards(self) -> list[MainShard]:
-        """What this rank steps on."""
-        return self._sharding.shards
+    def _begin_on_shards(self) -> None:
+        policy, grads = self.ddp.policy, [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
+        self._global_norm = GlobalNorm(self.ddp.communicator, device=grads[0].device, is_sharded=self._is_sharded)
+        # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
+        has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
+        self._computes_norm = self._returns_grad_norm or has_untested_sums or not (policy.has_fence and policy.tests_finite)
+        # Weights loaded after this point reach the main parameters at the next step.
+        self._num_value_changes = self.ddp.num_value_changes
 
     # Rebuilding #
 
@@ -112,8 +111,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PeerFailedError: another rank could not shard.
         """
         self._sharding.shard(clip_grad=self.clip_grad, returns_grad_norm=self._returns_grad_norm, label="rebuild: optimizer")
-        self._global_norm = self._make_norm()
-        self._num_value_changes = self.ddp.num_value_changes
+        self._begin_on_shards()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that are new to the optimizer: added to the module, or in no group so far.
@@ -150,7 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self.torch_optimizer, name)
 
     def __repr__(self) -> str:
-        kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self._shards)
+        kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self._sharding.shards)
         return f"DistributedOptimizer on {kind} ({num_shards} flat tensors on this rank) of\n{self.torch_optimizer!r}"
 
     # A step #
@@ -170,15 +168,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError("DistributedOptimizer.step() takes no closure; run forward and backward before calling it")
+        reader = "DistributedOptimizer.step() decides on the host what to do"
         remedy = "Capture a plain optimizer with capturable=True in its place (docs/gpu.md)."
-        check_not_capturing(self._device, reader="DistributedOptimizer.step() decides on the host what to do", remedy=remedy)
+        check_not_capturing(self._global_norm.device, reader=reader, remedy=remedy)
         sync = self.ddp.sync
         self._check_may_step()
-        needs_norm = self._needs_norm()
-        squares = []
+        needs_norm = self._computes_norm or self.clip_grad > 0
+        squares: list[torch.Tensor] = []
         for group in sync.agree(is_committing=self._is_sharded):
             if needs_norm and self._is_sharded:  # while others are on their way
-                squares += [sum_of_squares(shard.buffer_grads) for shard in self._sharding.shards_of_group[group.index]]
+                squares += map(sum_of_squares, map(_buffer_grads, self._sharding.shards_of_group[group.index]))
         self.ddp.communicator.progress.enter(sync.step, "optimizer")
         if sync.skip_reason:
             sync.end_update()
@@ -201,25 +200,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             self._sharding.check_is_current()
             self._sharding.check_shards_are_untouched()
-            check_learning_rates(self.param_groups)
-            hyperparameters = read_hyperparameters(self.param_groups)
+            check_learning_rates(self.torch_optimizer.param_groups)
+            hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
             sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)))
-            is_due = sync.state is StepState.LAUNCHING and not self.ddp.policy.is_explicit
-            if not (is_due or sync.state is StepState.AGREED):
-                raise UnreducedGradientsError(rank=self.ddp.communicator.rank)
             self._refresh()
         except Exception as error:
             sync.refuse_update(error)
             raise
-
-    def _needs_norm(self) -> bool:
-        """Whether the norm is computed in this step: the same on all ranks, as the fence compares what it depends on."""
-        policy = self.ddp.policy
-        if self._returns_grad_norm or self.clip_grad > 0 or not (policy.has_fence and policy.tests_finite):
-            return True
-        # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
-        grads = [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
-        return self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
+        is_due = sync.state is StepState.LAUNCHING and not sync.policy.is_explicit
+        if not (is_due or sync.state is StepState.AGREED):
+            unreduced = UnreducedGradientsError(rank=self.ddp.communicator.rank)
+            sync.refuse_update(unreduced)
+            raise unreduced
 
     def _refresh(self) -> None:
         """Let parameters and main parameters be what the last step, or a load since, has left."""
@@ -233,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             PhaseError: a gradient was cleared; a flat shard cannot leave single parameters out of a step.
         """
-        for slot in (slot for group in self.ddp.bucket_groups for slot in group.slots):
+        for slot in chain.from_iterable(group.slots for group in self.ddp.sync.groups):
             grad = slot.param.grad
             if grad is slot.view:
                 continue
@@ -250,33 +242,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _update(self, squares: list[torch.Tensor], *, needs_norm: bool) -> StepResult:
         """Step on the shards where the gradient norm is finite, and gather what has come of it."""
-        sync, norm = self.ddp.sync, math.nan
-        for shard in self._shards:
-            shard.load_grad()
+        sync, shards, norm = self.ddp.sync, self._sharding.shards, math.nan
+        grads = list(map(MainShard.load_grad, shards))
         if needs_norm:
-            norm = self._global_norm.of(squares or [sum_of_squares(shard.buffer_grads) for shard in self._shards])
+            norm = self._global_norm.of(squares or map(sum_of_squares, map(_buffer_grads, shards)))
             if not math.isfinite(norm):
                 sync.end_update()
                 return StepResult(updated=False, grad_norm=norm, reason=self._why_not_finite(norm))
         try:
             if self.clip_grad > 0:
-                clip_by_norm([shard.grad for shard in self._shards], norm=norm, max_norm=self.clip_grad)
-            with shown_grads(self._shards):
-                self.torch_optimizer.step()
+                clip_by_norm(grads, norm=norm, max_norm=self.clip_grad)
+            for shard in shards:
+                shard.main.grad = shard.grad
+            self.torch_optimizer.step()
         finally:
-            for shard in self._shards:
+            for shard in shards:
+                shard.withhold_grad()
                 shard.store_values()
         # Shards are updated after the fence has compared the hyperparameters, whole parameters before the next one does.
         sync.counters.note_update(() if self._is_sharded else sync.counters.hyperparameters)
         if self._is_sharded:
-            for group in self.ddp.bucket_groups:
+            for group in sync.groups:
                 group.mark_params_stale()
             self.ddp.start_param_sync()
         sync.end_update()
         return StepResult(updated=True, grad_norm=norm, reason="")
 
     def _why_not_finite(self, norm: float) -> str:
-        names = [name for shard in self._shards for name in shard.params_with_nonfinite_grad()]
+        names = [name for shard in self._sharding.shards for name in shard.params_with_nonfinite_grad()]
         if names:
             culprit = f"not finite in this rank's shard of {name_list(names)}"
         elif self._is_sharded and self.ddp.communicator.size > 1:
@@ -295,7 +288,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ``load_state_dict`` on the module needs no call: it is noticed.
         """
         self._sharding.check_is_current()
-        for shard in self._shards:
+        for shard in self._sharding.shards:
             shard.reload_values()
         self._num_value_changes = self.ddp.num_value_changes
 

@@ -8,8 +8,7 @@ difference into the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -31,17 +30,17 @@ class GlobalNorm:
     """
 
     def __init__(self, communicator: Communicator, *, device: torch.device, is_sharded: bool) -> None:
+        self.device = device
         self._communicator = communicator
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
         self._calls = communicator.prepare([AllReduce(self._total)]) if is_sharded else []
 
-    def of(self, squares: Sequence[torch.Tensor]) -> float:
+    def of(self, squares: Iterable[torch.Tensor]) -> float:
         """Return the norm over this rank's gradients and those of the other ranks.
 
         Args:
-            squares: what ``sum_of_squares`` has made of each of this rank's gradients; alignment gaps and padding in them are
-            zero
-                and count nothing. May be empty: a rank can own nothing but padding.
+            squares: what ``sum_of_squares`` has made of each of this rank's gradients; alignment gaps and padding in them
+                are zero and count nothing. May be empty: a rank can own nothing but padding.
         """
         self._total.zero_()
         for square in squares:
@@ -57,8 +56,10 @@ class GlobalNorm:
 def sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
     """Return the sum of the squares of all elements: float64, 0D, on the device of the gradient."""
     chunks = grad.split(_CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,)
-    squares: list[torch.Tensor] = [torch.linalg.vector_norm(chunk, dtype=torch.float64).square() for chunk in chunks]
-    return reduce(torch.Tensor.add_, squares)
+    total: torch.Tensor = torch.linalg.vector_norm(chunks[0], dtype=torch.float64).square()
+    for chunk in chunks[1:]:
+        total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
+    return total
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float) -> None:

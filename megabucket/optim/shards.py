@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ from megabucket.optim.state_dict import (
     unshard,
 )
 
+_params: Final = itemgetter("params")
 _WITHHELD_BECAUSE: Final = (
     "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction that is "
     "under way, and one rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0), and read the norm over all "
@@ -63,7 +65,7 @@ class MainShard:
     A float32 (or float64) run steps in place on the parameter buffer. A 16-bit run steps on a float32 copy, the main
     parameter, which is rounded into the buffer after each step; a 16-bit gradient is widened before.
 
-    ``main.grad`` is the gradient inside of ``shown_grads`` and refuses to be used outside of it.
+    ``main.grad`` is the gradient while the optimizer steps, and refuses to be used at other times.
     """
 
     def __init__(self, run: ShardRun, buffer: ParamAndGradBuffer) -> None:
@@ -78,7 +80,7 @@ class MainShard:
         same_dtype = self.buffer_grads.dtype == self.main.dtype
         self.grad = self.buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
         self._widens_grad = not same_dtype
-        self._withheld = WithheldGrad(
+        self.withheld = WithheldGrad(
             self.grad,
             what=f"the gradient of a flat shard ({name_list(run.params)})",
             reason=_WITHHELD_BECAUSE,
@@ -93,23 +95,15 @@ class MainShard:
             start, stop = max(slot.start, span.start), min(slot.stop, span.stop)
             yield RunPiece(name, Span(start - slot.start, stop - slot.start), Span(start - span.start, stop - span.start))
 
-    def load_grad(self) -> None:
-        """Make ``grad`` the reduced gradient of this step."""
+    def load_grad(self) -> torch.Tensor:
+        """Make ``grad`` the reduced gradient of this step, and return it."""
         if self._widens_grad:
             self.grad.copy_(self.buffer_grads)
-
-    def show_grad(self) -> None:
-        """Make ``grad`` what the optimizer steps on."""
-        self.main.grad = self.grad
+        return self.grad
 
     def withhold_grad(self) -> None:
         """Let nobody use ``main.grad``."""
-        self.main.grad = self._withheld
-
-    @property
-    def is_grad_withheld(self) -> bool:
-        """Whether ``main.grad`` is as ``withhold_grad`` has left it, neither cleared nor replaced."""
-        return self.main.grad is self._withheld
+        self.main.grad = self.withheld
 
     @torch.no_grad()
     def store_values(self) -> None:
@@ -147,18 +141,6 @@ class MainShard:
             for piece in self.pieces()
             if not bool(torch.isfinite(self.grad[piece.in_run.start : piece.in_run.stop]).all())
         ]
-
-
-@contextmanager
-def shown_grads(shards: Sequence[MainShard]) -> Iterator[None]:
-    """Let an optimizer see the gradients of its shards."""
-    try:
-        for shard in shards:
-            shard.show_grad()
-        yield
-    finally:
-        for shard in shards:
-            shard.withhold_grad()
 
 
 _NEEDS_WHOLE_TENSORS: Final = frozenset(
@@ -206,10 +188,10 @@ class GroupMembers:
 
     def waiting(self) -> list[torch.nn.Parameter]:
         """Return trainable parameters that were added and have no shard yet."""
-        in_groups = [group["params"] for group in self._optimizer.param_groups]
-        if sum(map(len, in_groups)) == len(self._stand_ins):
+        in_groups = list(_tensors_in(self._optimizer))
+        if len(in_groups) == len(self._stand_ins):
             return []  # the usual case costs nothing
-        return [tensor for group in in_groups for tensor in group if tensor not in self._stand_ins and tensor.requires_grad]
+        return [tensor for tensor in in_groups if tensor not in self._stand_ins and tensor.requires_grad]
 
     def add_group(self, group: dict[str, object]) -> None:
         """Add a group to the optimizer.
@@ -587,20 +569,22 @@ class Sharding:
         Raises:
             PhaseError: a shard is not in its group, or its gradient was cleared or replaced since the last step.
         """
-        groups = self._optimizer.param_groups
-        held = [{id(tensor) for tensor in group["params"]} for group in groups]
-        if gone := [one for one in self.shards if one.run.group >= len(held) or id(one.main) not in held[one.run.group]]:
+        held = list(map(set, map(_params, self._optimizer.param_groups)))
+        touched = None
+        for shard in self.shards:
+            index = shard.run.group
+            if index >= len(held) or shard.main not in held[index]:
+                raise PhaseError(
+                    f"the flat shard of {name_list(shard.run.params)} is no longer in parameter group {index} of the "
+                    "optimizer, so it would never be updated again. Freeze parameters with requires_grad_(False) and call "
+                    "ddp.rebuild(), or set the group's learning rate to 0, rather than taking tensors out of the groups."
+                )
+            if shard.main.grad is not shard.withheld:
+                touched = shard
+                shard.withhold_grad()
+        if touched is not None:
             raise PhaseError(
-                f"the flat shard of {name_list(gone[0].run.params)} is no longer in parameter group {gone[0].run.group} of the "
-                "optimizer, so it would never be updated again. Freeze parameters with requires_grad_(False) and call "
-                "ddp.rebuild(), or set the group's learning rate to 0, rather than taking tensors out of the groups."
-            )
-        touched = [shard for shard in self.shards if not shard.is_grad_withheld]
-        for shard in touched:
-            shard.withhold_grad()
-        if touched:
-            raise PhaseError(
-                f"the gradient of a flat shard ({name_list(touched[0].run.params)}) was cleared or replaced between two steps, "
+                f"the gradient of a flat shard ({name_list(touched.run.params)}) was cleared or replaced between two steps, "
                 "to no effect: a DistributedOptimizer steps on what the gradient sync has left in the buffers. If it was "
                 "zero_grad() of the torch optimizer in it, call that of the DistributedOptimizer instead; set gradients of the "
                 "model's parameters, before the sync, rather than those of shards."
@@ -620,6 +604,10 @@ def _tensors_of(whole: WholeState, param: torch.nn.Parameter) -> list[torch.Tens
     return [value for value in held if isinstance(value, torch.Tensor) and value.numel()]
 
 
+def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
+    return chain.from_iterable(map(_params, optimizer.param_groups))
+
+
 def _refuse_shards(sharding: Sharding | None, held: torch.optim.Optimizer, method: str) -> None:
     """Refuse to let flat shards pass for the state of a model. A shell that holds whole parameters shares the hook."""
     if sharding is not None:
@@ -631,6 +619,6 @@ def _refuse_withheld_grads(optimizer: torch.optim.Optimizer, *_: object) -> None
 
     Before it begins: an optimizer that fails on a gradient may have decayed weights or counted a step by then.
     """
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    for param in _tensors_in(optimizer):
         if isinstance(param.grad, WithheldGrad):
             param.grad.refuse(f"{type(optimizer).__name__}.step()")

@@ -34,8 +34,7 @@ from megabucket.comm import ProcessGroupCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.state_dict import NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
-from megabucket.optim.state_dict import KNOWN_NUMBERS
+from megabucket.optim.state_dict import KNOWN_NUMBERS, NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
 
 _VALUES_KEY: Final = "megabucket.values"
 _GROUPS_PREFIX: Final = "optim.param_groups."
