@@ -687,6 +687,7 @@ class GradSync:
                 self._fence.send(self._report(sent_buckets=not is_vote))
         except MegabucketError as cause:  # the group is gone: there is nobody to tell
             self.last_error = self.dropped = cause
+            self.fall_out("the gradient sync", cause)
 
     def conclude_giving_up(self, *, was_caught: bool = False) -> MegabucketError:
         """Wait for the others; return the error that all ranks raise about the step that this rank has given up.
@@ -699,6 +700,8 @@ class GradSync:
             self.counters.note_failure_was_caught()
         with self._leaving_no_mess("the gradient sync"):
             self._send_failure()
+            if self.broken is not None:
+                raise self.broken.copy()
             error = self._take_verdict(is_vote=is_vote)
         if error is None:
             raise InvariantError("a step that was given up cannot be whole")
@@ -743,10 +746,8 @@ class GradSync:
         Args:
             is_final: whether the others have gone on behind the fence: they update.
         """
-        if isinstance(error, PeerLostError | WrapperBrokenError):
+        if isinstance(error, _GROUP_ERRORS):
             self.state, self.broken = StepState.BROKEN, self.broken or error
-        elif isinstance(error, _GROUP_ERRORS):
-            return
         elif is_final or self._fence.is_sent or self.state in (StepState.FENCED, StepState.CALL):
             self.break_off(phase, describe(error))
         elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.policy.is_sharded):

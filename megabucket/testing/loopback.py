@@ -43,7 +43,11 @@ def describe_call(call: Call) -> str:
 
 
 def _describe(calls: Sequence[Call], label: str) -> str:
-    return f"{label} [{', '.join(describe_call(call) for call in calls)}]"
+    return f"{label} [{_shapes(calls)}]"
+
+
+def _shapes(calls: Sequence[Call]) -> str:
+    return ", ".join(describe_call(call) for call in calls)
 
 
 def _input(call: Call) -> torch.Tensor:
@@ -57,8 +61,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class _Collective:
     """One position of the schedule: the batches launched there so far."""
 
-    def __init__(self, sequence: int) -> None:
-        self.sequence = sequence
+    def __init__(self, sequence: int, *, compares_labels: bool) -> None:
+        self.sequence, self.compares_labels = sequence, compares_labels
         self.batches: dict[int, Sequence[Call]] = {}
         self.texts: dict[int, str] = {}
         self.inputs_at_launch: dict[int, list[torch.Tensor]] = {}
@@ -68,7 +72,8 @@ class _Collective:
     def add(self, rank: int, calls: Sequence[Call], text: str) -> None:
         # Those that are here are alike, so one of them stands for all: the work does not grow with the square of the ranks.
         for other_rank, other_text in itertools.islice(self.texts.items(), 1):
-            if other_text != text:
+            is_alike = other_text == text or not self.compares_labels
+            if not is_alike or _shapes(self.batches.get(other_rank, calls)) != _shapes(calls):
                 raise MismatchedCollectiveError(
                     sequence=self.sequence, rank=rank, call=text, other_rank=other_rank, other_call=other_text
                 )
@@ -236,7 +241,8 @@ class LoopbackWorld:
                 raise self._broken.copy()
             position, known = self._num_launched[rank, channel], self._channels[channel]
             if position == len(known):
-                known.append(_Collective(len(self._collectives)))
+                # Ranks in different calls meet in one message on control, and find out by what it says.
+                known.append(_Collective(len(self._collectives), compares_labels=channel == "data"))
                 self._collectives.append(known[-1])
             collective = known[position]
             collective.add(rank, calls, _describe(calls, label))

@@ -31,7 +31,6 @@ MAY_IMPORT = {
     "measure": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "training"},
     "training": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "checkpoint", "testing"},
     "doctor": BASE | {"config", "layout", "comm", "ddp", "optim"},
-    "chaos": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp", "optim", "checkpoint", "testing", "report"},
     "cli": BASE
     | {
         "config",
@@ -47,7 +46,6 @@ MAY_IMPORT = {
         "report",
         "training",
         "doctor",
-        "chaos",
     },
     "__init__": {"checkpoint", "config", "layout", "ddp", "measure", "optim"},  # lazily
     "__main__": {"cli"},
@@ -100,7 +98,7 @@ def test_imports_follow_the_flow_of_data():
 
 
 def test_only_comm_and_the_wrapper_types_know_torch_distributed():
-    allowed = {"comm", "training", "chaos", "doctor", "testing"}  # these set groups up, ask them, or emulate one
+    allowed = {"comm", "training", "doctor", "testing"}  # these set groups up, ask them, or emulate one
     users = [
         str(path.relative_to(ROOT))
         for path in MODULES

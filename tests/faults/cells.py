@@ -233,7 +233,7 @@ class Fault:
 
     Attributes:
         edit: turns the healthy acts of a rank at fault into those of its fault.
-        edits_all: what every rank does in every step.
+        edits_all: what every rank does in every step; ``edits_step``: in the step of the fault.
         arm: called on every rank at the beginning of the step of the fault, for what cannot be said in acts.
         recover: done on every live rank after the error, for ``Recovery.FIX``.
         config: fields of the config of every rank.
@@ -246,6 +246,7 @@ class Fault:
     expect: Expectation = RIGHT
     edit: Callable[[Acts], Acts] | None = None
     edits_all: Callable[[Acts], Acts] | None = None
+    edits_step: Callable[[Acts], Acts] | None = None
     arm: Callable[[Here], None] | None = None
     recover: Callable[[Here], None] | None = None
     on_all: bool = False
@@ -267,6 +268,8 @@ class Fault:
         acts = make_step(step, is_explicit=cell.combo.is_explicit)
         if self.edits_all is not None:
             acts = self.edits_all(acts)
+        if is_faulty and self.edits_step is not None:
+            acts = self.edits_step(acts)
         return self.edit(acts) if is_faulty and self.edit is not None and self.is_at_fault(cell, rank) else acts
 
 

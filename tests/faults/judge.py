@@ -218,7 +218,7 @@ def live_ranks(run: Run, expected: Expectation) -> list[int]:
 def _unless_vacuous(run: Run, cell: Cell, expected: Expectation, verdict: Verdict) -> Verdict:
     """Return the verdict, or HARNESS where all is right because the fault never happened."""
     happened = cell.kind == "none" or any(run.of("signal")) or any(e.get("phase") != "wrap" for e in run.of("fault"))
-    if verdict.name is Name.RIGHT and not happened and not expected.at_wrap and not run.play.config:
+    if verdict.name is Name.RIGHT and not happened and not expected.at_wrap:
         return Verdict(Name.HARNESS, "the fault did not happen")
     return verdict
 

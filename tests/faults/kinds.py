@@ -6,11 +6,13 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from .cells import Cell, Fault, Kind
+from .kinds_calls import CALL_KINDS
+from .kinds_checkpoint import CHECKPOINT_KINDS
 from .kinds_model import MODEL_KINDS
 from .kinds_process import PROCESS_KINDS
 from .kinds_step import STEP_KINDS
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS)}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS)}
 
 
 @lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,8 @@ _QUICK = {"heartbeat_s": 0.25, "dead_after_s": _DEAD_AFTER_S}
 _NOTICE_DEAD_S = 1.0
 _NOTICE_FROZEN_S = _DEAD_AFTER_S + 1.0
 _SIGNAL_S = 0.3
+_TIMEOUT_S = 4.0
+"""Of the group, where that is what ends a wait."""
 _CHILD_LIMIT_S = 3.0
 _ENDS: Mapping[str, Action] = {
     "SIGKILL": die_by(signal.SIGKILL),
@@ -53,7 +56,8 @@ def _dies(cell: Cell) -> Fault:
     at_wrap = cell.place == "wrap"
     expect = _lost(cell, _NOTICE_DEAD_S, at_wrap=at_wrap)
     if at_wrap:
-        return Fault(expect, before_wrap=kill_at_wrap)
+        # A rank that dies before it has wrapped anything has told nobody that it lives, so only the group's time limit tells.
+        return Fault(replace(expect, within_s=_TIMEOUT_S + 1.0), before_wrap=kill_at_wrap, config=_QUICK, group_timeout_s=_TIMEOUT_S)
     waits = cell.place == "waiting"
     return Fault(expect, arm=(lambda here: _let_wait(here, signal.SIGKILL)) if waits else _at_place(cell, _ENDS[cell.kind]))
 
@@ -88,7 +92,7 @@ def _slow_with_warning(cell: Cell) -> Fault:
 def _too_slow(cell: Cell) -> Fault:
     """Be alive but slower than the time limit of the group."""
     arm = lambda here: install(here, "forward", sleep_for(60.0)) if here.is_culprit else None  # noqa: E731
-    return Fault(_lost(cell, 5.0), arm=arm, config=_QUICK, group_timeout_s=4.0)
+    return Fault(_lost(cell, _TIMEOUT_S + 1.0), arm=arm, config=_QUICK, group_timeout_s=_TIMEOUT_S)
 
 
 def _interrupted(cell: Cell) -> Fault:
@@ -139,8 +143,8 @@ def _group_destroyed(cell: Cell) -> Fault:
     if not on_all:
         errors = ("PeerLostError", "PeerFailedError", "WrapperBrokenError")
         own = ("GroupDestroyedError",)
-        expect = named(errors, own_error=own, same_text=False, recovery=Recovery.OVER)
-    return Fault(expect, arm=arm, on_all=on_all)
+        expect = named(errors, own_error=own, within_s=_NOTICE_FROZEN_S, same_text=False, recovery=Recovery.OVER)
+    return Fault(expect, arm=arm, on_all=on_all, config=_QUICK)
 
 
 def _store_gone(cell: Cell) -> Fault:

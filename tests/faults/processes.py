@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, NoReturn
 
@@ -337,6 +338,12 @@ def _receive(stream: IO[bytes]) -> Any:
     return pickle.loads(stream.read(*struct.unpack("<Q", length))) if length else None  # noqa: S301 - our own process
 
 
+def environment() -> dict[str, str]:
+    """Return the environment in which ``python -m faults`` works, wherever it is started."""
+    paths = [str(Path(__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def run_many(plays: Sequence[Play], *, num_jobs: int = 2, time_limit_s: float = 20.0) -> Iterator[Run]:
     """Run plays on a few supervisors, and yield what was seen in the order in which they end.
 
@@ -360,7 +367,8 @@ def run_many(plays: Sequence[Play], *, num_jobs: int = 2, time_limit_s: float = 
         for _ in range(min(num_jobs, len(plays))):
             # In a session of its own: Ctrl-C is for this process, which then ends the supervisors, and they their ranks.
             command = [sys.executable, "-m", "faults.processes"]
-            started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            pipe = subprocess.PIPE
+            started = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env=environment())
             stack.callback(started.communicate)
             stack.callback(started.kill)
             idle.put(started)

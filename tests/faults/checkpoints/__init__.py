@@ -1,6 +1,6 @@
 """Checkpoints under every fault we could make: crashes at each call, random kills, damaged files, disks that fail, odd bytes.
 
-``python -m megabucket.chaos.checkpoints`` runs a campaign; ``--help`` lists them. Every campaign judges by loading: what
+``python -m faults checkpoints`` runs a campaign; ``--help`` lists them. Every campaign judges by loading: what
 is loaded is the old or the new checkpoint bit for bit, or one of our errors. Anything else is a failure.
 
 ::

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megabucket.chaos.checkpoints import sample
-from megabucket.chaos.checkpoints.faulty import FaultyFileSystem, kill_at, nothing
-from megabucket.chaos.checkpoints.forked import run_forked
-from megabucket.chaos.checkpoints.threads import in_threads
+from faults.checkpoints import sample
+from faults.checkpoints.faulty import FaultyFileSystem, kill_at, nothing
+from faults.checkpoints.forked import run_forked
+from faults.checkpoints.threads import in_threads
 from megabucket.checkpoint.catalog import TEMPORARY
 from megabucket.checkpoint.file_system import FileSystem
 from megabucket.checkpoint.save import SaveSettings

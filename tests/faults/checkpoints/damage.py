@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megabucket.chaos.checkpoints import sample
-from megabucket.chaos.checkpoints.crash_points import NEW, OLD, settings_with
-from megabucket.chaos.checkpoints.threads import in_threads
+from faults.checkpoints import sample
+from faults.checkpoints.crash_points import NEW, OLD, settings_with
+from faults.checkpoints.threads import in_threads
 from megabucket.checkpoint.catalog import LATEST, StepDirectory
 from megabucket.checkpoint.file_system import FileSystem
 from megabucket.errors import CheckpointInvalidError, CheckpointMissingError

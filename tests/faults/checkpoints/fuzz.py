@@ -3,7 +3,7 @@
 Mutations start from real files. Most keep the seal right, so that what is behind it is reached. What is accepted must be
 written again as the same, and a header that is accepted must be accepted by the safetensors library.
 
-``python -m megabucket.chaos.checkpoints fuzz`` runs them, and ``... atheris`` lets atheris choose, guided by coverage. No
+``python -m faults checkpoints fuzz`` runs them, and ``... atheris`` lets atheris choose, guided by coverage. No
 torch.
 """
 

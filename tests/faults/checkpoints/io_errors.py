@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megabucket.chaos.checkpoints import sample
-from megabucket.chaos.checkpoints.crash_points import NEW, NEXT, OLD, save_on_ranks, settings_with
-from megabucket.chaos.checkpoints.faulty import FaultyFileSystem, fail_at, nothing
-from megabucket.chaos.checkpoints.threads import ThreadRanks, in_threads
+from faults.checkpoints import sample
+from faults.checkpoints.crash_points import NEW, NEXT, OLD, save_on_ranks, settings_with
+from faults.checkpoints.faulty import FaultyFileSystem, fail_at, nothing
+from faults.checkpoints.threads import ThreadRanks, in_threads
 from megabucket.checkpoint.catalog import TEMPORARY
 from megabucket.checkpoint.file_system import FileSystem
 from megabucket.errors import CheckpointNotSavedError

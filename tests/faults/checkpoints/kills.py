@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megabucket.chaos.checkpoints import sample
-from megabucket.chaos.checkpoints.crash_points import settings_with
-from megabucket.chaos.checkpoints.threads import ThreadRanks, in_threads
+from faults.checkpoints import sample
+from faults.checkpoints.crash_points import settings_with
+from faults.checkpoints.threads import ThreadRanks, in_threads
 from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.file_system import FileSystem
 from megabucket.errors import MegabucketError

@@ -1,4 +1,4 @@
-"""Short campaigns against checkpoints; the long ones are ``python -m megabucket.chaos.checkpoints``, with these functions.
+"""Short campaigns against checkpoints; the long ones are ``python -m faults checkpoints``, with these functions.
 
 What forks runs in a process of its own: the tests have threads.
 """
@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabucket.chaos.checkpoints import sample
-from megabucket.chaos.checkpoints.damage import run_damage
-from megabucket.chaos.checkpoints.fuzz import fuzz_one, run_fuzz, seeds, structured
-from megabucket.chaos.checkpoints.io_errors import CODES, run_io_errors
+from faults.checkpoints import sample
+from faults.checkpoints.damage import run_damage
+from faults.checkpoints.fuzz import fuzz_one, run_fuzz, seeds, structured
+from faults.checkpoints.io_errors import CODES, run_io_errors
+from faults.processes import environment
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings
@@ -30,8 +31,8 @@ def quick_disk():
 
 
 def campaign(*arguments):
-    command = [sys.executable, "-W", "error", "-m", "megabucket.chaos.checkpoints", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, "-W", "error", "-m", "faults", "checkpoints", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment())
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout + ended.stderr
     return ended.stdout
 

@@ -19,9 +19,9 @@ import torch
 torch.set_num_threads(1)
 from megabucket.checkpoint import catalog, commit, data_files, file_system, manifest, opening, save, stored, verified
 {mutation}
-from megabucket.chaos.checkpoints.crash_points import run_crash_points
-from megabucket.chaos.checkpoints.damage import run_damage
-from megabucket.chaos.checkpoints.io_errors import run_io_errors
+from faults.checkpoints.crash_points import run_crash_points
+from faults.checkpoints.damage import run_damage
+from faults.checkpoints.io_errors import run_io_errors
 base = Path(tempfile.mkdtemp(dir=where))
 print(*{campaign}.failures, sep="\\n")
 """

@@ -1,4 +1,4 @@
-"""``python -m megabucket.chaos.checkpoints``: run one campaign, or all of them; exit with 1 if one found something."""
+"""``python -m faults checkpoints``: run one campaign, or all of them; exit with 1 if one found something."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _end(failures: Sequence[str]) -> None:
 @app.command()
 def crash_points(ranks: _Ranks = 2, where: _Where = None) -> None:
     """Kill a save at each of its calls, with whole and with half-done writes."""
-    from megabucket.chaos.checkpoints.crash_points import run_crash_points
+    from faults.checkpoints.crash_points import run_crash_points
 
     failures: list[str] = []
     with tempfile.TemporaryDirectory(dir=where) as base:
@@ -43,7 +43,7 @@ def kills(
     where: _Where = None,
 ) -> None:
     """Kill processes that save, at random moments."""
-    from megabucket.chaos.checkpoints.kills import run_kills
+    from faults.checkpoints.kills import run_kills
 
     with tempfile.TemporaryDirectory(dir=where) as base:
         _end(run_kills(Path(base), kills, seed, size=ranks, report=typer.echo).failures)
@@ -52,7 +52,7 @@ def kills(
 @app.command()
 def io_errors(ranks: _Ranks = 2, where: _Where = None) -> None:
     """Refuse each call on each rank, with each error number."""
-    from megabucket.chaos.checkpoints.io_errors import run_io_errors
+    from faults.checkpoints.io_errors import run_io_errors
 
     with tempfile.TemporaryDirectory(dir=where) as base:
         _end(run_io_errors(Path(base), size=ranks, report=typer.echo).failures)
@@ -66,7 +66,7 @@ def damage(
     where: _Where = None,
 ) -> None:
     """Flip, cut, swap, delete and exchange files, and load."""
-    from megabucket.chaos.checkpoints.damage import run_damage
+    from faults.checkpoints.damage import run_damage
 
     with tempfile.TemporaryDirectory(dir=where) as base:
         _end(run_damage(Path(base), cases, seed, size=ranks, report=typer.echo).failures)
@@ -77,7 +77,7 @@ def fuzz(
     inputs: Annotated[int, typer.Option(min=1, help="How many inputs to give to the readers.")] = 1_000_000, seed: _Seed = 0
 ) -> None:
     """Give odd bytes to the readers of manifest and header, under a limit of 256 MiB."""
-    from megabucket.chaos.checkpoints.fuzz import limit_memory, run_fuzz
+    from faults.checkpoints.fuzz import limit_memory, run_fuzz
 
     limit_memory()
     _end(run_fuzz(inputs, seed, report=typer.echo).failures)
@@ -89,12 +89,8 @@ def atheris(context: typer.Context) -> None:
     import atheris as fuzzer  # type: ignore[import-untyped]
 
     with fuzzer.instrument_imports(include=["megabucket.checkpoint"]):
-        from megabucket.chaos.checkpoints.fuzz import fuzz_one, limit_memory, structured
+        from faults.checkpoints.fuzz import fuzz_one, limit_memory, structured
 
     limit_memory()
     fuzzer.Setup(["megabucket", *context.args], lambda data: fuzz_one(structured(data)))
     fuzzer.Fuzz()
-
-
-if __name__ == "__main__":
-    app()
