@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megabucket.checkpoint.checkpointer import load_checkpoint, save_checkpoint
 
 from .acts import ALL_LAYERS, Act, Acts, Do, after, before, find, make_step
-from .cells import PAIRS, RIGHT, SHARDED, TWO, Cell, Fault, Here, Kind, Recovery, named
+from .cells import PAIRS, RIGHT, SHARDED, TWO, Cell, Combo, Fault, Here, Kind, Mode, Recovery, named
 from .model import FaultModel, loss_of, make_batch
 from .oracle import Oracle, first_difference
 from .systems import Ours
@@ -256,10 +256,19 @@ CALL_KINDS = (
         soaks=False,
     ),
     Kind(
-        "bad-settings",
-        "A shard taken out of the groups, a learning rate that is not finite: named, and nobody updates.",
+        "shard-removed",
+        "A shard taken out of the optimizer's groups: named, and nobody updates.",
         _settings,
-        places=tuple(f"{who}-{what}" for what in ("shard-removed", "lr-nan", "lr-inf") for who in ("one", "all")),
+        places=("one-shard-removed", "all-shard-removed"),
+        combos=(Combo(Mode.REDUCE_SCATTER, False, 2),),  # the first rank is at fault, and owns something
+        not_in_torch="torch DDP has no shards",
+        soaks=False,
+    ),
+    Kind(
+        "bad-settings",
+        "A learning rate that is not finite: named, and nobody updates.",
+        _settings,
+        places=tuple(f"{who}-{what}" for what in ("lr-nan", "lr-inf") for who in ("one", "all")),
         combos=SHARDED[:2],
         not_in_torch="torch DDP looks at no settings",
     ),

@@ -300,7 +300,13 @@ def _optimizer_fails_on_all(cell: Cell) -> Fault:
     """Let the optimizer raise on all ranks: nobody has updated."""
     recovery = Recovery.OVER if cell.combo.is_sharded else Recovery.RELOAD
     expect = named("FaultError", is_agreed=False, recovery=recovery)
-    return Fault(expect, arm=lambda here: install(here, "optimizer", boom), on_all=True)
+    # Nobody dropped the step, so its gradients are there until somebody clears them, as in plain torch.
+    return Fault(
+        expect,
+        arm=lambda here: install(here, "optimizer", boom),
+        on_all=True,
+        recover=lambda here: here.optimizer.zero_grad(),
+    )
 
 
 _RIGHT_ON_ALL: Mapping[str, Callable[[Acts], Acts]] = {

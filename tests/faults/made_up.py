@@ -1,10 +1,11 @@
-"""Made-up reports of ranks, for the judges."""
+"""Made-up reports of ranks, for the tests of the judge."""
 
-from megabucket.chaos.cell import Cell, Combo, Mode
-from megabucket.chaos.cell_run import CellRun
-from megabucket.chaos.recipe import HEALTHY_STEPS, NUM_STEPS
+from faults.cells import HEALTHY_STEPS, Cell, Combo, Fault, Mode
+from faults.judge import Run, judge
+from faults.player import Play
 
 CELL = Cell("none", "step", Combo(Mode.ALL_REDUCE, True, 2))
+NUM_STEPS = Play([CELL]).num_steps
 TEXT = "step 2: 'w' got no gradient"
 
 
@@ -17,6 +18,7 @@ def step(rank, attempt, *, raised=None, cleanup=None, last=None, wrong_grads="",
         "kind": "step",
         "rank": rank,
         "attempt": attempt,
+        "counter": attempt,
         "error": raised,
         "cleanup_error": cleanup,
         "last_error": last,
@@ -61,5 +63,10 @@ def replaced(events, rank, attempt, new):
 
 
 def run_of(events, *, cell=CELL, exits=None, killed=(), timed_out=False, logs=None):
-    exits = exits or {str(rank): 0 for rank in range(cell.combo.num_ranks)}
-    return CellRun(cell=cell, events=events, exits=exits, killed=killed, timed_out=timed_out, logs=logs or {}, wall_s=1.0)
+    exits = exits or {rank: 0 for rank in range(cell.combo.num_ranks)}
+    return Run(Play([cell]), events, exits=exits, killed=killed, timed_out=timed_out, logs=logs or {}, wall_s=1.0)
+
+
+def verdict_on(events, expected, **details):
+    ((_, verdict),) = judge(run_of(events, **details), lambda _: Fault(expected))
+    return verdict
