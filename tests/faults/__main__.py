@@ -29,7 +29,9 @@ app.add_typer(checkpoints, name="checkpoints", help="Campaigns against checkpoin
 _WIDTH = 200
 _Seed = Annotated[int | None, typer.Option(min=0, help="Decides everything that is drawn; random if not given.")]
 _Jobs = Annotated[int, typer.Option(min=1, help="Sets of ranks that run at the same time.")]
-_Loopback = Annotated[bool, typer.Option("--loopback", help="Ranks are threads of this process; kinds of processes are left out.")]
+_Loopback = Annotated[
+    bool, typer.Option("--loopback", help="Ranks are threads of this process; kinds of processes are left out.")
+]
 
 
 @app.command()

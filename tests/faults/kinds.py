@@ -12,7 +12,9 @@ from .kinds_model import MODEL_KINDS
 from .kinds_process import PROCESS_KINDS
 from .kinds_step import STEP_KINDS
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS)}
+KINDS: dict[str, Kind] = {
+    kind.name: kind for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS)
+}
 
 
 @lru_cache(maxsize=4096)
@@ -27,4 +29,6 @@ def select(glob: str = "*", *, is_quick: bool = False) -> list[Cell]:
     if is_quick:
         seen: set[tuple[str, str]] = set()
         cells = [cell for cell in cells if (cell.kind, cell.place) not in seen and not seen.add((cell.kind, cell.place))]
-    return [cell for cell in cells if any(fnmatchcase(text, glob) for text in (cell.kind, f"{cell.kind}/{cell.place}", cell.name))]
+    return [
+        cell for cell in cells if any(fnmatchcase(text, glob) for text in (cell.kind, f"{cell.kind}/{cell.place}", cell.name))
+    ]

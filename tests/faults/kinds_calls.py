@@ -108,7 +108,9 @@ def _two_wrappers(cell: Cell) -> Fault:
         return (*acts[:at], acts[at + 1], acts[at], *acts[at + 2 :])
 
     def edit_own(acts: Acts) -> Acts:
-        for do in {"backward": (Do.BACKWARD,), "step": (Do.STEP,), "all": (Do.FORWARD, Do.BACKWARD, Do.STEP)}.get(cell.place, ()):
+        for do in {"backward": (Do.BACKWARD,), "step": (Do.STEP,), "all": (Do.FORWARD, Do.BACKWARD, Do.STEP)}.get(
+            cell.place, ()
+        ):
             acts = swapped(acts, do)
         return acts
 
@@ -187,7 +189,9 @@ def _settings(cell: Cell) -> Fault:
             group["lr"] = float(what.removeprefix("lr-"))
 
     errors = {"shard-removed": ("OptimizerParametersError", "PhaseError", "HyperparameterMismatchError", "PeerFailedError")}
-    expect = named(errors.get(what, ("ConfigError", "PeerFailedError", "HyperparameterMismatchError")), same_text=False, is_agreed=False)
+    expect = named(
+        errors.get(what, ("ConfigError", "PeerFailedError", "HyperparameterMismatchError")), same_text=False, is_agreed=False
+    )
     return Fault(expect, arm=arm, on_all=who == "all")
 
 

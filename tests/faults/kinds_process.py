@@ -57,7 +57,9 @@ def _dies(cell: Cell) -> Fault:
     expect = _lost(cell, _NOTICE_DEAD_S, at_wrap=at_wrap)
     if at_wrap:
         # A rank that dies before it has wrapped anything has told nobody that it lives, so only the group's time limit tells.
-        return Fault(replace(expect, within_s=_TIMEOUT_S + 1.0), before_wrap=kill_at_wrap, config=_QUICK, group_timeout_s=_TIMEOUT_S)
+        return Fault(
+            replace(expect, within_s=_TIMEOUT_S + 1.0), before_wrap=kill_at_wrap, config=_QUICK, group_timeout_s=_TIMEOUT_S
+        )
     waits = cell.place == "waiting"
     return Fault(expect, arm=(lambda here: _let_wait(here, signal.SIGKILL)) if waits else _at_place(cell, _ENDS[cell.kind]))
 
@@ -193,9 +195,7 @@ def _fork_and_train(here: Here) -> None:
     here.send("child", said=said)
 
 
-_NO_LABELS = {
-    end: "torch DDP has no fence and its collectives have no labels" for end in ("fence", "gather")
-}
+_NO_LABELS = {end: "torch DDP has no fence and its collectives have no labels" for end in ("fence", "gather")}
 
 
 def _kind(name: str, says: str, fault: Callable[[Cell], Fault], **details: Any) -> Kind:
@@ -232,9 +232,7 @@ PROCESS_KINDS = (
         combos=FEW,
         not_in_torch="torch DDP does not warn of stragglers",
     ),
-    _kind(
-        "too-slow", "The others raise an error that names the rank when the group times out.", _too_slow, combos=FEW
-    ),
+    _kind("too-slow", "The others raise an error that names the rank when the group times out.", _too_slow, combos=FEW),
     _kind(
         "interrupt-in-wait",
         "The handler runs within 0.3 s although the rank waits for a slow peer.",

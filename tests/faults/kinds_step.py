@@ -146,9 +146,7 @@ def _raised(cell: Cell) -> Fault:
         # Autograd does not tell which exception ended a backward; forward and the step block know it.
         texts = (BOOM,) if block or place == "forward" else ()
         expect = named("PeerFailedError", fields={"rank": cell.culprit}, texts=texts, own_error=own)
-    return Fault(
-        expect, arm=lambda here: install(here, place, boom) if here.is_culprit else None, uses_block=bool(block)
-    )
+    return Fault(expect, arm=lambda here: install(here, place, boom) if here.is_culprit else None, uses_block=bool(block))
 
 
 def _raised_by_caller(cell: Cell) -> Fault:

@@ -178,9 +178,7 @@ class Player:
         except Exception as lost:
             return describe(lost)
 
-    def _try_step(
-        self, attempt: _Attempt, fault: Fault, programs: Sequence[Acts], *, is_faulty: bool
-    ) -> BaseException | None:
+    def _try_step(self, attempt: _Attempt, fault: Fault, programs: Sequence[Acts], *, is_faulty: bool) -> BaseException | None:
         here = self._here
         try:
             if is_faulty and fault.arm is not None:

@@ -273,9 +273,7 @@ def test_a_cell_that_is_right_because_its_fault_never_happened_is_a_failure_of_t
 def test_a_wrapper_that_takes_one_more_step_after_it_should_be_broken_is_wrong():
     exits = {0: 0, 1: -9}
     *events, probe = lost_run(2)
-    reasons = [
-        name_and_reason([*events, *more], LOST, exits=exits) for more in ((), ({**probe, "error": None},))
-    ]
+    reasons = [name_and_reason([*events, *more], LOST, exits=exits) for more in ((), ({**probe, "error": None},))]
 
     assert reasons == [(Name.WRONG, "rank 0 is not broken: one more step gave None")] * 2
 
