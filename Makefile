@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m megabucket train -c configs/bytegpt.yaml
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m examples.bytegpt
 
 # Tests that take long or need more than torch are marked `nightly`; those that start processes are marked `dist`.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

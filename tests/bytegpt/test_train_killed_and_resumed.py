@@ -200,7 +200,7 @@ def test_a_signal_to_torchrun_reaches_the_ranks_which_save(config_path, tmp_path
         "examples.bytegpt",
     ]
     with subprocess.Popen(
-        [*launcher, "-c", str(config_path), *overrides],
+        [*launcher, "-m", "examples.bytegpt", "-c", str(config_path), *overrides],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,

@@ -19,7 +19,7 @@ def test_the_committed_reference_is_current():
     page = ROOT / "docs" / "reference" / "config.md"
 
     assert page.read_text(encoding="utf-8") == reference.render_reference(), (
-        "run: python docs/tools/config_reference.py > docs/reference/config.md"
+        "run: python -m docs.tools.config_reference > docs/reference/config.md"
     )
 
 

@@ -30,7 +30,6 @@ MAY_IMPORT = {
     "testing": BASE | {"config", "trace", "layout", "comm"},
     "measure": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "checkpoint", "testing"},
     "doctor": BASE | {"config", "layout", "comm", "ddp", "optim"},
-    "chaos": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp", "optim", "checkpoint", "testing", "report"},
     "cli": BASE
     | {
         "config",
@@ -45,7 +44,6 @@ MAY_IMPORT = {
         "measure",
         "report",
         "doctor",
-        "chaos",
     },
     "__init__": {"checkpoint", "config", "layout", "ddp", "measure", "optim"},  # lazily
     "__main__": {"cli"},
@@ -139,7 +137,7 @@ def test_nothing_sends_signals_to_processes():
 
 
 def test_only_comm_and_the_wrapper_types_know_torch_distributed():
-    allowed = {"comm", "chaos", "doctor", "measure", "testing"}  # these set groups up, ask them, or emulate one
+    allowed = {"comm", "measure", "doctor", "testing"}  # these set groups up, ask them, or emulate one
     users = [
         str(path.relative_to(ROOT))
         for path in MODULES
