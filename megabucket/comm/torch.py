@@ -216,6 +216,7 @@ class Link:
                 progress=self.progress,
                 every_s=liveness.heartbeat_s,
                 is_wanted=existence_of(group),
+                group_name=given_name,
             )
             self.watch = PeerWatch(
                 self.heartbeat,
