@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import megabucket as mb
-from megabucket.planning.run_config import load_config
 from examples.bytegpt.model import ByteGPT
+from megabucket.planning.run_config import load_config
 
 WARMUPS = 5
 REPETITIONS = {"demo": 400, "tensors": 150, "tensors-64": 150}

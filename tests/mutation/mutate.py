@@ -58,7 +58,7 @@ AREAS = {
     ),
     "config": Area(
         ("megabucket/config/*.py",),
-        ("tests/config", "tests/training/test_training_sections.py", "-k", "not bounded_time"),
+        ("tests/config", "-k", "not bounded_time"),
     ),
     "fence": Area(
         tuple(f"megabucket/ddp/{name}.py" for name in ("fence", "verdict", "step_report", "step_tally", "step_agreement")),
