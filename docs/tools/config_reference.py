@@ -80,7 +80,8 @@ _HEAD: Final = """\
 
 A config is a YAML file; `key=value` arguments override it, for example `ddp.bucket_size=40M`. Numbers and booleans follow
 YAML 1.2: `3e-4` is a number, `yes` is text. Anchors, aliases, tags and repeated keys are refused, as are files over 1 MiB.
-Unknown keys are errors. A *count* is a whole number, also written `4e7` or `40M`.
+Unknown keys are errors. A *count* is a whole number, also written `4e7` or `40M`. What stands under `program` is for the
+program that trains; those of `make demo` are in [its config](../../examples/bytegpt/config.py).
 """
 
 # Bounds beyond this only keep arithmetic finite; nobody needs to read them.

@@ -58,7 +58,8 @@ _JOIN_S: Final = 1.0
 _READ_EVERY_S: Final = 0.2
 _READ_S_PER_RANK: Final = 0.01  # all ranks may be blocked at once, and each reads as many values as there are ranks
 
-_READ, _UNBLOCK, _LEAVE = "read", "unblock", "leave"  # requests to the thread beside what it is to write
+# Requests to the thread beside what it is to write: renew the view unless that was done a moment ago; renew it; and so on.
+_LOOK, _READ, _UNBLOCK, _LEAVE = "look", "read", "unblock", "leave"
 
 _SLICE_ENDED: Final = "Operation timed out!"
 _TIME_LIMIT: Final = ("Timed out waiting", "Application timeout caused pair closure")
@@ -229,7 +230,7 @@ class Beat(NamedTuple):
     phase: str
     bucket: int  # -1: in none
     num_launched: int
-    has_left: bool  # the last one: its program ended in good order, or its wrapper was detached
+    has_left: bool  # the last one: its program ended in good order, its group was destroyed, or its wrapper was detached
 
     @property
     def place(self) -> str:
@@ -271,7 +272,8 @@ def decode_beat(raw: bytes) -> Beat | None:
     except (ValueError, TypeError):
         return None
     types = [type(value) for value in (*beat.process, beat.number, *beat[3:])]
-    return beat if types == [str, int, int, str, int, int, str, int, int, bool] else None
+    is_beat = types == [str, int, int, str, int, int, str, int, int, bool] and isinstance(beat.every_s, float | int | None)
+    return beat if is_beat else None
 
 
 def encode_finding(finding: Finding) -> str:
@@ -356,7 +358,7 @@ class Heartbeat:
     def request(self) -> None:
         """Have ``view`` renewed soon, unless that is under way."""
         if not self.is_busy:
-            self.post(_READ)
+            self.post(_LOOK)
 
     def post(self, what: Finding | Block | str) -> None:
         """Have ``view`` renewed after something was written: a finding, unless there is one, or where this rank waits."""
@@ -415,9 +417,9 @@ class Heartbeat:
             else:
                 self._answer(store, connection.board, what)
             what = self._next_request(next_beat_s)
-            if not self._is_wanted():
-                return  # the group was destroyed: nothing is waited for over it any more
             connection.check()
+            if not self._is_wanted():
+                break  # the group was destroyed: this rank launches nothing over it any more
         self._beat(store, has_left=True)
 
     def _next_request(self, next_beat_s: float) -> Finding | Block | str | None:
@@ -447,9 +449,8 @@ class Heartbeat:
             board.set(_rank_key(self.members[self.rank]), json.dumps(what))
             blocks = {}
         now_s = time.monotonic()
-        if what != _READ or now_s - view.asked_at_s >= self.read_every_s:
-            is_blocked = isinstance(what, Block) or (blocks and what == _READ)
-            blocks = self._read_blocks(board) if is_blocked else blocks
+        if what != _LOOK or now_s - view.asked_at_s >= self.read_every_s:
+            blocks = self._read_blocks(board) if isinstance(what, Block) or blocks else blocks
             view = View(now_s, self._read_beats(store), finding, blocks)
         self.view = view._replace(finding=finding, blocks=blocks)
         self.num_answers += 1
@@ -607,9 +608,10 @@ class Observations:
             peer = self._peers.get(rank)
             if peer is None:
                 peer, gap_s, view_gap_s = self._peers.setdefault(rank, _Peer(beat)), 0.0, 0.0
-            peer.state = self._look_at(beat.process)
-            peer.looks_at_dead = peer.looks_at_dead + 1 if peer.state is ProcessState.DEAD else 0
-            peer.stopped_s = peer.stopped_s + gap_s if peer.state is ProcessState.STOPPED else 0.0
+            state = self._look_at(beat.process)
+            peer.looks_at_dead = peer.looks_at_dead + 1 if state is ProcessState.DEAD else 0
+            peer.stopped_s = peer.stopped_s + gap_s if state is peer.state is ProcessState.STOPPED else 0.0
+            peer.state = state
             peer.silent_s = peer.silent_s + view_gap_s if beat.number == peer.beat.number else 0.0
             peer.beat = beat
 
@@ -626,8 +628,8 @@ class Observations:
             if peer.state is ProcessState.DEAD and not peer.beat.has_left
         }
         return crashed or {
-            rank: f"left: its program ended, or its wrapper was detached, after {peer.beat.num_launched} launches; this was "
-            f"launch {self._number}"
+            rank: "left: its program ended, its process group was destroyed, or its wrapper was detached, after "
+            f"{peer.beat.num_launched} launches; this was launch {self._number}"
             for rank, peer in self._peers.items()
             if peer.beat.has_left and (peer.state is ProcessState.DEAD or peer.beat.num_launched < self._number)
         }

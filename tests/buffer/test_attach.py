@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.buffer import ParamAndGradBuffer
-from megabucket.buffer import dense_strides, dtype_name, view_like
+from megabucket.buffer import ParamAndGradBuffer, dense_strides, dtype_name, view_like
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec, build_layout
 

@@ -5,30 +5,30 @@ import math
 import pytest
 import torch
 
-from megabucket.buffer import GradPhase, GradSyncPolicy, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
+from megabucket.buffer import GradPhase, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, dtype_name
 from megabucket.buffer.finite import NonFiniteParam
-from megabucket.buffer import dtype_name
-from megabucket.comm import AllReduce, ReduceOp
+from megabucket.comm import AllReduce
 from megabucket.config import DistributedDataParallelConfig
+from megabucket.config.resolve import resolve_step
 from megabucket.errors import CollectiveError, MismatchedCollectiveError, PhaseError
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.testing import LoopbackWorld
 
-ALL_REDUCE_MEAN = GradSyncPolicy(reduce_scatters=False, op=ReduceOp.SUM, average=True)
-SCATTER_MEAN = GradSyncPolicy(reduce_scatters=True, op=ReduceOp.SUM, average=True)
+ALL_REDUCE_MEAN = {}
+SCATTER_MEAN = {"use_distributed_optimizer": True}
 
 
 class Rank:
     """Two parameters of 100 elements on one rank; ``b`` lies at [0, 100), ``a`` at [128, 228), the bucket ends at 256."""
 
-    def __init__(self, world, rank, policy, *, dtype=torch.float32, fp32=True):
+    def __init__(self, world, rank, switches, *, dtype=torch.float32):
         self.params = {name: torch.nn.Parameter(torch.zeros(100, dtype=dtype)) for name in "ab"}
         specs = [ParamSpec(name, (100,), dtype_name(dtype)) for name in "ab"]
-        config = DistributedDataParallelConfig(grad_reduce_in_fp32=fp32)
+        config = DistributedDataParallelConfig(**switches)
         (layout,) = build_layout(specs, config, dp_size=world.size).buffers
         self.buffer = ParamAndGradBuffer(layout, self.params)
         self.group = _ParamAndGradBucketGroup(
-            self.buffer.buckets, index=1, num_groups=3, communicator=world.communicator(rank), policy=policy
+            self.buffer.buckets, index=1, communicator=world.communicator(rank), policy=resolve_step(config)
         )
 
     def grad(self, name, value):
@@ -38,7 +38,7 @@ class Rank:
             param.grad = torch.full((100,), float(value), dtype=param.dtype)
         else:
             param.grad.add_(value)
-        return self.group.receive_grad("ba".index(name), counts=True)
+        return self.group.receive("ba".index(name), counts=True, may_stage=True)
 
     def both(self, value):
         self.grad("b", value)
@@ -50,9 +50,9 @@ class Rank:
         return [self.params[name].main_grad[0].item() for name in "ab"]
 
 
-def ranks(policy=ALL_REDUCE_MEAN, *, size=2, completion="manual", **kwargs):
+def ranks(switches=ALL_REDUCE_MEAN, *, size=2, completion="manual", **kwargs):
     world = LoopbackWorld(size, completion=completion)
-    return world, [Rank(world, rank, policy, **kwargs) for rank in range(size)]
+    return world, [Rank(world, rank, switches, **kwargs) for rank in range(size)]
 
 
 def sync(all_ranks, **kwargs):
@@ -65,7 +65,7 @@ def sync(all_ranks, **kwargs):
 def whole_step(rank):
     """A step that all ranks found whole."""
     sync([rank])
-    rank.group.readiness.finish_step()
+    rank.group.readiness.end_step(learns=True)
     rank.group.reset()
 
 
@@ -84,7 +84,7 @@ class TestReduction:
         assert first.params["a"].grad is first.params["a"].main_grad
 
     def test_the_sum_is_left_undivided_on_request(self):
-        _, (first, second) = ranks(GradSyncPolicy(reduce_scatters=False, op=ReduceOp.SUM, average=False))
+        _, (first, second) = ranks({"grad_reduction": "sum"})
         first.both(2)
         second.both(6)
 
@@ -93,7 +93,7 @@ class TestReduction:
         assert second.reduced == [8.0, 8.0]
 
     def test_a_mean_taken_by_the_collective_is_not_divided_again(self):
-        _, (first, second) = ranks(GradSyncPolicy(reduce_scatters=False, op=ReduceOp.AVG, average=True))
+        _, (first, second) = ranks({"average_in_collective": True})
         first.both(2)
         second.both(6)
 
@@ -138,9 +138,9 @@ class TestReduction:
 
         assert only.reduced == [3.0, 3.0]
 
-    @pytest.mark.parametrize("policy", [ALL_REDUCE_MEAN, SCATTER_MEAN], ids=["all_reduce", "reduce_scatter"])
-    def test_a_float16_mean_neither_overflows_nor_underflows(self, policy):
-        _, group = ranks(policy, size=4, dtype=torch.float16, fp32=False)
+    @pytest.mark.parametrize("switches", [ALL_REDUCE_MEAN, SCATTER_MEAN], ids=["all_reduce", "reduce_scatter"])
+    def test_a_float16_mean_neither_overflows_nor_underflows(self, switches):
+        _, group = ranks({**switches, "grad_reduce_in_fp32": False}, size=4, dtype=torch.float16)
         for rank in group:  # divided by 2 before and by 2 after
             rank.grad("b", 16384.0)  # the plain sum 4 * 16384 = 65536 is over 65504; 4 * 8192 is not
             rank.grad("a", 2.0**-23)  # a quarter of it would be 2**-25 and round to zero; the half is the smallest float16
@@ -212,7 +212,7 @@ class TestReadiness:
         whole_step(only)
 
         only.params["a"].grad = torch.ones(100)
-        complete = only.group.receive_grad(1, counts=False)
+        complete = only.group.receive(1, counts=False, may_stage=True)
 
         assert not complete
         assert only.both(1) is True
@@ -269,7 +269,7 @@ class TestFiniteTest:
         assert only.group.finite_test.found == ()
 
     def test_the_divisor_does_not_hide_what_would_overflow_before_it(self):
-        _, group = ranks(size=4, dtype=torch.float16, fp32=False)
+        _, group = ranks({"grad_reduce_in_fp32": False}, size=4, dtype=torch.float16)
         for rank in group:
             rank.both(65504.0)  # the largest float16 is finite
 
@@ -278,8 +278,7 @@ class TestFiniteTest:
         assert [rank.group.finite_test.found for rank in group] == [()] * 4
 
     def test_a_policy_may_do_without_it(self):
-        policy = GradSyncPolicy(reduce_scatters=False, op=ReduceOp.SUM, average=True, tests_finite=False)
-        _, (only,) = ranks(policy, size=1)
+        _, (only,) = ranks({"nonfinite_gradients": "allow"}, size=1)
         only.both(math.nan)
 
         sync([only])
@@ -337,6 +336,45 @@ class TestPhases:
         assert first.group.grad_phase is GradPhase.ACCUMULATING
 
 
+class TestDroppedStep:
+    """A rank that has failed takes part in the rest of the schedule, whatever it holds."""
+
+    @pytest.mark.parametrize("done", ["nothing", "gradients", "launch", "reduction"])
+    def test_a_dropped_group_is_sent_exactly_once_from_every_phase(self, done):
+        world, (first, second) = ranks()
+        first.both(2)
+        second.both(6)
+        if done in ("launch", "reduction"):
+            first.group.start_grad_sync()
+        second.group.start_grad_sync()
+        if done == "reduction":
+            first.group.finish_grad_sync()
+            second.group.finish_grad_sync()
+            second.group.reopen()
+            second.group.start_dropped_sync()
+
+        first.group.start_dropped_sync()
+        first.group.start_dropped_sync()  # an interrupt has come between
+        first.group.finish_grad_sync()
+
+        num_sent = 2 if done == "reduction" else 1
+        assert world.schedule(0) == ("bucket 1 [all_reduce sum of 256 x float32]",) * num_sent
+        assert first.group.grad_phase is GradPhase.REDUCED
+
+    def test_what_was_found_and_left_of_the_dropped_step_is_not_of_the_next_one(self):
+        _, (only,) = ranks(size=1)
+        only.grad("b", math.nan)
+
+        only.group.start_dropped_sync()
+        only.group.finish_grad_sync()
+        only.group.reset()
+        only.both(3)
+        sync([only])
+
+        assert only.reduced == [3.0, 3.0]
+        assert (only.group.missing, only.group.finite_test.found) == ((), ())
+
+
 class TestParamGather:
     def test_every_rank_receives_the_shards_of_all(self):
         _, (first, second) = ranks(SCATTER_MEAN)
@@ -388,11 +426,6 @@ class TestParamGather:
 class TestFailedLaunch:
     """Nothing that was never sent may pass for reduced or gathered."""
 
-    TEXT = (
-        "[rank 1] a collective of bucket 1 of 3 could not be launched (the error was raised then), so there is nothing to "
-        "wait for and this rank is out of step with the others. End the run and start again."
-    )
-
     @staticmethod
     def ranks_out_of_step(policy):
         _, (first, second) = ranks(policy)
@@ -406,10 +439,9 @@ class TestFailedLaunch:
             rank.group.start_grad_sync()
 
         for _ in range(2):
-            with pytest.raises(CollectiveError) as caught:
+            with pytest.raises(CollectiveError, match="bucket 1 was not launched, so there is nothing to wait for"):
                 rank.group.finish_grad_sync()
 
-        assert str(caught.value) == self.TEXT
         assert rank.group.grad_phase is GradPhase.IN_FLIGHT
 
     def test_parameters_whose_launch_failed_are_never_called_gathered(self):
@@ -417,8 +449,7 @@ class TestFailedLaunch:
         with pytest.raises(MismatchedCollectiveError):
             rank.group.start_param_sync()
 
-        with pytest.raises(CollectiveError) as caught:
+        with pytest.raises(MismatchedCollectiveError):  # tried again: an interrupt may have kept it from being sent
             rank.group.finish_param_sync()
 
-        assert str(caught.value) == self.TEXT
         assert rank.group.param_phase is ParamPhase.IN_FLIGHT

@@ -6,8 +6,7 @@ The number of passes over memory is read off the version counter of the buffer, 
 import pytest
 import torch
 
-from megabucket.buffer import ParamAndGradBuffer
-from megabucket.buffer import dtype_name
+from megabucket.buffer import ParamAndGradBuffer, dtype_name
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import PhaseError
 from megabucket.layout import ParamSpec, build_layout

@@ -34,7 +34,6 @@ def test_every_field_of_the_wrapper_is_documented(name):
     [
         "| `bucket_size` | count `> 0` or null | `null` |",
         '| `layout` | `stable` or `megatron` | `"stable"` |',
-        "| `betas` | [number `>= 0` `< 1`, number `>= 0` `< 1`] | `[0.9, 0.95]` |",
         "| `shape` | list of integer `>= 0` | required |",
         "| `arguments` | mapping of text to true or false or integer or number or text or null | `{}` |",
     ],

@@ -30,7 +30,7 @@ from megabucket.checkpoint.pieces import Json, Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.plain_values import decode, encode
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.together import GroupRanks, together
-from megabucket.comm import ProcessGroupCommunicator
+from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
 from megabucket.optim import DistributedOptimizer
@@ -61,7 +61,7 @@ def save_dcp(
         ConfigError: the wrapper's ranks are no process group.
         MegabucketError: as ``save_checkpoint``, but for what the writing raises, which is torch's.
     """
-    ranks = GroupRanks.of(ddp)
+    ranks = GroupRanks.of(ddp, "saving a checkpoint")
     group = together(ranks, lambda: _check_target(Path(path), ddp))
     snapshot = capture(TrainingParts(ddp, optimizer), data_position=data_position, extras=extras, with_rng=False)
     state_dict = _nested(snapshot, ddp.module)
@@ -77,7 +77,7 @@ def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
             "nor the new checkpoint: write into a directory of its own."
         )
     communicator = ddp.communicator
-    if isinstance(communicator, ProcessGroupCommunicator):
+    if isinstance(communicator, ProcessGroupCommunicator | SameHostCommunicator):
         return communicator.process_group
     if communicator.size > 1:
         raise ConfigError(f"torch.distributed.checkpoint needs a process group, and this wrapper has {communicator!r}")
@@ -163,7 +163,7 @@ def load_dcp(
             "trusted=True if nobody else could have written them; files of save_checkpoint need no trust."
         )
     parts = TrainingParts(ddp, optimizer)
-    stored = together(GroupRanks.of(ddp), lambda: _open(Path(path), parts))
+    stored = together(GroupRanks.of(ddp, "loading a checkpoint"), lambda: _open(Path(path), parts))
     return restore(stored, parts, cast=cast)
 
 
