@@ -1,12 +1,15 @@
 import subprocess
 import sys
+from pathlib import Path
 
-from examples.bytegpt.host import loopback_bytes
+from peers.host import loopback_bytes
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 # In a process of its own: an earlier test may have reached a peak that hides any growth.
 GROW = """
 import torch
-from examples.bytegpt.host import PeakMemory
+from peers.host import PeakMemory
 
 peak = PeakMemory.from_now(torch.device("cpu"))
 held = torch.ones(200_000_000, dtype=torch.uint8)
@@ -17,7 +20,9 @@ print(peak.source, grown, peak.growth_bytes(), sep=",")
 
 
 def test_the_peak_of_the_process_rises_with_memory_that_is_written_and_stays():
-    out = subprocess.run([sys.executable, "-c", GROW], capture_output=True, text=True, check=True, timeout=60).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", GROW], cwd=BENCHMARKS, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
 
     source, grown, after_release = out.strip().split(",")
     assert source == "resident set"
