@@ -16,8 +16,8 @@ import torch
 
 from megabucket.buffer.grad_slot import GradSlot
 
-# On a host the norm takes two thirds of the time of the extremes. It is at least as large as any element (half the limit is more
-# than rounding can be wrong), and nan and inf pass through it. When it overflows, the extremes decide.
+# On a host the norm takes two thirds of the time of the extremes. It is at least as large as any element (half the limit is
+# more than rounding can be wrong), and nan and inf pass through it. When it overflows, the extremes decide.
 _NORM_TELLS: Final = (torch.float32, torch.float64)
 
 
