@@ -111,7 +111,7 @@ def tell_state(parts: TrainingParts) -> ToldState:
         PeerFailedError: it cannot on some rank.
         CheckpointError: what else failed on some rank.
     """
-    ranks = GroupRanks.of(parts.ddp)
+    ranks = GroupRanks.of(parts.ddp, "saving a checkpoint")
     unfit: list[OptimizerParametersError] = []
     by_rank = tell(ranks, lambda: _state_to_tell(parts, ranks, unfit))
     texts = [told["unfit"] for told in by_rank]

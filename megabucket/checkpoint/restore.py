@@ -56,7 +56,7 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
         PhaseError: a step is open on some rank.
         CheckpointError: what else failed on some rank.
     """
-    ranks = GroupRanks.of(parts.ddp)
+    ranks = GroupRanks.of(parts.ddp, "loading a checkpoint")
     together(ranks, lambda: settle(parts, "loading a checkpoint"))
     together(ranks, lambda: _refuse(stored, mismatches(stored, parts, cast=cast)))
     read = together(ranks, lambda: _read(stored, parts, ranks, with_rng=with_rng))

@@ -23,16 +23,19 @@ class GroupRanks:
     Args:
         device: where the process group can work.
         sync: of the wrapper; finds ranks that are in another call.
+        call: what the ranks do together, for them to compare.
     """
 
-    def __init__(self, communicator: Communicator, device: torch.device, sync: GradSync | None = None) -> None:
-        self._communicator, self._device, self._sync = communicator, device, sync
+    def __init__(
+        self, communicator: Communicator, device: torch.device, sync: GradSync | None = None, call: str = _LABEL
+    ) -> None:
+        self._communicator, self._device, self._sync, self._call = communicator, device, sync, call
         self.rank, self.size = communicator.rank, communicator.size
 
     @classmethod
-    def of(cls, ddp: DistributedDataParallel) -> GroupRanks:
+    def of(cls, ddp: DistributedDataParallel, call: str = _LABEL) -> GroupRanks:
         """Return the ranks of a wrapper."""
-        return cls(ddp.communicator, ddp.param_and_grad_buffers[0].grad_data.device, ddp.sync)
+        return cls(ddp.communicator, ddp.param_and_grad_buffers[0].grad_data.device, ddp.sync, call)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return what each rank gave, by rank.
@@ -43,8 +46,8 @@ class GroupRanks:
         if self.size == 1:
             return [payload]
         if self._sync is not None:
-            self._sync.call(_LABEL)
-        return exchange(self._communicator, payload, device=self._device, label=_LABEL)
+            self._sync.call(self._call)
+        return exchange(self._communicator, payload, device=self._device, label=self._call)
 
 
 def tell(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:

@@ -44,9 +44,9 @@ def calibrate(
     from megabucket.errors import ConfigError
     from megabucket.measure.calibrate import CalibrationPlan
     from megabucket.measure.calibrate import calibrate as run
+    from megabucket.measure.ranks import read_launch
     from megabucket.planning.run_config import load_config
     from megabucket.trace import CollectiveKind
-    from megabucket.training.launch import read_launch
     from megabucket.units import parse_count
 
     settings = load_config(config, overrides or [])

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabucket.cli.exit_codes import ExitCode, reports_errors
+from megabucket.cli.workload import ConfigFile, WorkloadName, open_workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megabucket.checkpoint.compare import Comparison
     from megabucket.checkpoint.stored import StoredCheckpoint
-    from megabucket.training.can_load import LoadFindings
+    from megabucket.measure.program import LoadFindings
 
 app = typer.Typer(help="Inspect, verify, compare and rewrite checkpoints.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -152,20 +153,20 @@ def convert(
 @reports_errors
 def can_load(
     path: _Path,
-    config: Annotated[Path, typer.Option("-c", "--config", help="the config of megabucket train")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example optimizer.name=sgd")] = None,
+    workload: WorkloadName,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example mode=all_reduce")] = None,
+    config: ConfigFile = None,
     step: _Step = None,
     cast: Annotated[bool, typer.Option(help="floating-point tensors may be converted")] = False,
     key_file: _Key = None,
     json: _Json = False,
 ) -> None:
-    """Name everything that keeps 'megabucket train -c CONFIG' from loading a checkpoint; nothing is read or changed."""
-    from megabucket.planning.run_config import load_config
-    from megabucket.training.can_load import load_findings
+    """Name everything that keeps a training program from loading a checkpoint; nothing is read or changed."""
+    from megabucket.measure.program import load_findings
 
-    run = load_config(config, overrides or [])
+    function, run = open_workload(workload, config, overrides)
     stored = _open(path, step, key_file)
-    found = load_findings(run, stored, cast=cast)
+    found = load_findings(function, run, stored, cast=cast)
     if json:
         _print_json({"path": str(stored.path), "step": stored.step, "problems": found.problems, "changes": found.changes})
     else:

@@ -25,8 +25,8 @@ def doctor(
 
     from megabucket.doctor import run_doctor
     from megabucket.errors import ConfigError
+    from megabucket.measure.ranks import joined_ranks, read_launch
     from megabucket.planning.run_config import RunConfig, load_config
-    from megabucket.training.launch import joined_ranks, read_launch
 
     if config is None and overrides:
         raise ConfigError(f"overrides change a config, and none was given; add -c FILE to {' '.join(overrides)}")

@@ -8,7 +8,6 @@ import typer
 
 from megabucket import __version__
 from megabucket.cli.calibrate import calibrate
-from megabucket.cli.chaos import chaos
 from megabucket.cli.checkpoint import app as checkpoint
 from megabucket.cli.doctor import doctor
 from megabucket.cli.exit_codes import exit_code_table, reports_errors
@@ -17,12 +16,11 @@ from megabucket.cli.plan import plan
 from megabucket.cli.profile import profile
 from megabucket.cli.report import report
 from megabucket.cli.simulate import simulate
-from megabucket.cli.train import train
 from megabucket.cli.tune import tune
 
 app = typer.Typer(
     name="megabucket",
-    help="Megatron's param-and-grad buffers, buckets and distributed optimizer: plan them, explain them, train with them.",
+    help="Megatron's param-and-grad buffers, buckets and distributed optimizer: plan them, explain them, measure them.",
     epilog=f"\b\nExit codes:\n{exit_code_table()}",
     no_args_is_help=True,
     add_completion=False,
@@ -47,7 +45,6 @@ def main(
     """Take what stands before the command."""
 
 
-app.command()(reports_errors(train))
 app.command()(reports_errors(plan))
 app.command()(reports_errors(explain))
 app.command()(reports_errors(simulate))
@@ -56,5 +53,4 @@ app.command()(reports_errors(calibrate))
 app.command()(reports_errors(profile))
 app.command()(reports_errors(tune))
 app.command()(reports_errors(doctor))
-app.command()(reports_errors(chaos))
 app.add_typer(checkpoint, name="checkpoint")

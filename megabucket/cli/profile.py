@@ -1,4 +1,4 @@
-"""``megabucket profile``: measure what the steps of ``megabucket train`` compute; write a workload for the planner."""
+"""``megabucket profile``: measure what the steps of a training program compute; write a workload for the planner."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from megabucket.cli.workload import ConfigFile, WorkloadName, open_workload
 
 if TYPE_CHECKING:
     from megabucket.measure.profile import WorkloadProfile
@@ -22,8 +24,9 @@ class WhichRank(str, Enum):
 
 
 def profile(
-    config: Annotated[Path, typer.Option("-c", "--config", help="YAML file with a model section of kind gpt")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example train.num_microbatches=4")] = None,
+    workload: WorkloadName,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example mode=reduce_scatter")] = None,
+    config: ConfigFile = None,
     out: Annotated[Path, typer.Option(help="where the workload is written")] = Path("workload.json"),
     steps: Annotated[int, typer.Option(help="steps that count")] = 10,
     warmup: Annotated[int, typer.Option(help="steps before them that do not")] = 3,
@@ -33,13 +36,13 @@ def profile(
     """Measure when gradients are ready and parameters needed; start several ranks with torchrun -m megabucket profile ..."""
     import os
 
-    from megabucket.measure.profile_training import ProfilePlan, profile_training
-    from megabucket.planning.run_config import load_config
-    from megabucket.training.launch import read_launch
+    from megabucket.measure.profile_program import ProfilePlan, profile_program
+    from megabucket.measure.ranks import read_launch
 
-    run, launch = load_config(config, overrides or []), read_launch(os.environ)
+    function, run = open_workload(workload, config, overrides)
+    launch = read_launch(os.environ)
     plan = ProfilePlan(num_steps=steps, num_warmup_steps=warmup, which_rank=rank.value)
-    measured = profile_training(run, plan, launch=launch, out=out)
+    measured = profile_program(function, run, plan, launch=launch, out=out)
     if launch.rank == 0:
         if json:
             _print_json(measured)
@@ -68,7 +71,7 @@ def _print_summary(measured: WorkloadProfile, out: Path) -> None:
         ("step", format_seconds(workload.compute_s), f"{workload.num_microbatches} microbatch(es), nothing sent"),
         ("gradients", grad_bytes, f"{workload.bytes_per_element} bytes per element on the wire"),
         ("ranks", f"{len(ranks_s)}", f"rank {facts['rank']} is the {facts['which_rank']} one"),
-        ("steps", f"{facts['num_steps']}", f"on {facts['device']}; {facts['hook_share']:.2%} taken off for the hooks"),
+        ("steps", f"{facts['num_steps']}", f"on {facts['device']}"),
     )
     for name, value, meaning in lines:
         typer.echo(f"  {name:<10}{value:>12}  {meaning}")

@@ -1,4 +1,4 @@
-"""``megabucket tune``: find the bucket plan for a training config on these ranks, with evidence."""
+"""``megabucket tune``: find the bucket plan for a training program on these ranks, with evidence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from megabucket.cli.workload import ConfigFile, WorkloadName, open_workload
 
 if TYPE_CHECKING:
     from megabucket.measure.tune import Tuning
@@ -20,8 +22,9 @@ class Modes(str, Enum):
 
 
 def tune(  # noqa: PLR0913, PLR0917 - one argument per option
-    config: Annotated[Path, typer.Option("-c", "--config", help="YAML file as megabucket train takes it")],
+    workload: WorkloadName,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example fabric.latency_s=1e-4")] = None,
+    config: ConfigFile = None,
     out: Annotated[Path, typer.Option(help="where the tuned config is written")] = Path("tuned.yaml"),
     evidence: Annotated[Path, typer.Option(help="where predictions and measurements are written, as JSON")] = Path("tune.json"),
     modes: Annotated[Modes, typer.Option(help="search in the config's mode, or in both")] = Modes.CONFIGURED,
@@ -34,12 +37,11 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
     """Find the bucket plan with the shortest step, measured; start the ranks with torchrun -m megabucket tune ..."""
     import os
 
-    from megabucket.measure.tune import TunePlan, tune_training
-    from megabucket.measure.tuned_config import write_tuning
-    from megabucket.planning.run_config import load_config
-    from megabucket.training.launch import read_launch
+    from megabucket.measure.ranks import read_launch
+    from megabucket.measure.tune import TunePlan, tune_program
+    from megabucket.measure.tuned import write_tuning
 
-    run = load_config(config, overrides or [])
+    function, run = open_workload(workload, config, overrides)
     plan = TunePlan(
         num_candidates=candidates,
         num_rounds=rounds,
@@ -53,7 +55,8 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
         return write_tuning(run, tuning, out=out, evidence=evidence)
 
     launch = read_launch(os.environ)
-    tune_training(run, plan, launch=launch, outputs=(out, evidence), note=lambda text: typer.echo(text, err=True), use=use)
+    note = lambda text: typer.echo(text, err=True)  # noqa: E731
+    tune_program(function, run, plan, launch=launch, outputs=(out, evidence), note=note, use=use)
 
 
 def _print(tuning: Tuning, *, out: Path, evidence: Path, as_json: bool) -> None:
@@ -62,7 +65,7 @@ def _print(tuning: Tuning, *, out: Path, evidence: Path, as_json: bool) -> None:
 
         typer.echo(json.dumps(tuning.to_dict(), indent=1))
         return
-    from megabucket.measure.tuned_config import describe
+    from megabucket.measure.tuned import describe
 
     for line in describe(tuning):
         typer.echo(line)

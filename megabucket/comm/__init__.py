@@ -16,7 +16,7 @@ from megabucket.comm.communicator import (
 )
 from megabucket.comm.exchange import Exchange, Gate, exchange
 from megabucket.comm.liveness import Liveness, StragglerWarning
-from megabucket.comm.samehost import with_same_host_copies
+from megabucket.comm.samehost import SameHostCommunicator, with_same_host_copies
 from megabucket.comm.torch import ProcessGroupCommunicator, discover_communicator
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Progress",
     "ReduceOp",
     "ReduceScatter",
+    "SameHostCommunicator",
     "StragglerWarning",
     "discover_communicator",
     "exchange",

@@ -189,8 +189,16 @@ class Communicator(ABC):
         self.size = size
         self.progress = Progress(given_recorders=() if recorder is None else (recorder,))
         """Shared with ``control``."""
-        self.control: Communicator = self
+        self._control: Communicator | None = None
+
+    @property
+    def control(self) -> Communicator:
         """The channel for what ranks say to each other; this one, where there is no other."""
+        return self if self._control is None else self._control  # no reference to itself, which would outlive the last owner
+
+    @control.setter
+    def control(self, control: Communicator) -> None:
+        self._control = None if control is self else control
 
     def prepare(self, calls: Sequence[Call]) -> Batch:
         """Return the calls as a batch for many launches. Calls on empty tensors are left out.

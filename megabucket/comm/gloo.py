@@ -214,7 +214,7 @@ def fp32_plan(calls: Sequence[ReduceScatter], *, rank: int, size: int) -> Plan:
 
 def can_exchange_among(num_ranks: int) -> bool:
     """Whether so many ranks do collectives in ways of their own."""
-    return num_ranks <= _MOST_RANKS
+    return 2 <= num_ranks <= _MOST_RANKS
 
 
 def gloo_plan(calls: Sequence[Call], *, rank: int, size: int, room_bytes: int | None = None) -> Plan:

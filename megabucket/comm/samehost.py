@@ -65,6 +65,8 @@ class SameHostCommunicator(Communicator):
         self.progress, self.control = inner.progress, inner.control
         self.inner = inner
         """The communicator for everything else."""
+        self.process_group = inner.process_group
+        """The group the wrapper was given; ``None`` stands for the default one."""
         self._memory, self._sockets = memory, sockets
         self._finish = weakref.finalize(self, sockets.close)
 

@@ -102,11 +102,6 @@ class _Channel(Communicator):
         self._backends: dict[str, str] = {}
         self._room_bytes = _ROOM_BYTES
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The process group; ``None`` stands for the default one."""
-        return self._group
-
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
         plan = batch.plan
         if plan is None:
@@ -176,6 +171,8 @@ class ProcessGroupCommunicator(_Channel):
         living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
         link = Link(living, recorder, liveness)
         super().__init__(link, None if group is dist.group.WORLD else group)
+        self.process_group = self._group
+        """The group it was made from, also where it works over groups of its own; ``None`` stands for the default one."""
         self._finish = weakref.finalize(self, link.close)
         if owns_groups and link.watch is not None and link.heartbeat is not None:
             link.watch.wait_for_all_ranks("wrap")
@@ -219,6 +216,7 @@ class Link:
                 progress=self.progress,
                 every_s=liveness.heartbeat_s,
                 is_wanted=existence_of(group),
+                group_name=given_name,
             )
             self.watch = PeerWatch(
                 self.heartbeat,
@@ -385,6 +383,7 @@ class WorkHandle(Handle):
         self._plan = None
         if self._passing:
             self._sent = self._sent[:1]
+            works = ()  # a work holds its tensors
             _await_release(self._passing)
         if self._launch is not None:
             self._launch.note("wait_stop")

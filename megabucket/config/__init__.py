@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from megabucket.config.ddp import DistributedDataParallelConfig, Section
 from megabucket.config.resolve import Resolved, ResolvedConfig, resolve
-from megabucket.config.training import DataConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
-    "DataConfig",
     "DistributedDataParallelConfig",
-    "OptimizerConfig",
     "Resolved",
     "ResolvedConfig",
     "Section",
-    "TrainConfig",
     "resolve",
 ]

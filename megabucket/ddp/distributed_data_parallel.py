@@ -324,6 +324,7 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Return the parameters as ``torch.nn.Module`` does, once they may be read: what averages weights reads them here."""
         if not isinstance(self._wrapping, Detached):
+            self._wrapping.check_is_wrapped(self.module)
             self.finish_param_sync()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 

@@ -82,6 +82,9 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
 )
 
 
+UPDATING: Final = (StepState.FENCED, StepState.AGREED)
+"""States in which the others update and gather, so that an optimizer that fails breaks the wrapper."""
+
 _GROUP_ERRORS: Final = (PeerLostError, WrapperBrokenError, ForkedProcessError, GroupDestroyedError)
 """Errors that say nothing about a step: there is nobody to tell."""
 
@@ -341,10 +344,10 @@ class GradSync:
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
-        with self._leaving_no_mess("backward"):
+        with self.leaving_no_mess("backward"):
             has_received, self._is_taking = self._is_taking, False
-            self._look_for_what_is_missing(has_received=has_received)
-            if self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received:
+            has_changed = self._look_for_what_is_missing(has_received=has_received)
+            if has_changed or (self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received):
                 self.finish()  # which takes what is still staged
             else:
                 for group in self.groups:
@@ -353,12 +356,17 @@ class GradSync:
                         group.withhold_grads()
         self.pause()
 
-    def _look_for_what_is_missing(self, *, has_received: bool) -> None:
-        """Count the backward, also one that has brought no gradient where that means zeros, or where the module has changed."""
+    def _look_for_what_is_missing(self, *, has_received: bool) -> bool:
+        """Count the backward, also one that has brought no gradient where that means zeros.
+
+        Returns whether it has brought none because the module has changed: no optimizer that is built over the parameters of
+        now would ask this wrapper.
+        """
         counts = has_received or (self._has_reached_outputs and self.policy.unused_is_zero)
         self.counters.num_microbatches += counts
         is_odd = self._has_reached_outputs and not has_received and self._no_sync_depth == 0
-        if is_odd and (counts or (self._watch is not None and self._watch.find_change() is not None)):
+        has_changed = is_odd and self._watch is not None and self._watch.find_change() is not None
+        if is_odd and (counts or has_changed):
             # The others wait for this rank: it takes part when an optimizer or the caller asks for gradients.
             if self.is_reduced:
                 error = self._vote_to_drop()
@@ -368,6 +376,7 @@ class GradSync:
             if self.state is not StepState.LAUNCHING:
                 self.enter(StepState.OPEN)
             self.enter(StepState.LAUNCHING)
+        return has_changed
 
     def abandon_backward(self) -> None:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
@@ -389,7 +398,7 @@ class GradSync:
         """Launch every group that was not launched yet."""
         self.settle()
         if not self.is_reduced:
-            with self._leaving_no_mess("start_grad_sync()"):
+            with self.leaving_no_mess("start_grad_sync()"):
                 self._flush()
 
     def finish(self, *, is_committing: bool = False) -> None:
@@ -399,8 +408,9 @@ class GradSync:
             MegabucketError: the step is not whole on some rank. All ranks raise the same error, the gradients are forgotten,
                 and the next step may run.
         """
-        for _ in self.agree(is_committing=is_committing):
-            pass
+        with self.leaving_no_mess("the gradient sync"):
+            for _ in self.agree(is_committing=is_committing):
+                pass
 
     def agree(self, *, is_committing: bool = False) -> Iterator[_ParamAndGradBucketGroup]:
         """Finish as ``finish`` does, and yield each group as soon as it is reduced: all ranks are known to be whole by then.
@@ -419,7 +429,7 @@ class GradSync:
             error = self._vote(is_committing=True)
             if error is not None:
                 raise error
-        with self._leaving_no_mess("the gradient sync"):
+        with self.leaving_no_mess("the gradient sync"):
             if not self.is_reduced:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
                 error = self._take_verdict()
@@ -565,7 +575,7 @@ class GradSync:
 
     def _vote(self, *, is_committing: bool) -> MegabucketError | None:
         """Ask once more, after the sync: either every rank steps, or every rank drops the step."""
-        with self._leaving_no_mess("the gradient sync"):
+        with self.leaving_no_mess("the gradient sync"):
             self._fence.send(self._report(is_committing=is_committing))
             self.enter(StepState.FENCED)
             error = self._take_verdict(is_vote=True)
@@ -598,7 +608,7 @@ class GradSync:
         was_open = self.state is StepState.OPEN
         if self.state is StepState.LAUNCHING:
             self.counters.note_dropped_step()
-            with self._leaving_no_mess("zero_grad()"):
+            with self.leaving_no_mess("zero_grad()"):
                 for group in self.groups:
                     group.readiness.end_step()
                 self._send_fence()
@@ -686,7 +696,7 @@ class GradSync:
             if not self._fence.is_sent:
                 self._fence.send(self._report(sent_buckets=not is_vote))
         except MegabucketError as cause:  # the group is gone: there is nobody to tell
-            self.last_error = self.dropped = cause
+            self.state, self.broken = StepState.BROKEN, self.broken or cause
 
     def conclude_giving_up(self, *, was_caught: bool = False) -> MegabucketError:
         """Wait for the others; return the error that all ranks raise about the step that this rank has given up.
@@ -697,8 +707,10 @@ class GradSync:
         is_vote = self.is_reduced
         if was_caught:
             self.counters.note_failure_was_caught()
-        with self._leaving_no_mess("the gradient sync"):
+        with self.leaving_no_mess("the gradient sync", (StepState.GIVING_UP,)):
             self._send_failure()
+            if self.broken is not None:
+                raise self.broken.copy()
             error = self._take_verdict(is_vote=is_vote)
         if error is None:
             raise InvariantError("a step that was given up cannot be whole")
@@ -727,34 +739,38 @@ class GradSync:
         self.fail("abort_step()", reason)
 
     @contextmanager
-    def _leaving_no_mess(self, phase: str) -> Iterator[None]:
-        """Whatever ends the block, an interrupt for instance, leaves this rank in a state that the others know."""
+    def leaving_no_mess(self, phase: str, final: Sequence[StepState] = (StepState.FENCED, StepState.CALL)) -> Iterator[None]:
+        """Whatever ends the block, an interrupt for instance, leaves this rank in a state that the others know.
+
+        Args:
+            final: states that cannot be left by giving up the step: the others go on with this rank.
+        """
         try:
             yield
+        except GeneratorExit:
+            raise  # whoever goes through the groups that come out of ``agree`` says why it goes no further
         except BaseException as error:
-            self.fall_out(phase, error)
+            self._fall_out(phase, error, final)
             raise
 
-    def fall_out(self, phase: str, error: BaseException, *, is_final: bool = False) -> None:
+    def _fall_out(self, phase: str, error: BaseException, final: Sequence[StepState]) -> None:
         """Note that an exception leaves this package: before the fence this rank gives up its step, after it all is over.
 
         An error that all ranks have agreed on changes nothing: the step was dropped by then.
-
-        Args:
-            is_final: whether the others have gone on behind the fence: they update.
         """
-        if isinstance(error, PeerLostError | WrapperBrokenError):
+        if isinstance(error, _GROUP_ERRORS):
             self.state, self.broken = StepState.BROKEN, self.broken or error
-        elif isinstance(error, _GROUP_ERRORS):
+        elif self.state is StepState.BROKEN:
             return
-        elif is_final or self._fence.is_sent or self.state in (StepState.FENCED, StepState.CALL):
+        elif self.state in final or (self._fence.is_sent and self.state is not StepState.GIVING_UP):
             self.break_off(phase, describe(error))
         elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.policy.is_sharded):
             self.fail(phase, error)
 
     def break_off(self, phase: str, cause: str) -> None:
         """Note that this rank cannot go on where others do: nothing is sent any more, and they hear so within two seconds."""
-        broken = WrapperBrokenError(step=self.step, rank=self._communicator.rank, phase=phase, cause=cause)
+        step = self.step - (self.state is StepState.AGREED)  # which was counted when the ranks agreed
+        broken = WrapperBrokenError(step=step, rank=self._communicator.rank, phase=phase, cause=cause)
         self.state, self.broken = StepState.BROKEN, broken
         self._communicator.break_off(broken)
 
@@ -776,7 +792,7 @@ class GradSync:
         """
         self.settle()
         before, self.state = self.state, StepState.CALL
-        with self._leaving_no_mess(label):
+        with self.leaving_no_mess(label):
             error, sent_buckets = self._fence.call(label, entries, failure, step=self.step)
             self.state = before
             if isinstance(error, CallMismatchError) and sent_buckets:

@@ -19,9 +19,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from megabucket.comm import _all_gather, _reduce_scatter
-from megabucket.comm.torch import is_gloo, store_of
+from megabucket.comm.torch import backend_of, store_of
 from megabucket.errors import CollectiveError
+
+# torch 2.13 renamed these functions; 2.11 has only the old names, about which newer ones warn.
+_all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _NUMEL: Final = 8
 """Elements of each rank's part in a question."""
@@ -73,7 +76,7 @@ class GroupProbes:
         pairs = list(zip(shards, fulls, strict=True))
         num_works["reduce-scatter"] = self._batch([_scattering(shard, full, self.group) for shard, full in pairs])
         is_right = is_right and all(_all_equal(shard, self._sum) for shard in shards)
-        if is_gloo(self.group, self._device):
+        if backend_of(self.group, self._device) == "gloo":
             return {"is_right": is_right, "num_works": num_works}
         parts = [self._own() for _ in range(3)]
         num_works["all-gather"] = self._batch(

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
+from megabucket.comm import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter, with_same_host_copies
 from megabucket.comm.samehost import LEAST_BYTES
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, by_rank, odd_ones_out, right_or
@@ -179,12 +179,11 @@ def _large_probe(config: DistributedDataParallelConfig) -> Probe:
     def observe(bench: Bench) -> Fact:
         code, _ = _code(bench, "float32")
         tensor = _coded(bench, code, LEAST_BYTES // 4, "float32")
-        batch = bench.communicator.prepare([AllReduce(tensor)])
+        communicator = bench.communicator
         if config.read_peer_memory:
-            bench.communicator.introduce([batch])
-        bench.communicator.launch(batch, label="doctor").wait()
-        is_read = batch.plan is not None and batch.plan.is_read
-        return {**_explained(code, tensor, start=0), "is_read": is_read}
+            communicator = with_same_host_copies(communicator, bench.device)
+        communicator.launch(communicator.prepare([AllReduce(tensor)]), label="doctor").wait()
+        return {**_explained(code, tensor, start=0), "is_read": communicator is not bench.communicator}
 
     def judge(facts: Sequence[Fact]) -> Judgement:
         found = right_or("every rank is in the sum exactly once", wrong="gradients would be wrong")(facts)

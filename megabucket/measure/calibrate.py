@@ -16,13 +16,13 @@ from megabucket import __version__
 from megabucket.comm import discover_communicator
 from megabucket.errors import ConfigError
 from megabucket.measure.collectives import Timing, cells_of, time_collectives
-from megabucket.measure.out_file import not_writable, why_not_writable
+from megabucket.measure.out_file import check_writable, not_writable, raise_on_all
+from megabucket.measure.ranks import Launch, Ranks, joined_ranks
 from megabucket.planning.fit import AffineFit, fit_affine
 from megabucket.planning.inputs import write_link
 from megabucket.planning.links import MeasuredLink, TableKey
 from megabucket.planning.simulation_config import FabricConfig
 from megabucket.trace import CollectiveKind
-from megabucket.training.launch import Launch, Ranks, joined_ranks
 
 POOR_RESIDUAL: Final = 0.25
 """A line that is further than this from a point, as a fraction of the measured time, does not describe the table."""
@@ -169,9 +169,7 @@ def calibrate(
             "megabucket calibrate ..."
         )
     with joined_ranks(launch, fabric) as ranks:
-        problem = ranks.gather(why_not_writable(out) if ranks.rank == 0 else "")[0]
-        if problem:
-            raise ConfigError(problem)
+        check_writable(ranks, [out])
         calibration = measure_link(plan, ranks, fabric=fabric, on_round=on_round if ranks.rank == 0 else lambda _: None)
         failure = ""
         if ranks.rank == 0:
@@ -181,9 +179,7 @@ def calibrate(
             except ConfigError as error:
                 failure = str(error)
         # torchrun ends the other ranks as soon as one has failed; none may leave before the file is out.
-        failure = ranks.gather(failure)[0]
-        if failure:
-            raise ConfigError(failure)
+        raise_on_all(ranks, failure)
     return calibration
 
 

@@ -17,8 +17,7 @@ from typing import Final
 
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Broadcast, Communicator, ReduceScatter, exchange
-from megabucket.comm import Batch, Call
+from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Call, Communicator, ReduceScatter, exchange
 from megabucket.errors import ConfigError
 from megabucket.trace import CollectiveKind
 from megabucket.units import dtype_bytes

@@ -26,7 +26,7 @@ from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError, PhaseError
 from megabucket.layout import ParamSpec
 from megabucket.measure.profile_events import EventKind, ModelFacts, Reduction, reduce_steps, split_steps
-from megabucket.measure.profile_hooks import ProfileHooks, hook_cost
+from megabucket.measure.profile_hooks import ProfileHooks
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.inputs import write_workload
 from megabucket.planning.workload import Workload
@@ -202,15 +202,14 @@ class WorkloadProfiler:
                 "more steps inside the context."
             )
         device = next(iter(self._params.values())).device
-        cost = hook_cost(device)
         facts = ModelFacts(
             specs=tuple(ParamSpec(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in self._params.items()),
             module_params=tuple(hooks.module_params),
             grad_bytes=self._grad_bytes(),
             param_bytes=dtype_bytes(self._commonest_dtype()),
         )
-        self._reduction = reduce_steps(steps[self._warmup_steps :], facts, hook_cost=cost)
-        self._facts = _describe(self._reduction, facts, device) | {"hook_need_s": cost.need_s, "hook_ready_s": cost.ready_s}
+        self._reduction = reduce_steps(steps[self._warmup_steps :], facts)
+        self._facts = _describe(self._reduction, facts, device)
 
     def _commonest_dtype(self) -> str:
         numels: dict[str, int] = {}
@@ -315,5 +314,4 @@ def _describe(reduction: Reduction, facts: ModelFacts, device: torch.device) -> 
         "is_forward_in_registration_order": reduction.is_forward_in_order,
         "unused": list(reduction.unused),
         "handing_over_s_in_backward": reduction.handing_over_s,
-        "hook_share": reduction.hook_share,
     }

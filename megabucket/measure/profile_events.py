@@ -10,7 +10,6 @@ import enum
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from megabucket.errors import PhaseError
 from megabucket.layout import ParamSpec
@@ -51,9 +50,6 @@ class Microbatch:
     """End of the forward."""
     ready_s: dict[int, float] = field(default_factory=dict)
     """By parameter: when its gradient was complete."""
-    hooks_before: dict[int, int] = field(default_factory=dict)
-    """By parameter: how many hooks had noted a gradient by then."""
-    num_ready_hooks: int = 0
 
 
 @dataclass(slots=True)
@@ -64,17 +60,6 @@ class Step:
     optimizer_s: float = 0.0
     buckets_s: float = 0.0
     has_ended: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class HookCost:
-    """Seconds that one hook adds to what it measures."""
-
-    need_s: float = 0.0
-    ready_s: float = 0.0
-
-
-FREE: Final = HookCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +90,6 @@ class Reduction:
     """Of each step that was counted."""
     handing_over_s: float
     """What backward holds of handing gradients to collectives, in a step."""
-    hook_share: float
-    """Share of forward and backward that was taken off as the cost of the hooks."""
 
 
 def split_steps(events: Sequence[Event]) -> list[Step]:
@@ -166,8 +149,6 @@ class _Splitter:
         if not microbatch.ready_s:
             self.steps[-1].microbatches.append(microbatch)
         microbatch.ready_s[event.index] = event.moment_s  # of several gradients the last counts
-        microbatch.hooks_before[event.index] = microbatch.num_ready_hooks
-        microbatch.num_ready_hooks += 1
 
     def _since(self, kind: EventKind, moment_s: float) -> float:
         """Return how long something took; nothing for what ends inside of another of its kind, which holds it."""
@@ -176,7 +157,7 @@ class _Splitter:
         return 0.0 if begun_s else moment_s - start_s
 
 
-def reduce_steps(steps: Sequence[Step], facts: ModelFacts, *, hook_cost: HookCost = FREE) -> Reduction:
+def reduce_steps(steps: Sequence[Step], facts: ModelFacts) -> Reduction:
     """Return the workload of typical steps: medians over all microbatches and steps.
 
     Raises:
@@ -189,14 +170,10 @@ def reduce_steps(steps: Sequence[Step], facts: ModelFacts, *, hook_cost: HookCos
             "whole step (forward, backward, optimizer) of this very model inside the context, after the steps that warm up."
         )
     count = len(facts.specs)
-    forward_s, is_in_order = _forward(microbatches, facts, hook_cost)
-    backward_s, order, unused = _backward(microbatches, count, hook_cost)
+    forward_s, is_in_order = _forward(microbatches, facts)
+    backward_s, order, unused = _backward(microbatches, count)
     handing_over_s = statistics.median(step.buckets_s for step in steps)
     _share_out(handing_over_s, backward_s, facts.specs)
-    measured_s = sum(forward_s) + sum(backward_s)
-    hooks_s = statistics.median(
-        len(one.needed_s) * hook_cost.need_s + one.num_ready_hooks * hook_cost.ready_s for one in microbatches
-    )
     workload = Workload(
         tensors=tuple(
             TensorWork(spec.name, spec.numel, backward_s=backward_s[i], forward_s=forward_s[i])
@@ -216,11 +193,10 @@ def reduce_steps(steps: Sequence[Step], facts: ModelFacts, *, hook_cost: HookCos
         is_forward_in_order=is_in_order,
         step_compute_s=tuple(_compute_s(step) for step in steps),
         handing_over_s=handing_over_s,
-        hook_share=hooks_s / (measured_s + hooks_s) if measured_s + hooks_s > 0 else 0.0,
     )
 
 
-def _forward(microbatches: Sequence[Microbatch], facts: ModelFacts, cost: HookCost) -> tuple[list[float], bool]:
+def _forward(microbatches: Sequence[Microbatch], facts: ModelFacts) -> tuple[list[float], bool]:
     """Return the forward seconds of each parameter, and whether they are needed in order of registration.
 
     The time of a module counts for the last of the parameters that it is the first to need: all of them have to be there when
@@ -231,14 +207,14 @@ def _forward(microbatches: Sequence[Microbatch], facts: ModelFacts, cost: HookCo
     for one in microbatches:
         modules = sorted(one.needed_s, key=lambda module: one.needed_s[module])
         seen: set[int] = set()
-        for position, module in enumerate(modules):
+        for module in modules:
             for param in facts.module_params[module]:
                 if param not in seen:
                     seen.add(param)
-                    moment_s = one.needed_s[module] - one.start_s - position * cost.need_s
+                    moment_s = one.needed_s[module] - one.start_s
                     first_need.setdefault(param, []).append(moment_s)
         end_s = one.end_s if one.end_s is not None else min(one.ready_s.values())
-        ends_s.append(end_s - one.start_s - len(modules) * cost.need_s)
+        ends_s.append(end_s - one.start_s)
     moments = {param: statistics.median(known) for param, known in first_need.items()}
     in_order = sorted(moments, key=lambda param: (moments[param], param))
     starts = [moments[param] for param in in_order]
@@ -251,7 +227,7 @@ def _forward(microbatches: Sequence[Microbatch], facts: ModelFacts, cost: HookCo
     return seconds, in_order == sorted(in_order)
 
 
-def _backward(microbatches: Sequence[Microbatch], count: int, cost: HookCost) -> tuple[list[float], list[int], list[int]]:
+def _backward(microbatches: Sequence[Microbatch], count: int) -> tuple[list[float], list[int], list[int]]:
     """Return the backward seconds of each parameter, the order in which they are ready, and those that never were.
 
     The first one has all that lies between the end of forward and itself: the loss, too.
@@ -260,7 +236,7 @@ def _backward(microbatches: Sequence[Microbatch], count: int, cost: HookCost) ->
     for one in microbatches:
         start_s = one.end_s if one.end_s is not None else min(one.ready_s.values())
         for param, moment_s in one.ready_s.items():
-            ready.setdefault(param, []).append(moment_s - start_s - one.hooks_before[param] * cost.ready_s)
+            ready.setdefault(param, []).append(moment_s - start_s)
     moments = {param: statistics.median(known) for param, known in ready.items()}
     order = sorted(moments, key=lambda param: (moments[param], -param))
     seconds, before_s = [0.0] * count, 0.0

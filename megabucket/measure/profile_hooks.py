@@ -6,20 +6,16 @@ read when profiling is over.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from megabucket.measure.profile_events import Event, EventKind, HookCost
+from megabucket.measure.profile_events import Event, EventKind
 from megabucket.trace.clock import Clock, DeviceClock, HostClock, Stamp
-
-_CALIBRATION_HOOKS: Final = 300
-_CALIBRATION_ROUNDS: Final = 9
 
 
 class ProfileHooks:
@@ -177,54 +173,3 @@ def _owners(module: torch.nn.Module, params: Mapping[str, torch.nn.Parameter]) -
             if param is not None and param in index_of:
                 chains[index_of[param]].append(outwards)
     return chains
-
-
-def hook_cost(device: torch.device) -> HookCost:
-    """Return what a hook adds on this host, measured on modules and gradients that do nothing. Nothing is known of GPUs.
-
-    The least of several rounds, so that other programs do not count.
-    """
-    if device.type == "cuda":
-        return HookCost()
-    noted: list[tuple[EventKind, int, float]] = []
-
-    def on_ready(_: torch.Tensor) -> None:
-        noted.append((EventKind.READY, 0, time.perf_counter()))
-
-    def on_need(*_: Any) -> None:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
-            noted.append((EventKind.NEED, 0, time.perf_counter()))
-
-    bare, hooked = _Nothing(), _Nothing()
-    for leaf in hooked.leaves:
-        leaf.register_post_accumulate_grad_hook(on_ready)
-    for part in hooked.parts:
-        part.register_forward_pre_hook(on_need, prepend=True)
-    rounds = [(bare.seconds(), hooked.seconds()) for _ in range(_CALIBRATION_ROUNDS)]
-    need_s, ready_s = (
-        max(0.0, min(there[i] for _, there in rounds) - min(without[i] for without, _ in rounds)) / _CALIBRATION_HOOKS
-        for i in range(2)
-    )
-    return HookCost(need_s, ready_s)
-
-
-class _Nothing:
-    """Modules and leaves that compute next to nothing, to find out what hooks on them cost."""
-
-    def __init__(self) -> None:
-        self.parts = [torch.nn.Identity() for _ in range(_CALIBRATION_HOOKS)]
-        self.leaves = [torch.zeros(1, requires_grad=True) for _ in range(_CALIBRATION_HOOKS)]
-
-    def seconds(self) -> tuple[float, float]:
-        """Return the seconds of a forward through the modules and of a backward to the leaves."""
-        value = torch.zeros(1)
-        start_s = time.perf_counter()
-        for part in self.parts:
-            part(value)
-        called_s = time.perf_counter() - start_s
-        for leaf in self.leaves:
-            leaf.grad = None
-        total = torch.cat(self.leaves).sum()
-        start_s = time.perf_counter()
-        total.backward()
-        return called_s, time.perf_counter() - start_s

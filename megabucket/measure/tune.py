@@ -1,7 +1,7 @@
 """The program behind ``megabucket tune``: calibrate, profile, predict, run the best few for real, decide.
 
 Every process of the run calls it and all of them come to the same decision: what decides is exchanged first. Candidates run in
-the training program's own steps, in turn and in changing order, so that a slow moment of the machine hits all of them alike.
+the workload's own steps, in turn and in changing order, so that a slow moment of the machine hits all of them alike.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
+from megabucket.buffer import dtype_name
 from megabucket.comm import discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
 from megabucket.measure.calibrate import CalibrationPlan, measure_link
 from megabucket.measure.host import host_costs, meeting, optimizer_s, time_phases
-from megabucket.measure.out_file import why_not_writable
+from megabucket.measure.out_file import check_writable, raise_on_all
 from megabucket.measure.pipelined import pipelined_link
 from megabucket.measure.profile import WorkloadProfile, choose_rank
-from megabucket.measure.profile_training import ProfilePlan, profile_task
-from megabucket.optim import DistributedOptimizer
-from megabucket.planning.architecture import param_specs
+from megabucket.measure.profile_program import ProfilePlan, profile_steps
+from megabucket.measure.program import Trainee, WorkloadFunction
+from megabucket.measure.ranks import Launch, Ranks, joined_ranks
 from megabucket.planning.links import Link
 from megabucket.planning.run_config import RunConfig
 from megabucket.planning.simulate import FENCE, Mode
@@ -43,14 +43,12 @@ from megabucket.planning.tune import (
     mode_of,
     pick,
 )
-from megabucket.training.bytegpt import next_byte_loss
-from megabucket.training.launch import Launch, joined_ranks
-from megabucket.training.optimizer import make_optimizer
-from megabucket.training.task import Task, make_task, trainable_model
 
 _CUTTING: Final = frozenset({*SIZE_FIELDS, "bucket_order", "bucket_groups"})
 _WARM_STEPS: Final = 2
 """Steps before those that count in each turn: the first one shows what forward needs, the second fills the pipeline."""
+_QUIET: Final = MappingProxyType({"init_sync": False})
+"""What would lengthen single turns and tells nothing about the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,8 @@ class Tuning:
         return {"choice": self.decision.choice, "is_default": self.decision.is_default, "facts": self.facts, "candidates": rows}
 
 
-def tune_training(
+def tune_program(
+    workload: WorkloadFunction,
     config: RunConfig,
     plan: TunePlan,
     *,
@@ -141,7 +140,7 @@ def tune_training(
     note: Callable[[str], None] = lambda _: None,
     use: Callable[[Tuning], str] = lambda _: "",
 ) -> Tuning:
-    """Tune the ``ddp`` section of a config on the ranks of this run. Every process calls it.
+    """Tune the ``ddp`` section of a config for a workload on the ranks of this run. Every process calls it.
 
     Args:
         outputs: files that ``use`` will write; looked at before anything is measured.
@@ -149,166 +148,121 @@ def tune_training(
         use: called on the first rank with the result, before any rank leaves; returns why it could not be used, or nothing.
 
     Raises:
-        ConfigError: one rank only, no model that can be trained, a config that cannot be honoured, or what ``use`` returned.
-        CorpusError: the corpus cannot be read, or the ranks read different bytes.
+        ConfigError: one rank only, a config that cannot be honoured, or what ``use`` returned.
     """
     if launch.num_ranks == 1:
         raise ConfigError(
             "one rank sends nothing, so there is nothing to tune; start more with torchrun --nproc-per-node 2 -m megabucket "
-            "tune -c CONFIG"
+            "tune --workload package.module:function"
         )
-    model = trainable_model(config)
-    say = note if launch.rank == 0 else _silent
+    say = note if launch.rank == 0 else lambda _: None
     with joined_ranks(launch, config.fabric) as ranks:
-        problems = ranks.gather([problem for path in outputs if ranks.rank == 0 and (problem := why_not_writable(path))])[0]
-        if problems:
-            raise ConfigError(problems[0])
-        start_s = time.monotonic()
-        program = _Program(make_task(config, model, ranks))
-        tuning = program.tune(plan, until_s=start_s + plan.max_s, say=say)
-        failure = ranks.gather(use(tuning) if ranks.rank == 0 else "")[0]
-        if failure:
-            raise ConfigError(failure)
+        check_writable(ranks, outputs)
+        tuning = _Tuner(workload, config, ranks, until_s=time.monotonic() + plan.max_s).tune(plan, say)
+        raise_on_all(ranks, use(tuning) if ranks.rank == 0 else "")
     return tuning
 
 
-def _silent(_: str) -> None:
-    pass
+class _Tuner:
+    """A workload on its ranks, with one wrapper for each kind of config that a rebuild cannot change."""
 
+    def __init__(self, workload: WorkloadFunction, config: RunConfig, ranks: Ranks, *, until_s: float) -> None:
+        self._workload, self._config, self._ranks, self._until_s = workload, config, ranks, until_s
+        self._trainees: dict[str, Trainee] = {}
+        params = self._trainee_of(config.ddp).ddp.module.named_parameters()
+        self._specs = tuple(
+            ParamSpec(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in params if param.requires_grad
+        )
 
-class _Program:
-    """The training program on the ranks, with one wrapper for each kind of config that a rebuild cannot change."""
-
-    def __init__(self, task: Task) -> None:
-        self._task, self._ranks = task, task.ranks
-        self._specs: tuple[ParamSpec, ...] = tuple(param_specs(task.model))
-        self._trainees: dict[str, _Trainee] = {}
-
-    def tune(self, plan: TunePlan, *, until_s: float, say: Callable[[str], None]) -> Tuning:
+    def tune(self, plan: TunePlan, say: Callable[[str], None]) -> Tuning:
         """Measure, search, run, decide."""
-        default = self._task.config.ddp
-        modes = tuple(Mode) if plan.all_modes else (mode_of(default),)
+        default = self._config.ddp
         say("calibrating the link")
-        link = self._measure_link()
+        link, overhead_s = self._measure_link()
         measured = {}
-        for mode in modes:
+        for mode in Mode if plan.all_modes else (mode_of(default),):
             say(f"profiling, {mode.value}")
-            measured[mode] = self._measure_mode(in_mode(default, mode), link)
+            measured[mode] = self._measure_mode(in_mode(default, mode), link, overhead_s)
         candidates = find_candidates(self._specs, default, measured, link, num_ranks=self._ranks.num_ranks)
         finalists = pick(candidates, plan.num_candidates)
         say(f"{len(candidates)} candidates predicted; running {len(finalists)} of them")
-        seconds = self._run(finalists, plan, until_s=until_s, say=say)
+        seconds = self._run(finalists, plan, say)
         for trainee in self._trainees.values():
             trainee.ddp.detach()
-        return Tuning(candidates, seconds, decide(seconds), self._facts(measured))
+        fabric = self._config.fabric
+        facts = {
+            "num_ranks": self._ranks.num_ranks,
+            "backend": self._ranks.backend,
+            "fabric": None if fabric is None else fabric.model_dump(),
+            "collective_overhead_s": overhead_s,
+            "modes": {mode.value: _mode_facts(known) for mode, known in measured.items()},
+        }
+        return Tuning(candidates, seconds, decide(seconds), facts)
 
-    def _measure_link(self) -> Link:
+    def _measure_link(self) -> tuple[Link, float]:
+        """Return what collectives take on the lane, and by how much one that is waited for alone takes longer."""
         num_bytes = sum(spec.numel for spec in self._specs) * 4
-        kinds = CalibrationPlan().kinds
-        what = CalibrationPlan(kinds=kinds, max_bytes=max(num_bytes, 2**14), repetitions=5)
-        calibration = measure_link(what, self._ranks, fabric=self._task.config.fabric)
+        plan = CalibrationPlan(max_bytes=max(num_bytes, 2**14), repetitions=5)
+        calibration = measure_link(plan, self._ranks, fabric=self._config.fabric)
         with closing(discover_communicator(None)) as communicator:
             lane = pipelined_link(calibration, communicator, device=self._ranks.device)
         alone_s, in_flight_s = (link.collective_s(*FENCE, self._ranks.num_ranks) for link in (calibration.link, lane))
-        self._overhead_s = alone_s - in_flight_s
-        return lane
+        return lane, alone_s - in_flight_s
 
-    def _measure_mode(self, ddp: DistributedDataParallelConfig, link: Link) -> Measured:
-        task = replace(self._task, config=self._task.config.model_copy(update={"ddp": ddp}))
-        own = profile_task(task, ProfilePlan(num_steps=6, num_warmup_steps=2), counts_launches=False)
+    def _measure_mode(self, ddp: DistributedDataParallelConfig, link: Link, wake_s: float) -> Measured:
+        plan = ProfilePlan(num_steps=6, num_warmup_steps=2)
+        own = profile_steps(self._workload(self._config, self._ranks), ddp, plan, counts_launches=False)
         profiles = [WorkloadProfile.from_dict(data) for data in self._ranks.gather(own.to_dict())]
         workload = choose_rank(profiles, "median").workload
         base = ddp.model_copy(update=dict.fromkeys((*SIZE_FIELDS, "bucket_order")))
-        trainee = self._trainee_of(base)
-        phases = []
+        trainee, phases = self._trainee_of(base), []
         for numel in (sum(spec.numel for spec in self._specs), 1):
-            trainee.cut(base.model_copy(update={"bucket_size": numel}))
-            phases.append(time_phases(trainee.ddp, trainee.optimizer, partial(trainee.backward, 0)))
+            _cut(trainee, base.model_copy(update={"bucket_size": numel}))
+            phases.append(time_phases(trainee.ddp, trainee.optimizer, trainee.backward))
         few, many = phases
-        num_ranks, is_sharded = self._ranks.num_ranks, ddp.use_distributed_optimizer
-        host = host_costs(few, many, link, num_ranks=num_ranks, is_sharded=is_sharded, wake_s=self._overhead_s)
-        update_s = optimizer_s(few, many, host, link, num_ranks=num_ranks, is_sharded=is_sharded)
-        return Measured(replace(workload, optimizer_s=update_s), host)
+        group: dict[str, Any] = {"num_ranks": self._ranks.num_ranks, "is_sharded": ddp.use_distributed_optimizer}
+        host = host_costs(few, many, link, wake_s=wake_s, **group)
+        return Measured(replace(workload, optimizer_s=optimizer_s(few, many, host, link, **group)), host)
 
-    def _run(
-        self, finalists: Sequence[Candidate], plan: TunePlan, *, until_s: float, say: Callable[[str], None]
-    ) -> dict[str, tuple[float, ...]]:
+    def _run(self, finalists: Sequence[Candidate], plan: TunePlan, say: Callable[[str], None]) -> dict[str, tuple[float, ...]]:
         own: dict[str, list[float]] = {each.name: [] for each in finalists}
         for number in range(plan.num_rounds):
             # All ranks go by the clock of the first one.
-            if number and self._ranks.gather(time.monotonic() > until_s)[0]:
+            if number and self._ranks.gather(time.monotonic() > self._until_s)[0]:
                 break
             say(f"round {number + 1}/{plan.num_rounds}")
             for each in random.Random(number).sample(finalists, len(finalists)):  # noqa: S311 - alike on all ranks
-                own[each.name].append(self._trainee_of(each.ddp).turn(each.ddp, plan.steps_per_turn))
+                own[each.name].append(_turn(self._trainee_of(each.ddp), each.ddp, plan.steps_per_turn))
         everybody = self._ranks.gather(own)
         return {name: tuple(max(times) for times in zip(*(one[name] for one in everybody), strict=True)) for name in own}
 
-    def _trainee_of(self, ddp: DistributedDataParallelConfig) -> _Trainee:
+    def _trainee_of(self, ddp: DistributedDataParallelConfig) -> Trainee:
         key = ddp.model_dump_json(exclude=set(_CUTTING))
         if key not in self._trainees:
-            self._trainees[key] = _Trainee(self._task, ddp)
+            program = self._workload(self._config, self._ranks)
+            self._trainees[key] = Trainee(program, ddp.model_copy(update=_QUIET))
         return self._trainees[key]
 
-    def _facts(self, measured: Mapping[Mode, Measured]) -> dict[str, Any]:
-        ranks = self._ranks
-        return {
-            "num_ranks": ranks.num_ranks,
-            "backend": ranks.backend,
-            "fabric": None if self._task.config.fabric is None else self._task.config.fabric.model_dump(),
-            "collective_overhead_s": self._overhead_s,
-            "modes": {
-                mode.value: {
-                    "host": known.host.to_dict(),
-                    "forward_s": known.workload.forward_s,
-                    "backward_s": known.workload.backward_s,
-                    "optimizer_s": known.workload.optimizer_s,
-                }
-                for mode, known in measured.items()
-            },
-        }
+
+def _cut(trainee: Trainee, ddp: DistributedDataParallelConfig) -> None:
+    """Give a trainee another plan."""
+    trainee.ddp.rebuild(ddp.model_copy(update=_QUIET))
 
 
-class _Trainee:
-    """A wrapped model with its optimizer, running the steps of the training program."""
+def _turn(trainee: Trainee, ddp: DistributedDataParallelConfig, num_steps: int) -> float:
+    """Return the mean seconds of ``num_steps`` steps in the steady state with a plan."""
+    _cut(trainee, ddp)
+    meeting(trainee.ddp.communicator, device=trainee.ddp.param_and_grad_buffers[0].grad_data.device)()
+    for _ in range(_WARM_STEPS):
+        trainee.step()
+    start_s = time.perf_counter()
+    for _ in range(num_steps):
+        trainee.step()
+    seconds = (time.perf_counter() - start_s) / num_steps
+    trainee.ddp.finish_param_sync()
+    return seconds
 
-    def __init__(self, task: Task, ddp: DistributedDataParallelConfig) -> None:
-        # What would lengthen single turns and tells nothing about the plan.
-        self._quiet = {"init_sync": False}
-        self.ddp = DistributedDataParallel(task.build_model(), ddp.model_copy(update=self._quiet))
-        torch_optimizer = make_optimizer(task.config.optimizer, self.ddp.parameters())
-        self.optimizer = DistributedOptimizer(torch_optimizer, self.ddp, clip_grad=task.config.optimizer.clip_grad)
-        self._task = task
-        self._meet = meeting(self.ddp.communicator, device=task.ranks.device)
 
-    def cut(self, ddp: DistributedDataParallelConfig) -> None:
-        """Take another plan."""
-        self.ddp.rebuild(ddp.model_copy(update=self._quiet))
-
-    def turn(self, ddp: DistributedDataParallelConfig, num_steps: int) -> float:
-        """Return the mean seconds of ``num_steps`` steps in the steady state with this plan."""
-        self.cut(ddp)
-        self._meet()
-        for step in range(_WARM_STEPS):
-            self.step(step)
-        start_s = time.perf_counter()
-        for step in range(num_steps):
-            self.step(_WARM_STEPS + step)
-        seconds = (time.perf_counter() - start_s) / num_steps
-        self.ddp.finish_param_sync()
-        return seconds
-
-    def step(self, number: int) -> None:
-        """Take one training step."""
-        microbatches = self._task.microbatches(number)
-        with self.ddp.step():
-            for inputs, targets in microbatches[:-1]:
-                with self.ddp.no_sync():
-                    (next_byte_loss(self.ddp, inputs, targets) / len(microbatches)).backward()
-            (next_byte_loss(self.ddp, *microbatches[-1]) / len(microbatches)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def backward(self, number: int) -> None:
-        """Run forward and backward of one microbatch."""
-        next_byte_loss(self.ddp, *self._task.microbatches(number)[0]).backward()
+def _mode_facts(known: Measured) -> dict[str, Any]:
+    seconds = {name: getattr(known.workload, name) for name in ("forward_s", "backward_s", "optimizer_s")}
+    return {"host": known.host.to_dict(), **seconds}

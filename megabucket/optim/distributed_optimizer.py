@@ -13,8 +13,8 @@ import torch
 
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.fence import check_not_capturing
-from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
-from megabucket.ddp.step import StepState
+from megabucket.ddp.guards import check_grads_are_withheld, check_learning_rates, read_hyperparameters
+from megabucket.ddp.step import UPDATING, StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
 from megabucket.optim.shards import MainShard, Sharding
@@ -177,19 +177,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         squares: list[torch.Tensor] = []
         for group in sync.agree(is_committing=self._is_sharded):
             if needs_norm and self._is_sharded:  # while others are on their way
-                squares += map(sum_of_squares, map(_buffer_grads, self._sharding.shards_of_group[group.index]))
+                with sync.leaving_no_mess("optimizer.step()", UPDATING):
+                    squares += map(sum_of_squares, map(_buffer_grads, self._sharding.shards_of_group[group.index]))
         self.ddp.communicator.progress.enter(sync.step, "optimizer")
         if sync.skip_reason:
             sync.end_update()
             return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
         if not self._is_sharded:
             self._take_published_grads()
-        # From here on the others update and gather, whatever happens on this rank: if it cannot, the wrapper is broken.
-        try:
+        with sync.leaving_no_mess("optimizer.step()", UPDATING):
             return self._update(squares, needs_norm=needs_norm)
-        except BaseException as error:
-            sync.fall_out("optimizer.step()", error, is_final=True)
-            raise
 
     def _check_may_step(self) -> None:
         """Refuse a step that would go wrong on this rank, while all of them can still be told."""
@@ -201,11 +198,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._sharding.check_is_current()
             self._sharding.check_shards_are_untouched()
             check_learning_rates(self.torch_optimizer.param_groups)
+            if self._is_sharded:
+                check_grads_are_withheld(sync.groups)
             hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
             sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)))
             self._refresh()
         except Exception as error:
-            sync.refuse_update(error)
+            if self._sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else another has taken its place
+                sync.refuse_update(error)
+            if self._is_sharded and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
+                self._global_norm.of([torch.tensor(math.nan)])  # the others ask for nothing else before they update
             raise
         is_due = sync.state is StepState.LAUNCHING and not sync.policy.is_explicit
         if not (is_due or sync.state is StepState.AGREED):

@@ -18,7 +18,7 @@ from megabucket.units import dtype_bytes
 
 _MAIN_BYTES: Final = 4  # float32
 _STEP_COUNT_BYTES: Final = 4  # Adam keeps one float32 per tensor
-_FENCE_BYTES: Final = 288  # two vectors, in turn, of 18 integers of 8 bytes
+_FENCE_BYTES: Final = 48  # six integers of 8 bytes, as in comm.exchange
 _NORM_BYTES: Final = 8  # float64
 _MOST_EXCHANGING_RANKS: Final = 8  # as in comm.gloo_paths
 _LEAST_READ_BYTES: Final = 1 << 20  # as in comm.reading_paths
@@ -86,7 +86,7 @@ def rank_memory(
             each flat tensor has a step count, too, as torch's Adam keeps it.
         has_main_params: whether ``DistributedOptimizer`` steps, which has float32 main parameters for 16-bit ones in both
             modes. A plain torch optimizer steps on whole parameters instead, with state in the dtype of the gradients.
-        has_fence: whether ranks agree on each step: ``fence`` of the config, and more than one rank.
+        has_fence: whether there is more than one rank, so that they agree: on each step, or on calls between steps alone.
         group_of: index of the optimizer group by parameter name, where there is more than one: a flat tensor ends where the
             group changes.
         activation_bytes: added as they are.
@@ -100,7 +100,7 @@ def rank_memory(
     >>> rank_memory(layout, rank=1, is_sharded=True)  # 200 elements padded to 256; rank 1 owns 128 to 200
     ... # doctest: +NORMALIZE_WHITESPACE
     RankMemory(parameter_bytes=400, gradient_bytes=800, padding_bytes=336, main_parameter_bytes=288, main_gradient_bytes=0,
-               moment_bytes=576, exchange_bytes=0, optimizer_padding_bytes=0, scratch_bytes=302, activation_bytes=0)
+               moment_bytes=576, exchange_bytes=0, optimizer_padding_bytes=0, scratch_bytes=62, activation_bytes=0)
     """
     norm_bytes = _NORM_BYTES if has_main_params else 0
     total = RankMemory(scratch_bytes=norm_bytes + (_FENCE_BYTES if has_fence else 0), activation_bytes=activation_bytes)
@@ -171,7 +171,7 @@ def memory_by_mode(
             rank=0,
             is_sharded=is_sharded,
             moments_per_element=moments_per_element,
-            has_fence=config.fence and dp_size > 1,
+            has_fence=dp_size > 1,
             activation_bytes=activation_bytes,
         )
         for is_sharded, layout in layouts.items()

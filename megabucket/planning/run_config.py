@@ -4,23 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
+import annotated_types as at
 from pydantic import Field, model_validator
 
-from megabucket.config.checkpoint import CheckpointConfig
-from megabucket.config.ddp import DistributedDataParallelConfig, Section
+from megabucket.config.ddp import DistributedDataParallelConfig, NonNegative, Section
 from megabucket.config.load import load_section
-from megabucket.config.training import DataConfig, OptimizerConfig, TrainConfig
 from megabucket.planning.model_config import ArchitectureConfig
 from megabucket.planning.simulation_config import FabricConfig, LinkConfig, SweepConfig, WorkloadConfig
 
 _MODES: Final = ("all_reduce", "reduce_scatter")
-_SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "data", "train", "checkpoint", "link", "workload", "sweep"})
+_SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "program", "link", "workload", "sweep"})
+
+Decay = Annotated[NonNegative, at.Lt(1)]
+
+
+class OptimizerConfig(Section):
+    """Which torch optimizer steps: what it keeps per element is a part of the memory of a rank."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """The class in ``torch.optim``: ``AdamW``, ``Adam`` or ``SGD``."""
+
+    momentum: Decay = 0.0
+    """Momentum of SGD; nothing else reads it."""
+
+    @property
+    def moments_per_element(self) -> int:
+        """How many tensors of state the optimizer keeps per element."""
+        return int(self.momentum > 0) if self.name == "sgd" else 2
+
+    @model_validator(mode="after")
+    def _momentum_belongs_to_sgd(self) -> OptimizerConfig:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum={self.momentum} is read by name='sgd' only, but name={self.name!r}; drop one of them")
+        return self
 
 
 class RunConfig(Section):
-    """One run: the model, how its gradients travel, and what ``megabucket train`` does with it."""
+    """One run: the model, how its gradients travel, and what its training program is told."""
 
     mode: Literal["all_reduce", "reduce_scatter"] | None = None
     """Short for ``ddp.use_distributed_optimizer``: ``reduce_scatter`` sets it; ``all_reduce`` clears it, and with it
@@ -33,16 +55,10 @@ class RunConfig(Section):
     """How gradients are stored, cut into buckets and reduced."""
 
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    """The optimizer and its schedule."""
+    """The optimizer, for the memory that it takes."""
 
-    data: DataConfig = Field(default_factory=DataConfig)
-    """What is trained on."""
-
-    train: TrainConfig = Field(default_factory=TrainConfig)
-    """How long, how much at once, and where the figures go."""
-
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """What is saved, and where the run begins."""
+    program: Any = None
+    """What the training program reads. Nothing here looks into it: it is handed to the function of ``--workload`` as it is."""
 
     fabric: FabricConfig | None = None
     """An emulated link to run over, for commands that start with torchrun. ``None``: what the machine has."""
@@ -77,6 +93,8 @@ class RunConfig(Section):
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply ``key=value`` overrides and validate the result: ``load_section`` with ``RunConfig``.
+
+    A program that gives ``program`` a type has a subclass of ``RunConfig`` and calls ``load_section`` with that.
 
     Raises:
         ConfigError: anything wrong with the file, an override or a value.

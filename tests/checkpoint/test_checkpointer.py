@@ -11,6 +11,7 @@ import torch
 import megabucket as mb
 from megabucket.checkpoint.save import CheckpointWarning
 from megabucket.errors import (
+    CallMismatchError,
     CheckpointError,
     CheckpointInvalidError,
     CheckpointMismatchError,
@@ -318,6 +319,37 @@ class TestFaults:
         assert run_ranks(2, save, sharded=True) == [True, True]
         assert [path for path in tmp_path.iterdir() if path.name.startswith("step")] == []
 
+    @pytest.mark.parametrize(
+        "other",
+        [
+            lambda run, root: run.load(root),
+            lambda run, _: run.optimizer.state_dict(),
+            lambda run, _: run.ddp.check_replicas(),
+            lambda run, _: run.ddp.broadcast_params(),
+            lambda run, _: run.ddp.rebuild(),
+            lambda run, _: run.train(1),
+        ],
+        ids=["load", "state_dict", "check_replicas", "broadcast_params", "rebuild", "a step"],
+    )
+    @MODES
+    def test_a_save_on_one_rank_only_is_one_error_on_all_of_them(self, tmp_path, sharded, other):
+        """``if rank == 0: save(...)`` is the commonest mistake there is."""
+
+        def program(run):
+            run.train(1).save(tmp_path, 1)
+            with pytest.raises(CallMismatchError, match="saving a checkpoint on rank 0") as caught:
+                run.save(tmp_path, 2) if run.rank == 0 else other(run, tmp_path)
+            run.optimizer.zero_grad()
+            run.sample = 1
+            run.train(1).save(tmp_path, 3)
+            run.ddp.check_replicas()
+            return str(caught.value)
+
+        texts = run_ranks(2, program, sharded=sharded)
+
+        assert texts[0] == texts[1]
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
+
     def test_a_root_that_cannot_be_made_is_one_error_on_all_ranks(self, tmp_path):
         (tmp_path / "file").write_text("")
 
@@ -469,19 +501,17 @@ class TestCheckpointer:
             assert (kept.tensors, kept.values, kept.files) == (fresh.tensors, fresh.values, fresh.files), step
         assert len({tuple(mb.open_checkpoint(tmp_path / "kept", step).tensors) for step in (0, 1, 8, 9)}) == 4
 
-    def test_a_save_in_the_background_begins_with_three_collectives(self, tmp_path, monkeypatch):
+    def test_a_save_in_the_background_begins_with_two_exchanges(self, tmp_path):
         def program(run):
-            launched, launch = [], run.ddp.communicator.launch
-            monkeypatch.setattr(
-                run.ddp.communicator, "launch", lambda *calls, **more: launched.append(1) or launch(*calls, **more)
-            )
+            progress = run.ddp.communicator.progress
             with run.train(1).checkpointer(tmp_path, asynchronous=True) as checkpointer:
                 run.ddp.finish_param_sync()
-                launched.clear()
+                before = progress.num_launched
                 checkpointer.save(1)
-                return len(launched)
+                return progress.num_launched - before
 
-        assert run_ranks(2, program, sharded=True) == [3, 3]  # what the optimizer holds takes two, whether all can save one
+        # What the optimizer holds, and whether all can save: is everybody here, how long is it, what is it?
+        assert run_ranks(2, program, sharded=True) == [6, 6]
 
     def test_what_failed_in_the_background_is_told_at_the_next_call_on_all_ranks(self, tmp_path):
         barrier = threading.Barrier(2)

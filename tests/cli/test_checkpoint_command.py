@@ -10,17 +10,16 @@ import torch
 from typer.testing import CliRunner
 
 import megabucket as mb
+from examples.bytegpt.config import load_demo_config
+from examples.bytegpt.model import next_byte_loss
+from examples.bytegpt.resume import BATCH_FACT, CORPUS_FACT, config_facts
+from examples.bytegpt.task import initial_model, make_optimizer
 from megabucket.checkpoint.compare import compare
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings, save_now
 from megabucket.cli.main import app
-from megabucket.planning.run_config import load_config
-from megabucket.training.bytegpt import next_byte_loss
-from megabucket.training.optimizer import make_optimizer
-from megabucket.training.resume import BATCH_FACT, CORPUS_FACT, config_facts
-from megabucket.training.task import initial_model
 
 
 def save(root, step, *, weight=0.0, lr=0.1, key=None):
@@ -173,6 +172,7 @@ def test_a_key_that_is_none_is_wrong_usage(root, tmp_path, contents, problem):
     assert problem in result.stderr
 
 
+DEMO = ("--workload", "examples.bytegpt.workload:workload")
 TINY = """
 model: {kind: gpt, vocab_size: 256, hidden_size: 16, num_layers: 1, num_heads: 2, sequence_length: 8}
 """
@@ -182,12 +182,14 @@ model: {kind: gpt, vocab_size: 256, hidden_size: 16, num_layers: 1, num_heads: 2
 def trained(tmp_path):
     """A config, and a checkpoint of what it builds after one step."""
     (tmp_path / "run.yaml").write_text(TINY)
-    config = load_config(tmp_path / "run.yaml", [])
+    config = load_demo_config(tmp_path / "run.yaml", [])
+    program = config.program
     model = mb.DistributedDataParallel(initial_model(config, config.model, torch.device("cpu")), config.ddp)
-    optimizer = mb.DistributedOptimizer(make_optimizer(config.optimizer, model.parameters()), model)
+    optimizer = mb.DistributedOptimizer(make_optimizer(program.optimizer, model.parameters()), model)
     next_byte_loss(model, torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)).backward()
     optimizer.step()
-    position = {"run": {**config_facts(config, config.model), BATCH_FACT: 2 * config.train.microbatch_size, CORPUS_FACT: "a"}}
+    facts = {**config_facts(config, config.model), BATCH_FACT: 2 * program.train.microbatch_size, CORPUS_FACT: "a"}
+    position = {"run": facts}
     mb.save_checkpoint(tmp_path / "run", model, optimizer, step=1, data_position=position)
     mb.save_checkpoint(tmp_path / "later", model, optimizer, step=3, data_position=position)
     mb.save_checkpoint(tmp_path / "others", model, optimizer, step=1)
@@ -196,7 +198,7 @@ def trained(tmp_path):
 
 
 def test_can_load_says_that_everything_fits(trained):
-    result = invoke("can-load", trained / "run", "-c", trained / "run.yaml", "mode=reduce_scatter")
+    result = invoke("can-load", trained / "run", *DEMO, "-c", trained / "run.yaml", "mode=reduce_scatter")
 
     assert result.exit_code == 0, result.output
     assert result.stdout.endswith(": everything fits\n")
@@ -207,20 +209,20 @@ def test_can_load_says_that_everything_fits(trained):
     [
         ("model.hidden_size=32", "shape"),
         ("model.num_layers=2", "is not in the checkpoint"),
-        ("optimizer.name=sgd", "the optimizer was AdamW and is SGD"),
+        ("program.optimizer.name=sgd", "the optimizer was AdamW and is SGD"),
         ("model.dtype=bfloat16", "cast=True"),
-        ("optimizer.weight_decay=0.5", "group"),
-        ("train.seed=5", "train.seed: 0 in the checkpoint, 5 now"),
-        ("optimizer.lr=0.5", "optimizer.lr: "),
-        ("train.microbatch_size=64", "times the number of ranks now"),
+        ("program.optimizer.weight_decay=0.5", "group"),
+        ("program.train.seed=5", "train.seed: 0 in the checkpoint, 5 now"),
+        ("program.optimizer.lr=0.5", "optimizer.lr: "),
+        ("program.train.microbatch_size=64", "times the number of ranks now"),
         ("model.sequence_length=16", "model.sequence_length: 8 in the checkpoint, 16 now"),
     ],
 )
 def test_can_load_names_what_does_not_fit_and_exits_with_6(trained, override, problem):
     before = sorted(path.stat().st_mtime_ns for path in (trained / "run").rglob("*"))
 
-    result = invoke("can-load", trained / "run", "-c", trained / "run.yaml", override)
-    as_json = invoke("can-load", trained / "run", "-c", trained / "run.yaml", override, "--json")
+    result = invoke("can-load", trained / "run", *DEMO, "-c", trained / "run.yaml", override)
+    as_json = invoke("can-load", trained / "run", *DEMO, "-c", trained / "run.yaml", override, "--json")
 
     assert result.exit_code == as_json.exit_code == 6, result.output
     assert problem in result.stdout
@@ -230,9 +232,9 @@ def test_can_load_names_what_does_not_fit_and_exits_with_6(trained, override, pr
 
 
 def test_can_load_treats_another_run_as_a_resume_does(trained):
-    arguments = ["can-load", trained / "run", "-c", trained / "run.yaml", "train.seed=5"]
-    allowed = invoke(*arguments, "checkpoint.changes=allow")
-    as_json = json.loads(invoke(*arguments, "checkpoint.changes=allow", "--json").stdout)
+    arguments = ["can-load", trained / "run", *DEMO, "-c", trained / "run.yaml", "program.train.seed=5"]
+    allowed = invoke(*arguments, "program.checkpoint.changes=allow")
+    as_json = json.loads(invoke(*arguments, "program.checkpoint.changes=allow", "--json").stdout)
 
     assert allowed.exit_code == 0
     assert allowed.stdout.splitlines()[0] == "changed: train.seed: 0 in the checkpoint, 5 now"
@@ -240,24 +242,24 @@ def test_can_load_treats_another_run_as_a_resume_does(trained):
 
 
 def test_can_load_says_that_a_checkpoint_is_not_of_this_program(trained):
-    arguments = ["can-load", trained / "others", "-c", trained / "run.yaml"]
-    refused, allowed = invoke(*arguments), invoke(*arguments, "checkpoint.changes=allow")
+    arguments = ["can-load", trained / "others", *DEMO, "-c", trained / "run.yaml"]
+    refused, allowed = invoke(*arguments), invoke(*arguments, "program.checkpoint.changes=allow")
 
     assert (refused.exit_code, allowed.exit_code) == (6, 0)
-    assert "it was not saved by megabucket train" in refused.stdout
-    assert "changed: it was not saved by megabucket train" in allowed.stdout
+    assert "it was not saved by the demo" in refused.stdout
+    assert "changed: it was not saved by the demo" in allowed.stdout
 
 
 def test_can_load_refuses_a_checkpoint_beyond_the_last_step(trained):
-    arguments = ["can-load", trained / "later", "-c", trained / "run.yaml", "checkpoint.changes=allow"]
-    beyond, at_the_end = invoke(*arguments, "train.steps=2"), invoke(*arguments, "train.steps=3")
+    arguments = ["can-load", trained / "later", *DEMO, "-c", trained / "run.yaml", "program.checkpoint.changes=allow"]
+    beyond, at_the_end = invoke(*arguments, "program.train.steps=2"), invoke(*arguments, "program.train.steps=3")
 
     assert (beyond.exit_code, at_the_end.exit_code) == (6, 0)
     assert beyond.stdout.splitlines()[0] == "it is of step 3, and train.steps=2 ends before"
 
 
 def test_can_load_with_a_cast_takes_another_precision(trained):
-    arguments = ["can-load", trained / "run", "-c", trained / "run.yaml", "model.dtype=bfloat16", "--cast"]
+    arguments = ["can-load", trained / "run", *DEMO, "-c", trained / "run.yaml", "model.dtype=bfloat16", "--cast"]
 
     assert invoke(*arguments).exit_code == 0
 
@@ -283,7 +285,7 @@ def test_weights_go_to_safetensors_and_back(trained):
 def test_imported_weights_load_into_a_model_without_an_optimizer(trained):
     invoke("convert", trained / "run", trained / "hf", "--to", "safetensors")
     invoke("convert", trained / "hf" / "model.safetensors", trained / "back", "--to", "megabucket")
-    config = load_config(trained / "run.yaml", ["train.seed=5"])
+    config = load_demo_config(trained / "run.yaml", ["train.seed=5"])
     model = mb.DistributedDataParallel(initial_model(config, config.model, torch.device("cpu")), config.ddp)
 
     loaded = mb.load_checkpoint(trained / "back", model)

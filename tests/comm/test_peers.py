@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def state_soon(identity, state):
 def other():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        yield process, replace(identify_this_process(), pid=process.pid, start_ticks=int(fields[19]))  # fields 3 to 52
+        yield process, identify_this_process()._replace(pid=process.pid, start_ticks=int(fields[19]))  # fields 3 to 52
         process.kill()
 
 
@@ -60,12 +59,12 @@ def test_a_process_is_dead_before_and_after_its_parent_has_read_its_exit_code(ot
 def test_a_process_that_has_the_id_of_a_dead_one_is_somebody_else():
     here = identify_this_process()
 
-    assert look_at(replace(here, start_ticks=here.start_ticks - 1), from_space=here.pid_space) is ProcessState.DEAD
+    assert look_at(here._replace(start_ticks=here.start_ticks - 1), from_space=here.pid_space) is ProcessState.DEAD
 
 
 @pytest.mark.parametrize("space", ["another host", ""])
 def test_a_process_elsewhere_is_out_of_sight(space):
     here = identify_this_process()
 
-    assert look_at(replace(here, pid_space=space), from_space=here.pid_space) is ProcessState.UNKNOWN
+    assert look_at(here._replace(pid_space=space), from_space=here.pid_space) is ProcessState.UNKNOWN
     assert look_at(here, from_space=space) is ProcessState.UNKNOWN

@@ -3,11 +3,23 @@
 import pytest
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Broadcast, LocalCommunicator, ReduceScatter
-from megabucket.comm import Communicator, DoneHandle, Progress
-from megabucket.errors import InvariantError
-from megabucket.testing import LoopbackWorld
-from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Lane, ListRecorder
+from megabucket.comm import (
+    AllGather,
+    AllReduce,
+    Batch,
+    Broadcast,
+    Communicator,
+    DoneHandle,
+    LocalCommunicator,
+    Progress,
+    ReduceOp,
+    ReduceScatter,
+)
+from megabucket.errors import CollectiveError, InvariantError
+from megabucket.testing import ListRecorder, LoopbackWorld
+from megabucket.trace.recorder import CollectiveKind, CollectiveRecord
+
+RECORD = CollectiveRecord(CollectiveKind.ALL_REDUCE, "bucket 0", num_calls=1, payload_bytes=4, num_ranks=1)
 
 
 def launch_on_all(world, make_calls, label="test"):
@@ -125,14 +137,51 @@ def test_a_dropped_empty_call_counts_neither_as_call_nor_as_bytes():
     assert [(record.num_calls, record.payload_bytes) for record in recorder.collectives] == [(1, 4)]
 
 
-def test_a_wait_is_recorded_on_the_lane_of_waits():
-    recorder = ListRecorder()
+def test_a_launch_knows_the_moments_of_its_life():
+    world, recorder = LoopbackWorld(2), ListRecorder()
 
-    LoopbackWorld(2).communicator(0, recorder).record_wait("bucket 1", start_s=0.0)
+    first = world.communicator(0, recorder).launch([AllReduce(torch.zeros(1))], label="a")
+    (launch,) = recorder.launches
+    assert (launch.done, launch.wait_start, launch.wait_stop) == (None, None, None)
+    world.communicator(1).launch([AllReduce(torch.zeros(1))], label="a")
+    first.wait()
 
-    (interval,) = recorder.intervals
-    assert (interval.lane, interval.label, interval.start_s) == (Lane.WAIT, "bucket 1", 0.0)
-    assert interval.stop_s > 0
+    assert launch.launched < launch.done < launch.wait_start < launch.wait_stop
+
+
+def test_no_clock_is_read_for_a_recorder_that_wants_no_times():
+    world, recorder = LoopbackWorld(2), ListRecorder(records_time=False)
+
+    launch_on_all(world, lambda _: [AllReduce(torch.zeros(1))])
+    world.communicator(0, recorder).launch([AllReduce(torch.zeros(1))], label="a")
+
+    assert [(launch.launched, launch.done) for launch in recorder.launches] == [(None, None)]
+
+
+def test_a_handle_sends_nothing_before_it_is_started_and_nothing_twice():
+    world = LoopbackWorld(2)
+    handle = world.communicator(0).handle([AllReduce(torch.ones(1))], label="sum")
+
+    with pytest.raises(CollectiveError, match="sum was not launched, so there is nothing to wait for"):
+        handle.wait()
+    assert (handle.is_started, world.schedule(0)) == (False, ())
+
+    handle.start()
+    handle.start()
+    assert (handle.is_started, world.schedule(0)) == (True, ("sum [all_reduce sum of 1 x float32]",))
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+def test_every_reduction_comes_divided(op):
+    world = LoopbackWorld(2)
+    whole, parts = [torch.full((2,), 12.0) for _ in range(2)], [torch.full((2,), 12.0) for _ in range(2)]
+
+    launch_on_all(world, lambda rank: [AllReduce(whole[rank], op, divisor=3.0)])
+    launch_on_all(world, lambda rank: [ReduceScatter(parts[rank][rank : rank + 1], parts[rank], op, divisor=3.0)])
+
+    expected = 8.0 if op is ReduceOp.SUM else 4.0  # (12 + 12) / 3, and half of it
+    assert [tensor.tolist() for tensor in whole] == [[expected] * 2] * 2
+    assert [parts[rank][rank].item() for rank in range(2)] == [expected] * 2
 
 
 class TestOneRank:
@@ -177,7 +226,7 @@ class TestOneRank:
 
     def test_a_launch_past_the_port_is_our_bug(self):
         with pytest.raises(InvariantError) as caught:
-            LocalCommunicator()._launch([AllReduce(torch.ones(1))], "bucket 0")
+            LocalCommunicator()._handle(Batch([AllReduce(torch.ones(1))]), RECORD, is_kept=False)
 
         assert str(caught.value) == "bucket 0: one rank has nobody to talk to, got 1 calls"
 

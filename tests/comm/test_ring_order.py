@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.comm.ring_order import stretches
+from megabucket.comm.gloo import ring_blocks
 
 
 def walked(numel: int, itemsize_bytes: int, num_ranks: int) -> list[list[int]]:
@@ -35,16 +35,27 @@ def walked(numel: int, itemsize_bytes: int, num_ranks: int) -> list[list[int]]:
     num_ranks=st.integers(2, 8),
     numel=st.integers(1, 400),
     itemsize_bytes=st.sampled_from([1, 2, 4, 8]),
+    block_numel=st.integers(1, 500),
     data=st.data(),
 )
-def test_every_element_is_added_in_the_order_of_the_ring(num_ranks, numel, itemsize_bytes, data):
+def test_every_element_is_added_in_the_order_of_the_ring(num_ranks, numel, itemsize_bytes, block_numel, data):
     start = data.draw(st.integers(0, numel - 1))
     stop = data.draw(st.integers(start + 1, numel))
     expected = walked(numel, itemsize_bytes, num_ranks)[start:stop]
 
-    found = list(stretches(start=start, stop=stop, numel=numel, itemsize_bytes=itemsize_bytes, num_ranks=num_ranks))
+    found = list(
+        ring_blocks(
+            start=start,
+            stop=stop,
+            numel=numel,
+            itemsize_bytes=itemsize_bytes,
+            num_ranks=num_ranks,
+            block_numel=block_numel,
+        )
+    )
 
     orders = [list(stretch.ranks) for stretch in found for _ in range(stretch.start, stretch.stop)]
+    assert all(0 < stretch.stop - stretch.start <= block_numel for stretch in found)
     assert [stretch.start for stretch in found] == [0, *(stretch.stop for stretch in found[:-1])]
     if num_ranks == 2:
         assert [sorted(order) for order in orders] == [sorted(order) for order in expected]  # of two the order is all one
@@ -54,7 +65,7 @@ def test_every_element_is_added_in_the_order_of_the_ring(num_ranks, numel, items
 
 @pytest.mark.parametrize("numel", [3 << 18, (3 << 18) + 1, 10_000_000])
 def test_segments_of_large_tensors_are_no_longer_than_a_mebibyte(numel):
-    found = list(stretches(start=0, stop=numel, numel=numel, itemsize_bytes=4, num_ranks=3))
+    found = list(ring_blocks(start=0, stop=numel, numel=numel, itemsize_bytes=4, num_ranks=3, block_numel=numel))
 
     longest = max(stretch.stop - stretch.start for stretch in found)
     num_segments = max(math.ceil(numel * 4 / 2**20 / 3) * 3, 6)

@@ -1,50 +1,67 @@
 """What ranks write into the store can be read again, and what others write there is no sign of anything."""
 
+import json
+
 import pytest
 
-from megabucket.comm.liveness import ProcessIdentity
-from megabucket.comm.liveness import Beat, Finding, decode_beat, decode_finding
+from megabucket.comm.liveness import Beat, ProcessIdentity, decode_beat, decode_finding, encode_finding
+from megabucket.errors import PeerLostError, WrapperBrokenError
 
 BEAT = Beat(
     process=ProcessIdentity("node (1)", 4711, 99, "boot pid:[1]"),
-    count=3,
+    number=3,
     every_s=0.5,
     step=12,
     phase="backward",
     bucket=2,
     num_launched=40,
-    at_s=1.5,
     has_left=False,
 )
-FINDING = Finding(ranks=(1, 2), states=("died", "froze"), during="noticed", recorder="Last collectives: #1.")
+FINDINGS = [
+    PeerLostError(ranks=(1, 2), states=("died", "froze"), during="noticed", recorder="Last collectives: #1."),
+    WrapperBrokenError(step=12, rank=1, phase="update", cause="KeyboardInterrupt"),
+    WrapperBrokenError(step=12, rank=None, phase="setup", cause="ranks wait for one another"),
+]
 
 
 def test_a_beat_survives_the_store():
-    assert decode_beat(BEAT.encode().encode()) == BEAT
+    assert decode_beat(json.dumps(BEAT).encode()) == BEAT
 
 
-def test_a_finding_survives_the_store():
-    assert decode_finding(FINDING.encode().encode()) == FINDING
+@pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: type(finding).__name__)
+def test_a_finding_survives_the_store(finding):
+    found = decode_finding(encode_finding(finding).encode())
+
+    assert type(found) is type(finding)
+    assert found.to_dict() == finding.to_dict()
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xff", b"7", b"null", b"{}", b"[]", b'{"ranks": [1]}', b'[["a", 1], 2]', b"[1, 2]"])
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\xff", b"7", b"null", b"{}", b"[]", b'{"ranks": [1]}', b'[["a", 1], 2]', b"[1, 2]", b'["PeerLostError", {}]'],
+)
 def test_anything_else_is_no_sign(raw):
     assert decode_beat(raw) is None
     assert decode_finding(raw) is None
 
 
+@pytest.mark.parametrize("place", range(len(BEAT)))
+def test_a_beat_with_a_value_of_another_type_is_none(place):
+    fields = json.loads(json.dumps(BEAT))
+    fields[place] = {"not": "a value of a beat"}
+
+    assert decode_beat(json.dumps(fields).encode()) is None
+
+
 def test_a_finding_that_has_not_one_state_per_rank_is_none():
-    assert decode_finding(b'{"ranks": [1], "states": [], "during": "", "recorder": ""}') is None
+    assert decode_finding(b'["PeerLostError", {"ranks": [1], "states": [], "during": "", "recorder": ""}]') is None
 
 
 def test_a_place_names_phase_step_and_bucket():
     assert BEAT.place == "backward, step 12, bucket 2"
+    assert BEAT._replace(bucket=-1).place == "backward, step 12"
 
 
-def test_the_error_of_a_finding_is_a_fresh_one_each_time():
-    first, second = FINDING.error(), FINDING.error()
-
-    assert first is not second
-    assert str(first) == str(second)
-    assert str(first).startswith("rank 1 died; rank 2 froze (noticed). The process group cannot be used any more")
-    assert str(first).endswith("Last collectives: #1.")
+def test_where_a_rank_was_last_seen_is_not_told_after_its_only_beat():
+    assert BEAT.last_seen == "; last seen in backward, step 12, bucket 2"
+    assert BEAT._replace(every_s=None).last_seen == ""

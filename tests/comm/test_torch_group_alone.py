@@ -7,7 +7,11 @@ import torch.distributed as dist
 from megabucket.comm import (
     AllGather,
     AllReduce,
+    Batch,
     Broadcast,
+    Call,
+    Communicator,
+    Handle,
     Liveness,
     LocalCommunicator,
     ProcessGroupCommunicator,
@@ -16,7 +20,16 @@ from megabucket.comm import (
     discover_communicator,
 )
 from megabucket.errors import CollectiveError, GroupDestroyedError, ProcessGroupMissingError
-from megabucket.trace.recorder import Lane, ListRecorder
+from megabucket.testing import ListRecorder
+from megabucket.trace.recorder import CollectiveRecord
+
+
+def launch(communicator: Communicator, calls: list[Call], label: str) -> Handle:
+    """Launch below the port, which sends nothing for one rank."""
+    record = CollectiveRecord(calls[0].kind, label, len(calls), sum(call.full.nbytes for call in calls), num_ranks=1)
+    handle = communicator._handle(Batch(calls), record, is_kept=False)
+    handle.start()
+    return handle
 
 
 @pytest.fixture
@@ -84,7 +97,7 @@ def test_a_group_that_was_destroyed_is_refused(group):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     with pytest.raises(GroupDestroyedError) as caught:
-        communicator._launch([AllReduce(torch.ones(2))], "bucket 3")
+        launch(communicator, [AllReduce(torch.ones(2))], "bucket 3")
 
     assert caught.value.operation == "bucket 3 was launched"
 
@@ -105,88 +118,85 @@ class TestLaunches:
     def test_all_reduce(self, group, op):
         values = torch.arange(4.0)
 
-        ProcessGroupCommunicator(group)._launch([AllReduce(values, op)], "a").wait()
+        launch(ProcessGroupCommunicator(group), [AllReduce(values, op)], "a").wait()
 
         assert torch.equal(values, torch.arange(4.0))
 
     def test_reduce_scatter_in_place(self, group):
         full = torch.arange(4.0)
 
-        ProcessGroupCommunicator(group)._launch([ReduceScatter(full[0:4], full)], "a").wait()
+        launch(ProcessGroupCommunicator(group), [ReduceScatter(full[0:4], full)], "a").wait()
 
         assert torch.equal(full, torch.arange(4.0))
 
     def test_reduce_scatter_into_a_shard_of_its_own(self, group):
         full, shard = torch.arange(4.0), torch.zeros(4)
 
-        ProcessGroupCommunicator(group)._launch([ReduceScatter(shard, full)], "a").wait()
+        launch(ProcessGroupCommunicator(group), [ReduceScatter(shard, full)], "a").wait()
 
         assert torch.equal(shard, torch.arange(4.0))
 
     def test_all_gather(self, group):
         full, shard = torch.zeros(4), torch.arange(4.0)
 
-        ProcessGroupCommunicator(group)._launch([AllGather(full, shard)], "a").wait()
+        launch(ProcessGroupCommunicator(group), [AllGather(full, shard)], "a").wait()
 
         assert torch.equal(full, torch.arange(4.0))
 
     def test_broadcast(self, group):
         values = torch.arange(4)
 
-        ProcessGroupCommunicator(group)._launch([Broadcast(values), Broadcast(torch.ones(2))], "a").wait()
+        launch(ProcessGroupCommunicator(group), [Broadcast(values), Broadcast(torch.ones(2))], "a").wait()
 
         assert torch.equal(values, torch.arange(4))
 
     def test_a_batch_of_several_dtypes_is_sent_as_one_batch_per_dtype(self, group):
         tensors = [torch.full((3,), float(i), dtype=dtype) for i, dtype in enumerate([torch.float32, torch.bfloat16] * 2)]
 
-        ProcessGroupCommunicator(group)._launch([AllReduce(tensor) for tensor in tensors], "a").wait()
+        launch(ProcessGroupCommunicator(group), [AllReduce(tensor) for tensor in tensors], "a").wait()
 
         assert [tensor[0].item() for tensor in tensors] == [0.0, 1.0, 2.0, 3.0]
 
     def test_a_batch_of_gathers_fills_every_buffer(self, group):
         fulls, shards = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
 
-        ProcessGroupCommunicator(group)._launch([AllGather(*pair) for pair in zip(fulls, shards, strict=True)], "a").wait()
+        launch(ProcessGroupCommunicator(group), [AllGather(*pair) for pair in zip(fulls, shards, strict=True)], "a").wait()
 
         assert [full.tolist() for full in fulls] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
 
-    def test_a_batch_that_cannot_be_launched_leaves_the_group_as_it_was(self, group):
+    def test_a_batch_that_gloo_refuses_leaves_the_group_as_it_was(self, group):
         communicator = ProcessGroupCommunicator(group)
         wrong = [AllReduce(torch.ones(2, dtype=torch.complex64), ReduceOp.MAX) for _ in range(2)]
         values = torch.arange(4.0)
 
-        with pytest.raises(ValueError, match="complex"):
-            communicator._launch(wrong, "a")
-        # torch would note these two for the batch above, and send nothing.
-        communicator._launch([AllReduce(values)], "b").wait()
-        communicator._launch([AllReduce(values), AllReduce(torch.ones(2))], "c").wait()
+        with pytest.raises(RuntimeError, match="complex"):
+            launch(communicator, wrong, "a").wait()
+        launch(communicator, [AllReduce(values)], "b").wait()
+        launch(communicator, [AllReduce(values), AllReduce(torch.ones(2))], "c").wait()
 
         assert torch.equal(values, torch.arange(4.0))
 
     def test_waiting_again_does_nothing(self, group):
-        handle = ProcessGroupCommunicator(group)._launch([AllReduce(torch.ones(2))], "a")
+        handle = launch(ProcessGroupCommunicator(group), [AllReduce(torch.ones(2))], "a")
 
         handle.wait()
         handle.wait()
 
-    def test_a_recorder_that_wants_times_gets_one_comm_and_one_wait_interval(self, group):
+    @pytest.mark.parametrize("numel", [2, 1 << 17])
+    def test_a_recorder_that_wants_times_learns_when_all_of_a_batch_was_complete(self, group, numel):
         recorder = ListRecorder()
+        calls = [AllReduce(torch.ones(numel)), AllReduce(torch.ones(3, dtype=torch.float64))]
 
-        handle = ProcessGroupCommunicator(group, recorder)._launch([AllReduce(torch.ones(2)), AllReduce(torch.ones(3))], "a")
-        handle.wait()
-        handle.wait()
+        launch(ProcessGroupCommunicator(group, recorder), calls, "a").wait()
 
-        assert sorted((interval.lane.value, interval.label) for interval in recorder.intervals) == [
-            ("comm", "a"),
-            ("wait", "a"),
-        ]
-        assert all(interval.stop_s >= interval.start_s for interval in recorder.intervals)
-        assert Lane.COMPUTE not in {interval.lane for interval in recorder.intervals}
+        (record,) = recorder.launches
+        assert record.launched <= record.done <= record.wait_stop
+        assert record.launched <= record.wait_start <= record.wait_stop
 
     def test_a_recorder_that_wants_no_times_gets_none(self, group):
         recorder = ListRecorder(records_time=False)
 
-        ProcessGroupCommunicator(group, recorder)._launch([AllReduce(torch.ones(2))], "a").wait()
+        launch(ProcessGroupCommunicator(group, recorder), [AllReduce(torch.ones(2))], "a").wait()
 
-        assert recorder.intervals == []
+        (record,) = recorder.launches
+        assert (record.launched, record.done, record.wait_start, record.wait_stop) == (None,) * 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.torch import existence_of, flight_record, is_gloo, store_of, timeout_s_of
+from megabucket.comm.torch import backend_of, existence_of, flight_record, store_of, timeout_s_of
 
 
 @pytest.fixture
@@ -18,7 +18,8 @@ def group():
 
 
 def test_a_gloo_group_is_told_with_its_time_limit_and_store(group):
-    assert is_gloo(group, torch.device("cpu"))
+    assert backend_of(group, torch.device("cpu")) == "gloo"
+    assert backend_of(group, torch.device("meta")) == ""
     assert timeout_s_of(group) == 7.5
     store_of(group).set("a", "b")
 
@@ -42,7 +43,7 @@ def test_a_group_exists_until_it_is_destroyed_and_another_default_group_is_anoth
 def test_the_flight_record_is_a_line_about_the_last_collectives_of_the_group(group):
     for _ in range(6):
         dist.all_reduce(torch.ones(3))
-    line = flight_record(group.group_name)
+    line = flight_record([group.group_name])
 
     assert line.startswith("Last collectives: #")
     assert line.count("all_reduce [[3]]") == 4
@@ -50,4 +51,4 @@ def test_the_flight_record_is_a_line_about_the_last_collectives_of_the_group(gro
 
 
 def test_there_is_no_flight_record_of_an_unknown_group(group):
-    assert flight_record("no such group") == ""
+    assert flight_record(["no such group"]) == ""

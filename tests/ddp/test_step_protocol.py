@@ -460,7 +460,7 @@ def test_a_distributed_optimizer_that_fails_on_one_rank_breaks_the_wrapper_on_al
     for first, texts in ranks.run(run):
         assert isinstance(first, WrapperBrokenError)
         (text,) = texts
-        assert text.startswith("step 1: rank 1 stopped in optimizer.step(), with the others about to go on: ValueError: boom. ")
+        assert text.startswith("step 0: rank 1 stopped in optimizer.step(), with the others about to go on: ValueError: boom. ")
 
 
 @pytest.mark.parametrize("sharded", [False, True])

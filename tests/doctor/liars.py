@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Broadcast, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.comm import Call
+from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Call, Communicator, Handle, ReduceOp, ReduceScatter
 from megabucket.doctor import Report, run_doctor
 from megabucket.testing import LoopbackWorld
+from megabucket.trace.recorder import CollectiveRecord
 
 Lie = Callable[[int, Call], Call]
 """Of a rank and a reduction of floats: what is launched instead, after changing the tensors at will."""
 
 
-class Liar(Communicator):
+class Around(Communicator):
+    """Passes everything on, on both channels."""
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(rank=inner.rank, size=inner.size)
+        self._inner, self.progress = inner, inner.progress
+        self._inner_control = inner.control if inner.control is not inner else None
+
+    @property
+    def control(self) -> Communicator:
+        if self._inner_control is None:
+            return self
+        channel = copy.copy(self)
+        channel._inner, channel._inner_control = self._inner_control, None
+        return channel
+
+    @control.setter
+    def control(self, channel: Communicator) -> None:
+        """The other channel is what is around the other channel."""
+
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
+        return self._inner.handle(batch, label=record.label)
+
+
+class Liar(Around):
     """Passes everything on, reductions of floats after the lie."""
 
     def __init__(self, inner: Communicator, lie: Lie, *, only: str = "") -> None:
-        super().__init__(rank=inner.rank, size=inner.size)
-        self._inner, self._lie, self._only = inner, lie, only
+        super().__init__(inner)
+        self._lie, self._only = lie, only
 
-    def _launch(self, calls: Sequence[Call], label: str) -> Handle:
-        return self._inner.launch([self._changed(call) if self._only in label else call for call in calls], label=label)
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
+        calls = [self._changed(call) if self._only in record.label else call for call in batch]
+        return self._inner.handle(calls, label=record.label)
 
     def _changed(self, call: Call) -> Call:
         is_reduction = isinstance(call, AllReduce | ReduceScatter)
@@ -71,42 +97,57 @@ def scaling_before_averaging(size: int) -> Lie:
     return lie
 
 
-class Refuser(Communicator):
+class Refuser(Around):
     """Refuses one reduce op, as a back-end does that lacks it."""
 
     def __init__(self, inner: Communicator, refused: ReduceOp) -> None:
-        super().__init__(rank=inner.rank, size=inner.size)
-        self._inner, self._refused = inner, refused
+        super().__init__(inner)
+        self._refused = refused
 
-    def _launch(self, calls: Sequence[Call], label: str) -> Handle:
-        if any(getattr(call, "op", None) is self._refused for call in calls):
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
+        if any(getattr(call, "op", None) is self._refused for call in batch):
             raise RuntimeError(f"Cannot use ReduceOp.{self._refused.name} here\nwith a second line")
-        return self._inner.launch(calls, label=label)
+        return super()._handle(batch, record, is_kept=is_kept)
 
 
 class _Spoiled(Handle):
-    def __init__(self, inner: Handle, calls: Sequence[Call]) -> None:
-        self._inner, self._calls, self._is_done = inner, calls, False
+    def __init__(self, inner: Handle, calls: Sequence[Call], spoil: Callable[[Call], object]) -> None:
+        self._inner, self._calls, self._spoil, self._is_done = inner, calls, spoil, False
+
+    @property
+    def is_started(self) -> bool:
+        return self._inner.is_started
+
+    def start(self) -> None:
+        self._inner.start()
 
     def wait(self) -> None:
         self._inner.wait()
         if not self._is_done:
             self._is_done = True
             for call in self._calls:
-                call.full.view(-1)[0] += 1
+                self._spoil(call)
 
 
-class Spoiler(Communicator):
+class Spoiler(Around):
     """Changes the first element of what one rank receives from collectives of one kind."""
 
     def __init__(self, inner: Communicator, kind: type[AllReduce | AllGather | Broadcast], *, rank: int) -> None:
-        super().__init__(rank=inner.rank, size=inner.size)
-        self._inner, self._kind, self._spoiled_rank = inner, kind, rank
+        super().__init__(inner)
+        self._kind, self._spoiled_rank = kind, rank
 
-    def _launch(self, calls: Sequence[Call], label: str) -> Handle:
-        handle = self._inner.launch(calls, label=label)
-        spoils = self.rank == self._spoiled_rank and isinstance(calls[0], self._kind) and calls[0].full.is_floating_point()
-        return _Spoiled(handle, calls) if spoils else handle
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
+        handle = super()._handle(batch, record, is_kept=is_kept)
+        spoils = self.rank == self._spoiled_rank and isinstance(batch[0], self._kind) and batch[0].full.is_floating_point()
+        return _Spoiled(handle, batch, lambda call: call.full.view(-1)[0].add_(1)) if spoils else handle
+
+
+class Garbler(Around):
+    """Overwrites what the ranks tell each other about what they saw."""
+
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
+        handle = super()._handle(batch, record, is_kept=is_kept)
+        return _Spoiled(handle, batch, lambda call: call.full.fill_(7)) if record.label == "doctor facts" else handle
 
 
 def examine(size: int, wrap: Callable[[Communicator], Communicator], config=None) -> Report:

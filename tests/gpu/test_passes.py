@@ -6,9 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabucket as mb
 from megabucket.comm import LocalCommunicator
-from megabucket.ddp.capture import check_not_capturing
-from megabucket.ddp.fence import Fence
-from megabucket.ddp.fence import StepReport
+from megabucket.config.resolve import resolve_step
+from megabucket.ddp.fence import Fence, Report, check_not_capturing
 from megabucket.errors import PhaseError
 
 
@@ -83,14 +82,19 @@ class TestCapture:
     def capturing(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
-    def test_a_fence_is_refused(self, capturing):
-        fence = Fence(None, device=self.CUDA)
+    @pytest.fixture
+    def fence(self):
+        policy = resolve_step(mb.DistributedDataParallelConfig())
+        return Fence(LocalCommunicator(), num_buckets=1, policy=policy, device=self.CUDA)
 
+    def test_a_fence_is_refused(self, capturing, fence):
         with pytest.raises(PhaseError, match=r"CUDA graph is being captured.*fence=False and nonfinite_gradients='allow'"):
-            fence.launch(StepReport(rank=0), nonfinite=torch.tensor(False))
+            fence.send(Report(rank=0), [torch.tensor(False)])
 
-    def test_with_nobody_to_ask_and_nothing_to_read_it_is_none(self, capturing):
-        assert Fence(None, device=self.CUDA).launch(StepReport(rank=0)).is_whole()
+    def test_with_nobody_to_ask_and_nothing_to_read_it_is_none(self, capturing, fence):
+        fence.send(Report(rank=0))
+
+        assert fence.take(lambda: Report(rank=0)) == []
 
     @pytest.mark.parametrize("returns_grad_norm", [True, False])
     def test_a_step_of_a_distributed_optimizer_is_refused(self, returns_grad_norm, capturing, monkeypatch):
@@ -100,7 +104,7 @@ class TestCapture:
         sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
         optimizer = mb.DistributedOptimizer(sgd, ddp, returns_grad_norm=returns_grad_norm)
         ddp(torch.ones(2)).sum().backward()
-        monkeypatch.setattr(mb.DistributedOptimizer, "_device", self.CUDA)
+        monkeypatch.setattr(optimizer._global_norm, "device", self.CUDA)
 
         with pytest.raises(PhaseError, match=r"captured, and DistributedOptimizer.step\(\) decides on the host what to do"):
             optimizer.step()

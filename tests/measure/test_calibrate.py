@@ -15,9 +15,9 @@ from megabucket.errors import ConfigError
 from megabucket.measure.calibrate import Calibration, CalibrationPlan, calibrate
 from megabucket.measure.collectives import Cell, Timing, sizes_up_to
 from megabucket.measure.link_table import describe_fits, link_tables
+from megabucket.measure.ranks import Launch
 from megabucket.planning.inputs import read_link
 from megabucket.trace import CollectiveKind
-from megabucket.training.launch import Launch
 
 KEY = (CollectiveKind.ALL_REDUCE, "float32")
 FACTS = {"origin": "measured", "backend": "gloo", "device": "x86_64", "repetitions": 3}

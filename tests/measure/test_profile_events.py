@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megabucket.errors import PhaseError
 from megabucket.layout import ParamSpec
-from megabucket.measure.profile_events import Event, EventKind, HookCost, ModelFacts, reduce_steps, split_steps
+from megabucket.measure.profile_events import Event, EventKind, ModelFacts, reduce_steps, split_steps
 
 TICKS = st.integers(0, 9)
 
@@ -36,14 +36,12 @@ class Model:
         specs = tuple(ParamSpec(f"p{i}", (i + 1,)) for i in range(self.num_params))
         return ModelFacts(specs, tuple(map(tuple, self.module_params)), grad_bytes=4, param_bytes=2)
 
-    def events(self, num_steps, num_microbatches, *, stretched=(), hook=0):
+    def events(self, num_steps, num_microbatches, *, stretched=()):
         """The events of a run. Microbatches whose number is in ``stretched`` take ten times as long everywhere."""
         now, found, number = 100, [], 0
 
-        def note(kind, index=-1, cost=0):
-            nonlocal now
+        def note(kind, index=-1):
             found.append(Event(kind, now, index))
-            now += cost
 
         for _ in range(num_steps):
             for _ in range(num_microbatches):
@@ -52,13 +50,13 @@ class Model:
                 note(EventKind.FORWARD)
                 now += self.before * slow
                 for module, ticks in enumerate(self.forward):
-                    note(EventKind.NEED, module, cost=hook)
+                    note(EventKind.NEED, module)
                     now += ticks * slow
                 note(EventKind.FORWARD_END)
                 now += self.loss * slow
                 for param, ticks in self.backward.items():
                     now += ticks * slow
-                    note(EventKind.READY, param, cost=hook)
+                    note(EventKind.READY, param)
                 now += self.gap
             note(EventKind.BUCKETS)
             now += self.buckets
@@ -89,8 +87,8 @@ def models(draw):
     )
 
 
-def reduced(model, events, **options):
-    return reduce_steps(split_steps(events), model.facts, **options)
+def reduced(model, events):
+    return reduce_steps(split_steps(events), model.facts)
 
 
 @given(models(), st.integers(1, 4), st.integers(1, 3))
@@ -135,19 +133,6 @@ def test_disturbances_in_fewer_than_half_of_the_microbatches_change_nothing(mode
     assert disturbed == calm
 
 
-@given(models(), st.integers(1, 5))
-def test_what_the_hooks_cost_is_taken_off(model, hook):
-    cost = HookCost(need_s=hook, ready_s=hook)
-
-    reduction = reduced(model, model.events(3, 2, hook=hook), hook_cost=cost)
-
-    plain = reduced(model, model.events(3, 2))
-    assert reduction.workload == plain.workload
-    hooks = hook * (len(model.forward) + len(model.backward))
-    total = hooks + plain.workload.forward_s + plain.workload.backward_s
-    assert reduction.hook_share == pytest.approx(hooks / total)
-
-
 @given(models(), st.integers(1, 50))
 def test_handing_over_counts_in_backward_shared_out_by_elements(model, buckets):
     plain = reduced(model, model.events(2, 2)).workload
@@ -176,12 +161,9 @@ def test_a_gradient_that_comes_in_parts_is_ready_with_the_last_one():
 
     events = [forward, need, end, first, second, again, *rest]
     workload = reduced(model, events).workload
-    without_hooks = reduced(model, events, hook_cost=HookCost(ready_s=1)).workload
 
     assert workload.ready_order == (1, 0)
     assert [tensor.backward_s for tensor in workload.tensors] == [5, 2 + 2 + 3]
-    # One hook ran before the gradient of p1, and two before the last of p0.
-    assert [tensor.backward_s for tensor in without_hooks.tensors] == [4, 2 + 2 + 3 - 1]
 
 
 def test_parameters_needed_in_another_order_than_registered_are_told():

@@ -8,6 +8,8 @@ import pytest
 from protocol_mutants import MUTANTS
 from scenarios import SCENARIOS
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(autouse=True)
 def _no_warnings_about_small_worlds(caplog):

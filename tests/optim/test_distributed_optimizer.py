@@ -17,7 +17,7 @@ from megabucket.errors import (
     UnreducedGradientsError,
     UnusedParameterError,
 )
-from megabucket.optim import squares
+from megabucket.optim import distributed_optimizer
 from megabucket.optim.norm import sum_of_squares
 from megabucket.testing import LoopbackWorld
 
@@ -500,7 +500,7 @@ class TestOneStep:
             return sum_of_squares(grad)
 
         monkeypatch.setattr(_ParamAndGradBucketGroup, "finish_grad_sync", finish)
-        monkeypatch.setattr(squares, "sum_of_squares", square)
+        monkeypatch.setattr(distributed_optimizer, "sum_of_squares", square)
         ddp(a=1, b=2).backward()
         if finishes_before:
             ddp.finish_grad_sync()
@@ -852,7 +852,7 @@ class TestGradientsChangedAfterTheSync:
 def test_loading_keeps_the_precision_of_main_parameters_that_were_not_written():
     module = torch.nn.ModuleDict({"x": torch.nn.Linear(2, 1, dtype=torch.bfloat16), "y": torch.nn.Linear(2, 1)})
     optimizer = sgd(wrap(module))
-    main = next(shard.main for shard in optimizer._shards if shard.has_own_values)
+    main = next(shard.main for shard in optimizer.sharding.shards if shard.has_own_values)
     with torch.no_grad():
         main.mul_(1 + 2**-12)  # a sixteenth of a step of bfloat16: the model's values stay as they are
     before = main.clone()
@@ -870,7 +870,7 @@ def test_loading_other_values_reaches_main_parameters():
     module.load_state_dict({"weight": torch.tensor([[3.0, 4.0]])})
     optimizer.reload_main_params()
 
-    assert optimizer._shards[0].main.tolist() == [3.0, 4.0]
+    assert optimizer.sharding.shards[0].main.tolist() == [3.0, 4.0]
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def norm_here(grads):
-    return GlobalNorm(LocalCommunicator(), device=CPU, is_sharded=False).of(grads)
+    return GlobalNorm(LocalCommunicator(), device=CPU, is_sharded=False).of([sum_of_squares(grad) for grad in grads])
 
 
 def random_grads(seed, numel, dtype=torch.float32):
@@ -52,8 +52,8 @@ class TestNorm:
         world = LoopbackWorld(size)
 
         def norm_of_rank(rank):
-            pieces = [shards[rank]] if shards[rank].numel() else []
-            return GlobalNorm(world.communicator(rank), device=CPU, is_sharded=True).of(pieces)
+            squares = [sum_of_squares(shards[rank])] if shards[rank].numel() else []
+            return GlobalNorm(world.communicator(rank), device=CPU, is_sharded=True).of(squares)
 
         assert world.run(norm_of_rank) == [norm_here([grads])] * size
 
@@ -86,8 +86,8 @@ class TestNorm:
 
         def both(rank):
             communicator = world.communicator(rank)
-            GlobalNorm(communicator, device=CPU, is_sharded=True).of([torch.ones(3)])
-            GlobalNorm(communicator, device=CPU, is_sharded=False).of([torch.ones(3)])
+            for is_sharded in (True, False):
+                GlobalNorm(communicator, device=CPU, is_sharded=is_sharded).of([sum_of_squares(torch.ones(3))])
 
         world.run(both)
 
@@ -96,7 +96,9 @@ class TestNorm:
     def test_of_one_step_does_not_reach_into_the_next(self):
         norm = GlobalNorm(LocalCommunicator(), device=CPU, is_sharded=False)
 
-        assert [norm.of([torch.tensor([3.0])]), norm.of([torch.tensor([4.0])]), norm.of([])] == [3.0, 4.0, 0.0]
+        of_steps = [norm.of([sum_of_squares(torch.tensor([value]))]) for value in (3.0, 4.0)]
+
+        assert [*of_steps, norm.of([])] == [3.0, 4.0, 0.0]
 
     def test_squares_are_added_in_float64(self):
         total = sum_of_squares(torch.full((10,), 3.0))

@@ -9,7 +9,7 @@ import torch
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.errors import LayoutMismatchError, NonFiniteGradientError
-from megabucket.optim import squares
+from megabucket.optim import distributed_optimizer
 from megabucket.testing import LoopbackWorld
 
 SIZE = 3
@@ -62,8 +62,8 @@ def train(optimizer_fields):
 
 def count_squares(monkeypatch):
     taken = []
-    square = squares.sum_of_squares
-    monkeypatch.setattr(squares, "sum_of_squares", lambda grad: taken.append(grad) or square(grad))
+    square = distributed_optimizer.sum_of_squares
+    monkeypatch.setattr(distributed_optimizer, "sum_of_squares", lambda grad: taken.append(grad) or square(grad))
     return taken
 
 

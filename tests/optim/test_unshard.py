@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket import DistributedDataParallelConfig, ParamSpec, build_layout
-from megabucket.buffer import ParamAndGradBuffer
+from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
+from megabucket.config.resolve import resolve_step
+from megabucket.ddp.step import GradSync
 from megabucket.errors import OptimizerParametersError, PeerFailedError
 from megabucket.layout.runs import plan_runs
-from megabucket.optim.state_dict import StateCutter
 from megabucket.optim.shards import MainShard
-from megabucket.optim.state_dict import ShardHolder, unshard
-from megabucket.optim.state_dict import WholeState
+from megabucket.optim.state_dict import ShardHolder, StateCutter, WholeState, unshard
 from megabucket.testing import LoopbackWorld, layout_inputs, param_specs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -21,10 +21,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class RankState:
     """One rank's buffers, shards and optimizer state, cut from state of whole parameters."""
 
-    def __init__(self, layout, params, group_of, whole, *, communicator, is_sharded):
+    def __init__(self, layout, params, group_of, whole, *, communicator, config):
         self.params = params
         self.buffers = [ParamAndGradBuffer(buffer, params) for buffer in layout.buffers]
-        self.holder = ShardHolder(self.buffers, communicator, is_sharded)
+        policy = resolve_step(config)
+        groups = [
+            _ParamAndGradBucketGroup([bucket], index=index, communicator=communicator, policy=policy)
+            for index, bucket in enumerate(bucket for buffer in self.buffers for bucket in buffer.buckets)
+        ]
+        sync = GradSync(groups, policy)
+        self.holder = ShardHolder(self.buffers, sync, communicator, config.use_distributed_optimizer)
         self.group_of = group_of
         self.shards, self.state = self.cut(whole)
 
@@ -132,7 +138,7 @@ def test_cutting_and_putting_together_is_the_identity_on_every_rank(case):
             dict(zip(params, groups, strict=True)),
             WholeState(state, mains, dtypes),
             communicator=world.communicator(rank),
-            is_sharded=config.use_distributed_optimizer,
+            config=config,
         )
 
         found = ranks.unshard()
@@ -162,7 +168,7 @@ def two_ranks(state_of, *, numels=(100, 100), bucket_size=None):
     def play(rank):
         params = {spec.name: torch.nn.Parameter(torch.zeros(spec.shape)) for spec in specs}
         ranks = RankState(
-            layout, params, {"a": 0, "b": 0}, WholeState({}), communicator=world.communicator(rank), is_sharded=True
+            layout, params, {"a": 0, "b": 0}, WholeState({}), communicator=world.communicator(rank), config=config
         )
         ranks.state = {shard.main: state_of(rank, shard) for shard in ranks.shards}
         return ranks

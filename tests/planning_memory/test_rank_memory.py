@@ -6,7 +6,7 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.planning.memory import RankMemory, rank_memory
 
-SCRATCH = 288 + 8 + 4  # the fence, the norm, and one step count of Adam; a NaN for each parameter comes on top
+SCRATCH = 48 + 8 + 4  # the fence, the norm, and one step count of Adam; a NaN for each parameter comes on top
 
 
 def layout_of(specs, dp_size, **config):
@@ -90,7 +90,7 @@ def test_gaps_inside_a_flat_tensor_of_the_optimizer_are_counted_once_for_each_co
     assert two_groups.scratch_bytes == SCRATCH + 2 * 2 + 4
 
 
-def test_what_is_given_for_activations_and_a_missing_fence_are_taken_as_they_are():
+def test_what_is_given_for_activations_is_taken_as_it_is_and_one_rank_has_no_fence():
     layout = layout_of([ParamSpec("w", (256,))], dp_size=1)
 
     memory = rank_memory(layout, rank=0, is_sharded=True, has_fence=False, activation_bytes=12_345)

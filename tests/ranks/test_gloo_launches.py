@@ -10,7 +10,7 @@ import torch
 from pool import Rank
 
 from megabucket.comm import AllGather, AllReduce, Broadcast, Liveness, ProcessGroupCommunicator
-from megabucket.trace.recorder import ListRecorder
+from megabucket.testing import ListRecorder
 
 pytestmark = pytest.mark.dist
 

@@ -82,9 +82,3 @@ def test_without_hypothesis_the_assertions_work_and_a_strategy_says_what_to_inst
         "hypothesis | megabucket.testing.param_specs draws examples with hypothesis, which is not installed: "
         "pip install 'megabucket[testing]'\n"
     )
-
-
-def test_the_loopback_world_is_the_one_of_the_communicator_port():
-    from megabucket.testing import LoopbackWorld
-
-    assert megabucket.testing.LoopbackWorld is LoopbackWorld

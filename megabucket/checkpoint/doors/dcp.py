@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -30,7 +31,7 @@ from megabucket.checkpoint.pieces import Json, Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.plain_values import decode, encode
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.together import GroupRanks, together
-from megabucket.comm import ProcessGroupCommunicator
+from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
 from megabucket.optim import DistributedOptimizer
@@ -61,7 +62,7 @@ def save_dcp(
         ConfigError: the wrapper's ranks are no process group.
         MegabucketError: as ``save_checkpoint``, but for what the writing raises, which is torch's.
     """
-    ranks = GroupRanks.of(ddp)
+    ranks = GroupRanks.of(ddp, "saving a checkpoint")
     group = together(ranks, lambda: _check_target(Path(path), ddp))
     snapshot = capture(TrainingParts(ddp, optimizer), data_position=data_position, extras=extras, with_rng=False)
     state_dict = _nested(snapshot, ddp.module)
@@ -77,7 +78,7 @@ def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
             "nor the new checkpoint: write into a directory of its own."
         )
     communicator = ddp.communicator
-    if isinstance(communicator, ProcessGroupCommunicator):
+    if isinstance(communicator, ProcessGroupCommunicator | SameHostCommunicator):
         return communicator.process_group
     if communicator.size > 1:
         raise ConfigError(f"torch.distributed.checkpoint needs a process group, and this wrapper has {communicator!r}")
@@ -163,7 +164,7 @@ def load_dcp(
             "trusted=True if nobody else could have written them; files of save_checkpoint need no trust."
         )
     parts = TrainingParts(ddp, optimizer)
-    stored = together(GroupRanks.of(ddp), lambda: _open(Path(path), parts))
+    stored = together(GroupRanks.of(ddp, "loading a checkpoint"), lambda: _open(Path(path), parts))
     return restore(stored, parts, cast=cast)
 
 
@@ -208,10 +209,18 @@ def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
 
 
 def _load(state_dict: dict[str, Any], path: Path) -> None:
-    """Fill a state dict, on this rank alone."""
+    """Fill a state dict, on this rank alone.
+
+    Raises:
+        CheckpointError: torch cannot read a file.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(state_dict, checkpoint_id=str(path), no_dist=True)
+        try:
+            load(state_dict, checkpoint_id=str(path), no_dist=True)
+        except CheckpointException as error:  # a BaseException, of which the other ranks would never be told
+            cause = next((cause for cause, _ in error.failures.values()), error)
+            raise CheckpointError(f"{path}: torch cannot read it: {type(cause).__name__}: {cause}") from error
 
 
 def _optimizer_values(

@@ -53,7 +53,7 @@ def load_dp_zero(
         CheckpointMismatchError: state, layout and run do not fit; the text names everything that does not.
         MegabucketError: as ``load_checkpoint``; in any case nothing was changed.
     """
-    stored = together(GroupRanks.of(ddp), lambda: _for_run(found, ddp, optimizer))
+    stored = together(GroupRanks.of(ddp, "loading a checkpoint"), lambda: _for_run(found, ddp, optimizer))
     return restore(stored, TrainingParts(ddp, optimizer), cast=cast)
 
 

@@ -1,0 +1,177 @@
+"""``Task``: what is learned, from which bytes, on which schedule. The same for our wrapper and for what it is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+
+from examples.bytegpt.config import DemoConfig, OptimizerConfig
+from examples.bytegpt.corpus import Corpus, read_corpus
+from examples.bytegpt.model import ByteGPT, next_byte_loss
+from examples.bytegpt.windows import Batch, Windows, held_out_starts, training_starts
+from megabucket.errors import ConfigError, CorpusError, MegabucketError
+from megabucket.measure.ranks import Ranks
+from megabucket.planning.model_config import GptConfig
+
+T = TypeVar("T")
+
+NATS_PER_BIT: Final = math.log(2)
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """Model, data and schedule of one run, as one rank sees them."""
+
+    config: DemoConfig
+    model: GptConfig
+    ranks: Ranks
+    corpus: Corpus
+    train_windows: Windows
+    held_out_windows: Windows
+
+    @property
+    def num_windows_per_step(self) -> int:
+        """Training windows of one step over all ranks: the global batch."""
+        train = self.config.program.train
+        return train.microbatch_size * train.num_microbatches * self.ranks.num_ranks
+
+    @property
+    def num_tokens_per_step(self) -> int:
+        """Tokens of one step over all ranks."""
+        return self.num_windows_per_step * self.model.sequence_length
+
+    def build_model(self) -> ByteGPT:
+        """Return the model with its initial weights: the same on every rank and at every call."""
+        return initial_model(self.config, self.model, self.ranks.device)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        return learning_rate(self.config.program.optimizer, step=step, num_steps=self.config.program.train.steps)
+
+    def microbatches(self, step: int) -> list[Batch]:
+        """Return this rank's microbatches of a step: its share of the windows that all ranks see in it.
+
+        Which windows these are depends on their number alone, so other ranks with microbatches of other sizes see the same.
+        """
+        train = self.config.program.train
+        starts = training_starts(self.train_windows, self.num_windows_per_step, key=(train.seed, step))
+        own = starts.reshape(self.ranks.num_ranks, train.num_microbatches, train.microbatch_size)[self.ranks.rank]
+        return [self.train_windows.batch(part) for part in own]
+
+    @torch.no_grad()
+    def held_out_bits(self, model: torch.nn.Module) -> float:
+        """Return bits per byte on held-out windows, shared out among the ranks. All ranks must call it."""
+        train, ranks = self.config.program.train, self.ranks
+        num_windows = train.eval_batches * train.microbatch_size * ranks.num_ranks
+        own = held_out_starts(self.held_out_windows, num_windows)[ranks.rank :: ranks.num_ranks]
+        nats = 0.0
+        for starts in own.reshape(train.eval_batches, train.microbatch_size):
+            nats += next_byte_loss(model, *self.held_out_windows.batch(starts)).item()
+        return sum(ranks.gather(nats)) / train.eval_batches / ranks.num_ranks / NATS_PER_BIT
+
+
+def make_task(config: DemoConfig, model: GptConfig, ranks: Ranks) -> Task:
+    """Read the corpus on every rank and make sure that all of them read the same. All ranks must call it.
+
+    Raises:
+        CorpusError: on every rank, when one of them cannot read the corpus or reads other bytes than the first, or when
+            a part of it is too short.
+    """
+    data = config.program.data
+    corpus = on_all(ranks, lambda: read_corpus(data.corpus, held_out_every=data.held_out_every))
+    facts = ranks.gather(corpus.fingerprint)
+    for rank, found in enumerate(facts):
+        if found != facts[0]:
+            raise CorpusError(
+                f"rank {rank} and rank 0 read different bytes for the corpus {data.corpus!r}, so the ranks would be "
+                "trained on different data. Use the same version of Python, or the same directory, on every machine."
+            )
+    train, held_out = (Windows(part, model.sequence_length, device=ranks.device) for part in (corpus.train, corpus.held_out))
+    return Task(config, model, ranks, corpus, train, held_out)
+
+
+def on_all(ranks: Ranks, act: Callable[[], T]) -> T:
+    """Return what ``act``, which is no collective, gives on this rank; its error on any rank is raised on all of them."""
+    error = result = None
+    try:
+        result = act()
+    except MegabucketError as found:
+        error = found
+    for each in ranks.gather(error):
+        if each is not None:
+            raise each
+    return result  # type: ignore[return-value]
+
+
+def initial_model(config: DemoConfig, model: GptConfig, device: torch.device) -> ByteGPT:
+    """Return the model with its initial weights, in its dtype."""
+    return ByteGPT(model, seed=config.program.train.seed).to(device=device, dtype=_DTYPES[model.dtype])
+
+
+def trainable_model(config: DemoConfig) -> GptConfig:
+    """Return the model section of a config, when it can be trained.
+
+    Raises:
+        ConfigError: there is none, it is not a ``gpt``, its vocabulary has no room for bytes, or its dtype needs more than
+            this program does.
+    """
+    model = config.model
+    if not isinstance(model, GptConfig):
+        given = "there is no model section" if model is None else f"model.kind is {model.kind!r}"
+        raise ConfigError(f"training needs a model of kind 'gpt', but {given}; see configs/bytegpt.yaml for one")
+    if model.vocab_size < 256:
+        raise ConfigError(f"model.vocab_size={model.vocab_size} has no room for all bytes; use 256 or more")
+    if config.ddp.finish == "explicit":
+        raise ConfigError(
+            "ddp.finish='explicit' is for loops that call finish_grad_sync(), and this program's does not; use 'auto'"
+        )
+    if model.dtype not in _DTYPES:
+        raise ConfigError(f"model.dtype={model.dtype} cannot be trained here; use one of {', '.join(_DTYPES)}")
+    return model
+
+
+def make_optimizer(config: OptimizerConfig, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the torch optimizer over two groups: parameters with two or more dimensions, which decay, and the others.
+
+    Without weight decay there is one group.
+    """
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": config.weight_decay}, {"params": [], "weight_decay": 0.0}]
+    for param in params:
+        groups[group_of(config, param)]["params"].append(param)
+    groups = [group for group in groups if group["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=config.fused or None)
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused or None)
+
+
+def group_of(config: OptimizerConfig, param: torch.nn.Parameter) -> int:
+    """Return the group that ``make_optimizer`` puts a parameter into; groups that stay empty are counted."""
+    return int(config.weight_decay > 0 and param.ndim <= 1)
+
+
+def learning_rate(config: OptimizerConfig, *, step: int, num_steps: int) -> float:
+    """Return the learning rate of step ``step``, counted from 0, of ``num_steps``.
+
+    Rises linearly over ``warmup_steps``, then falls along a half cosine to ``final_lr_fraction`` of its peak in the last step.
+
+    >>> config = OptimizerConfig(lr=1.0, warmup_steps=2, final_lr_fraction=0.1)
+    >>> [round(learning_rate(config, step=step, num_steps=5), 3) for step in range(5)]
+    [0.5, 1.0, 0.775, 0.325, 0.1]
+    """
+    if step < config.warmup_steps:
+        return config.lr * ((step + 1) / config.warmup_steps)
+    progress = min(1.0, (step + 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+    return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group of an optimizer the same learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

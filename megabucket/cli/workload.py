@@ -1,0 +1,29 @@
+"""``--workload``: which training program a command measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megabucket.measure.program import WorkloadFunction
+    from megabucket.planning.run_config import RunConfig
+
+WorkloadName = Annotated[
+    str, typer.Option("-w", "--workload", help="package.module:function, which returns a TrainingProgram", show_default=False)
+]
+ConfigFile = Annotated[Path | None, typer.Option("-c", "--config", help="YAML file; the defaults when not given")]
+
+
+def open_workload(name: str, config: Path | None, overrides: list[str] | None) -> tuple[WorkloadFunction, RunConfig]:
+    """Return the function of a workload and the config that it is called with."""
+    import sys
+
+    from megabucket.measure.program import load_workload, load_workload_config
+
+    if "" not in sys.path:  # an installed command does not look into the directory it is called in
+        sys.path.insert(0, "")
+    workload = load_workload(name)
+    return workload, load_workload_config(workload, config, overrides or [])

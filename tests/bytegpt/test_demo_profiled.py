@@ -1,0 +1,114 @@
+"""``megabucket profile`` over the demo: alone and under torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from examples.bytegpt.config import load_demo_config
+from examples.bytegpt.workload import workload as demo
+from megabucket.cli.main import app
+from megabucket.errors import ConfigError
+from megabucket.measure.profile_program import ProfilePlan, profile_program
+from megabucket.measure.ranks import Launch
+from megabucket.planning.architecture import param_specs
+from megabucket.planning.workload import Workload
+from megabucket.planning.workload_match import check_workload_matches
+
+DEMO = ("--workload", "examples.bytegpt.workload:workload")
+
+
+@pytest.fixture
+def config_path(tiny_run, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(tiny_run().model_dump(mode="json", exclude_unset=True)))
+    return path
+
+
+def check_is_of(config_path, data):
+    workload = Workload.from_dict(data)
+    config = load_demo_config(config_path, [])
+    check_workload_matches(workload, param_specs(config.model), fingerprint=data["facts"]["model_fingerprint"])
+    assert workload.num_microbatches == config.program.train.num_microbatches == 2
+    assert min(workload.forward_s, workload.backward_s, workload.optimizer_s) > 0
+    # Backward reaches the embeddings last.
+    assert workload.tensors[workload.order[-1]].name.endswith("embedding.weight")
+    assert data["facts"]["unused"] == []
+    assert data["facts"]["is_forward_in_registration_order"]
+    return workload
+
+
+@pytest.mark.parametrize("mode", ["all_reduce", "reduce_scatter"])
+def test_one_process_writes_a_workload_of_the_model_that_is_trained(config_path, tmp_path, mode):
+    out = tmp_path / "new" / "workload.json"
+    arguments = ["profile", *DEMO, "-c", str(config_path), f"mode={mode}", "--out", str(out), "--steps", "3", "--warmup", "1"]
+
+    result = CliRunner().invoke(app, arguments)
+
+    assert result.exit_code == 0, result.output
+    data = json.loads(out.read_text())
+    workload = check_is_of(config_path, data)
+    assert (data["facts"]["num_steps"], data["facts"]["num_microbatches_seen"]) == (3, 6)
+    assert f"wrote {out}: {len(workload.tensors)} tensors" in result.stdout
+    assert "rank 0 is the slowest one" in result.stdout
+
+
+@pytest.mark.dist
+def test_two_ranks_write_one_workload(config_path, tmp_path):
+    out = tmp_path / "workload.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megabucket"]
+    options = ["--out", str(out), "--steps", "2", "--warmup", "1", "--rank", "median", "--json"]
+
+    result = subprocess.run(
+        [*command, "profile", *DEMO, "-c", str(config_path), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert data == json.loads(out.read_text())
+    check_is_of(config_path, data)
+    assert len(data["facts"]["compute_s_of_ranks"]) == 2
+    assert data["facts"]["which_rank"] == "median"
+
+
+def test_sixteen_bit_parameters_send_four_bytes_per_gradient_and_two_per_parameter(tiny_run):
+    config = tiny_run(model={"dtype": "bfloat16"})
+
+    workload = profile_program(demo, config, ProfilePlan(num_steps=1, num_warmup_steps=1), launch=Launch()).workload
+
+    assert (workload.bytes_per_element, workload.param_bytes_per_element) == (4, 2)
+
+
+@pytest.mark.parametrize("numbers", [{"num_steps": 0}, {"num_warmup_steps": 0}])
+def test_a_plan_without_steps_is_refused(numbers):
+    with pytest.raises(ConfigError, match="at least one step must count and one must warm up"):
+        ProfilePlan(**numbers)
+
+
+def test_a_model_that_cannot_be_trained_here_is_one_message_and_exit_code_2(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {kind: params, params: [{name: a, shape: [4]}]}")
+
+    result = CliRunner().invoke(app, ["profile", *DEMO, "-c", str(path), "--out", str(tmp_path / "w.json")])
+
+    assert result.exit_code == 2
+    assert "training needs a model of kind 'gpt'" in result.stderr
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(config_path, tmp_path):
+    (tmp_path / "taken").write_text("")
+
+    result = CliRunner().invoke(
+        app, ["profile", *DEMO, "-c", str(config_path), "--out", str(tmp_path / "taken" / "workload.json")]
+    )
+
+    assert result.exit_code == 2
+    assert "workload.json: cannot be written: " in result.stderr

@@ -1,0 +1,133 @@
+"""``megabucket tune`` over the demo: the closed loop under torchrun, what it writes, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from examples.bytegpt.config import load_demo_config
+from examples.bytegpt.workload import workload as demo
+from megabucket.cli.main import app
+from megabucket.errors import ConfigError
+from megabucket.measure.ranks import Launch
+from megabucket.measure.tune import TunePlan, Tuning, tune_program
+from megabucket.measure.tuned import describe, tuned_text, write_tuning
+from megabucket.planning.tune import DEFAULT, Candidate, decide
+from megabucket.report.measured import read_measured
+
+DEMO = ("--workload", "examples.bytegpt.workload:workload")
+FACTS = {"num_ranks": 2, "backend": "gloo"}
+
+
+@pytest.fixture
+def config_path(tiny_run, tmp_path):
+    path = tmp_path / "run.yaml"
+    data = tiny_run(train={"num_microbatches": 1}).model_dump(mode="json", exclude_unset=True)
+    # A link whose latency is what a candidate can save.
+    path.write_text(json.dumps({**data, "fabric": {"latency_s": 1e-4, "bytes_per_s": 3e7, "moves_data": False}}))
+    return path
+
+
+def tuning_of(config, seconds, **update):
+    """A tuning of two candidates with given measurements."""
+    ddp = config.ddp.model_copy(update={"bucket_size": None, **update})
+    candidates = (Candidate("other", ddp, 3, 0.01), Candidate(DEFAULT, config.ddp, 1, 0.02))
+    return Tuning(candidates, seconds, decide(seconds), FACTS)
+
+
+FASTER = {DEFAULT: (0.02,) * 10, "other": (0.01,) * 10}
+NOISE = {DEFAULT: (0.01, 0.02) * 5, "other": (0.02, 0.01) * 5}
+
+
+@pytest.mark.dist
+def test_two_ranks_predict_run_and_write_a_config_that_trains(config_path, tmp_path):
+    out, evidence = tmp_path / "new" / "tuned.yaml", tmp_path / "tune.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megabucket"]
+    options = ["--out", str(out), "--evidence", str(evidence), "--modes", "both"]
+
+    result = subprocess.run(
+        [*command, "tune", *DEMO, "-c", str(config_path), *options, "--rounds", "2", "--steps", "1", "--candidates", "2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    # Two rounds are never enough for a recommendation, however large the gain.
+    assert "no candidate is better than the default beyond noise" in result.stdout
+    assert load_demo_config(out, []).ddp == load_demo_config(config_path, []).ddp
+    data = json.loads(evidence.read_text())
+    run = [each for each in data["candidates"] if "measured_s" in each]
+    assert len(run) == 3
+    assert {each["mode"] for each in data["candidates"]} == {"all_reduce", "reduce_scatter"}
+    assert all(len(each["seconds"]) == 2 and each["predicted_s"] > 0 for each in run)
+    assert data["facts"]["modes"]["reduce_scatter"]["forward_s"] > 0
+    assert len(read_measured(evidence).plans) == 3
+
+
+@pytest.mark.parametrize("mode", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "update", [{"bucket_size": 3000}, {"num_buckets": 4}, {"bucket_cuts": ("a", "b")}, {"bucket_order": ("b", "a")}]
+)
+def test_the_tuned_config_is_the_old_one_with_the_chosen_plan(config_path, tmp_path, mode, update):
+    config = load_demo_config(config_path, [])
+    is_sharded = mode == "reduce_scatter"
+    switches = {"use_distributed_optimizer": is_sharded, "overlap_param_gather": is_sharded}
+    tuning = tuning_of(config, FASTER, **switches, **update)
+
+    assert write_tuning(config, tuning, out=tmp_path / "tuned.yaml", evidence=tmp_path / "e.json") == ""
+
+    tuned = load_demo_config(tmp_path / "tuned.yaml", [])
+    assert tuned.ddp == tuning.choice.ddp
+    assert tuned.mode == mode
+    assert tuned.model_copy(update={"ddp": None, "mode": None}) == config.model_copy(update={"ddp": None, "mode": None})
+
+
+def test_the_evidence_stands_in_the_comments_of_the_config(config_path):
+    config = load_demo_config(config_path, [])
+
+    text = tuned_text(config, tuning_of(config, FASTER, bucket_size=3000))
+
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert "predicted 10.00 ms, measured 10.00 ms (error +0.0%), +100.0% against the default" in "\n".join(comments)
+    assert "other is faster than the default by 100.0%" in comments[-1]
+    assert yaml.safe_load(text)["ddp"]["bucket_size"] == 3000
+
+
+def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
+    config = load_demo_config(config_path, [])
+    tuning = tuning_of(config, NOISE, bucket_size=3000)
+
+    assert tuning.decision.is_default
+    assert describe(tuning)[-1] == "no candidate is better than the default beyond noise; the config stays as it is"
+    assert yaml.safe_load(tuned_text(config, tuning)) == config.model_dump(mode="json", exclude_unset=True)
+    assert tuning.to_dict()["is_default"]
+
+
+def test_a_file_that_cannot_be_written_is_named(config_path, tmp_path):
+    config = load_demo_config(config_path, [])
+
+    problem = write_tuning(config, tuning_of(config, NOISE), out=tmp_path, evidence=tmp_path / "e.json")
+
+    assert problem.startswith(f"{tmp_path}: cannot be written")
+
+
+def test_one_rank_is_refused(config_path):
+    result = CliRunner().invoke(app, ["tune", *DEMO, "-c", str(config_path)])
+
+    assert result.exit_code == 2
+    assert "one rank sends nothing" in result.stderr
+    with pytest.raises(ConfigError, match="torchrun"):
+        tune_program(demo, load_demo_config(config_path, []), TunePlan(), launch=Launch())
+
+
+@pytest.mark.parametrize("field", ["num_candidates", "num_rounds", "steps_per_turn", "max_s"])
+def test_a_plan_that_measures_nothing_is_refused(field):
+    with pytest.raises(ConfigError, match="must all be more than 0"):
+        TunePlan(**{field: 0})
