@@ -216,6 +216,7 @@ class Link:
                 progress=self.progress,
                 every_s=liveness.heartbeat_s,
                 is_wanted=existence_of(group),
+                group_name=given_name,
             )
             self.watch = PeerWatch(
                 self.heartbeat,
@@ -382,6 +383,7 @@ class WorkHandle(Handle):
         self._plan = None
         if self._passing:
             self._sent = self._sent[:1]
+            works = ()  # a work holds its tensors
             _await_release(self._passing)
         if self._launch is not None:
             self._launch.note("wait_stop")
