@@ -64,7 +64,7 @@ def check_comparable(config: DemoConfig) -> None:
 
 
 def check_same_run(start: Start, *, num_steps: int) -> None:
-    """Refuse a run that has ended, or has become another one at a checkpoint: the reference makes all its steps with one config.
+    """Refuse a run that has ended, or has become another one at a checkpoint: the reference has one config for all steps.
 
     Raises:
         ConfigError: nothing is left to train, or the config differs from that of the steps before.

@@ -384,6 +384,7 @@ class WorkHandle(Handle):
         if self._passing:
             del works  # they hold the tensors
             self._sent = self._sent[:1]
+            works = ()  # a work holds its tensors
             _await_release(self._passing)
         if self._launch is not None:
             self._launch.note("wait_stop")

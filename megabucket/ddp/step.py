@@ -758,9 +758,9 @@ class GradSync:
 
         An error that all ranks have agreed on changes nothing: the step was dropped by then.
         """
-        if isinstance(error, PeerLostError | WrapperBrokenError):
+        if isinstance(error, _GROUP_ERRORS):
             self.state, self.broken = StepState.BROKEN, self.broken or error
-        elif isinstance(error, _GROUP_ERRORS) or self.state is StepState.BROKEN:
+        elif self.state is StepState.BROKEN:
             return
         elif self.state in final or (self._fence.is_sent and self.state is not StepState.GIVING_UP):
             self.break_off(phase, describe(error))
