@@ -41,8 +41,9 @@ def wrapped(group: dist.ProcessGroup | None = None, **fields: Any) -> mb.Distrib
 
 def own_grads(ddp: mb.DistributedDataParallel) -> list[float]:
     """Return the values of the gradients that this rank is responsible for."""
-    rank = ddp.communicator.rank
-    shards = [bucket.shard(bucket.grad_data, rank) for buffer in ddp.param_and_grad_buffers for bucket in buffer.buckets]
+    rank, is_sharded = ddp.communicator.rank, ddp.ddp_config.use_distributed_optimizer
+    buckets = [(buffer.grad_data, bucket) for buffer in ddp.param_and_grad_buffers for bucket in buffer.buckets]
+    shards = [bucket.shard(grad_data, rank) if is_sharded else grad_data for grad_data, bucket in buckets]
     return sorted(set(torch.cat(shards).tolist()) - {0.0})
 
 
@@ -101,8 +102,7 @@ def step_in_another_order(place: Place, fields: dict[str, Any]) -> list[str]:
         try:
             ddps[number](1.0).backward()
             ddps[number].finish_grad_sync()
-        except MegabucketError as error:
-            assert isinstance(error, WrapperBrokenError), error
+        except WrapperBrokenError as error:  # noqa: PERF203
             with pytest.raises(WrapperBrokenError) as again:  # nothing goes over it any more
                 ddps[number].finish_grad_sync()
             texts += [str(error), str(again.value)]
@@ -148,7 +148,7 @@ def test_a_collective_of_the_program_on_the_given_group_meets_none_of_ours(pool,
     first, second = pool.run(stray, fields, ranks=2)
 
     assert first == ([1.5], 2.0)
-    assert second in (([1.5], 2.0), ([], 2.0))
+    assert second == ([] if fields else [1.5], 2.0)
 
 
 # A wrap on one rank only #
@@ -212,7 +212,7 @@ def be_interrupted(place: Place, fields: dict[str, Any]) -> list[str]:
         try:
             ddp(1.0).backward()
             ddp.finish_grad_sync()
-        except (TimeoutError, MegabucketError) as error:
+        except (TimeoutError, MegabucketError) as error:  # noqa: PERF203
             texts.append(f"{type(error).__name__}: {error}")
             place.report("told", texts[-1])
     ddp.detach()
