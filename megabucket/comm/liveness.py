@@ -10,8 +10,8 @@ all ranks raise what stands there.
     waiting thread                    thread of the rank                store
       request() / ask()  --mailbox-->   read, compare_set   <------->   <wrapper>/rank/<r>   Beat
       view               <----------    publish a View                  <wrapper>/finding    Finding
-                                        every heartbeat_s   -------->   board/<r>            Block: where a rank has long waited; or
-                                                                             a Finding that another rank has left for it
+                                        every heartbeat_s   -------->   board/<r>            Block: where a rank has waited;
+                                                                             or a Finding that was left for it
 
 Only works of gloo can be waited for in slices: a wait that times out does them no harm.
 """

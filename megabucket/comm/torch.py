@@ -382,6 +382,7 @@ class WorkHandle(Handle):
         self._complete(plan)
         self._plan = None
         if self._passing:
+            del works  # they hold the tensors
             self._sent = self._sent[:1]
             works = ()  # a work holds its tensors
             _await_release(self._passing)

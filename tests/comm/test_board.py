@@ -113,7 +113,8 @@ def test_two_ranks_in_two_wrappers_of_one_group_hear_the_same_wherever_the_secon
     assert str(errors[0]) == str(errors[1])
     assert errors[0].cause == (
         "ranks wait for one another: rank 0 waits for fence of megabucket/1 over group 'dp' of ranks [0, 1]; rank 1 waits "
-        "for grad norm of megabucket/2 over group 'dp' of ranks [0, 1]. Every rank must use its wrappers, and make collective calls, in the same order"
+        "for grad norm of megabucket/2 over group 'dp' of ranks [0, 1]. Every rank must use its wrappers, and make collective "
+        "calls, in the same order"
     )
     for wrapper, rank in ((first, 0), (second, 1)):
         assert wrapper.watches[rank].finding is not None  # nothing can be launched any more

@@ -107,7 +107,7 @@ class TestExchange:
     def test_what_does_not_fit_is_refused_before_anything_is_sent(self):
         world = LoopbackWorld(2)
 
-        with pytest.raises(ValueError, match="^reports: 5 bytes do not fit into 4$"):
+        with pytest.raises(ValueError, match=r"^reports: 5 bytes do not fit into 4$"):
             Exchange(world.communicator(0), b"12345", capacity_bytes=4, device=CPU, label="reports")
 
         assert world.schedule(0) == ()

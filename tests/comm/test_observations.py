@@ -80,7 +80,8 @@ class TestGone:
         scene.beat(1, has_left=True)
 
         assert scene.look().gone() == {
-            1: "left: its program ended, its process group was destroyed, or its wrapper was detached, after 40 launches; this was launch 41"
+            1: "left: its program ended, its process group was destroyed, or its wrapper was detached, after 40 launches; this "
+            "was launch 41"
         }
 
     def test_a_rank_that_left_after_launching_may_have_its_data_on_the_way(self, scene):
