@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import megabucket as mb
-from examples.bytegpt.compare import Comparison, Outcome, check_comparable, check_same_run, compare_with_torch
+from examples.bytegpt.compare import Comparison, check_comparable, check_same_run, compare_with_torch
 from examples.bytegpt.config import DemoConfig
 from examples.bytegpt.corpus import describe_corpus
 from examples.bytegpt.metrics import MetricsLog, jsonable
@@ -93,13 +93,15 @@ def _train(task: Task, view: SilentView, log: MetricsLog, *, compares: bool) -> 
         view.note(f"{run.start.checkpoint} is of the last step: there is nothing left to train")
         run.model.detach()
         return Report(None)
-    report, outcome = run.train()
-    if outcome is None or report.summary is None:
+    report = run.train()
+    if report.summary is None:
         return report
     log.write("summary", report.summary.to_dict())
+    # Training ends here: the weights get storages of their own and the buffers go.
+    weights = {name: weight.detach() for name, weight in run.model.detach().state_dict().items()}
     if not compares:
         return report
-    comparison = compare_with_torch(task, outcome, view, resumed_at=run.start.step)
+    comparison = compare_with_torch(task, report.summary, weights, view, resumed_at=run.start.step)
     log.write("comparison", asdict(comparison))
     return Report(report.summary, comparison)
 
@@ -131,7 +133,7 @@ class _Run:
             for line in describe_start(start, self.task):
                 self.view.note(line)
 
-    def train(self) -> tuple[Report, Outcome | None]:
+    def train(self) -> Report:
         """Run the steps that are left. A signal ends them after one of them, and leaves a checkpoint and no figures."""
         task, model, optimizer = self.task, self.model, self.optimizer
         saver, signals = None, StopSignals(lambda: None)
@@ -146,13 +148,10 @@ class _Run:
             train_s = loop.run(self.start.step, saver)
             stopped = None if saver is None else self._stopped(signals.first and signals.first.name, loop.num_steps_done)
         if stopped is not None:
-            return Report(None, stopped=stopped), None
+            return Report(None, stopped=stopped)
         after = self._evaluate(loop.num_steps_done)
         _write_trace(task, model.last_step_trace)
-        summary = Summary(self.setup, loop.totals, before, after, train_s, task.num_tokens_per_step)
-        # Training ends here: the weights get storages of their own and the buffers go.
-        weights = {name: weight.detach() for name, weight in model.detach().state_dict().items()}
-        return Report(summary), Outcome(weights, after, loop.totals.last_bits_per_byte, summary.steps_per_s)
+        return Report(Summary(self.setup, loop.totals, before, after, train_s, task.num_tokens_per_step))
 
     def _evaluate(self, step: int) -> float:
         bits = self.task.held_out_bits(self.model)
