@@ -66,6 +66,7 @@ class Trainer:
 
     def step(self, batch: int) -> None:
         """Train on one batch."""
+        torch.set_grad_enabled(True)  # torch's own contexts leave it off when an interrupt meets their first line
         inputs, targets = make_batch(seed=0, batch=batch, rank=self.rank, microbatch=0)
         self.optimizer.zero_grad()
         self.ddp.step_number = batch
@@ -158,7 +159,7 @@ class _AtLine:
     """Raises at the nth line that this thread executes inside the context: once, for a trace function that raises is removed."""
 
     def __init__(self, position: int) -> None:
-        self._left = position
+        self._left, self._is_odd = position, bool(position // 2 % 2)
         self._is_over = False
         self.where = ""
 
@@ -187,7 +188,7 @@ class _AtLine:
             self._left -= 1
             if self._left == 0:
                 self.where = f"{name}:{frame.f_lineno}"
-                raise (KeyboardInterrupt if hash(self.where) % 2 else Alarm)(self.where)
+                raise (KeyboardInterrupt if self._is_odd else Alarm)(self.where)
         return self._trace
 
     def _skip(self, *_: Any) -> Any:
@@ -247,6 +248,10 @@ def _train_in_threads(combo: Combo, config: dict[str, Any], *, culprit: int, at_
         trainer.step(0)
         trainer.save()
         trainer.train(at_line if rank == culprit else _nothing)
+        try:
+            trainer.ddp.detach()  # all that is left to do with a broken one
+        except MegabucketError as error:
+            trainer.wrong = trainer.wrong or f"detach(): {type(error).__name__}: {error}"
         return trainer
 
     return world.run(run)

@@ -6,13 +6,14 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from .cells import Cell, Fault, Kind
+from .interrupts import INTERRUPT_KINDS
 from .kinds_calls import CALL_KINDS
 from .kinds_checkpoint import CHECKPOINT_KINDS
 from .kinds_model import MODEL_KINDS
 from .kinds_process import PROCESS_KINDS
 from .kinds_step import STEP_KINDS
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS)}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS, *INTERRUPT_KINDS)}
 
 
 @lru_cache(maxsize=4096)
