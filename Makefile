@@ -10,6 +10,7 @@
 #   RANKS     processes of the demo                  (default 2)
 #   JOBS      tests that run at once                 (default 2)
 #   BENCH     what `make bench` measures             (default: everything; docs/benchmarks.md; BENCH=--help)
+#   FAULTS    which faults `make faults` makes       (default: every; docs/faults.md)
 #   VENV_BENCH  where the peers of `make bench` live (default .venv-bench)
 
 PYTHON ?= python3
@@ -19,6 +20,7 @@ RANKS ?= 2
 JOBS ?= 2
 VENV_BENCH ?= .venv-bench
 BENCH ?=
+FAULTS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BIN_BENCH := $(VENV_BENCH)/bin
@@ -28,7 +30,7 @@ PEERS := tests/benchmarks/peers
 # One thread per rank: on a small machine the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo check test nightly lint types browser oldest newest bench bench-costs bench-gpu mutation setup clean
+.PHONY: demo check test nightly lint types browser faults oldest newest bench bench-costs bench-gpu mutation setup clean
 
 setup: $(STAMP)
 
@@ -76,6 +78,12 @@ oldest newest: %: .venv-%/.installed
 
 clean:
 	rm -rf $(VENV) $(VENV_BENCH) .venv-oldest .venv-newest .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench
+
+# The fault table: every kind of fault on real processes, for megabucket and for torch DDP; exits with 1 if ours has a failure.
+# FAULTS="--quick" runs one combination of each place, FAULTS="--kinds 'SIGKILL*'" some of them.
+faults: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m faults table --torch-ddp $(FAULTS)
+	PYTHONPATH=tests $(BIN)/python -m faults table $(FAULTS)
 
 # Beside its peers: torch DDP, ZeroRedundancyOptimizer, FSDP2, Megatron's wheel, DeepSpeed. Writes build/bench/.
 bench: $(STAMP_BENCH)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from .cells import Cell
 from .checkpoints.campaigns import app as checkpoints
+from .interrupts import COMBOS, interrupt_at_lines
 from .judge import Name, Run, Verdict, judge
 from .kinds import KINDS, fault_of, select
 from .loopback import run_in_threads
@@ -72,6 +73,22 @@ def table(
 def _line(cell: Cell, verdict: Verdict) -> str:
     values = {"cell": cell.name, "seed": cell.seed, "verdict": verdict.name.value, "reason": verdict.reason}
     return json.dumps({**values, "error": verdict.error, "noticed_s": verdict.detected_s}) + "\n"
+
+
+@app.command()
+def interrupts(
+    every: Annotated[int, typer.Option(min=1, help="Interrupt at every nth line of the step.")] = 1,
+    first: Annotated[int, typer.Option(min=1, help="The first line.")] = 1,
+) -> None:
+    """Interrupt one step at its lines, in each mode, over the loopback world."""
+    has_failed = False
+    for combo in COMBOS:
+        result = interrupt_at_lines(combo, every=every, first=first)
+        has_failed |= bool(result.failures)
+        typer.echo(f"{combo}: {result.describe()}")
+        for failure in result.failures:
+            typer.echo(f"  {failure[:600]}")
+    raise typer.Exit(int(has_failed))
 
 
 @app.command()

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from .cells import Cell, Fault, Kind
+from .interrupts import INTERRUPT_KINDS
 from .kinds_calls import CALL_KINDS
 from .kinds_checkpoint import CHECKPOINT_KINDS
 from .kinds_model import MODEL_KINDS
@@ -13,7 +14,7 @@ from .kinds_process import PROCESS_KINDS
 from .kinds_step import STEP_KINDS
 
 KINDS: dict[str, Kind] = {
-    kind.name: kind for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS)
+    kind.name: kind for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS, *INTERRUPT_KINDS)
 }
 
 
