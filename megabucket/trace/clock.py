@@ -66,7 +66,7 @@ class DeviceClock:
         if not stamp.query():
             return None
         anchor, anchor_s = self._anchor, self._anchor_s
-        elapsed_s = anchor.elapsed_time(stamp) / 1e3
+        elapsed_s = float(anchor.elapsed_time(stamp)) / 1e3
         if elapsed_s > _LONGEST_SPAN_S:
             self._anchor, self._anchor_s = stamp, anchor_s + elapsed_s
         return anchor_s + elapsed_s
