@@ -185,6 +185,7 @@ class ProcessGroupCommunicator(_Channel):
     def close(self) -> None:
         """End the threads and groups of this communicator; the process group it was made from stays as it is."""
         self._finish()
+        self._group, self._control = self.process_group, None  # nothing holds the groups of its own any more
 
 
 class Link:
