@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -365,11 +366,9 @@ def test_a_warning_names_the_rank_that_others_wait_for_and_what_it_does_once():
     assert [len(found) for found in by_rank] == [1, 0, 1]
     (warning,) = by_rank[0]
     assert isinstance(warning, StragglerWarning)
-    assert (warning.rank, warning.ranks) == (0, (1,))
-    assert 0.8 <= warning.waited_s < 2
-    assert str(warning).startswith(
-        f"[rank 0] has waited {warning.waited_s:.3g} s for bucket 2 of step 12 (forward). rank 1 is "
-    )
+    waited = re.match(r"\[rank 0\] has waited ([0-9.]+) s for bucket 2 of step 12 \(forward\): rank 1 is alive", str(warning))
+    assert waited is not None
+    assert 0.8 <= float(waited[1]) < 2
     assert "rank 1 is alive but has not launched its part; it is in forward, step 12" in str(warning)
 
 
