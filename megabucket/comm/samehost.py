@@ -37,7 +37,16 @@ import torch
 
 from megabucket.comm.communicator import AllGather, AllReduce, Batch, Call, Communicator, Handle, ReduceOp, ReduceScatter
 from megabucket.comm.exchange import exchange
-from megabucket.comm.gloo import Operation, Plan, additions_of, can_exchange_among, divisions, lies_in_place, ring_blocks
+from megabucket.comm.gloo import (
+    Operation,
+    Plan,
+    additions_of,
+    can_exchange_among,
+    divisions,
+    lies_in_place,
+    places_in_sums,
+    ring_blocks,
+)
 from megabucket.comm.liveness import identify_this_process
 from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle, backend_of
 from megabucket.errors import WrapperBrokenError
@@ -198,15 +207,8 @@ class _Copies:
 
     def _sum(self) -> Iterator[Operation]:
         """Yield what adds up this rank's part of each call, in the order of gloo's ring, and divides it."""
-        # Where gloo all-reduces several tensors as one, their order of addition is that of all of them, end to end.
-        numels: dict[tuple[torch.dtype, object], int] = {}
-        keys = [(call.full.dtype, getattr(call, "op", None)) for call in self._calls]
-        for key, call in zip(keys, self._calls, strict=True):
-            numels[key] = numels.get(key, 0) + call.full.numel()
-        starts = dict.fromkeys(numels, 0)
-        for index, (key, call) in enumerate(zip(keys, self._calls, strict=True)):
-            yield from self._sum_one(call, [of_rank[index] for of_rank in self._addresses], starts[key], numels[key])
-            starts[key] += call.full.numel()
+        for index, (call, (start, numel)) in enumerate(zip(self._calls, places_in_sums(self._calls), strict=True)):
+            yield from self._sum_one(call, [of_rank[index] for of_rank in self._addresses], start, numel)
 
     def _sum_one(self, call: Call, addresses: Sequence[int], start: int, numel: int) -> Iterator[Operation]:
         full = call.full.data
