@@ -711,7 +711,6 @@ class PeerWatch:
 
     Args:
         group_timeout_s: time limit of the process group, for texts; ``None``: unknown.
-        flight_record: returns torch's account of the last collectives.
         on_loss: called when nothing can be launched any more.
     """
 
@@ -722,7 +721,6 @@ class PeerWatch:
         *,
         progress: Progress,
         group_timeout_s: float | None,
-        flight_record: Callable[[], str],
         on_loss: Callable[[], None],
     ) -> None:
         self.finding: Finding | None = None
@@ -731,7 +729,6 @@ class PeerWatch:
         self._liveness = liveness
         self._progress = progress
         self._group_timeout_s = group_timeout_s
-        self._flight_record = flight_record
         self._on_loss = on_loss
 
     def wait(self, works: Iterable[Work], *, label: str, number: int) -> None:
@@ -822,7 +819,7 @@ class PeerWatch:
             if states := wait.seen.gone():
                 return self._settle(wait, states)
         if states := wait.seen.frozen(dead_after_s):
-            return self._settle(wait, states, recorder=self._flight_record())
+            return self._settle(wait, states)
         if wait.seen.store_silent_s >= dead_after_s:
             reason = self._heartbeat.failure or "its host may be gone or frozen"
             silence = f"the store of the process group has not answered for {dead_after_s:g} s: {reason}"
@@ -881,7 +878,7 @@ class PeerWatch:
         states = {rank: f"did not come in time: it {state}" for rank, state in wait.seen.late().items()}
         limit = "" if self._group_timeout_s is None else f" ({self._group_timeout_s:g} s)"
         reason = f"the time limit of the process group{limit} was over"
-        return self._settle(wait, states, reason, recorder=self._flight_record())
+        return self._settle(wait, states, reason)
 
     def _refresh(self, wait: _LongWait) -> Finding | None:
         """Look again, with what the store says now, and return what another rank has found."""
@@ -898,10 +895,10 @@ class PeerWatch:
             wait.seen.store_silent_s += _ANSWER_S
         return view
 
-    def _settle(self, wait: _LongWait, states: Mapping[int, str], reason: str = "", *, recorder: str = "") -> Finding:
+    def _settle(self, wait: _LongWait, states: Mapping[int, str], reason: str = "") -> Finding:
         """Return the finding that ranks are lost, or what another rank has found before."""
         ranks, during = tuple(states), self._during(wait, reason)
-        return self._first(wait, PeerLostError(ranks=ranks, states=tuple(states.values()), during=during, recorder=recorder))
+        return self._first(wait, PeerLostError(ranks=ranks, states=tuple(states.values()), during=during))
 
     def _first(self, wait: _LongWait, finding: Finding, wrappers: Iterable[str] = ()) -> Finding:
         view = self._ask(wait, finding, wrappers)

@@ -18,7 +18,7 @@ BEAT = Beat(
     has_left=False,
 )
 FINDINGS = [
-    PeerLostError(ranks=(1, 2), states=("died", "froze"), during="noticed", recorder="Last collectives: #1."),
+    PeerLostError(ranks=(1, 2), states=("died", "froze"), during="noticed"),
     WrapperBrokenError(step=12, rank=1, phase="update", cause="KeyboardInterrupt"),
     WrapperBrokenError(step=12, rank=None, phase="setup", cause="ranks wait for one another"),
 ]
