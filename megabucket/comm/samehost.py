@@ -172,7 +172,11 @@ class _Copies:
             self._addresses = addresses
             self._make_stages()
         for actions in self._stages:
-            unread = [rank for operation, rank, nbytes in actions if operation() != nbytes and nbytes]
+            unread = []
+            for operation, rank, nbytes in actions:
+                result = operation()
+                if nbytes and result != nbytes:
+                    unread.append(rank)
             words = self._sockets.exchange([1 + unread[0] if unread else 0], must_stop)
             if states := {word - 1: reader for reader, (word,) in enumerate(words) if word}:
                 return {rank: f"is there, but rank {reader} could not read its memory" for rank, reader in states.items()}
