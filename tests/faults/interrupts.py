@@ -182,8 +182,10 @@ class _AtLine:
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        if name.startswith(_PACKAGE) or name.endswith(_STANDS_FOR_C):
-            return None if name.endswith(_STANDS_FOR_C) else self._skip
+        if name.startswith(_PACKAGE):
+            return self._skip
+        if event == "call" and _is_inside_c(frame):
+            return None
         if event == "line":
             self._left -= 1
             if self._left == 0:
@@ -194,6 +196,15 @@ class _AtLine:
     def _skip(self, *_: Any) -> Any:
         """Trace nothing of a frame of ours, but what it calls."""
         return self._skip
+
+
+def _is_inside_c(frame: FrameType | None) -> bool:
+    """Whether a frame, or one that called it in this step, stands for C."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_code.co_filename.endswith(_STANDS_FOR_C):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
