@@ -343,8 +343,10 @@ class GradSync:
         """
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
+            self._backward.is_open = False
             raise refusal
         with self.leaving_no_mess("backward"):
+            self._backward.is_open = False
             has_received, self._is_taking = self._is_taking, False
             has_changed = self._look_for_what_is_missing(has_received=has_received)
             if has_changed or (self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received):
@@ -383,7 +385,7 @@ class GradSync:
         for group in self.groups:
             group.drop_staged()
         refusal, self._refusal = self._refusal, None
-        self._is_taking = False
+        self._is_taking = self._backward.is_open = False
         if refusal is None:
             self.fail("backward", None)
 

@@ -175,18 +175,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_may_step()
         needs_norm = self._computes_norm or self.clip_grad > 0
         squares: list[torch.Tensor] = []
-        for group in sync.agree(is_committing=self._is_sharded):
-            if needs_norm and self._is_sharded:  # while others are on their way
-                with sync.leaving_no_mess("optimizer.step()", UPDATING):
+        # With shards the others update and gather once all have agreed, whatever happens on this rank.
+        with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else UPDATING[:1]):
+            for group in sync.agree(is_committing=self._is_sharded):
+                if needs_norm and self._is_sharded:  # while others are on their way
                     squares += map(sum_of_squares, map(_buffer_grads, self._sharding.shards_of_group[group.index]))
-        self.ddp.communicator.progress.enter(sync.step, "optimizer")
-        if sync.skip_reason:
-            sync.end_update()
-            return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
-        if not self._is_sharded:
-            self._take_published_grads()
-        with sync.leaving_no_mess("optimizer.step()", UPDATING):
-            return self._update(squares, needs_norm=needs_norm)
+            self.ddp.communicator.progress.enter(sync.step, "optimizer")
+            if sync.skip_reason:
+                sync.end_update()
+                return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
+            if not self._is_sharded:
+                self._take_published_grads()
+            with sync.leaving_no_mess("optimizer.step()", UPDATING):
+                return self._update(squares, needs_norm=needs_norm)
 
     def _check_may_step(self) -> None:
         """Refuse a step that would go wrong on this rank, while all of them can still be told."""
