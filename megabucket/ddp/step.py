@@ -82,6 +82,8 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
 )
 
 
+CALLING: Final = (StepState.FENCED, StepState.CALL)
+"""States in which the others have this rank's side already, so that what fails here cannot be taken back."""
 UPDATING: Final = (StepState.FENCED, StepState.AGREED)
 """States in which the others update and gather, so that an optimizer that fails breaks the wrapper."""
 
@@ -431,7 +433,7 @@ class GradSync:
             error = self._vote(is_committing=True)
             if error is not None:
                 raise error
-        with self.leaving_no_mess("the gradient sync"):
+        with self.leaving_no_mess("the gradient sync", UPDATING if is_committing else CALLING):
             if not self.is_reduced:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
                 error = self._take_verdict()
@@ -741,7 +743,7 @@ class GradSync:
         self.fail("abort_step()", reason)
 
     @contextmanager
-    def leaving_no_mess(self, phase: str, final: Sequence[StepState] = (StepState.FENCED, StepState.CALL)) -> Iterator[None]:
+    def leaving_no_mess(self, phase: str, final: Sequence[StepState] = CALLING) -> Iterator[None]:
         """Whatever ends the block, an interrupt for instance, leaves this rank in a state that the others know.
 
         Args:
