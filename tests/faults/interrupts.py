@@ -109,7 +109,11 @@ class Trainer:
             except BaseException as error:
                 self.wrong = f"{type(error).__name__}: {error}"
                 return
-        self.ddp.finish_param_sync()
+        try:
+            self.ddp.finish_param_sync()
+        except (WrapperBrokenError, PeerLostError):  # the updated shard of another rank will never come
+            self.refuses()
+            return
         if batch <= BATCHES[-1]:
             self.wrong = f"still in batch {batch} after {tries} tries"
         self.wrong = self.wrong or first_difference(dict(self.ddp.module.named_parameters()), expected_weights(self.size))

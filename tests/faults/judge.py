@@ -164,6 +164,7 @@ def _find_breakage(run: Run, expected: Expectation) -> Verdict | None:
     live = live_ranks(run, expected)
     for name, reason in (
         (Name.HARNESS, _failure_of_harness(run, live)),
+        (Name.SILENT, _raised(run, "InFlightWriteError")),
         (Name.ABORTED, _abort(run, live)),
         (Name.HUNG, _hang(run, live)),
         (Name.ABORTED, _disappearance(run, live)),
@@ -192,16 +193,19 @@ def _hang(run: Run, live: list[int]) -> str:
     child = run.first("child")
     if child is not None and child["said"] == "hung":
         return f"the forked child of rank {child['rank']}"
-    # Of the loopback world, which notices at once that nobody will come, or mixes different collectives.
-    for event in run.of("step"):
-        error = event["error"] or {}
-        if error.get("class") in ("CollectiveDeadlockError", "MismatchedCollectiveError", "CollectiveError"):
-            return f"step {event['attempt']}, rank {event['rank']}: {_shown(error)}"
-    if not run.timed_out:
-        return ""
+    # The loopback world notices at once that nobody will come, or that different collectives would be mixed.
+    stuck_text = _raised(run, "CollectiveDeadlockError", "MismatchedCollectiveError", "CollectiveError")
+    if stuck_text or not run.timed_out:
+        return stuck_text
     stuck = sorted(set(run.killed) & set(live))
     logs = "; ".join(f"rank {rank}: {run.logs.get(rank, '').strip()[-_LOG_CHARS:]}" for rank in stuck)
     return f"ranks {stuck} after {run.wall_s:.1f} s: {logs}"
+
+
+def _raised(run: Run, *classes: str) -> str:
+    """Return the first step that ended in one of some errors, in words; empty if none."""
+    errors = [(event, event["error"]) for event in run.of("step") if event["error"] and event["error"]["class"] in classes]
+    return next((f"step {event['attempt']}, rank {event['rank']}: {_shown(error)}" for event, error in errors), "")
 
 
 def _disappearance(run: Run, live: list[int]) -> str:
