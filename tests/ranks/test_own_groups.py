@@ -38,6 +38,7 @@ def test_they_have_the_ranks_of_the_given_group_and_a_time_limit_of_their_own(po
 
 
 def keep_what_was_detached(rank, keeps):
+    gc.collect()
     before = gloo_threads()
     kept = []
     for _ in range(3):
