@@ -295,7 +295,7 @@ class _ErrorJudge:
 
     def __init__(self, run: Run, expected: Expectation, cell: Cell, window: _Window, live: list[int]) -> None:
         self._run, self._expected, self._cell, self._window, self._live = run, expected, cell, window, live
-        self._is_over = expected.recovery is Recovery.OVER
+        self._is_over = expected.recovery in (Recovery.OVER, Recovery.STOP)
 
     def verdict(self) -> Verdict:
         """Return NAMED or BROKEN, or WRONG with the first problem."""
@@ -388,7 +388,8 @@ class _ErrorJudge:
             return
         yield from self._other_errors()
         if self._is_over:
-            yield from self._unbroken()
+            if expected.recovery is Recovery.OVER:
+                yield from self._unbroken()
             return
         yield from self._other_last_errors(errors)
         last = self._window.fault + expected.later_by
@@ -402,10 +403,11 @@ class _ErrorJudge:
         """Yield the ranks on which one more step was not refused."""
         for rank in self._live:
             probe = self._run.first("probe", rank=rank)
-            step = next((event for event in reversed(list(self._run.of("step", rank=rank)))), None)
-            was_interrupted = step is not None and (step["error"] or {}).get("class") == "KeyboardInterrupt"
+            errors = [event["error"]["class"] for event in self._run.of("step", rank=rank) if event["error"]]
+            was_interrupted = errors[-1:] == ["KeyboardInterrupt"]  # and the program is over
             if not was_interrupted and (probe is None or probe["error"] is None or not probe["error"]["fields"]):
-                yield f"rank {rank} is not broken: one more step gave {_shown(probe['error']) if probe and probe['error'] else None}"
+                gave = _shown(probe["error"]) if probe and probe["error"] else None
+                yield f"rank {rank} is not broken: one more step gave {gave}"
 
     def _other_errors(self) -> Iterator[str]:
         """Yield errors of living ranks in other steps than the one they belong to."""

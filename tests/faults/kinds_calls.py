@@ -1,4 +1,4 @@
-"""Kinds of fault in calls: one rank alone in a collective call, two wrappers in other orders, strangers' gradients and settings."""
+"""Kinds of fault in calls: one rank alone in a collective call, two wrappers, gradients and settings of the user's own."""
 
 from __future__ import annotations
 
@@ -100,8 +100,7 @@ def _two_wrappers(cell: Cell) -> Fault:
         acts = after(acts, Do.FORWARD, forward)
         acts = after(acts, Do.BACKWARD, run(backward))
         acts = after(acts, Do.STEP, run(lambda here: here.keepsake["optimizer"].step()))
-        acts = after(acts, Do.ZERO, run(lambda here: _check_second(here, batch)))
-        return acts
+        return after(acts, Do.ZERO, run(lambda here: _check_second(here, batch)))
 
     def swapped(acts: Acts, do: Do) -> Acts:
         at = find(acts, do)
@@ -115,7 +114,8 @@ def _two_wrappers(cell: Cell) -> Fault:
         return acts
 
     errors = ("WrapperBrokenError", "CallMismatchError", "PeerLostError", "StepMismatchError")
-    over = named(errors, same_text=False, within_s=8.0, recovery=Recovery.OVER)
+    # A rank that is told by one wrapper drops its step in the other, whose ranks may go on.
+    over = named(errors, same_text=False, is_agreed=False, within_s=8.0, recovery=Recovery.STOP)
     expect = replace(RIGHT, otherwise=(over,)) if cell.place != "same" else RIGHT
     return Fault(expect, arm=arm, edits_step=edit, edit=edit_own)
 
