@@ -1,4 +1,8 @@
-# Two commands do everything: `make demo` trains, `make test` runs the whole gate. Both set up the environment once.
+# Two commands do everything: `make demo` trains, `make test` is the gate. Both set up the environment once.
+#
+#   make check    lint, types, pure and loopback tests, 100 examples a property     under 3 minutes on 2 cores
+#   make test     the same and tests with gloo processes                            under 8 minutes on 2 cores
+#   make nightly  2,000 examples, soak, mutants, the page in a browser, oldest and newest versions: before a release
 #
 #   PYTHON    interpreter for the environment        (default python3, >= 3.10)
 #   VENV      where the environment lives            (default .venv)
@@ -6,6 +10,7 @@
 #   RANKS     processes of the demo                  (default 2)
 #   JOBS      tests that run at once                 (default 2)
 #   BENCH     what `make bench` measures             (default: everything; docs/benchmarks.md; BENCH=--help)
+#   FAULTS    which faults `make faults` makes       (default: every; docs/faults.md)
 #   VENV_BENCH  where the peers of `make bench` live (default .venv-bench)
 
 PYTHON ?= python3
@@ -15,6 +20,7 @@ RANKS ?= 2
 JOBS ?= 2
 VENV_BENCH ?= .venv-bench
 BENCH ?=
+FAULTS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BIN_BENCH := $(VENV_BENCH)/bin
@@ -24,7 +30,7 @@ PEERS := tests/benchmarks/peers
 # One thread per rank: on a small machine the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types browser unit oldest newest bench bench-costs bench-gpu mutation setup clean
+.PHONY: demo check test nightly lint types browser faults oldest newest bench bench-costs bench-gpu mutation setup clean
 
 setup: $(STAMP)
 
@@ -34,9 +40,20 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m megabucket train -c configs/bytegpt.yaml
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m examples.bytegpt
 
-test: lint types browser unit
+# Tests that take long or need more than torch are marked `nightly`; those that start processes are marked `dist`.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+check: lint types
+	$(PYTEST) -m "not nightly and not dist"
+
+test: lint types
+	$(PYTEST) -m "not nightly" --durations=25
+
+nightly: lint types browser
+	$(PYTEST) --hypothesis-profile nightly --durations=25
+	$(MAKE) oldest newest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -49,13 +66,10 @@ types: $(STAMP)
 browser:
 	tests/browser/install.sh
 
-unit: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-
 # The tests with the oldest versions there is support for (PYTHON=python3.10 for the oldest Python, too), or with the newest
 # there are. No part of `make test`: where a torch has no CPU build it downloads gigabytes.
 oldest newest: %: .venv-%/.installed
-	.venv-$*/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	.venv-$*/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly"
 
 .venv-%/.installed: pyproject.toml tests/versions/%.txt
 	$(PYTHON) -m venv .venv-$*
@@ -64,6 +78,12 @@ oldest newest: %: .venv-%/.installed
 
 clean:
 	rm -rf $(VENV) $(VENV_BENCH) .venv-oldest .venv-newest .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench
+
+# The fault table: every kind of fault on real processes, for megabucket and for torch DDP; exits with 1 if ours has a failure.
+# FAULTS="--quick" runs one combination of each place, FAULTS="--kinds 'SIGKILL*'" some of them.
+faults: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m faults table --torch-ddp $(FAULTS)
+	PYTHONPATH=tests $(BIN)/python -m faults table $(FAULTS)
 
 # Beside its peers: torch DDP, ZeroRedundancyOptimizer, FSDP2, Megatron's wheel, DeepSpeed. Writes build/bench/.
 bench: $(STAMP_BENCH)

@@ -336,15 +336,13 @@ def run_round(rung: Simple, course: Course, *, seed: int) -> list[StepTrace]:
     """Return all steps but the first, in which no gather of the step before is under way."""
     generator = torch.Generator().manual_seed(seed)
     shape = (course.steps_per_round, course.num_microbatches, 2, course.batch, course.width)
-    traces: list[StepTrace | None] = []
     steps = torch.randn(shape, generator=generator)
     rung.meter.begin(time.perf_counter())
     for microbatches in steps:
         rung.run_step(microbatches)
-        traces.append(rung.meter.end_step(time.perf_counter()))  # the step before
+        rung.meter.end_step(time.perf_counter())
     rung.finish_round()
-    traces.append(rung.meter.flush())
-    return [trace for trace in traces[2:] if trace is not None]
+    return rung.meter.traces()[1:]
 
 
 def weight_differences(modules: list[torch.nn.Module], below: dist.ProcessGroup) -> list[float]:

@@ -1,5 +1,6 @@
-"""Hypothesis profiles: ``ci`` where CI=true, ``dev`` elsewhere; ``--hypothesis-profile`` chooses by hand.
+"""Hypothesis profiles: ``check`` where CI=true, ``dev`` elsewhere, ``nightly`` for ``make nightly``.
 
+``--hypothesis-profile`` chooses. ``dev`` looks for new examples at each run; the others try the same ones every time.
 ``mutation`` is for ``make mutation``, which runs the tests once per mutant: few examples, and the same ones every time.
 """
 
@@ -14,8 +15,11 @@ from hypothesis import HealthCheck, Phase, settings
 # No deadline: the first call of anything in torch is slow. No check for slow data: the machine is shared with other tests.
 _SHARED_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
-settings.register_profile("dev", max_examples=200, **_SHARED_MACHINE)
-settings.register_profile("ci", max_examples=2_000, derandomize=True, print_blob=True, **_SHARED_MACHINE)
+_REPEATABLE = {"derandomize": True, "print_blob": True}
+
+settings.register_profile("dev", max_examples=100, **_SHARED_MACHINE)
+settings.register_profile("check", max_examples=100, **_REPEATABLE, **_SHARED_MACHINE)
+settings.register_profile("nightly", max_examples=2_000, **_REPEATABLE, **_SHARED_MACHINE)
 settings.register_profile(
     "mutation",
     max_examples=25,
@@ -24,7 +28,7 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate],  # one failure is enough, however large
     **_SHARED_MACHINE,
 )
-settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")
+settings.load_profile("check" if os.environ.get("CI") == "true" else "dev")
 
 # A test process has one fork server, whoever starts it first, so what it loads is the same for all who fork from it.
 # Torch loads torch._dynamo with the first optimizer, which takes each process as long as torch itself.

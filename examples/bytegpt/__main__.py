@@ -58,7 +58,7 @@ def train(
         _print_report(report, as_json=json)
     if report.stopped is not None:
         raise typer.Exit(ExitCode.TERMINATED if report.stopped.signal == "SIGTERM" else ExitCode.INTERRUPTED)
-    if report.summary is not None and not math.isfinite(report.summary.measured.held_out_bits_after):
+    if report.summary is not None and not math.isfinite(report.summary.held_out_bits_after):
         if launch.rank == 0:
             typer.echo("error: training diverged: the held-out loss is not finite at its end", err=True)
         raise typer.Exit(ExitCode.NUMERICAL)

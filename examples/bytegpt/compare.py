@@ -15,20 +15,10 @@ from examples.bytegpt.metrics import MetricsLog
 from examples.bytegpt.progress import SilentView
 from examples.bytegpt.resume import Start
 from examples.bytegpt.steps import StepLoop, Trainee
+from examples.bytegpt.summary import Summary
 from examples.bytegpt.task import Task, make_optimizer
 from megabucket import StepResult
 from megabucket.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """Where a training run ended."""
-
-    weights: Mapping[str, torch.Tensor]
-    held_out_bits: float
-    last_bits_per_byte: float
-    """Training loss of the last step on this rank."""
-    steps_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +54,7 @@ def check_comparable(config: DemoConfig) -> None:
 
 
 def check_same_run(start: Start, *, num_steps: int) -> None:
-    """Refuse a run that has ended, or has become another one at a checkpoint: the reference makes all its steps with one config.
+    """Refuse a run that has ended, or has become another one at a checkpoint: the reference has one config for all steps.
 
     Raises:
         ConfigError: nothing is left to train, or the config differs from that of the steps before.
@@ -81,58 +71,43 @@ def check_same_run(start: Start, *, num_steps: int) -> None:
         )
 
 
-def compare_with_torch(task: Task, ours: Outcome, view: SilentView, *, resumed_at: int = 0) -> Comparison:
+def compare_with_torch(
+    task: Task, ours: Summary, weights: Mapping[str, torch.Tensor], view: SilentView, *, resumed_at: int = 0
+) -> Comparison:
     """Train ``task`` again without our wrapper and compare where both ended. All ranks must call it.
 
+    The other wrapper is torch's ``DistributedDataParallel``, or none in a single process. The optimizer is torch's, and so is
+    clipping, but for the norm it clips by (see ``_float64_norm``).
+
     Args:
+        weights: where ours ended.
         resumed_at: how many steps of ours were made by an earlier process; the reference makes all of them.
     """
-    theirs = train_reference(task, view)
-    apart = {
-        name: float((weight.double() - theirs.weights[name].double()).abs().max())
-        for name, weight in ours.weights.items()
-        if weight.numel()
-    }
-    found = [item for own in task.ranks.gather(apart) for item in own.items()]
-    # NaN compares as neither larger nor smaller, so max() would lose it among numbers.
-    name, difference = max(found, key=lambda item: math.inf if math.isnan(item[1]) else item[1])
-    largest = max(float(weight.abs().max()) for weight in theirs.weights.values() if weight.numel())
-    return Comparison(
-        reference=_describe_reference(task),
-        max_abs_difference=difference,
-        max_abs_difference_at=name,
-        max_abs_weight=largest,
-        held_out_bits=(ours.held_out_bits, theirs.held_out_bits),
-        last_bits_per_byte=(ours.last_bits_per_byte, theirs.last_bits_per_byte),
-        steps_per_s=(ours.steps_per_s, theirs.steps_per_s),
-        note=_note(task, resumed_at),
-    )
-
-
-def train_reference(task: Task, view: SilentView) -> Outcome:
-    """Train ``task`` with torch's ``DistributedDataParallel``, or with nothing around the module in a single process.
-
-    The optimizer is torch's, and so is clipping, but for the norm it clips by (see ``_float64_norm``).
-    """
-    module = task.build_model()
-    optimizer = make_optimizer(task.config.program.optimizer, module.parameters())
-    step = _stepper(task.config.program.optimizer, module, optimizer)
-    if task.ranks.backend == "none":
-        trainee = Trainee("plain torch", module, optimizer, nullcontext, step)
+    program, ranks, module = task.config.program, task.ranks, task.build_model()
+    optimizer = make_optimizer(program.optimizer, module.parameters())
+    step = _stepper(program.optimizer, module, optimizer)
+    if ranks.backend == "none":
+        name, trainee = "plain torch", Trainee("plain torch", module, optimizer, nullcontext, step)
     else:
-        wrapped = torch.nn.parallel.DistributedDataParallel(
-            module,
-            device_ids=[task.ranks.device] if task.ranks.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-        )
-        trainee = Trainee("torch DDP", wrapped, optimizer, wrapped.no_sync, step)
+        devices = [ranks.device] if ranks.device.type == "cuda" else None
+        wrapped = torch.nn.parallel.DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
+        name, trainee = "torch DDP", Trainee("torch DDP", wrapped, optimizer, wrapped.no_sync, step)
     loop = StepLoop(task, trainee, view=view, log=MetricsLog(None))
     train_s = loop.run()
-    return Outcome(
-        weights=module.state_dict(),
-        held_out_bits=task.held_out_bits(module),
-        last_bits_per_byte=loop.totals.last_bits_per_byte,
-        steps_per_s=loop.totals.num_steps / train_s,
+    theirs = {name: weight for name, weight in module.state_dict().items() if weight.numel()}
+    apart = {name: float((weights[name].double() - weight.double()).abs().max()) for name, weight in theirs.items()}
+    found = [item for own in ranks.gather(apart) for item in own.items()]
+    # NaN compares as neither larger nor smaller, so max() would lose it among numbers.
+    at, difference = max(found, key=lambda item: math.inf if math.isnan(item[1]) else item[1])
+    return Comparison(
+        reference=f"{name} + {type(optimizer).__name__}, {task.model.dtype} parameters",
+        max_abs_difference=difference,
+        max_abs_difference_at=at,
+        max_abs_weight=max(float(weight.abs().max()) for weight in theirs.values()),
+        held_out_bits=(ours.held_out_bits_after, task.held_out_bits(module)),
+        last_bits_per_byte=(ours.totals.last_bits_per_byte, loop.totals.last_bits_per_byte),
+        steps_per_s=(ours.steps_per_s, loop.totals.num_steps / train_s),
+        note=_note(task, resumed_at),
     )
 
 
@@ -185,12 +160,6 @@ def _float64_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     for grad in grads:
         total += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
     return total.sqrt().float().double()
-
-
-def _describe_reference(task: Task) -> str:
-    name = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}[task.config.program.optimizer.name]
-    wrapper = "plain torch" if task.ranks.backend == "none" else "torch DDP"
-    return f"{wrapper} + {name}, {task.model.dtype} parameters"
 
 
 def _note(task: Task, resumed_at: int) -> str:

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 
 import megabucket as mb
-from examples.bytegpt.compare import Comparison, Outcome, check_comparable, check_same_run, compare_with_torch
+from examples.bytegpt.compare import Comparison, check_comparable, check_same_run, compare_with_torch
 from examples.bytegpt.config import DemoConfig
 from examples.bytegpt.corpus import describe_corpus
-from examples.bytegpt.host import PeakMemory, loopback_bytes
 from examples.bytegpt.metrics import MetricsLog, jsonable
 from examples.bytegpt.progress import SilentView
 from examples.bytegpt.resume import describe_start, resume, signing_key
 from examples.bytegpt.saving import RunSaver
 from examples.bytegpt.signals import StopSignals
 from examples.bytegpt.steps import StepLoop, Trainee
-from examples.bytegpt.summary import Measured, Setup, Summary
+from examples.bytegpt.summary import Setup, Summary
 from examples.bytegpt.task import Task, group_of, make_optimizer, make_task, trainable_model
 from megabucket.measure.ranks import Launch, joined_ranks
 from megabucket.planning.memory import exchange_memory, rank_memory
@@ -81,24 +80,30 @@ def run_training(config: DemoConfig, *, launch: Launch, view: SilentView, compar
         check_comparable(config)
     log_path = Path(train.log_path) if train.log_path is not None and launch.rank == 0 else None
     with closing(MetricsLog(log_path, keeps_lines=True)) as log, joined_ranks(launch, config.fabric) as ranks:
-        task = make_task(config, model, ranks)
-        view.note(describe_corpus(task.corpus))
-        run = _Run(task, view, log)
-        if compares:
-            check_same_run(run.start, num_steps=train.steps)
-        if run.start.step == train.steps:
-            view.note(f"{run.start.checkpoint} is of the last step: there is nothing left to train")
-            run.model.detach()
-            return Report(None)
-        report, outcome = run.train()
-        if report.summary is None or outcome is None:
-            return report
-        log.write("summary", report.summary.to_dict())
-        if not compares:
-            return report
-        comparison = compare_with_torch(task, outcome, view, resumed_at=run.start.step)
-        log.write("comparison", asdict(comparison))
-        return Report(report.summary, comparison)
+        return _train(make_task(config, model, ranks), view, log, compares=compares)
+
+
+def _train(task: Task, view: SilentView, log: MetricsLog, *, compares: bool) -> Report:
+    # A function of its own: when the process group ends, no frame holds a wrapper any more, whose groups are its own.
+    view.note(describe_corpus(task.corpus))
+    run, num_steps = _Run(task, view, log), task.config.program.train.steps
+    if compares:
+        check_same_run(run.start, num_steps=num_steps)
+    if run.start.step == num_steps:
+        view.note(f"{run.start.checkpoint} is of the last step: there is nothing left to train")
+        run.model.detach()
+        return Report(None)
+    report = run.train()
+    if report.summary is None:
+        return report
+    log.write("summary", report.summary.to_dict())
+    # Training ends here: the weights get storages of their own and the buffers go.
+    weights = {name: weight.detach() for name, weight in run.model.detach().state_dict().items()}
+    if not compares:
+        return report
+    comparison = compare_with_torch(task, report.summary, weights, view, resumed_at=run.start.step)
+    log.write("comparison", asdict(comparison))
+    return Report(report.summary, comparison)
 
 
 class _Run:
@@ -107,7 +112,6 @@ class _Run:
     def __init__(self, task: Task, view: SilentView, log: MetricsLog) -> None:
         config, optimizer = task.config, task.config.program.optimizer
         self.task, self.view, self.log = task, view, log
-        self.peak = PeakMemory.from_now(task.ranks.device)
         self.model = mb.DistributedDataParallel(task.build_model(), config.ddp.model_copy(update={"step_traces": True}))
         self.optimizer = mb.DistributedOptimizer(
             make_optimizer(optimizer, self.model.parameters()), self.model, clip_grad=optimizer.clip_grad
@@ -129,7 +133,7 @@ class _Run:
             for line in describe_start(start, self.task):
                 self.view.note(line)
 
-    def train(self) -> tuple[Report, Outcome | None]:
+    def train(self) -> Report:
         """Run the steps that are left. A signal ends them after one of them, and leaves a checkpoint and no figures."""
         task, model, optimizer = self.task, self.model, self.optimizer
         saver, signals = None, StopSignals(lambda: None)
@@ -140,36 +144,19 @@ class _Run:
         trainee = Trainee("train", model, optimizer, model.no_sync, optimizer.step, model.step, last_trace)
         loop = StepLoop(task, trainee, view=self.view, log=self.log)
         with signals.caught() if saver is not None else nullcontext():
-            before, sent_before = self._evaluate(self.start.step), self._loopback()
+            before = self._evaluate(self.start.step)
             train_s = loop.run(self.start.step, saver)
-            sent_after = self._loopback()
             stopped = None if saver is None else self._stopped(signals.first and signals.first.name, loop.num_steps_done)
         if stopped is not None:
-            return Report(None, stopped=stopped), None
-        measured = Measured(
-            held_out_bits_before=before,
-            held_out_bits_after=self._evaluate(loop.num_steps_done),
-            train_s=train_s,
-            loopback_bytes=None if sent_before is None or sent_after is None else sent_after - sent_before,
-            peak_growth_bytes=self.peak.growth_bytes(),
-            peak_source=self.peak.source,
-        )
+            return Report(None, stopped=stopped)
+        after = self._evaluate(loop.num_steps_done)
         _write_trace(task, model.last_step_trace)
-        summary = Summary(self.setup, measured, loop.totals, task.num_tokens_per_step)
-        # Training ends here: the weights get storages of their own and the buffers go.
-        weights = {name: weight.detach() for name, weight in model.detach().state_dict().items()}
-        bits = measured.held_out_bits_after, loop.totals.last_bits_per_byte
-        return Report(summary), Outcome(weights, *bits, summary.steps_per_s)
+        return Report(Summary(self.setup, loop.totals, before, after, train_s, task.num_tokens_per_step))
 
     def _evaluate(self, step: int) -> float:
         bits = self.task.held_out_bits(self.model)
         self.log.write("evaluation", {"step": step, "held_out_bits_per_byte": bits})
         return bits
-
-    def _loopback(self) -> int | None:
-        """Return the loopback counter where all traffic of the run goes over it."""
-        ranks = self.task.ranks
-        return loopback_bytes() if ranks.backend == "gloo" and ranks.are_on_one_host else None
 
     def _stopped(self, own: str | None, step: int) -> Stopped | None:
         """Return what has ended the run: the same on every rank, and no rank goes before all have saved."""

@@ -35,21 +35,6 @@ class Setup:
     """Of this rank, from the layout."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What only the run could tell, on this rank."""
-
-    held_out_bits_before: float
-    held_out_bits_after: float
-    train_s: float
-    """Wall time of all steps, without the evaluations."""
-    loopback_bytes: int | None
-    """Sent over the loopback device by all processes of the machine during the steps; ``None``: not counted."""
-    peak_growth_bytes: int
-    """By how much the peak memory rose from before the model was built."""
-    peak_source: str
-
-
 @dataclass(slots=True)
 class Totals:
     """Sums over the steps of a run, one addition per step."""
@@ -82,41 +67,35 @@ class Summary:
     """One finished run, on this rank."""
 
     setup: Setup
-    measured: Measured
     totals: Totals
+    held_out_bits_before: float
+    held_out_bits_after: float
+    train_s: float
+    """Wall time of all steps, without the evaluations."""
     tokens_per_step: int
     """Over all ranks."""
 
     @property
     def steps_per_s(self) -> float:
         """Steps per second of training time."""
-        return self.totals.num_steps / self.measured.train_s
+        return self.totals.num_steps / self.train_s
 
     @property
     def overlap_fraction(self) -> float | None:
         """Share of the communication time in which this rank did not stand still; ``None`` without communication."""
         return self.totals.hidden_s / self.totals.comm_s if self.totals.comm_s > 0 else None
 
-    @property
-    def loopback_bytes_per_step(self) -> float | None:
-        """Measured loopback traffic per step and rank, headers and other programs included; ``None``: not counted."""
-        counted = self.measured.loopback_bytes
-        return None if counted is None else counted / self.totals.num_steps / self.setup.num_ranks
-
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as plain data, ready for JSON; those per step are means over the steps."""
-        per_step = {f"{name}_per_step": getattr(self.totals, name) / self.totals.num_steps for name in PER_STEP}
+        setup, memory = asdict(self.setup), self.setup.computed_memory
         return {
-            **{key: value for key, value in asdict(self.setup).items() if key != "computed_memory"},
-            "computed_bytes": {**asdict(self.setup.computed_memory), "total_bytes": self.setup.computed_memory.total_bytes},
-            **asdict(self.measured),
-            "num_steps": self.totals.num_steps,
-            "num_skipped": self.totals.num_skipped,
-            "last_bits_per_byte": self.totals.last_bits_per_byte,
+            "computed_bytes": {**setup.pop("computed_memory"), "total_bytes": memory.total_bytes},
+            **setup,
+            **{name: getattr(self, name) for name in ("held_out_bits_before", "held_out_bits_after", "train_s")},
+            **{name: getattr(self.totals, name) for name in ("num_steps", "num_skipped", "last_bits_per_byte")},
             "steps_per_s": self.steps_per_s,
             "tokens_per_s": self.steps_per_s * self.tokens_per_step,
-            **per_step,
-            "loopback_bytes_per_step": self.loopback_bytes_per_step,
+            **{f"{name}_per_step": getattr(self.totals, name) / self.totals.num_steps for name in PER_STEP},
             "overlap_fraction": self.overlap_fraction,
         }
 
@@ -129,60 +108,36 @@ def summary_table(summary: Summary) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
     table.add_column()
-    for row in (*_training_rows(summary), *_wire_rows(summary), *_time_rows(summary), *_memory_rows(summary)):
+    for row in (*_training_rows(summary), *_communication_rows(summary)):
         table.add_row(*row)
     return table
 
 
-_Row = tuple[str, str, str]
-
-
-def _training_rows(summary: Summary) -> Iterator[_Row]:
-    measured, totals, setup = summary.measured, summary.totals, summary.setup
-    before, after = measured.held_out_bits_before, measured.held_out_bits_after
-    yield "held-out bits/byte", f"{before:.3f} -> {after:.3f}", "before -> after, on files never trained on"
+def _training_rows(summary: Summary) -> Iterator[tuple[str, str, str]]:
+    totals, setup, memory = summary.totals, summary.setup, asdict(summary.setup.computed_memory)
+    bits = f"{summary.held_out_bits_before:.3f} -> {summary.held_out_bits_after:.3f}"
+    yield "held-out bits/byte", bits, "before -> after, on files never trained on"
     speed = f"{summary.steps_per_s * summary.tokens_per_step:,.0f} tokens/s over all ranks"
-    steps = f"{totals.num_steps} steps in {format_seconds(measured.train_s)}, {speed}"
+    steps = f"{totals.num_steps} steps in {format_seconds(summary.train_s)}, {speed}"
     yield "steps/s", f"{summary.steps_per_s:.2f}", steps
     cuts = f"of {setup.num_buffers} buffer(s); {setup.num_params:,} parameters, padding {setup.padding_fraction:.2%}"
     yield "buckets", f"{setup.num_buckets}", cuts
     if totals.num_skipped:
         yield "steps not updated", f"{totals.num_skipped}", "their gradients were not finite"
+    named = {name.removesuffix("_bytes").replace("_", " "): value for name, value in memory.items() if value}
+    held = ", ".join(f"{name} {format_bytes(value)}" for name, value in named.items())
+    yield "memory, computed", format_bytes(setup.computed_memory.total_bytes), held
 
 
-def _wire_rows(summary: Summary) -> Iterator[_Row]:
-    totals, steps, counted = summary.totals, summary.totals.num_steps, summary.loopback_bytes_per_step
+def _communication_rows(summary: Summary) -> Iterator[tuple[str, str, str]]:
+    totals, steps, overlap = summary.totals, summary.totals.num_steps, summary.overlap_fraction
     yield "collectives per step", f"{totals.num_collectives / steps:.1f}", "launched by each rank"
     formula = "per step and rank: all-reduce 2S(n-1)/n, others S(n-1)/n"
     yield "bytes on the wire, formula", format_bytes(totals.wire_bytes / steps), formula
-    if counted is None:
-        yield "  measured", "-", "counted only over gloo on one Linux host"
-    else:
-        yield "  measured", format_bytes(counted), "everything on the loopback device, other programs too"
     yield "  payload", format_bytes(totals.payload_bytes / steps), "per step and rank: S, the buffers handed over"
-
-
-def _time_rows(summary: Summary) -> Iterator[_Row]:
-    totals, steps, overlap = summary.totals, summary.totals.num_steps, summary.overlap_fraction
-    yield (
-        "communication time",
-        format_seconds(totals.comm_s / steps),
-        f"per step of {format_seconds(totals.step_s / steps)} (rank 0)",
-    )
+    of_step = f"per step of {format_seconds(totals.step_s / steps)} (rank 0)"
+    yield "communication time", format_seconds(totals.comm_s / steps), of_step
     stood = f"per step, {totals.exposed_s / totals.step_s:.1%} of it: rank 0 stood still"
     yield "exposed communication", format_seconds(totals.exposed_s / steps), stood
-    if overlap is None:
-        yield "overlap", "-", "no communication"
-    else:
-        yield "overlap", f"{overlap:.0%}", "of the communication was hidden behind computation"
-
-
-def _memory_rows(summary: Summary) -> Iterator[_Row]:
-    memory, measured = asdict(summary.setup.computed_memory), summary.measured
-    memory["padding_bytes"] += memory.pop("optimizer_padding_bytes")
-    held = ", ".join(
-        f"{name.removesuffix('_bytes').replace('_', ' ')} {format_bytes(value)}" for name, value in memory.items() if value
-    )
-    note = f"{measured.peak_source}, with activations and allocator overhead"
-    yield "peak memory", f"+{format_bytes(measured.peak_growth_bytes)}", note
-    yield "  computed", format_bytes(summary.setup.computed_memory.total_bytes), held
+    hidden = "no communication" if overlap is None else "of the communication was hidden behind computation"
+    yield "overlap", "-" if overlap is None else f"{overlap:.0%}", hidden

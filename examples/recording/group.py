@@ -4,6 +4,7 @@ What is launched goes through here, from Python or from C++ (torch DDP's reducer
 which is how torch DDP waits, cannot be seen from a group; the caller has to note it.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepRecorder
+from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepTrace
+from megabucket.trace.step_trace import clip_interval
 
 BACKEND = "megabucket_recorded"
 METHODS = MappingProxyType(  # of a process group: what each launches, and which argument is the full buffer
@@ -29,11 +31,34 @@ METHODS = MappingProxyType(  # of a process group: what each launches, and which
 )
 
 
-class Meter(StepRecorder):
-    """Takes down when the thread computes, when it stands still, and when a collective is under way."""
+class Meter:
+    """Takes down when the thread computes, when it stands still, and when a collective is under way; makes traces of it."""
+
+    def __init__(self, *, rank: int) -> None:
+        self.rank = rank
+        self.moments_s: list[float] = []  # the start of the first step and the end of each
+        self.intervals: list[Interval] = []  # threads of torch append to it, too
+        self.launches: list[tuple[float, CollectiveRecord]] = []
+
+    def begin(self, start_s: float) -> None:
+        """Begin the first step, forgetting what was noted before."""
+        self.moments_s, self.intervals, self.launches = [start_s], [], []
+
+    def end_step(self, stop_s: float) -> None:
+        """End a step and begin the next one."""
+        self.moments_s.append(stop_s)
+
+    def traces(self) -> list[StepTrace]:
+        """Return what the steps did; what goes on beyond the end of one is cut there."""
+        found = []
+        for number, (start_s, stop_s) in enumerate(itertools.pairwise(self.moments_s)):
+            inside = [part for one in self.intervals if (part := clip_interval(one, start_s, stop_s)) is not None]
+            launched = [record for moment_s, record in self.launches if start_s <= moment_s < stop_s]
+            found.append(StepTrace(number, self.rank, start_s, stop_s, tuple(inside), tuple(launched)))
+        return found
 
     def note(self, lane: Lane, label: str, start_s: float) -> None:
-        self.record_interval(Interval(lane, label, start_s, time.perf_counter()))
+        self.intervals.append(Interval(lane, label, start_s, time.perf_counter()))
 
     @contextmanager
     def computing(self, label: str) -> Iterator[None]:
@@ -121,8 +146,8 @@ def noting_exchange(method: str) -> Callable[..., dist.Work]:
 
 
 def launched(group: RecordedGroup, method: str, kind: CollectiveKind, payload_bytes: int, args: tuple[Any, ...]) -> dist.Work:
-    group.meter.record_collective(CollectiveRecord(kind, kind.value, 1, payload_bytes, group.size()))
     launched_s = time.perf_counter()
+    group.meter.launches.append((launched_s, CollectiveRecord(kind, kind.value, 1, payload_bytes, group.size())))
     work = RecordedWork(getattr(group.below, method)(*args), group.meter, kind.value, launched_s)
     # The collective is under way and the thread busy with nothing but sending it: no compute is hidden behind that.
     group.meter.note(Lane.WAIT, kind.value, launched_s)

@@ -12,11 +12,12 @@ import torch
 
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
-from megabucket.checkpoint.optim_state import MAIN_PREFIX, members_by_name, members_of, state_name
+from megabucket.checkpoint.optim_state import MAIN_PREFIX, STATE_PREFIX, members_by_name, members_of, state_name
 from megabucket.checkpoint.pieces import Json
 from megabucket.checkpoint.plain_values import decode
 from megabucket.checkpoint.restore_model import source_of
 from megabucket.checkpoint.staging import Staging, Stored, find_difference
+from megabucket.ddp.guards import number_of
 from megabucket.errors import name_list
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
@@ -69,11 +70,18 @@ def check_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, module: to
     """
     if not stored.values.get("optimizer"):
         return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
-    there = StoredOptimizer.read(stored.values["optimizer"])
+    try:
+        there = StoredOptimizer.read(stored.values["optimizer"])
+    except (TypeError, KeyError, ValueError, AttributeError) as error:  # somebody has written and sealed it by other means
+        return [f"what the checkpoint says of its optimizer cannot be read: {type(error).__name__}: {error}"]
     inner = optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
     members, names = members_by_name(members_of(optimizer), module)
     problems = [] if type(inner).__name__ == there.kind else [f"the optimizer was {there.kind} and is {type(inner).__name__}"]
     problems += _group_problems(there.groups, members)
+    problems += _hyperparameter_problems(there.hyperparameters, inner.param_groups)
+    silent = {f"{STATE_PREFIX}{name}" for name in names.values() if not there.state.get(name)}
+    lost = [tensor for tensor in stored.tensors if tensor.rpartition(".")[0] in silent]
+    problems += [f"the checkpoint holds {name_list(lost)}, of which its optimizer says nothing"] if lost else []
     computes_in_main = isinstance(optimizer, DistributedOptimizer)
     for param, name in names.items():
         dtype = main_dtype(param.dtype) if computes_in_main else param.dtype
@@ -100,6 +108,28 @@ def _group_problems(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]
         problems += [f"group {index} of the optimizer has {name_list(missing)}, that of the checkpoint has not"] * bool(missing)
         problems += [f"group {index} of the checkpoint has {name_list(unknown)}, that of the optimizer has not"] * bool(unknown)
     return problems
+
+
+def _hyperparameter_problems(there: Sequence[Mapping[str, Json]], here: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{key!r} of group {index} was {of_group[key]!r} and is {value!r}"
+        for index, (of_group, own) in enumerate(zip(there, here, strict=False))
+        for key, value in own.items()
+        if key in of_group and not _is_of_a_kind(of_group[key], number_of(value))
+    ]
+
+
+def _is_of_a_kind(stored: Json, own: Any) -> bool:
+    """Return whether what is stored can take the place of what ``number_of`` has made of a hyperparameter."""
+    if own is None:
+        return True
+    try:
+        found = number_of(decode(stored, {}))
+    except (TypeError, KeyError, ValueError):
+        return False
+    if isinstance(own, tuple):
+        return isinstance(found, tuple) and len(found) == len(own) and None not in found
+    return not (found is None or isinstance(found, tuple))
 
 
 def stage_optimizer(staging: Staging, optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:

@@ -8,7 +8,6 @@ import typer
 
 from megabucket import __version__
 from megabucket.cli.calibrate import calibrate
-from megabucket.cli.chaos import chaos
 from megabucket.cli.checkpoint import app as checkpoint
 from megabucket.cli.doctor import doctor
 from megabucket.cli.exit_codes import exit_code_table, reports_errors
@@ -54,5 +53,4 @@ app.command()(reports_errors(calibrate))
 app.command()(reports_errors(profile))
 app.command()(reports_errors(tune))
 app.command()(reports_errors(doctor))
-app.command()(reports_errors(chaos))
 app.add_typer(checkpoint, name="checkpoint")

@@ -10,7 +10,8 @@ all ranks raise what stands there.
     waiting thread                    thread of the rank                store
       request() / ask()  --mailbox-->   read, compare_set   <------->   <wrapper>/rank/<r>   Beat
       view               <----------    publish a View                  <wrapper>/finding    Finding
-                                        every heartbeat_s   -------->   board/<r>            Block: where a rank has long waited
+                                        every heartbeat_s   -------->   board/<r>            Block: where a rank has waited;
+                                                                             or a Finding that was left for it
 
 Only works of gloo can be waited for in slices: a wait that times out does them no harm.
 """
@@ -255,6 +256,16 @@ Finding = PeerLostError | WrapperBrokenError
 """Why nothing can be launched any more: the error that all ranks raise."""
 
 
+class Notice(NamedTuple):
+    """A finding for a rank that waits in another wrapper, where the one that it was found in says nothing."""
+
+    member: int  # rank of the whole program
+    finding: Finding
+
+
+_Request = Finding | Block | Notice | str
+
+
 class View(NamedTuple):
     """What the store said at one moment."""
 
@@ -310,6 +321,7 @@ class Heartbeat:
         progress: of the communicator; read at each beat.
         every_s: seconds between beats; ``None``: only the first one is written, which says who this process is.
         is_wanted: asked at each beat; ``False`` ends the thread.
+        group_name: of the process group, the same on all ranks; tells apart wrappers of different groups on the board.
     """
 
     def __init__(
@@ -321,8 +333,9 @@ class Heartbeat:
         progress: Progress,
         every_s: float | None,
         is_wanted: Callable[[], bool],
+        group_name: str = "",
     ) -> None:
-        self.rank, self.members, self.every_s = rank, tuple(members), every_s
+        self.rank, self.members, self.every_s, self.group_name = rank, tuple(members), every_s, group_name
         self.name = ""
         """Of the wrapper, the same on all ranks."""
         self.process = identify_this_process()
@@ -339,7 +352,7 @@ class Heartbeat:
         self._known: set[int] = set()  # ranks that have ever written
         # SimpleQueue, because the garbage collector may end a communicator at any moment, in this thread, too: a put from
         # there must not need a lock that the interrupted code holds.
-        self._mailbox: queue.SimpleQueue[Finding | Block | str] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         is_ready = threading.Event()
         # In a list, which the thread empties: a thread refers to its arguments as long as it runs, and a program that
         # destroys the group of a TCP store may want to listen on the same port again.
@@ -360,8 +373,8 @@ class Heartbeat:
         if not self.is_busy:
             self.post(_LOOK)
 
-    def post(self, what: Finding | Block | str) -> None:
-        """Have ``view`` renewed after something was written: a finding, unless there is one, or where this rank waits."""
+    def post(self, what: _Request) -> None:
+        """Have ``view`` renewed after something was written: a finding, unless there is one, or something on the board."""
         self._num_requests += 1
         self._mailbox.put(what)
 
@@ -404,7 +417,7 @@ class Heartbeat:
         self.name = f"megabucket/{connection.store.add(f'megabucket/instances/{self.rank}', 1)}"
         store = PrefixStore(self.name, connection.store)
         connection.board.set(_rank_key(self.members[self.rank]), "")
-        what: Finding | Block | str | None = None
+        what: _Request | None = None
         while what != _LEAVE:
             if what is None:  # time for a beat
                 self._beat(store)
@@ -422,7 +435,7 @@ class Heartbeat:
                 break  # the group was destroyed: this rank launches nothing over it any more
         self._beat(store, has_left=True)
 
-    def _next_request(self, next_beat_s: float) -> Finding | Block | str | None:
+    def _next_request(self, next_beat_s: float) -> _Request | None:
         """Return the next request, or ``None`` when it is time for a beat."""
         timeout_s = None if self.every_s is None else max(0.0, next_beat_s - time.monotonic())
         try:
@@ -438,7 +451,7 @@ class Heartbeat:
         beat = json.dumps(Beat(self.process, self._count, self.every_s, *place, has_left), separators=(",", ":"))
         store.set(_rank_key(self.rank), beat)
 
-    def _answer(self, store: Store, board: Store, what: Finding | Block | str) -> None:
+    def _answer(self, store: Store, board: Store, what: _Request) -> None:
         view = self.view
         finding, blocks = view.finding, view.blocks
         if isinstance(what, MegabucketError):
@@ -448,9 +461,14 @@ class Heartbeat:
         if isinstance(what, Block) or what == _UNBLOCK:
             board.set(_rank_key(self.members[self.rank]), json.dumps(what))
             blocks = {}
+        elif isinstance(what, Notice):
+            board.set(_rank_key(what.member), encode_finding(what.finding))
         now_s = time.monotonic()
         if what != _LOOK or now_s - view.asked_at_s >= self.read_every_s:
-            blocks = self._read_blocks(board) if isinstance(what, Block) or blocks else blocks
+            if isinstance(what, Block) or blocks:
+                blocks = self._read_blocks(board)
+                if self.members[self.rank] not in blocks:  # another rank has written in its place
+                    finding = finding or self._take_notice(store, board)
             view = View(now_s, self._read_beats(store), finding, blocks)
         self.view = view._replace(finding=finding, blocks=blocks)
         self.num_answers += 1
@@ -467,9 +485,22 @@ class Heartbeat:
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def _read_blocks(self, board: Store) -> dict[int, Block]:
+        """Return where the ranks of this wrapper wait, where those wait that they wait for, and so on."""
+        blocks: dict[int, Block] = {}
+        seen: set[int] = set()
         members = [self.members[rank] for rank in sorted(self._known)]  # each has written before its first beat
-        blocks = dict(zip(members, map(_decode_block, board.multi_get([_rank_key(member) for member in members])), strict=True))
-        return {member: block for member, block in blocks.items() if block is not None}
+        while members:
+            seen.update(members)
+            decoded = dict(zip(members, map(_decode_block, board.multi_get(list(map(_rank_key, members)))), strict=True))
+            found = {member: block for member, block in decoded.items() if block is not None}
+            blocks |= found
+            others = {other for block in found.values() for other in block.members} - seen
+            members = [other for other in sorted(others) if board.check([_rank_key(other)])]
+        return blocks
+
+    def _take_notice(self, store: Store, board: Store) -> Finding | None:
+        notice = decode_finding(board.get(_rank_key(self.members[self.rank])))
+        return notice and decode_finding(store.compare_set("finding", "", encode_finding(notice)))
 
 
 def _rank_key(rank: int) -> str:
@@ -796,7 +827,8 @@ class PeerWatch:
         if finding is not None:
             raise self._conclude(finding)
         if wait.block is None and now_s - wait.started_s >= _BLOCKED_S:
-            wait.block = Block(f"{heartbeat.name} of ranks {list(heartbeat.members)}", wait.label, heartbeat.members)
+            wrapper = f"{heartbeat.name} over group {heartbeat.group_name!r} of ranks {list(heartbeat.members)}"
+            wait.block = Block(wrapper, wait.label, heartbeat.members)
             heartbeat.post(wait.block)
         self._warn_of_stragglers(wait, now_s - wait.started_s)
 
@@ -846,7 +878,11 @@ class PeerWatch:
             "the same order"
         )
         step, phase = self._progress.step, self._progress.phase
-        return self._first(wait, WrapperBrokenError(step=step, rank=None, phase=phase, cause=cause))
+        finding = self._first(wait, WrapperBrokenError(step=step, rank=None, phase=phase, cause=cause))
+        for member in circle:  # this rank leaves the board now, perhaps before the others have seen it there
+            if member != self._heartbeat.members[self._heartbeat.rank]:
+                self._heartbeat.post(Notice(member, finding))
+        return finding
 
     def _warn_of_stragglers(self, wait: _LongWait, waited_s: float) -> None:
         limit_s = self._liveness.straggler_warning_s

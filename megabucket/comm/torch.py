@@ -185,6 +185,9 @@ class ProcessGroupCommunicator(_Channel):
     def close(self) -> None:
         """End the threads and groups of this communicator; the process group it was made from stays as it is."""
         self._finish()
+        for channel in (self, self.control):
+            if isinstance(channel, _Channel):
+                channel._group = self.process_group  # who still knows the channel does not keep the threads of its group
 
 
 class Link:
@@ -216,6 +219,7 @@ class Link:
                 progress=self.progress,
                 every_s=liveness.heartbeat_s,
                 is_wanted=existence_of(group),
+                group_name=given_name,
             )
             self.watch = PeerWatch(
                 self.heartbeat,
@@ -381,7 +385,9 @@ class WorkHandle(Handle):
         self._complete(plan)
         self._plan = None
         if self._passing:
+            del works  # they hold the tensors
             self._sent = self._sent[:1]
+            works = ()  # a work holds its tensors
             _await_release(self._passing)
         if self._launch is not None:
             self._launch.note("wait_stop")

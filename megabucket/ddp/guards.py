@@ -26,12 +26,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from megabucket.buffer import _ParamAndGradBucketGroup, dtype_name
+from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup, dtype_name
 from megabucket.errors import (
     ConfigError,
     DetachedGradError,
     MixedDtypeOptimizerError,
     ParametersChangedError,
+    PhaseError,
     PlainOptimizerError,
     StorageMovedError,
     TrainabilityChangedError,
@@ -348,7 +349,11 @@ class PlainOptimizerGuard:
             return
         if self._sync.policy.is_sharded:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held.names, rank=self._rank)
-        check_learning_rates(optimizer.param_groups)
+        try:
+            check_learning_rates(optimizer.param_groups)
+        except ConfigError as error:
+            self._sync.refuse_update(error)
+            raise
         grads = list(map(_grad, held.params))
         # A second step on the same gradients is as good as the first one; a step on others, put in their place, is not.
         is_stale = self._stepped.get(optimizer) == self._sync.step and any(
@@ -386,6 +391,25 @@ def check_learning_rates(groups: Iterable[Mapping[str, Any]]) -> None:
                 f"the learning rate of parameter group {index} is {rate}: every weight of the group would be nan or infinite "
                 "after this step. Look at the scheduler, or at what has computed the rate; nothing was updated."
             )
+
+
+def check_grads_are_withheld(groups: Iterable[_ParamAndGradBucketGroup]) -> None:
+    """Refuse gradients that the caller has put in the place of ones that were sent: nobody would step on them.
+
+    Raises:
+        PhaseError: a withheld gradient was replaced.
+    """
+    for group in groups:
+        if group.grad_phase is GradPhase.ACCUMULATING:
+            continue  # what is assigned before a bucket is sent counts
+        for slot in group.slots:
+            grad = slot.param.grad
+            if grad is not slot.withheld and grad is not None and grad is not slot.view:
+                raise PhaseError(
+                    f"the gradient of {slot.name!r} was replaced after its bucket had been sent, to no effect: the optimizer "
+                    "steps on what the reduction leaves in the buffer. Change gradients in a hook, or in the last microbatch's "
+                    "no_sync(), or use ddp.scale_gradients()."
+                )
 
 
 def _hook_in(hooks: dict[int, Any], register: Callable[[Any], RemovableHandle]) -> _StepHook:

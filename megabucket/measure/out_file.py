@@ -37,13 +37,13 @@ def write_text(path: Path, text: str) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        return not_writable(path, getattr(error, "strerror", None) or str(error))
+        return f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}"
     return ""
 
 
 def not_writable(path: Path, reason: str) -> str:
     """Return the text of the error."""
-    return f"{path}: cannot be written: {reason}"
+    return f"--out {path}: cannot be written: {reason}"
 
 
 def _why_not_writable(path: Path) -> str:

@@ -103,7 +103,8 @@ def load_workload_config(workload: WorkloadFunction, path: Path | None, override
     """
     schema = get_type_hints(workload).get("config", RunConfig)
     is_known = isinstance(schema, type) and issubclass(schema, RunConfig)
-    return load_section(path, overrides, schema if is_known else RunConfig)
+    config: RunConfig = load_section(path, overrides, schema if is_known else RunConfig)
+    return config
 
 
 class Trainee:

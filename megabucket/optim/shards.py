@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from megabucket.buffer import ParamAndGradBuffer, WithheldGrad
+from megabucket.buffer import GradPhase, ParamAndGradBuffer, WithheldGrad
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.fence import Entry
 from megabucket.ddp.guards import read_hyperparameters, texts_of
@@ -564,11 +564,22 @@ class Sharding:
             )
 
     def check_shards_are_untouched(self) -> None:
-        """Refuse to go on as if nothing had happened when shards have left the groups, or their gradients were meant to change.
+        """Refuse to go on as if nothing had happened when shards have left the groups, or gradients were meant to change.
 
         Raises:
-            PhaseError: a shard is not in its group, or its gradient was cleared or replaced since the last step.
+            PhaseError: a shard is not in its group, or its gradient was cleared or replaced since the last step; or the
+                gradient of a parameter was replaced after it was sent.
         """
+        for group in self._ddp.sync.groups if self._is_sharded else ():
+            for slot in group.slots if group.grad_phase is not GradPhase.ACCUMULATING else ():
+                grad = slot.param.grad
+                if not (grad is slot.withheld or grad is None or grad is slot.view or type(grad) is WithheldGrad):
+                    raise PhaseError(
+                        f"the gradient of {slot.name!r} was replaced when it was sent already, to no effect: gradients are "
+                        "reduce-scattered while backward runs, and a DistributedOptimizer steps on what comes of them. With "
+                        "overlap_grad_reduce=False they are sent by step(), and what is assigned before counts; all-reduced "
+                        "gradients (use_distributed_optimizer=False) may be replaced before step(), too."
+                    )
         held = list(map(set, map(_params, self._optimizer.param_groups)))
         touched = None
         for shard in self.shards:

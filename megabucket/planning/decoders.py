@@ -1,6 +1,6 @@
 """Names and shapes of the parameters of the built-in decoders, in registration order. No torch.
 
-``kind: gpt`` has names of our own, those of ``megabucket.training.bytegpt``. All others have the names of Hugging Face's
+``kind: gpt`` has names of our own, those of ``examples/bytegpt``. All others have the names of Hugging Face's
 checkpoints, experts one by one.
 """
 

@@ -3,7 +3,7 @@
 Three kinds of files are understood:
 
 * JSON lines of ``StepTraceLog`` (``kind: step_trace``): steps of the plan that the config gives;
-* JSON lines of ``megabucket train`` (``kind: step``): the same;
+* JSON lines of the demo (``kind: step``): the same;
 * one JSON object with a list of ``candidates``, each with ``name`` and ``measured_s`` and, if known, ``predicted_s``,
   ``bucket_numel`` (of a uniform size), ``low_s`` and ``high_s``.
 """
@@ -28,7 +28,7 @@ MAX_BYTES: Final = 64 * 1024 * 1024
 _STEP_TIME: Final = {"step_trace": "duration_s", "step": "step_s"}
 _CANDIDATE_TIMES: Final = ("low_s", "high_s", "exposed_s", "predicted_s")
 _ADVICE: Final = (
-    "give the JSON lines of StepTraceLog or of megabucket train, or a JSON object with candidates: [{name, measured_s, ...}]"
+    "give the JSON lines of StepTraceLog or of the demo, or a JSON object with candidates: [{name, measured_s, ...}]"
 )
 
 

@@ -16,8 +16,8 @@ import torch
 from paired import interleave, ratio, timed
 
 import megabucket as mb
-from megabucket.ddp.fence import digest_of, model_entries
 from megabucket.ddp.hooks import grad_hooks
+from megabucket.ddp.wrap import model_entries
 from megabucket.layout import ParamSpec, build_layout
 
 ROOT = Path(__file__).parents[2]
@@ -38,14 +38,16 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
         with ddp.no_sync():
             for _ in range(rounds):
                 ddp.zero_grad()
-                ddp.sync._backward.is_open = ddp.sync._may_wait = True  # as in all hooks of a backward but the first
+                ddp.sync._backward.is_open, ddp.sync._is_taking = True, False  # as at the first hook of a backward
                 for slot, grad in zip(group.slots, grads, strict=True):
                     slot.param.grad = grad
                 start_s = time.perf_counter()
-                for hook, slot in zip(hooks, group.slots, strict=True):
-                    hook(slot.param)
-                group.intake.close()  # as the end of a backward does
+                with torch.no_grad():  # as autograd has it
+                    for hook, slot in zip(hooks, group.slots, strict=True):
+                        hook(slot.param)
+                group.end_backward()
                 total_s += time.perf_counter() - start_s
+                ddp.sync._backward.is_open = False
         return total_s / (rounds * num_params)
 
     return measure
@@ -86,7 +88,7 @@ def main() -> None:
     config = mb.DistributedDataParallelConfig()
     agreement = interleave(
         {
-            "digest of 1000 parameters": timed(lambda: digest_of("", model_entries(linears, config))),
+            "entries of 1000 parameters": timed(lambda: model_entries(linears, config)),
             "named_parameters() alone": timed(lambda: list(linears.named_parameters())),
         },
         repetitions=200,

@@ -2,9 +2,9 @@
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tests/benchmarks/gloo_cost.py
 
-All of ``reduce_scatter``, ``all_gather`` and ``all_reduce``, or those that are named. "sent" goes through sockets, "read" is
-what the port does where ranks may read each other's memory, here whatever the size. Times of a call and its wait, CPU time of
-one process, and how long the launch keeps the caller, all in milliseconds.
+All of ``reduce_scatter``, ``all_gather`` and ``all_reduce``, or those that are named. "sent" goes through sockets, "copied" is
+what the port does where processes may copy from each other's memory, here whatever the size. Times of a call and its wait, CPU
+time of one process, and how long the launch keeps the caller, all in milliseconds.
 """
 
 import statistics
@@ -16,8 +16,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megabucket.buffer.huge_pages import filled
-from megabucket.comm import AllGather, AllReduce, ProcessGroupCommunicator, ReduceScatter, reading_paths
+from megabucket.comm import (
+    AllGather,
+    AllReduce,
+    Communicator,
+    ReduceScatter,
+    discover_communicator,
+    samehost,
+    with_same_host_copies,
+)
 
 SIZES_KIB = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
@@ -32,7 +39,7 @@ class Cost(NamedTuple):
     launch_s: float
 
 
-def candidates(kind: str, full: torch.Tensor, communicator: ProcessGroupCommunicator) -> dict[str, Start]:
+def candidates(kind: str, full: torch.Tensor, sender: Communicator, copier: Communicator) -> dict[str, Start]:
     """Return how torch and how the port do one kind of collective on a buffer of one row for each rank."""
     flat, own = full.view(-1), full[dist.get_rank()]
     elsewhere = torch.zeros_like(own)
@@ -48,12 +55,11 @@ def candidates(kind: str, full: torch.Tensor, communicator: ProcessGroupCommunic
     else:
         torch_start = lambda: dist.all_reduce(flat, async_op=True).wait  # noqa: E731
         calls = [AllReduce(flat)]
-    sent, read = communicator.prepare(calls), communicator.prepare(calls)
-    communicator.introduce([read])
+    sent, copied = sender.prepare(calls), copier.prepare(calls)
     return {
         "torch": torch_start,
-        "sent": lambda: communicator.launch(sent, label=kind).wait,
-        "read": lambda: communicator.launch(read, label=kind).wait,
+        "sent": lambda: sender.launch(sent, label=kind).wait,
+        "copied": lambda: copier.launch(copied, label=kind).wait,
     }
 
 
@@ -67,14 +73,11 @@ def timed(start: Start) -> Cost:
     return Cost(time.perf_counter() - start_s, time.process_time() - start_cpu_s, launch_s)
 
 
-def measure(kind: str, size_kib: int, communicator: ProcessGroupCommunicator) -> None:
+def measure(kind: str, size_kib: int, sender: Communicator, copier: Communicator) -> None:
     """Print one line."""
     num_ranks = dist.get_world_size()
-    flat = filled(
-        size_kib * 256 // num_ranks * num_ranks, 0.0, dtype=torch.float32, device=torch.device("cpu")
-    )  # as buffers are
-    full = flat.view(num_ranks, -1)
-    starts = candidates(kind, full, communicator)
+    full = torch.zeros(num_ranks, size_kib * 256 // num_ranks)
+    starts = candidates(kind, full, sender, copier)
     costs: dict[str, list[Cost]] = {name: [] for name in starts}
     for index in range(62 if size_kib <= 1024 else 22):
         names = list(starts)
@@ -101,12 +104,14 @@ def text_of(name: str, found: list[Cost], torchs: list[Cost]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    reading_paths.LEAST_BYTES = 0
+    samehost.LEAST_BYTES = 0
     dist.init_process_group("gloo")
-    with_peers = ProcessGroupCommunicator(None)
+    over_sockets = discover_communicator(None)
+    with_copies = with_same_host_copies(discover_communicator(None), torch.device("cpu"))
     for chosen in sys.argv[1:] or ["reduce_scatter", "all_gather", "all_reduce"]:
         for chosen_kib in SIZES_KIB:
-            measure(chosen, chosen_kib, with_peers)
-    with_peers.close()
+            measure(chosen, chosen_kib, over_sockets, with_copies)
+    with_copies.close()
+    over_sockets.close()
     dist.barrier()
     dist.destroy_process_group()

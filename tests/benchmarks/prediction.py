@@ -36,6 +36,7 @@ from megabucket.measure.calibrate import CalibrationPlan, measure_link
 from megabucket.measure.host import host_costs, meeting, optimizer_s, time_phases, time_wake
 from megabucket.measure.pipelined import pipelined_link
 from megabucket.measure.profile import WorkloadProfile, WorkloadProfiler, choose_rank
+from megabucket.measure.ranks import Ranks
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.cuts import plan_of_layout
 from megabucket.planning.host import hosted_plan, predict_step_s
@@ -45,7 +46,6 @@ from megabucket.planning.tune import DEFAULT, Comparison, decide
 from megabucket.planning.workload import Workload
 from megabucket.testing import EmulatedFabric
 from megabucket.trace import CollectiveKind
-from megabucket.measure.ranks import Ranks
 
 MS = 1e-3
 Row = tuple[int, float, float]  # elements, seconds of forward, seconds of backward

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import megabucket as mb
-from megabucket.planning.run_config import load_config
+from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.model import ByteGPT
 
 WARMUPS = 5
@@ -63,8 +63,8 @@ class ManyTensors(torch.nn.Module):
 
 
 def demo_model() -> tuple[torch.nn.Module, tuple[int, int], dict[str, Any]]:
-    run = load_config(Path(__file__).parents[2] / "configs/bytegpt.yaml", [])
-    shape = (run.train.microbatch_size, run.model.sequence_length)
+    run = load_demo_config(Path(__file__).parents[2] / "configs/bytegpt.yaml", [])
+    shape = (run.program.train.microbatch_size, run.model.sequence_length)
     return ByteGPT(run.model, seed=0), shape, {"bucket_size": 200_000}
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import megabucket as mb
-from megabucket.ddp.fence import Fence, StepReport
+from megabucket.ddp.fence import Fence, Report
 from megabucket.ddp.hooks import grad_hooks
 from megabucket.errors import MegabucketError
 from megabucket.layout import ParamSpec, build_layout
@@ -110,13 +110,14 @@ class Rank:
         times = [time.process_time()]
         for (_, param), grad in zip(self.hooks, self.grads, strict=True):
             param.grad = grad
-        self.ddp.sync._backward.is_open = self.ddp.sync._may_wait = True  # as in all hooks of a backward but the first
-        self.recorder.clear()
+        self.ddp.sync._backward.is_open, self.ddp.sync._is_taking = True, False  # as at the first hook of a backward
+        self.recorder.launches.clear()
         times[0] = time.process_time()
-        for hook, param in self.hooks:
-            hook(param)
+        with torch.no_grad():  # as autograd has it
+            for hook, param in self.hooks:
+                hook(param)
         times.append(time.process_time())
-        self.ddp.sync._backward.forget()
+        self.ddp.sync._backward.is_open = False
         self.ddp.finish_grad_sync()
         times.append(time.process_time())
         self.optimizer.step()
@@ -133,8 +134,15 @@ class Rank:
 
 
 def fence_us(rank: Rank, repeats: int) -> float:
-    fence = Fence(rank.communicator, device=torch.device("cpu"))
-    return median(lambda: fence.launch(StepReport(rank=0)).is_whole(), repeats) * 1e6
+    ddp = rank.ddp
+    fence = Fence(rank.communicator, num_buckets=len(ddp.bucket_groups), policy=ddp.policy, device=torch.device("cpu"))
+    report = Report(rank=0)
+
+    def agree() -> None:
+        fence.send(report)
+        fence.take(lambda: report)
+
+    return median(agree, repeats) * 1e6
 
 
 def rank_row(ranks: int) -> list[object]:

@@ -355,10 +355,12 @@ class TestDroppedStep:
 
         first.group.start_dropped_sync()
         first.group.start_dropped_sync()  # an interrupt has come between
+        phase_after_launch = first.group.grad_phase
         first.group.finish_grad_sync()
 
         num_sent = 2 if done == "reduction" else 1
         assert world.schedule(0) == ("bucket 1 [all_reduce sum of 256 x float32]",) * num_sent
+        assert phase_after_launch is GradPhase.IN_FLIGHT
         assert first.group.grad_phase is GradPhase.REDUCED
 
     def test_what_was_found_and_left_of_the_dropped_step_is_not_of_the_next_one(self):
@@ -373,6 +375,18 @@ class TestDroppedStep:
 
         assert only.reduced == [3.0, 3.0]
         assert (only.group.missing, only.group.finite_test.found) == ((), ())
+
+    def test_what_an_earlier_step_has_found_is_not_reported_again(self):
+        _, (only,) = ranks(size=1)
+        only.both(math.nan)
+        sync([only])
+        found_first = only.group.finite_test.found
+        only.group.reset()
+
+        only.group.start_dropped_sync()
+
+        assert len(found_first) == 2
+        assert only.group.finite_test.found == ()
 
 
 class TestParamGather:
@@ -399,6 +413,20 @@ class TestParamGather:
         first.group.start_param_sync()
 
         assert world.schedule(0) == ("param gather 1 [all_gather of 256 x float32]",)
+
+    def test_parameters_that_are_hidden_read_as_nan_until_they_are_gathered(self):
+        world, (first, second) = ranks(SCATTER_MEAN)
+        for rank in (first, second):
+            rank.group.start_param_sync(hides_params=True)
+        hidden = [param.detach().isnan().all().item() for param in first.group.params]
+        pointers = [param.data_ptr() for param in first.group.params]
+
+        world.run(lambda rank: (first, second)[rank].group.finish_param_sync())
+
+        assert hidden == [True, True]
+        assert pointers != [param.data_ptr() for param in first.group.params]
+        assert [param.data_ptr() for param in first.group.params] == [values.data_ptr() for values in first.group.param_values]
+        assert first.params["a"].tolist() == [0.0] * 100  # nothing was written
 
     def test_finishing_what_is_stale_gathers_first(self):
         _, (only,) = ranks(SCATTER_MEAN, size=1)

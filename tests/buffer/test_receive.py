@@ -19,16 +19,20 @@ from megabucket.layout import ParamSpec, build_layout
 EARLIER = 99.0
 """What places hold from an earlier step. It must show up nowhere."""
 
+BY_HAND = 0.5
+"""What somebody has added to a place that was zeroed on purpose. It counts beside the gradients."""
+
 
 class Group:
     """One bucket group, and what hooks do with gradients; it has learned to expect one gradient of each parameter.
 
     Args:
         zeroed: positions whose place was zeroed on purpose.
+        by_hand: what was added there since.
         may_stage: whether the step would let gradients wait.
     """
 
-    def __init__(self, params, *, zeroed=(), streams=None, may_stage=True):
+    def __init__(self, params, *, zeroed=(), by_hand=0.0, streams=None, may_stage=True):
         self.params, self.may_stage = list(params), may_stage
         named = {str(position): param for position, param in enumerate(self.params)}
         order = tuple(named)  # otherwise the last parameter comes first
@@ -46,7 +50,7 @@ class Group:
         self.readiness.end_step(learns=True)
         for position, slot in enumerate(self.group.slots):
             slot.state = GradState.CLEAN if position in zeroed else GradState.STALE
-            slot.view.fill_(0.0 if position in zeroed else EARLIER)
+            slot.view.fill_(by_hand if position in zeroed else EARLIER)
         self.counts, self.completed_by = True, []
 
     @property
@@ -115,7 +119,8 @@ some = st.sets(st.integers(0, 5))
 @given(st.lists(st.tuples(arrivals, st.booleans()), max_size=4), some, some, st.sampled_from([torch.float32, torch.bfloat16]))
 def test_whatever_comes_in_whatever_order_the_places_hold_what_storing_at_once_gives(backwards, cleared, zeroed, dtype):
     """And the group is complete at the same gradient; and the caller's meddling between backwards is found alike."""
-    staged, at_once = (small(6, zeroed=zeroed, dtype=dtype, may_stage=may_stage) for may_stage in (True, False))
+    places = {"zeroed": zeroed, "by_hand": BY_HAND, "dtype": dtype}
+    staged, at_once = small(6, **places), small(6, **places, may_stage=False)
     for index, (gradients, counts) in enumerate(backwards):
         for position, value in gradients:
             assert staged.arrive(position, value, counts=counts) == at_once.arrive(position, value, counts=counts)
@@ -153,11 +158,13 @@ def test_what_is_dropped_is_not_stored():
         group.arrive(position, 1)
 
     group.group.drop_staged()
+    group.arrive(0, 2)
     group.arrive(5, 2)
     group.group.end_backward()
 
-    assert group.stored[4:] == [EARLIER, 2.0]
-    assert group.shown == [False] * 5 + [True]
+    # Of the five, four were stored when the room was full: what comes now overwrites them.
+    assert [group.stored[position] for position in (0, 4, 5)] == [2.0, EARLIER, 2.0]
+    assert group.shown == [True, False, False, False, False, True]
 
 
 class TestWhenGradientsAreStored:
@@ -226,7 +233,7 @@ class TestWhenGradientsAreStored:
 
 
 class TestWhatIsNotPlain:
-    """Gradients of a real backward, in a group whose parameter 0 is special."""
+    """Second gradients, and such as cannot be copied together with others, in a group whose parameter 0 has them."""
 
     def test_a_second_gradient_in_one_backward_is_added(self):
         group = small(6)
@@ -295,10 +302,13 @@ class TestOtherPeoplesHooks:
         assert group.stored == [1.0] * 3
         assert not group.staging
 
-    def test_a_hook_that_is_added_later_is_found_in_the_next_backward_and_one_that_is_gone_is_forgotten(self):
+    def test_a_hook_that_is_added_later_finds_the_gradients_of_the_next_backward(self):
         group, seen = small(3), []
+        group.counts = False  # microbatches inside of no_sync()
 
         def backward():
+            for param in group.params:
+                param.grad = None
             sum(param.sum() for param in group.params).backward()
             group.group.end_backward()
 
@@ -306,13 +316,11 @@ class TestOtherPeoplesHooks:
         handle = group.params[0].register_post_accumulate_grad_hook(lambda param: seen.append(param.grad is param.main_grad))
         backward()
         handle.remove()
-        group.params[0].register_post_accumulate_grad_hook(lambda _: None).remove()
-        group.arrive(0, 1)
+        group.params[1].grad = None
+        group.arrive(1, 1, counts=False)
 
         assert seen == [True]
-        assert group.stored[1:] == [2.0] * 2
-        assert len(group.staging) == 0  # the view is its grad, which autograd has added to
-        assert group.stored[0] == 3.0
+        assert len(group.staging) == 1  # with the hook, what it was for is gone
 
 
 class TestFusedKernels:
@@ -372,6 +380,13 @@ class TestFusedKernels:
 
         assert group.group.grad_phase is GradPhase.IN_FLIGHT
         assert group.group.slots[0].prepare_kernel() is None
+
+    def test_a_kernel_that_brings_the_second_gradient_unasked_is_an_error_at_once(self):
+        group = small(3, zeroed=range(3))
+        group.arrive(0, 1)
+
+        with pytest.raises(PhaseError, match="a fused kernel added the gradient of '0' to main_grad"):
+            self.kernel(group, 0, 5.0)
 
     def test_a_kernel_that_writes_unasked_where_a_gradient_is_staged_is_an_error(self):
         group = small(3, zeroed=range(3))

@@ -142,7 +142,7 @@ def test_a_crashed_run_goes_on_bit_by_bit(run, log, tmp_path, is_sharded, dtype,
     assert steps_of(log()) == steps_of(log("whole"))
     assert report.summary.totals.num_steps == STEPS - 5
     assert [line["step"] for line in log() if line["kind"] == "resume"] == [5]
-    assert report.summary.measured.held_out_bits_after == log("whole")[-1]["held_out_bits_after"]
+    assert report.summary.held_out_bits_after == log("whole")[-1]["held_out_bits_after"]
 
 
 @pytest.mark.parametrize("optimizer", [{"name": "sgd", "momentum": 0.9}, {"name": "adam", "weight_decay": 0.0}])

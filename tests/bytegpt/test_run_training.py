@@ -39,8 +39,8 @@ def test_one_process_learns_without_a_launcher(tiny_run, tmp_path, mode):
 
     report = run_training(config, launch=ALONE, view=SilentView())
 
-    measured = report.summary.measured
-    assert measured.held_out_bits_after < measured.held_out_bits_before - 2
+    summary = report.summary
+    assert summary.held_out_bits_after < summary.held_out_bits_before - 2
     assert report.summary.setup.mode == mode
     assert report.summary.setup.num_buckets > 1
     assert report.summary.totals.num_collectives == 0
@@ -55,7 +55,7 @@ def test_the_log_has_the_run_each_step_both_evaluations_and_the_summary(tiny_run
     assert [line["step"] for line in written if line["kind"] == "step"] == [0, 1, 2]
     assert DemoConfig.model_validate(written[0]["config"] | {"mode": None}).program.train.steps == 3
     assert written[0]["corpus"]["train"]["num_files"] == 9  # 12 files, every 4th held out
-    assert written[-1]["held_out_bits_after"] == report.summary.measured.held_out_bits_after
+    assert written[-1]["held_out_bits_after"] == report.summary.held_out_bits_after
 
 
 def test_the_view_hears_of_the_corpus_and_of_every_step_in_order(tiny_run):
@@ -73,8 +73,8 @@ def test_the_same_seed_gives_the_same_run_to_the_last_bit(tiny_run):
         run_training(tiny_run(train={"seed": seed}), launch=ALONE, view=SilentView()).summary for seed in (5, 5, 6)
     )
 
-    assert first.measured.held_out_bits_after == second.measured.held_out_bits_after
-    assert first.measured.held_out_bits_after != other.measured.held_out_bits_after
+    assert first.held_out_bits_after == second.held_out_bits_after
+    assert first.held_out_bits_after != other.held_out_bits_after
 
 
 @pytest.mark.parametrize("optimizer", [{"name": "adamw"}, {"name": "adam", "fused": True}, {"name": "sgd", "momentum": 0.9}])

@@ -5,11 +5,11 @@ import pytest
 from rich.console import Console
 
 from examples.bytegpt.metrics import StepMetrics
-from examples.bytegpt.summary import Measured, Setup, Summary, Totals, summary_table
+from examples.bytegpt.summary import Setup, Summary, Totals, summary_table
 from megabucket.planning.memory import RankMemory
 
 
-def summary(*, num_ranks=2, loopback_bytes=4_000_000, comm_s=0.2, updated=True):
+def summary(*, num_ranks=2, comm_s=0.2, updated=True):
     setup = Setup(
         mode="reduce_scatter",
         backend="gloo",
@@ -21,14 +21,6 @@ def summary(*, num_ranks=2, loopback_bytes=4_000_000, comm_s=0.2, updated=True):
         padding_fraction=0.02,
         layout_fingerprint="f" * 64,
         computed_memory=RankMemory(parameter_bytes=4096, gradient_bytes=4096, moment_bytes=4096),
-    )
-    measured = Measured(
-        held_out_bits_before=8.0,
-        held_out_bits_after=2.5,
-        train_s=4.0,
-        loopback_bytes=loopback_bytes,
-        peak_growth_bytes=3 * 1024 * 1024,
-        peak_source="resident set",
     )
     totals = Totals()
     for index in range(2):
@@ -51,7 +43,7 @@ def summary(*, num_ranks=2, loopback_bytes=4_000_000, comm_s=0.2, updated=True):
                 wire_bytes=1024.0,
             )
         )
-    return Summary(setup, measured, totals, tokens_per_step=1000)
+    return Summary(setup, totals, held_out_bits_before=8.0, held_out_bits_after=2.5, train_s=4.0, tokens_per_step=1000)
 
 
 def rows(table):
@@ -70,26 +62,19 @@ def test_every_figure_of_the_table_is_a_mean_over_the_steps():
         "buckets": "3",
         "collectives per step": "7.0",
         "bytes on the wire, formula": "1.00 KiB",
-        "measured": "976.56 KiB",  # 4,000,000 bytes over 2 steps and 2 ranks
         "payload": "2.00 KiB",
         "communication time": "200.00 ms",
         "exposed communication": "50.00 ms",
         "overlap": "75%",
-        "peak memory": "+3.00 MiB",
-        "computed": "12.00 KiB",
+        "memory, computed": "12.00 KiB",
     }
     assert "2 steps in 4.00 s, 500 tokens/s over all ranks" in table["steps/s"][1]
 
 
-def test_the_table_says_that_memory_in_use_holds_more_than_what_was_computed():
-    assert "with activations and allocator overhead" in rows(summary_table(summary()))["peak memory"][1]
-
-
 def test_without_communication_no_overlap_is_claimed():
-    table = rows(summary_table(summary(num_ranks=1, loopback_bytes=None, comm_s=0.0)))
+    table = rows(summary_table(summary(num_ranks=1, comm_s=0.0)))
 
     assert table["overlap"] == ("-", "no communication")
-    assert table["measured"][0] == "-"
 
 
 def test_steps_that_updated_nothing_are_counted():
@@ -103,7 +88,6 @@ def test_the_summary_as_data_is_json_and_has_the_same_figures():
     assert data["held_out_bits_after"] == 2.5
     assert data["steps_per_s"] == 0.5
     assert data["wire_bytes_per_step"] == 1024.0
-    assert data["loopback_bytes_per_step"] == 1_000_000
     assert data["overlap_fraction"] == pytest.approx(0.75)
     assert data["computed_bytes"]["total_bytes"] == 12288
     assert data["last_bits_per_byte"] == 2.0

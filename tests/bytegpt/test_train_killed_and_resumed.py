@@ -189,18 +189,9 @@ def test_a_signal_from_outside_to_every_rank_ends_all_with_its_code(start, tmp_p
 def test_a_signal_to_torchrun_reaches_the_ranks_which_save(config_path, tmp_path):
     log, folder = tmp_path / "run.jsonl", tmp_path / "run"
     overrides = [f"checkpoint.folder={folder}", f"train.log_path={log}", "train.steps=1000000", "optimizer.final_lr_fraction=1"]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "examples.bytegpt",
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with subprocess.Popen(
-        [*launcher, "-c", str(config_path), *overrides],
+        [*launcher, "-m", "examples.bytegpt", "-c", str(config_path), *overrides],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,

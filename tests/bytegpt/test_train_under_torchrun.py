@@ -73,7 +73,7 @@ def forked(directory, *arguments):
     return subprocess.CompletedProcess(arguments, max(codes, key=abs), out, err)
 
 
-FENCE_BYTES = 18 * 8  # int64
+FENCE_BYTES = 6 * 8  # int64
 NORM_BYTES = 8  # float64
 
 

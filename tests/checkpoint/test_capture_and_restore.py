@@ -612,3 +612,50 @@ def test_running_statistics_of_each_rank_come_back_to_it():
     assert count(3, kept)[0] == (1, 11, 21)
     assert count(2, kept)[0] == (1, 1)
     assert [name for name in alike.tensors if "count" in name] == ["model.count"]
+
+
+def changed(*path, to):
+    def change(optimizer):
+        *outer, last = path
+        for key in outer:
+            optimizer = optimizer[key]
+        optimizer[last] = to
+
+    return change
+
+
+NO_STATE_OF_AN_OPTIMIZER = {
+    "no rate": (changed("groups", 0, "hyperparameters", "lr", to=None), "'lr' of group 0 was None and is 0.1"),
+    "a text": (changed("groups", 0, "hyperparameters", "lr", to="x"), "'lr' of group 0 was 'x' and is 0.1"),
+    "one beta": (changed("groups", 0, "hyperparameters", "betas", to=3), r"'betas' of group 0 was 3 and is \(0.9, 0.999\)"),
+    "no state": (changed("state", to=[]), "the checkpoint holds 'optim.state.*', of which its optimizer says nothing"),
+    "no entries": (changed("state", 0, "entries", to=[]), "'optim.state.*', of which its optimizer says nothing"),
+    "no groups": (changed("groups", to=None), "what the checkpoint says of its optimizer cannot be read: TypeError"),
+    "no class": (lambda optimizer: optimizer.pop("class"), "cannot be read: KeyError: 'class'"),
+    "no entry": (changed("state", 0, "entries", 0, to=[1]), "cannot be read: ValueError"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), NO_STATE_OF_AN_OPTIMIZER.values(), ids=NO_STATE_OF_AN_OPTIMIZER)
+def test_an_optimizer_that_somebody_else_has_written_is_named_and_nothing_is_loaded(change, text):
+    """A seal says that nothing was changed since it was made, not that it was made of sense."""
+
+    def run(seed):
+        torch.manual_seed(seed)
+        ddp = DistributedDataParallel(torch.nn.Linear(4, 3), DistributedDataParallelConfig(use_distributed_optimizer=True))
+        return ddp, DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.1), ddp)
+
+    ddp, optimizer = run(0)
+    ddp(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    stored = KeptInMemory([to_host(capture(TrainingParts(ddp, optimizer)))])
+    stored.values = copy.deepcopy(stored.values)
+    change(stored.values["optimizer"])
+    other, other_optimizer = run(1)
+    before = [param.detach().clone() for param in other.parameters()]
+
+    with pytest.raises(CheckpointMismatchError, match=text):
+        restore(stored, TrainingParts(other, other_optimizer))
+
+    assert all(torch.equal(param, value) for param, value in zip(other.parameters(), before, strict=True))

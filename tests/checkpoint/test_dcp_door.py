@@ -172,6 +172,20 @@ def test_files_are_read_only_where_they_are_trusted(tmp_path):
         load_dcp(tmp_path, *vars_of(Ours(sharded=True)), trusted=False)
 
 
+@pytest.mark.parametrize("damage", ["cut off", "gone"])
+def test_a_data_file_that_torch_cannot_read_is_a_named_error_and_changes_nothing(tmp_path, damage):
+    save_dcp(tmp_path, *vars_of(Ours(sharded=True, kind="AdamW").train(range(2))))
+    (data,) = tmp_path.glob("*.distcp")
+    data.unlink() if damage == "gone" else data.write_bytes(data.read_bytes()[:100])
+    ours = Ours(sharded=True, kind="AdamW", seed=2)
+    before = [param.detach().clone() for param in ours.ddp.parameters()]
+
+    with pytest.raises(CheckpointError, match="torch cannot read it"):
+        load_dcp(tmp_path, *vars_of(ours), trusted=True)
+
+    assert all(torch.equal(param, value) for param, value in zip(ours.ddp.parameters(), before, strict=True))
+
+
 def test_a_directory_that_holds_something_is_not_written_into(tmp_path):
     (tmp_path / "something").write_text("")
 

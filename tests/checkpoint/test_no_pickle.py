@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import megabucket.checkpoint
-from megabucket.chaos.checkpoints import sample
-from megabucket.chaos.checkpoints.threads import in_threads
+from faults.checkpoints import sample
+from faults.checkpoints.threads import in_threads
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.save import SaveSettings
 from megabucket.errors import CheckpointError

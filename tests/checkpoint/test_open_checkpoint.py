@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from megabucket.chaos.checkpoints import sample
+from faults.checkpoints import sample
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import CheckpointWarning, SaveSettings

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from megabucket.chaos.checkpoints import sample
-from megabucket.chaos.checkpoints.faulty import FaultyFileSystem, fail_at, nothing
-from megabucket.chaos.checkpoints.threads import in_threads
+from faults.checkpoints import sample
+from faults.checkpoints.faulty import FaultyFileSystem, fail_at, nothing
+from faults.checkpoints.threads import in_threads
 from megabucket.checkpoint.compare import compare
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo

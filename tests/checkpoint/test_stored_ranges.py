@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.chaos.checkpoints.faulty import FaultyFileSystem
+from faults.checkpoints.faulty import FaultyFileSystem
 from megabucket.checkpoint.dtypes import ITEM_BYTES
 from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo

@@ -9,9 +9,9 @@ import stat
 import pytest
 import torch
 
-from megabucket.chaos.checkpoints import sample
-from megabucket.chaos.checkpoints.faulty import FaultyFileSystem
-from megabucket.chaos.checkpoints.threads import in_threads
+from faults.checkpoints import sample
+from faults.checkpoints.faulty import FaultyFileSystem
+from faults.checkpoints.threads import in_threads
 from megabucket.checkpoint.catalog import whole_steps
 from megabucket.checkpoint.file_system import FileSystem
 from megabucket.checkpoint.opening import open_checkpoint

@@ -285,7 +285,7 @@ def test_weights_go_to_safetensors_and_back(trained):
 def test_imported_weights_load_into_a_model_without_an_optimizer(trained):
     invoke("convert", trained / "run", trained / "hf", "--to", "safetensors")
     invoke("convert", trained / "hf" / "model.safetensors", trained / "back", "--to", "megabucket")
-    config = load_config(trained / "run.yaml", ["train.seed=5"])
+    config = load_demo_config(trained / "run.yaml", ["train.seed=5"])
     model = mb.DistributedDataParallel(initial_model(config, config.model, torch.device("cpu")), config.ddp)
 
     loaded = mb.load_checkpoint(trained / "back", model)

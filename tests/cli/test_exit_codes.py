@@ -68,7 +68,7 @@ def test_the_table_is_in_the_help():
         assert line.strip() in result.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "explain"])
+@pytest.mark.parametrize("command", ["plan", "explain", "profile", "tune"])
 def test_every_command_has_its_help_and_its_docs(command):
     result = CliRunner().invoke(app, [command, "--help"])
 

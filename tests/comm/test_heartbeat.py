@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megabucket.comm import Progress
-from megabucket.comm.liveness import Block, Heartbeat
+from megabucket.comm.liveness import Heartbeat
 from megabucket.errors import PeerLostError
 
 STORE_HOST = """

@@ -80,7 +80,8 @@ class TestGone:
         scene.beat(1, has_left=True)
 
         assert scene.look().gone() == {
-            1: "left: its program ended, its process group was destroyed, or its wrapper was detached, after 40 launches; this was launch 41"
+            1: "left: its program ended, its process group was destroyed, or its wrapper was detached, after 40 launches; this "
+            "was launch 41"
         }
 
     def test_a_rank_that_left_after_launching_may_have_its_data_on_the_way(self, scene):
@@ -99,9 +100,7 @@ class TestFrozen:
 
         assert list(scene.seen.frozen(1.3)) == [2]  # seen first at 0.1 s, and now it is 1.5 s
         assert scene.seen.frozen(1.5) == {}
-        assert scene.seen.frozen(1.3) == {
-            2: "froze: no sign of life for 1.3 s; last seen in backward, step 12, bucket 2"
-        }
+        assert scene.seen.frozen(1.3) == {2: "froze: no sign of life for 1.3 s; last seen in backward, step 12, bucket 2"}
 
     def test_a_stopped_process_is_frozen_after_the_time_also_without_beats(self, scene):
         scene.beats = {rank: beat._replace(every_s=None) for rank, beat in scene.beats.items()}
@@ -134,9 +133,7 @@ class TestVanished:
             scene.beat(1)
             scene.look()
 
-        assert scene.seen.vanished(1.0) == {
-            2: "went away: no sign of life for 1.0 s; last seen in backward, step 12, bucket 2"
-        }
+        assert scene.seen.vanished(1.0) == {2: "went away: no sign of life for 1.0 s; last seen in backward, step 12, bucket 2"}
 
     def test_otherwise_ranks_that_never_came(self, scene):
         del scene.beats[2]

@@ -60,7 +60,7 @@ def test_a_rank_that_is_gone_is_an_error_in_the_words_of_gloo():
     def leave(sockets: PeerSockets, rank: int) -> str:
         if rank == 1:
             return "left"
-        with pytest.raises(RuntimeError, match="^Connection closed by peer$"):
+        with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
             sockets.exchange([1], never)
         return "noticed"
 
@@ -74,7 +74,7 @@ def test_a_rank_that_says_nothing_is_an_error_after_the_time_limit():
         if rank == 1:
             done.wait(20)
             return "silent"
-        with pytest.raises(RuntimeError, match="^Timed out waiting for another rank to read"):
+        with pytest.raises(RuntimeError, match=r"^Timed out waiting for another rank to read"):
             sockets.exchange([1], never)
         done.set()
         return "noticed"
@@ -89,7 +89,7 @@ def test_who_must_stop_waits_no_longer():
         if rank == 1:
             noticed.wait(20)
             return "silent"
-        with pytest.raises(RuntimeError, match="^Connection closed by peer$"):
+        with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
             sockets.exchange([1], lambda: True)
         noticed.set()
         return "stopped"
@@ -136,7 +136,7 @@ def test_who_waits_for_words_is_woken_up_by_close():
             has_heard.wait(20)
             return ""
         threading.Timer(0.05, sockets.close).start()
-        with pytest.raises(RuntimeError, match="^Connection closed by peer$"):
+        with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
             sockets.exchange([1], never)
         has_heard.set()
         return "woken up"

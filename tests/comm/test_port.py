@@ -19,7 +19,6 @@ from megabucket.errors import CollectiveError, InvariantError
 from megabucket.testing import ListRecorder, LoopbackWorld
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord
 
-
 RECORD = CollectiveRecord(CollectiveKind.ALL_REDUCE, "bucket 0", num_calls=1, payload_bytes=4, num_ranks=1)
 
 

@@ -11,11 +11,11 @@ from megabucket.comm import (
     Broadcast,
     Call,
     Communicator,
+    Handle,
     Liveness,
     LocalCommunicator,
     ProcessGroupCommunicator,
     ReduceOp,
-    Handle,
     ReduceScatter,
     discover_communicator,
 )

@@ -1,4 +1,4 @@
-"""The thread that completes large batches: what waiters see, and how it ends: not before its last jobs, unless ranks are lost."""
+"""The thread that completes large batches: what waiters see, and that it does its last jobs unless ranks are lost."""
 
 import threading
 from datetime import timedelta
@@ -80,7 +80,7 @@ def test_a_job_that_fails_says_so_to_each_waiter_and_the_next_one_is_done(worker
         with pytest.raises(PeerLostError) as caught:
             lost.wait()
         errors.append(caught.value)
-    with pytest.raises(RuntimeError, match="^no such memory$"):
+    with pytest.raises(RuntimeError, match=r"^no such memory$"):
         failed.wait()
     assert next_one.wait()
 

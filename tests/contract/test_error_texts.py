@@ -33,6 +33,11 @@ TEXTS = {
         "differ). Gradients of one parameter would be added to those of another. Build the same module in the "
         "same order on every rank, with the same dtypes, trainability, config and versions. No rank was wrapped."
     ),
+    "CallMismatchError": (
+        "step 3: ranks are in different calls: save() on rank 0; step() on rank 1. Each of them needs every rank: make it on "
+        "all of them, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these calls "
+        "has done anything, a step that was open was dropped on all ranks, and the next call of all ranks may run."
+    ),
     "StepMismatchError": (
         "step 3: dropped steps differ between ranks: 0 on rank 0; 1 on rank 1. Some rank has skipped or dropped a"
         " step that others have taken, so batches of different steps would be averaged. Make every rank take "
@@ -131,6 +136,11 @@ TEXTS = {
         "rank 1 was last seen 31.5 s ago in forward (waiting for bucket 0). The process group cannot be used any "
         "more: gradients of this step are lost, parameters are those of the last step. End this process, or "
         "destroy the group, and start again from the last checkpoint with the ranks that are left."
+    ),
+    "WrapperBrokenError": (
+        "step 3: rank 1 stopped in update, with the others about to go on: KeyboardInterrupt. The wrapper is broken on all "
+        "ranks: nothing can be sent any more, and parameters may be of two different steps. On every rank call ddp.detach(), "
+        "wrap the module again, make the optimizer anew and load the last checkpoint."
     ),
     "ForkedProcessError": (
         "[rank 1] backward in a forked child process. The threads of the process group exist in the parent only, "

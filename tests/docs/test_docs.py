@@ -33,6 +33,21 @@ def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page, tmp_path, monk
     exec(compile(program, page_id(page), "exec"), {"__name__": "__docs__"})  # noqa: S102
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]], ids=["alone", "2 ranks"]
+)
+def test_the_loop_of_the_readme_runs_as_it_is_pasted(launcher, tmp_path):
+    (tmp_path / "loop.py").write_text(PYTHON_BLOCK.search((ROOT / "README.md").read_text()).group(1))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    command = [sys.executable, *launcher, "loop.py"]
+
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_no_relative_link_is_broken(page):
     targets = [target for target in LINK.findall(page.read_text()) if "://" not in target and not target.startswith("mailto:")]

@@ -44,6 +44,7 @@ def test_what_it_cannot_do_is_named(arguments, text):
     assert text in result.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_same_code_runs_small_on_a_cpu(tmp_path):
     path = tmp_path / "gpu.json"

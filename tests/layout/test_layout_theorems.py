@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import lcm
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megabucket.config import DistributedDataParallelConfig
@@ -30,16 +30,12 @@ from megabucket.testing import (
     param_specs,
 )
 
-theorem = settings(max_examples=max(2_000, settings.default.max_examples))
-corollary = settings(max_examples=max(500, settings.default.max_examples))
-
 # Shapes are numbers only, so parameters may be larger than any memory; what allocates or visits each rank draws small.
 HUGE_MODELS = param_specs(max_params=8, max_numel=2**41)
 SMALL_MODELS = param_specs(max_params=8, max_numel=400)
 TWO_OR_MORE = param_specs(min_params=2, max_params=8, max_numel=2**41)
 
 
-@theorem
 @given(case=layout_inputs(specs=HUGE_MODELS))
 def test_every_parameter_is_in_one_bucket_of_the_one_buffer_of_its_dtypes_and_group(case):
     layout = case.build()
@@ -61,7 +57,6 @@ def expected_order(case: LayoutInput) -> list[str]:
     return [spec.name for spec in reversed(case.specs)]
 
 
-@theorem
 @given(case=layout_inputs(specs=HUGE_MODELS))
 def test_parameters_have_their_numel_and_follow_each_other_as_gradients_do_inside_their_buckets(case):
     numels = {spec.name: spec.numel for spec in case.specs}
@@ -81,7 +76,6 @@ def test_parameters_have_their_numel_and_follow_each_other_as_gradients_do_insid
                 end_of_last, place_of_last = slot.stop, place[name]
 
 
-@theorem
 @given(case=layout_inputs(specs=HUGE_MODELS))
 def test_buckets_tile_the_buffer_and_padded_ones_are_aligned_and_cut_into_equal_shards(case):
     padded = case.config.layout == "stable" or case.config.use_distributed_optimizer
@@ -100,7 +94,6 @@ def test_buckets_tile_the_buffer_and_padded_ones_are_aligned_and_cut_into_equal_
             assert all(slot.start % 64 == 0 for slot in buffer.params.values())
 
 
-@theorem
 @given(case=layout_inputs(specs=HUGE_MODELS))
 def test_padding_is_less_than_one_divisor_per_bucket_and_64_per_parameter(case):
     for buffer in case.build().buffers:
@@ -110,7 +103,6 @@ def test_padding_is_less_than_one_divisor_per_bucket_and_64_per_parameter(case):
         assert buffer.padding_fraction <= limit / max(buffer.numel, 1)
 
 
-@theorem
 @given(case=layout_inputs(specs=HUGE_MODELS))
 def test_buckets_reach_the_bucket_size_but_the_last_and_overshoot_by_less_than_one_parameter_and_its_gap(case):
     for buffer in case.build().buffers:
@@ -127,7 +119,6 @@ def test_buckets_reach_the_bucket_size_but_the_last_and_overshoot_by_less_than_o
                 assert bucket.numel_unpadded >= buffer.bucket_size
 
 
-@theorem
 @given(case=layout_inputs(specs=HUGE_MODELS, sizings=["bucket_cuts"]))
 def test_buckets_end_at_each_cut_and_nowhere_else_but_around_shared_embeddings(case):
     padded = case.config.layout == "stable" or case.config.use_distributed_optimizer
@@ -150,7 +141,6 @@ def test_buckets_end_at_each_cut_and_nowhere_else_but_around_shared_embeddings(c
     assert case._replace(config=DistributedDataParallelConfig(**backwards)).build() == case.build()
 
 
-@corollary
 @given(case=layout_inputs(specs=HUGE_MODELS, recorded_orders=False))
 def test_the_cuts_of_a_size_and_the_order_of_registration_written_down_give_the_same_buffers(case):
     by_size = case.build()
@@ -171,27 +161,23 @@ def positions_of(buffer):
     return slots, [(bucket.start, bucket.stop, bucket.params) for bucket in buffer.buckets]
 
 
-@theorem
 @given(layout=model_layouts(specs=HUGE_MODELS))
 def test_no_built_layout_violates_a_named_invariant(layout):
     assert_sound(layout)
 
 
-@theorem
 @given(layout=model_layouts(specs=SMALL_MODELS, dp_size=dp_sizes(max_size=16)))
 def test_distinct_numbers_written_through_the_views_are_a_permutation_in_the_flat_buffer(layout):
     # 65536-element padding of a dozen buckets is a few MB: not too much to allocate.
     assert_views_are_a_bijection(layout)
 
 
-@theorem
 @given(layout=model_layouts(specs=HUGE_MODELS, dp_size=dp_sizes(max_size=12)))
 @example(layout=build_layout([ParamSpec("a", (100,))], DistributedDataParallelConfig(), dp_size=1_024))
 def test_shards_of_all_ranks_are_disjoint_and_cover_and_their_pieces_continue_one_another(layout):
     assert_shards_partition(layout)
 
 
-@theorem
 @given(case=layout_inputs(specs=param_specs(max_params=8, max_numel=2**41, shared_embeddings=False), sizings=["bucket_size"]))
 def test_an_endless_bucket_size_gives_one_bucket_and_size_1_one_filled_parameter_each_in_the_same_order(case):
     def build(bucket_size):
@@ -225,7 +211,6 @@ SHAPING_FIELDS = (
 )
 
 
-@theorem
 @given(case=layout_inputs(specs=HUGE_MODELS, layouts=["stable"]), other=ddp_configs(layouts=["stable"], sizings=["default"]))
 def test_the_stable_layout_does_not_depend_on_overlap_sharding_or_any_other_switch(case, other):
     shaping = {name: getattr(case.config, name) for name in SHAPING_FIELDS}
@@ -237,7 +222,6 @@ def test_the_stable_layout_does_not_depend_on_overlap_sharding_or_any_other_swit
     assert layout.fingerprint == case.build().fingerprint
 
 
-@theorem
 @given(layout=model_layouts(specs=HUGE_MODELS))
 def test_reading_what_was_written_gives_the_same_layout_text_and_fingerprint(layout):
     assert_json_round_trip(layout)
@@ -247,7 +231,6 @@ def test_reading_what_was_written_gives_the_same_layout_text_and_fingerprint(lay
 NUMPY_TYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
-@theorem
 @given(layout=model_layouts(specs=SMALL_MODELS, dp_size=dp_sizes(max_size=16)))
 def test_predicted_gradient_bytes_are_the_bytes_that_an_array_of_the_buffer_takes(layout):
     for buffer in layout.buffers:
@@ -304,7 +287,6 @@ CHANGES = {
 }
 
 
-@theorem
 @given(
     case=layout_inputs(specs=TWO_OR_MORE, layouts=["stable"], sizings=["bucket_size"], recorded_orders=False),
     what=st.sampled_from(list(CHANGES)),
@@ -322,7 +304,6 @@ def test_any_single_change_of_the_input_changes_the_fingerprint_and_shows_in_the
     assert (layout_diff(ours, case.build()), ours.fingerprint) == ((), case.build().fingerprint)
 
 
-@corollary
 @given(case=layout_inputs(specs=TWO_OR_MORE, layouts=["stable"], sizings=["bucket_cuts"]), data=st.data())
 def test_another_cut_and_any_other_order_change_the_fingerprint_and_show_in_the_diff(case, data):
     names = [spec.name for spec in case.specs]
@@ -339,7 +320,6 @@ def test_another_cut_and_any_other_order_change_the_fingerprint_and_show_in_the_
         assert layout_diff(layout, other) != ()
 
 
-@theorem
 @given(case=layout_inputs(specs=HUGE_MODELS))
 def test_the_launch_order_has_every_bucket_once_as_the_last_gradients_come_and_those_of_a_buffer_in_index_order(case):
     layout = case.build()
@@ -357,7 +337,6 @@ def test_the_launch_order_has_every_bucket_once_as_the_last_gradients_come_and_t
 POSITIONS = {"params": ("start", "stop", "bucket"), "buckets": ("index", "start", "stop", "numel_unpadded")}
 
 
-@theorem
 @given(
     layout=model_layouts(specs=HUGE_MODELS),
     choice=st.integers(0, 2**16),
@@ -389,7 +368,6 @@ def has_shared_embeddings(buffer: dict) -> bool:
 ANY_JSON = st.sampled_from([None, True, -1, 0, 1, 7, 2**70, 1.5, "", "p0", "float32", [], {}, [0], ["p0"], [-2, -3], [[]]])
 
 
-@theorem
 @given(layout=model_layouts(specs=HUGE_MODELS), choice=st.integers(0, 2**16), value=ANY_JSON)
 def test_a_damaged_text_is_refused_or_gives_a_layout_that_can_be_checked(layout, choice, value):
     data = json.loads(layout.to_json())

@@ -95,6 +95,7 @@ class SlowCommunicator:
 
     def __init__(self, inner, delay_s):
         self.inner, self.delay_s, self.rank, self.size = inner, delay_s, inner.rank, inner.size
+        self.control = inner.control
 
     def prepare(self, calls):
         return self.inner.prepare(calls)
@@ -106,6 +107,13 @@ class SlowCommunicator:
 class SlowHandle(Handle):
     def __init__(self, inner, delay_s):
         self.inner, self.delay_s = inner, delay_s
+
+    @property
+    def is_started(self):
+        return self.inner.is_started
+
+    def start(self):
+        self.inner.start()
 
     def wait(self):
         self.inner.wait()

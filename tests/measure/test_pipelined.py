@@ -15,7 +15,7 @@ class CountingCommunicator:
     """Counts launches that nobody has waited for yet, by size."""
 
     def __init__(self, inner):
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.inner, self.rank, self.size, self.control = inner, inner.rank, inner.size, inner.control
         self.num_open, self.most = {}, {}
 
     def prepare(self, calls):
@@ -32,6 +32,13 @@ class CountingCommunicator:
 class CountingHandle(Handle):
     def __init__(self, inner, communicator, num_bytes, label):
         self.inner, self.communicator, self.num_bytes, self.label = inner, communicator, num_bytes, label
+
+    @property
+    def is_started(self):
+        return self.inner.is_started
+
+    def start(self):
+        self.inner.start()
 
     def wait(self):
         self.inner.wait()

@@ -1,41 +1,116 @@
-"""Library code with one mistake each. Every mutant is a patch that a test applies and takes back."""
+"""The core with one rule of the protocol deleted or altered. Every mutant is a patch that a test applies and takes back."""
 
-import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from scenarios import ALL_REDUCE, EXPLICIT, OVERLAPS, SHARDED, SHARDED_EXPLICIT, Scenario
+from scenarios import SCENARIOS, Scenario, Verdict
 
-from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
+from megabucket.buffer import GradPhase, ParamPhase, WithheldGrad, _ParamAndGradBucketGroup, bucket_group, phases
+from megabucket.buffer.bucket_group import Readiness
 from megabucket.buffer.finite import FiniteTest, NonFiniteParam
-from megabucket.buffer.grad_slot import GradSlot
-from megabucket.buffer.scaling import GradScale
-from megabucket.chaos.loopback_soak.judge import Verdict
-from megabucket.ddp import backward_watch, step_sync, verdict
-from megabucket.ddp.hooks import BackwardWatch
-from megabucket.ddp.fence import PendingFence
-from megabucket.ddp.step import GradSync
-from megabucket.ddp.launcher import InOrderLauncher
+from megabucket.buffer.grad_slot import GradSlot, GradState
+from megabucket.comm.exchange import Answer, Gate
+from megabucket.ddp import fence, hooks, step
+from megabucket.ddp.fence import Fence, Report, StepCounters
 from megabucket.ddp.guards import ModelWatch
-from megabucket.ddp.step_agreement import StepAgreement
-from megabucket.ddp.fence import StepTally
+from megabucket.ddp.hooks import BackwardWatch
+from megabucket.ddp.param_gather import ParamGather
+from megabucket.ddp.step import GradSync, StepState
+from megabucket.optim import distributed_optimizer
+from megabucket.optim.norm import GlobalNorm
+from megabucket.testing.loopback import _LoopbackCommunicator
+
+
+def nothing(*_, **__):
+    return None
+
+
+def without(owner, method):
+    """A method that does nothing."""
+
+    def apply(patch):
+        patch.setattr(owner, method, nothing)
+
+    return apply
+
+
+def blind_to(**values):
+    """A rank that reports the same numbers whatever has happened, and compares nothing else in their place."""
+    original = StepCounters.report
+
+    def report(self, **facts):
+        known = {name: getattr(self, name) for name in values if name not in facts}
+        for name in known:
+            setattr(self, name, values[name])
+        try:
+            return original(self, **{name: values.get(name, fact) for name, fact in facts.items()})
+        finally:
+            for name, value in known.items():
+                setattr(self, name, value)
+
+    return lambda patch: patch.setattr(StepCounters, "report", report)
+
+
+# Launches #
 
 
 def readiness_order_launch(patch):
-    def mark_complete(self, index):
-        self._is_complete[index] = True
-        self._launch(self._groups[index])
+    original = GradSync.receive
 
-    def flush(self, launch=None):
-        for index, group in enumerate(self._groups):
-            if not self._is_complete[index]:
-                (launch or self._launch)(group)
-        self._next = len(self._groups)
+    def receive(self, index, position):
+        group = self.groups[index]
+        overlaps, self.policy = self.policy.overlaps_grads, replace(self.policy, overlaps_grads=False)
+        original(self, index, position)
+        self.policy = replace(self.policy, overlaps_grads=overlaps)
+        if group.is_complete and group.grad_phase is GradPhase.ACCUMULATING:
+            group.start_grad_sync()
 
-    patch.setattr(InOrderLauncher, "mark_complete", mark_complete)
-    patch.setattr(InOrderLauncher, "flush", flush)
+    def flush(self):
+        for group in self.groups:
+            if group.grad_phase is GradPhase.ACCUMULATING:
+                group.start_grad_sync()
+        self._num_launched = len(self.groups)
+
+    patch.setattr(GradSync, "receive", receive)
+    patch.setattr(GradSync, "_flush", flush)
+
+
+def a_group_is_skipped(patch):
+    original = GradSync._flush
+
+    def flush(self):
+        self._num_launched += 1
+        original(self)
+
+    patch.setattr(GradSync, "_flush", flush)
+
+
+def dropped_schedule_not_finished(patch):
+    def start_dropped_sync(self):
+        if not self.is_launched:
+            self.drop_staged()
+
+    patch.setattr(_ParamAndGradBucketGroup, "start_dropped_sync", start_dropped_sync)
+
+
+def call_outside_takes_no_part(patch):
+    original = GradSync._drop
+    patch.setattr(GradSync, "_drop", lambda self, error, **kwargs: original(self, error, **{**kwargs, "takes_part": False}))
+
+
+def broken_rank_goes_on(patch):
+    original = GradSync.break_off
+
+    def break_off(self, phase, cause):
+        original(self, phase, cause)
+        self.broken, self.state = None, StepState.AGREED
+
+    patch.setattr(GradSync, "break_off", break_off)
+
+
+# Gradients in the buffer #
 
 
 def write_in_flight(patch):
@@ -46,98 +121,266 @@ def write_in_flight(patch):
     patch.setattr(GradSync, "_note_late", note_late)
 
 
-def swallowed_exception(patch):
-    patch.setattr(GradSync, "fail", lambda *_: None)
+def late_gradient_dropped(patch):
+    def note_late(self, group, position):
+        group.slots[position].param.grad = None
+
+    patch.setattr(GradSync, "_note_late", note_late)
 
 
-def caught_exception_forgotten(patch):
-    patch.setattr(GradSync, "tell_swallowed", lambda _: None)
-
-
-def report_with(**values):
-    """A rank that reports the same numbers whatever has happened."""
-    original = StepTally.report
-
-    def apply(patch):
-        patch.setattr(StepTally, "report", lambda self, **known: replace(original(self, **known), **values))
-
-    return apply
-
-
-def error_on_one_rank_only(patch):
-    original = StepAgreement.conclude
-
-    def conclude(self):
-        error = original(self)
-        return error if error is None or error.rank == self._rank else None
-
-    patch.setattr(StepAgreement, "conclude", conclude)
+def late_gradient_teaches_nothing(patch):
+    original = Readiness.end_step
+    patch.setattr(Readiness, "end_step", lambda self, *, learns=False, unlearns=False: original(self, learns=learns))  # noqa: ARG005
 
 
 def no_zeroing(patch):
     original = GradSlot.hand_over
 
     def hand_over(self):
-        self.is_clean = True
+        if self.state is GradState.STALE:
+            self.state = GradState.CLEAN
         return original(self)
 
     patch.setattr(GradSlot, "hand_over", hand_over)
 
 
-def gradients_not_withheld(patch):
-    patch.setattr(_ParamAndGradBucketGroup, "withhold_grads", lambda _: None)
+def first_gradient_added_to_stale_values(patch):
+    original = GradSlot.forget
+
+    def forget(self, *, is_zeroed=False):
+        original(self, is_zeroed=is_zeroed)
+        self.state = GradState.CLEAN
+
+    patch.setattr(GradSlot, "forget", forget)
+
+
+def one_shard_published(patch):
+    def publish(self):
+        for slot in self.slots:
+            slot.publish()
+
+    patch.setattr(_ParamAndGradBucketGroup, "publish", publish)
+
+
+def withheld_gradient_gives_way(patch):
+    def dispatch(cls, func, types, args=(), kwargs=None):
+        return func(*(one._like if isinstance(one, WithheldGrad) else one for one in args), **(kwargs or {}))
+
+    patch.setattr(WithheldGrad, "__torch_dispatch__", classmethod(dispatch))
+
+
+def staged_gradients_outlive_a_failure(patch):
+    def drop_staged(self):
+        self._is_taking, self.staging.room = False, 0
+
+    patch.setattr(_ParamAndGradBucketGroup, "drop_staged", drop_staged)
+
+
+def last_staged_gradients_forgotten(patch):
+    def hand_over(self):
+        self.drop_staged()
+        original(self)
+
+    original = _ParamAndGradBucketGroup._hand_over
+    patch.setattr(_ParamAndGradBucketGroup, "_hand_over", hand_over)
 
 
 def no_division(patch):
-    patch.setattr(GradScale, "divisions", lambda *_: iter(()))
+    patch.setattr(bucket_group, "grad_scale", lambda *_: (1.0, 1.0))
 
 
-def no_unused_report(patch):
-    patch.setattr(step_sync, "unused_params", lambda *_, **__: None)
+def divided_twice(patch):
+    patch.setattr(bucket_group, "grad_scale", lambda num_ranks, _: (float(num_ranks), float(num_ranks)))
 
 
-def no_finite_test(patch):
-    patch.setattr(FiniteTest, "run", lambda _: None)
+def reduction_not_awaited(patch):
+    def finish_grad_sync(self):
+        self.grad_phase, self._grad_handle = GradPhase.REDUCED, None
+
+    patch.setattr(_ParamAndGradBucketGroup, "finish_grad_sync", finish_grad_sync)
+
+
+def gradients_not_forgotten(patch):
+    def forget(self):
+        self._num_launched, self.skip_reason = 0, ""
+        for group in self.groups:
+            group.reopen()
+        self.enter(StepState.IDLE)
+
+    patch.setattr(GradSync, "_forget", forget)
+
+
+# What is looked at before a bucket is sent, and after #
 
 
 def finite_test_that_overflows(patch):
     def run(self):
         self.found = ()
-        if not all(bool(torch.isfinite(flat.float().square().sum())) for flat, _ in self._flats):
+        if not all(bool(torch.isfinite(flat.float().square().sum())) for flat, _ in self.flats):
             self.found = (NonFiniteParam(self._slots[0].name, "inf in its norm"),)
 
     patch.setattr(FiniteTest, "run", run)
 
 
+def sum_not_tested(patch):
+    original = GradSync._conclude_whole
+
+    def conclude_whole(self):
+        self._sum_tests = []
+        return original(self)
+
+    patch.setattr(GradSync, "_conclude_whole", conclude_whole)
+
+
+def skip_not_heard(patch):
+    original = GradSync._take_verdict
+
+    def take_verdict(self, **kwargs):
+        error = original(self, **kwargs)
+        self.skip_reason = ""
+        return error
+
+    patch.setattr(GradSync, "_take_verdict", take_verdict)
+
+
+def no_unused_report(patch):
+    original = GradSync._send_fence
+
+    def send_fence(self, *, is_committing=False, unused_counts=False):
+        original(self, is_committing=is_committing)
+
+    patch.setattr(GradSync, "_send_fence", send_fence)
+
+
+# The fence #
+
+
+def fence_compares_nothing(patch):
+    original = Gate.take
+
+    def take(self):
+        answer = original(self)
+        return Answer(True, answer.flag, answer.is_nonfinite)
+
+    patch.setattr(Gate, "take", take)
+
+
+def largest_not_compared_with_smallest(patch):
+    """The fingerprint goes in with one sign only, so only ranks with the smaller one find out."""
+    original = Gate.send
+
+    def send(self, kind, fingerprint, **kwargs):
+        self.own = fingerprint
+        original(self, kind, fingerprint, **kwargs)
+
+    def take(self):
+        self._handle.wait()
+        numbers = self._vector.tolist()
+        self._handle = None
+        return Answer(numbers[0] == -numbers[1] and numbers[2] == self.own, numbers[4], bool(numbers[5]))
+
+    patch.setattr(Gate, "send", send)
+    patch.setattr(Gate, "take", take)
+
+
+def problems_not_flagged(patch):
+    original = Gate.send
+    patch.setattr(Gate, "send", lambda self, *args, **facts: original(self, *args, **{**facts, "flag": 0}))
+
+
 def fence_not_awaited(patch):
-    patch.setattr(PendingFence, "is_whole", lambda _: True)
+    def take(self, _):
+        self._gate._handle = self._report = None
+        return []
+
+    patch.setattr(Fence, "take", take)
 
 
 def reports_guessed(patch):
-    def reports(self, report=None):
-        own = report or self._report
-        return [replace(own, rank=rank) for rank in range(self._fence.communicator.size)]
+    original = Fence._exchange_reports
 
-    patch.setattr(PendingFence, "reports", reports)
+    def exchange_reports(self, report):
+        own = Report.from_bytes(report.to_bytes())
+        return [replace(own, rank=rank) for rank in range(len(original(self, report)))]
 
-
-def model_check_off(patch):
-    patch.setattr(ModelWatch, "find_change", lambda _: None)
+    patch.setattr(Fence, "_exchange_reports", exchange_reports)
 
 
-def state_not_reset(patch):
-    patch.setattr(StepTally, "start_over", lambda _: None)
+def error_on_one_rank_only(patch):
+    original = Fence.take
+
+    def take(self, name_culprits):
+        reports = original(self, name_culprits)
+        own = self._communicator.rank
+        return reports if reports and reports[own].problems else []
+
+    patch.setattr(Fence, "take", take)
 
 
-def gradients_not_forgotten(patch):
-    def forget(self):
-        self._launcher.start_step()
-        self._is_finished = self.has_local_grads = self.awaits_finish = self._awaits_vote = False
-        for group in self._groups:
-            if group.grad_phase is not GradPhase.ACCUMULATING:
-                group.reopen()
+def error_about_the_wrong_rank(patch):
+    original = fence._problems
 
-    patch.setattr(GradSync, "_forget", forget)
+    def problems(step, reports, kinds):
+        for error in original(step, reports, kinds):
+            rank = (error.rank + 1) % len(reports)
+            yield type(error)(step=step, rank=rank, phase=error.phase, cause=error.cause)
+
+    patch.setattr(fence, "_problems", problems)
+
+
+def second_vote_left_out(patch):
+    original = GradSync._vote
+
+    def vote(self, *, is_committing):
+        return None if is_committing else original(self, is_committing=is_committing)
+
+    patch.setattr(GradSync, "_vote", vote)
+
+
+# The tables, and the state of a step #
+
+
+def way_back_is_missing(patch):
+    table = dict(phases.TRANSITIONS)
+    table[GradPhase.REDUCED] = frozenset()
+    patch.setattr(phases, "TRANSITIONS", table)
+
+
+def every_phase_may_follow(patch):
+    patch.setattr(bucket_group, "enter", lambda _, following, **__: following)
+
+
+def way_to_the_fence_is_missing(patch):
+    table = dict(step._TRANSITIONS)
+    table[StepState.LAUNCHING] = frozenset({StepState.GIVING_UP})
+    patch.setattr(step, "_TRANSITIONS", table)
+
+
+def every_state_may_follow(patch):
+    patch.setattr(GradSync, "enter", lambda self, state: setattr(self, "state", state))
+
+
+def caught_exception_forgotten(patch):
+    original = GradSync.settle
+
+    def settle(self, **kwargs):
+        if self.state is StepState.GIVING_UP and not self._fence.is_sent:
+            self.counters.start_step(is_over=True)
+            self.state = StepState.OPEN
+        original(self, **kwargs)
+
+    patch.setattr(GradSync, "settle", settle)
+
+
+def block_keeps_the_error_of_its_rank(patch):
+    def leave(self, _, error, __):
+        self._sync.leave_block(error)
+
+    patch.setattr(step.GuardedStep, "__exit__", leave)
+
+
+def caught_error_can_be_stepped_on(patch):
+    patch.setattr(GradSync, "check_not_dropped", lambda self: self.settle())
 
 
 def end_of_backward_unnoticed(patch):
@@ -145,44 +388,6 @@ def end_of_backward_unnoticed(patch):
         self.is_open = True
 
     patch.setattr(BackwardWatch, "open", open_without_callback)
-
-
-def sentinel_never_fires(patch):
-    patch.setattr(backward_watch._EndOfBackward, "__del__", lambda _: None)
-
-
-def gather_before_the_vote(patch):
-    original = GradSync.commit
-
-    def commit(self, note_reduced=None):
-        if not self._is_finished:
-            return original(self, note_reduced)
-        self._awaits_vote = False
-        self._set_phase("optimizer")
-        return None
-
-    patch.setattr(GradSync, "commit", commit)
-
-
-def launcher_skips_a_group(patch):
-    def flush(self, launch=None):
-        self._next += 1
-        while self._next < len(self._groups):
-            self._launch_next(launch or self._launch)
-
-    patch.setattr(InOrderLauncher, "flush", flush)
-
-
-def text_with_the_wrong_rank(patch):
-    original = verdict._failures
-
-    def failures(facts, reports):
-        for error in original(facts, reports):
-            rank = (error.rank + 1) % len(reports)
-            yield type(error)(step=error.step, rank=rank, phase=error.phase, cause=error.cause)
-
-    order = tuple(failures if find is original else find for find in verdict._IN_ORDER)
-    patch.setattr(verdict, "_IN_ORDER", order)
 
 
 def no_sync_is_a_switch(patch):
@@ -197,18 +402,29 @@ def no_sync_is_a_switch(patch):
     patch.setattr(GradSync, "no_sync", no_sync)
 
 
-def caught_error_can_be_stepped_on(patch):
-    patch.setattr(GradSync, "check_not_failed", lambda self: self.settle() and None)
+# Parameters #
 
 
-def failed_rank_does_not_finish_its_schedule(patch):
-    original = InOrderLauncher.flush
+def gather_not_awaited(patch):
+    def finish_param_sync(self):
+        self.show_params()
+        self.param_phase, self._param_handle = ParamPhase.GATHERED, None
 
-    def flush(self, launch=None):
-        if sys._getframe(1).f_code.co_name != "_give_up":
-            original(self, launch)
+    patch.setattr(_ParamAndGradBucketGroup, "finish_param_sync", finish_param_sync)
 
-    patch.setattr(InOrderLauncher, "flush", flush)
+
+def forward_does_not_wait(patch):
+    patch.setattr(ParamGather, "_make_forward_hook", lambda _: nothing)
+
+
+def norm_of_one_shard(patch):
+    original = GlobalNorm.of
+
+    def of(self, squares):
+        self._calls = []
+        return original(self, squares)
+
+    patch.setattr(GlobalNorm, "of", of)
 
 
 @dataclass(frozen=True)
@@ -219,98 +435,159 @@ class Mutant:
     apply: Callable
     scenario: Scenario
     verdict: Verdict
-    error: str  # class of the error that was seen, empty if there was none
-    text: str  # a regular expression that is somewhere in the reason or the text of the error
+    error: str  # a regular expression for the class of the error that was seen, empty if there was none
+    text: str  # a regular expression that is somewhere in the text
 
 
 SILENT, WRONG, HUNG = Verdict.SILENT, Verdict.WRONG, Verdict.HUNG
-MISMATCH = "MismatchedCollectiveError"
+HANGS = "CollectiveDeadlockError|MismatchedCollectiveError"  # whichever of two ranks is the first
+WRONG_NUMBER = r"the output of a forward is -?[\d.]+ and should be -?[\d.]+"
 
 MUTANTS = [
     Mutant(
         "readiness-order launch",
         readiness_order_launch,
-        Scenario("healthy", {**ALL_REDUCE, **OVERLAPS}),
+        SCENARIOS["healthy"],
         HUNG,
-        MISMATCH,
-        r"collective \d+ differs between ranks: rank \d launched bucket \d \[.*\], rank \d launched bucket \d \[",
+        "MismatchedCollectiveError",
+        r"rank \d launched bucket \d \[.*\], rank \d launched bucket \d \[",
+    ),
+    Mutant(
+        "group skipped",
+        a_group_is_skipped,
+        SCENARIOS["healthy"],
+        WRONG,
+        "PhaseError",
+        "of bucket group 0 is 'accumulating' and cannot become 'already reduced'",
+    ),
+    Mutant(
+        "schedule of a failed rank not finished",
+        dropped_schedule_not_finished,
+        SCENARIOS["abort and step"],
+        HUNG,
+        "CollectiveDeadlockError",
+        r"waits for collective \d+ \(bucket 0 \[",
+    ),
+    Mutant(
+        "dropped step takes no part outside of it",
+        call_outside_takes_no_part,
+        SCENARIOS["call on one rank"],
+        HUNG,
+        "CollectiveDeadlockError",
+        r"waits for collective \d+ \(bucket 0 \[",
+    ),
+    Mutant(
+        "call not announced",
+        without(GradSync, "call"),
+        SCENARIOS["call on one rank"],
+        HUNG,
+        "MismatchedCollectiveError",
+        r"rank \d launched (replica checksums|fence) \[",
+    ),
+    Mutant(
+        "broken rank goes on",
+        broken_rank_goes_on,
+        SCENARIOS["interrupt behind the fence"],
+        WRONG,
+        "PhaseError",
+        "is 'in flight' and cannot become 'accumulating'",
+    ),
+    Mutant(
+        "broken rank tells nobody",
+        without(_LoopbackCommunicator, "break_off"),
+        SCENARIOS["interrupt behind the fence"],
+        HUNG,
+        "CollectiveDeadlockError",
+        r"waits for collective \d+ \(fence \[",
     ),
     Mutant(
         "write in flight",
         write_in_flight,
-        Scenario("start early", EXPLICIT),
+        SCENARIOS["start early"],
         SILENT,
         "InFlightWriteError",
         r"the input of collective \d+ \(bucket 0 \[.*\]\) changed while it was in flight",
     ),
     Mutant(
-        "exception swallowed",
-        swallowed_exception,
-        Scenario("exception", ALL_REDUCE, "forward"),
+        "late gradient dropped",
+        late_gradient_dropped,
+        SCENARIOS["start early"],
+        SILENT,
+        "",
+        "raised nothing, expected LateGradientError",
+    ),
+    Mutant(
+        "late gradient teaches nothing",
+        late_gradient_teaches_nothing,
+        SCENARIOS["two last backwards"],
         WRONG,
-        "StepMismatchError",
-        "StepMismatchError instead of PeerFailedError: step 2: training forwards that no backward has reached differ",
+        "LateGradientError",
+        "step 3: on rank 0 'p3', 'p2', 'p1', 'p0' received a gradient although bucket 0",
     ),
+    Mutant("no zeroing", no_zeroing, SCENARIOS["unused on all ranks"], SILENT, "", WRONG_NUMBER),
     Mutant(
-        "caught exception forgotten",
-        caught_exception_forgotten,
-        Scenario("exception that is caught", ALL_REDUCE),
-        SILENT,
-        "ReplicasDivergedError",
-        "raised nothing, expected PeerFailedError",
-    ),
-    Mutant(
-        "no microbatch count",
-        report_with(num_microbatches=0),
-        Scenario("microbatch more", ALL_REDUCE),
+        "first gradient added to stale values",
+        first_gradient_added_to_stale_values,
+        SCENARIOS["healthy"],
         SILENT,
         "",
-        "raised nothing, expected MicrobatchMismatchError",
-    ),
-    Mutant(
-        "error on one rank only",
-        error_on_one_rank_only,
-        Scenario("exception", SHARDED),
-        HUNG,
-        "CollectiveDeadlockError",
-        r"\[rank \d\] waits for collective \d+ \(param gather 0 \[all_gather of .*\]\), which rank\(s\) \d have not launched",
-    ),
-    Mutant(
-        "no zeroing",
-        no_zeroing,
-        Scenario("unused on all ranks", {**ALL_REDUCE, "unused_parameters": "zero"}),
-        SILENT,
-        "",
-        r"gradient layers\.\d\.p0\[0\] is -?\d+ and should be 0",
+        WRONG_NUMBER,
     ),
     Mutant(
         "gradients not withheld",
-        gradients_not_withheld,
-        Scenario("harmless", SHARDED, "clip too early"),
+        without(_ParamAndGradBucketGroup, "withhold_grads"),
+        SCENARIOS["clip too early"],
+        SILENT,
+        "",
+        "raised nothing, expected PhaseError",
+    ),
+    Mutant(
+        "withheld gradient gives way",
+        withheld_gradient_gives_way,
+        SCENARIOS["clip too early"],
+        SILENT,
+        "",
+        "raised nothing, expected PhaseError",
+    ),
+    Mutant(
+        "one shard published",
+        one_shard_published,
+        SCENARIOS["clip one shard"],
+        SILENT,
+        "",
+        "shows a gradient of which this rank has one shard",
+    ),
+    Mutant(
+        "staged gradients outlive a failure",
+        staged_gradients_outlive_a_failure,
+        SCENARIOS["exception without a block"],
+        SILENT,
+        "",
+        WRONG_NUMBER,
+    ),
+    Mutant(
+        "last staged gradients forgotten",
+        last_staged_gradients_forgotten,
+        SCENARIOS["healthy"],
         WRONG,
-        "AssertionError",
-        "clipped gradients that are not whole",
+        "UnusedParameterError",
+        "step 0: 'p3', 'p2', 'p1', 'p0' got no gradient on any rank",
     ),
+    Mutant("no division", no_division, SCENARIOS["healthy"], SILENT, "", WRONG_NUMBER),
+    Mutant("divided twice", divided_twice, SCENARIOS["healthy, sharded"], SILENT, "", WRONG_NUMBER),
     Mutant(
-        "no division",
-        no_division,
-        Scenario("healthy", {**ALL_REDUCE, "average_in_collective": False}),
+        "reduction not awaited",
+        reduction_not_awaited,
+        SCENARIOS["healthy, nothing is there before it is waited for"],
         SILENT,
         "",
-        r"gradient layers\.0\.p0\[0\] is 12 and should be 3 ",
+        WRONG_NUMBER,
     ),
-    Mutant(
-        "no unused report",
-        no_unused_report,
-        Scenario("unused", SHARDED),
-        SILENT,
-        "",
-        "raised nothing, expected UnusedParameterError",
-    ),
+    Mutant("gradients not forgotten", gradients_not_forgotten, SCENARIOS["healthy"], SILENT, "", WRONG_NUMBER),
     Mutant(
         "no finite test",
-        no_finite_test,
-        Scenario("nan or inf", ALL_REDUCE),
+        without(FiniteTest, "run"),
+        SCENARIOS["nan or inf"],
         SILENT,
         "",
         "raised nothing, expected NonFiniteGradientError",
@@ -318,185 +595,320 @@ MUTANTS = [
     Mutant(
         "finite test that overflows",
         finite_test_that_overflows,
-        Scenario("huge but finite", SHARDED),
+        SCENARIOS["huge but finite"],
         WRONG,
         "NonFiniteGradientError",
         "has inf in its norm. Reduced, it would reach every rank",
     ),
     Mutant(
-        "fence not awaited",
-        fence_not_awaited,
-        Scenario("unused", SHARDED),
+        "sum not tested",
+        sum_not_tested,
+        SCENARIOS["sum that overflows"],
         SILENT,
         "",
-        "raised nothing, expected UnusedParameterError",
+        "raised nothing, expected NonFiniteGradientError",
     ),
     Mutant(
-        "reports guessed, not exchanged",
-        reports_guessed,
-        Scenario("unused", ALL_REDUCE),
-        WRONG,
-        "InvariantError",
-        "the fence of step 2 does not hold, but no rank says why",
+        "skip not heard",
+        skip_not_heard,
+        SCENARIOS["nan is skipped"],
+        SILENT,
+        "",
+        "the output of a forward is nan and should be",
+    ),
+    Mutant(
+        "no unused report", no_unused_report, SCENARIOS["unused"], SILENT, "", "raised nothing, expected UnusedParameterError"
     ),
     Mutant(
         "model check off",
-        model_check_off,
-        Scenario("model change", SHARDED, "moved"),
+        without(ModelWatch, "find_change"),
+        SCENARIOS["parameter moved"],
         SILENT,
         "",
         "raised nothing, expected StorageMovedError",
     ),
     Mutant(
-        "dropped step not counted",
-        report_with(num_dropped_steps=0),
-        Scenario("zero instead of step", EXPLICIT),
+        "fence compares nothing",
+        fence_compares_nothing,
+        SCENARIOS["microbatch more"],
+        SILENT,
+        "",
+        "raised nothing, expected MicrobatchMismatchError",
+    ),
+    Mutant(
+        "largest not compared with smallest",
+        largest_not_compared_with_smallest,
+        SCENARIOS["microbatch more"],
+        HUNG,
+        HANGS,
+        r"step report \[",
+    ),
+    Mutant(
+        "problems not flagged",
+        problems_not_flagged,
+        SCENARIOS["unused"],
+        SILENT,
+        "",
+        "raised nothing, expected UnusedParameterError",
+    ),
+    Mutant(
+        "fence not awaited",
+        fence_not_awaited,
+        SCENARIOS["microbatch more"],
+        SILENT,
+        "|InFlightWriteError",  # whether the next fence comes before the other rank's
+        "raised nothing, expected MicrobatchMismatchError|changed while it was in flight",
+    ),
+    Mutant(
+        "reports guessed, not exchanged",
+        reports_guessed,
+        SCENARIOS["unused"],
+        WRONG,
+        "InvariantError",
+        "the fence of step 2 does not hold, but no rank says why",
+    ),
+    Mutant("error on one rank only", error_on_one_rank_only, SCENARIOS["unused"], HUNG, HANGS, r"grad norm \["),
+    Mutant(
+        "error about the wrong rank",
+        error_about_the_wrong_rank,
+        SCENARIOS["abort"],
+        WRONG,
+        "PeerFailedError",
+        "{'rank': 0} in place of {'rank': 1}: step 2: rank 0 failed in abort_step()",
+    ),
+    Mutant(
+        "second vote left out",
+        second_vote_left_out,
+        SCENARIOS["abort before the step"],
+        HUNG,
+        "CollectiveDeadlockError",
+        r"waits for collective \d+ \((grad norm|fence) \[",
+    ),
+    Mutant(
+        "microbatches not counted",
+        blind_to(num_microbatches=0),
+        SCENARIOS["microbatch more"],
+        SILENT,
+        "",
+        "raised nothing, expected MicrobatchMismatchError",
+    ),
+    Mutant(
+        "skipped forward not counted",
+        blind_to(num_open_forwards=0),
+        SCENARIOS["forward more"],
         SILENT,
         "",
         "raised nothing, expected StepMismatchError",
     ),
     Mutant(
-        "update count not compared",
-        report_with(num_updates=0, checksum=0),  # nor by which numbers each has updated
-        Scenario("update left out", ALL_REDUCE),
+        "dropped step not counted",
+        blind_to(_num_dropped_steps=0),
+        SCENARIOS["zero instead of step"],
+        SILENT,
+        "",
+        "raised nothing, expected StepMismatchError",
+    ),
+    Mutant(
+        "updates not counted",
+        blind_to(num_updates=0, _updates=[]),
+        SCENARIOS["update left out"],
         SILENT,
         "",
         "raised nothing, expected ReplicasDivergedError",
     ),
     Mutant(
-        "skipped forward not counted",
-        report_with(num_skipped_forwards=0),
-        Scenario("forward more", ALL_REDUCE),
-        SILENT,
-        "",
-        "raised nothing, expected StepMismatchError",
-    ),
-    Mutant(
         "step number not compared",
-        report_with(step_number=-1),
-        Scenario("other step number", SHARDED),
+        blind_to(step_number=-1),
+        SCENARIOS["other step number"],
         SILENT,
         "",
         "raised nothing, expected StepMismatchError",
     ),
     Mutant(
         "way of finishing not compared",
-        report_with(is_committing=False, checksum=0),  # nor by which numbers those who go on would update
-        Scenario("finish first", SHARDED),
+        blind_to(is_committing=False),
+        SCENARIOS["finish first"],
         HUNG,
-        MISMATCH,
-        r"rank \d launched (fence|param gather 0) \[.*\], rank \d launched (fence|param gather 0) \[",
+        "CollectiveDeadlockError",
+        r"waits for collective \d+ \((grad norm|fence) \[",
+    ),
+    Mutant(
+        "forced all-reduce not compared",
+        blind_to(force_all_reduce=False),
+        SCENARIOS["force on one rank"],
+        HUNG,
+        "CollectiveDeadlockError",
+        r"waits for collective \d+ \((gradient gather 0|fence) \[",
     ),
     Mutant(
         "kept gradients not compared",
-        report_with(checksum=0),
-        Scenario("zero left out", ALL_REDUCE),
+        blind_to(kept=()),
+        SCENARIOS["zero left out"],
         SILENT,
         "",
         "raised nothing, expected StepMismatchError",
     ),
     Mutant(
         "clearing between backwards not compared",
-        report_with(checksum=0),
-        Scenario("cleared between microbatches", SHARDED),
+        blind_to(interrupted=()),
+        SCENARIOS["cleared between microbatches"],
         SILENT,
         "",
         "raised nothing, expected StepMismatchError",
     ),
     Mutant(
         "loads not compared",
-        report_with(num_loads=0, checksum=0),
-        Scenario("weights loaded", ALL_REDUCE),
+        blind_to(_num_loads=0),
+        SCENARIOS["weights loaded"],
         SILENT,
         "",
         "raised nothing, expected ReplicasDivergedError",
     ),
     Mutant(
         "hyperparameters not compared",
-        report_with(checksum=0),
-        Scenario("other learning rate", SHARDED_EXPLICIT),
+        blind_to(hyperparameters=()),
+        SCENARIOS["other learning rate"],
         SILENT,
         "",
         "raised nothing, expected HyperparameterMismatchError",
     ),
     Mutant(
-        "state of a dropped step not reset",
-        state_not_reset,
-        Scenario("abort", SHARDED),
-        WRONG,
-        "PeerFailedError",
-        r"PeerFailedError at Update: step 3: rank 3 failed in abort_step\(\)",
-    ),
-    Mutant(
-        "gradients not forgotten",
-        gradients_not_forgotten,
-        Scenario("healthy", ALL_REDUCE),
+        "scale of gradients not compared",
+        without(StepCounters, "note_grad_scale"),
+        SCENARIOS["scaled on one rank"],
         SILENT,
         "",
-        r"gradient layers\.0\.p0\[0\] is 0 and should be -3 ",
+        "raised nothing, expected ReplicasDivergedError",
     ),
     Mutant(
-        "end of backward unnoticed",
-        end_of_backward_unnoticed,
-        Scenario("healthy", ALL_REDUCE),
-        WRONG,
-        "ConcurrentBackwardError",
-        "ConcurrentBackwardError at Backward",
-    ),
-    Mutant(
-        "sentinel never fires",
-        sentinel_never_fires,
-        Scenario("exception", ALL_REDUCE, "backward"),
-        WRONG,
-        "StepMismatchError",
-        "StepMismatchError instead of PeerFailedError: step 2: the caller's step numbers differ between ranks",
-    ),
-    Mutant(
-        "gather before the vote",
-        gather_before_the_vote,
-        Scenario("abort before the step", SHARDED_EXPLICIT),
-        HUNG,
-        MISMATCH,
-        r"launched param gather 0 \[all_gather of \d+ x float32\], rank \d launched fence \[",
-    ),
-    Mutant(
-        "launcher skips a group",
-        launcher_skips_a_group,
-        Scenario("healthy", ALL_REDUCE),
-        WRONG,
-        "PhaseError",
-        "the gradients of bucket group 0 is 'accumulating' and cannot become 'already reduced'",
-    ),
-    Mutant(
-        "text with the wrong rank",
-        text_with_the_wrong_rank,
-        Scenario("abort", SHARDED),
+        "state of a dropped step not reset",
+        without(StepCounters, "start_step"),
+        SCENARIOS["abort"],
         WRONG,
         "PeerFailedError",
-        "PeerFailedError.rank is 0 instead of 3",
+        r"step 3: rank 1 failed in abort_step\(\)",
     ),
     Mutant(
-        "no_sync is a switch",
-        no_sync_is_a_switch,
-        Scenario("healthy", {**ALL_REDUCE, **OVERLAPS}),
+        "way back to accumulating is missing",
+        way_back_is_missing,
+        SCENARIOS["healthy"],
         WRONG,
-        "MicrobatchMismatchError",
-        "MicrobatchMismatchError at Backward: step 0: microbatch counts differ between ranks: 2 on",
+        "PhaseError",
+        "is 'already reduced' and cannot become 'accumulating'",
+    ),
+    Mutant(
+        "every phase may follow",
+        every_phase_may_follow,
+        SCENARIOS["bucket sent again"],
+        SILENT,
+        "",
+        "raised nothing, expected PhaseError",
+    ),
+    Mutant(
+        "way to the fence is missing",
+        way_to_the_fence_is_missing,
+        SCENARIOS["healthy"],
+        WRONG,
+        "InvariantError",
+        "a step that is 'launching' cannot become 'fenced'",
+    ),
+    Mutant(
+        "every state may follow",
+        every_state_may_follow,
+        SCENARIOS["no way from here"],
+        SILENT,
+        "",
+        "raised nothing, expected InvariantError",
+    ),
+    Mutant(
+        "learning rate not looked at",
+        without(distributed_optimizer, "check_learning_rates"),
+        SCENARIOS["learning rate of nan"],
+        WRONG,
+        "HyperparameterMismatchError",
+        "lr of group 0 is 0.5 on rank 0; nan on rank 1",
+    ),
+    Mutant(
+        "exception swallowed",
+        without(GradSync, "fail"),
+        SCENARIOS["exception in forward"],
+        HUNG,
+        "CollectiveDeadlockError",
+        r"waits for collective \d+ \(fence \[",
+    ),
+    Mutant(
+        "exception in backward unnoticed",
+        without(hooks._EndOfBackward, "__del__"),
+        SCENARIOS["exception without a block"],
+        HUNG,
+        "CollectiveDeadlockError",
+        r"waits for collective \d+ \(fence \[",
+    ),
+    Mutant(
+        "block keeps the error of its rank",
+        block_keeps_the_error_of_its_rank,
+        SCENARIOS["exception in backward"],
+        WRONG,
+        "KeyError",
+        "boom",
+    ),
+    Mutant(
+        "caught exception forgotten",
+        caught_exception_forgotten,
+        SCENARIOS["exception that is caught"],
+        WRONG,
+        "ReplicasDivergedError",
+        "optimizer updates since the last agreement differ between ranks",
     ),
     Mutant(
         "caught error can be stepped on",
         caught_error_can_be_stepped_on,
-        Scenario("abort", ALL_REDUCE),
+        SCENARIOS["abort and step"],
         SILENT,
-        "PeerFailedError",
-        "no error, expected PhaseError",
+        "",
+        "raised nothing, expected PhaseError",
     ),
     Mutant(
-        "schedule of a failed rank not finished",
-        failed_rank_does_not_finish_its_schedule,
-        Scenario("abort", ALL_REDUCE),
-        HUNG,
-        MISMATCH,
-        r"launched bucket 0 \[all_reduce sum of .*\], rank \d launched fence \[",
+        "unfinished sync can be stepped on",
+        without(GradSync, "check_may_update"),
+        SCENARIOS["step without a sync"],
+        WRONG,
+        "PhaseError",
+        "which is not reduced yet",
     ),
+    Mutant(
+        "save in the middle of a step",
+        without(GradSync, "check_between_steps"),
+        SCENARIOS["save in the middle"],
+        SILENT,
+        "",
+        "raised nothing, expected PhaseError",
+    ),
+    Mutant("end of backward unnoticed", end_of_backward_unnoticed, SCENARIOS["healthy"], SILENT, "", WRONG_NUMBER),
+    Mutant(
+        "no_sync is a switch",
+        no_sync_is_a_switch,
+        SCENARIOS["nested no_sync"],
+        WRONG,
+        "LateGradientError",
+        "step 2: on rank 0 'p3', 'p2', 'p1', 'p0' received a gradient although bucket 0",
+    ),
+    Mutant(
+        "gather not awaited",
+        gather_not_awaited,
+        SCENARIOS["healthy, nothing is there before it is waited for"],
+        SILENT,
+        "",
+        WRONG_NUMBER,
+    ),
+    Mutant(
+        "forward does not wait for the gather",
+        forward_does_not_wait,
+        SCENARIOS["healthy, sharded"],
+        SILENT,
+        "",
+        "the output of a forward is nan and should be",
+    ),
+    Mutant("norm of one shard", norm_of_one_shard, SCENARIOS["clipped"], SILENT, "", WRONG_NUMBER),
+    Mutant("nothing clipped", without(distributed_optimizer, "clip_by_norm"), SCENARIOS["clipped"], SILENT, "", WRONG_NUMBER),
 ]

@@ -45,24 +45,24 @@ AREAS = {
         ("megabucket/layout/*.py",),
         (
             "tests/layout",
-            # 2,000 examples per theorem and whole processes are too slow to run once per mutant.
+            # Theorems on large layouts and whole processes are too slow to run once per mutant.
             "--ignore=tests/layout/test_layout_theorems.py",
             "--ignore=tests/layout/test_layout_everywhere.py",
             "--ignore=tests/layout/test_layout_oracle.py",
             "tests/planning/test_describe.py",
         ),
     ),
-    "readiness and phases": Area(
-        ("megabucket/buffer/readiness.py", "megabucket/buffer/phases.py"),
-        ("tests/buffer/test_readiness.py", "tests/buffer/test_phases.py"),
+    "bucket groups and phases": Area(
+        ("megabucket/buffer/bucket_group.py", "megabucket/buffer/phases.py"),
+        ("tests/buffer",),
     ),
     "config": Area(
         ("megabucket/config/*.py",),
-        ("tests/config", "tests/training/test_training_sections.py", "-k", "not bounded_time"),
+        ("tests/config", "-k", "not bounded_time"),
     ),
     "fence": Area(
-        tuple(f"megabucket/ddp/{name}.py" for name in ("fence", "verdict", "step_report", "step_tally", "step_agreement")),
-        tuple(f"tests/ddp/test_{name}.py" for name in ("fence", "verdict", "step_report", "step_tally", "step_agreement")),
+        ("megabucket/ddp/fence.py",),
+        tuple(f"tests/ddp/test_{name}.py" for name in ("fence", "verdict", "step_report", "step_counters")),
     ),
 }
 

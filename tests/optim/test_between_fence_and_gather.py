@@ -333,7 +333,6 @@ def test_with_all_reduce_an_update_that_one_rank_has_missed_is_named_with_its_ca
         assert seen[3] is None
 
 
-
 @pytest.mark.parametrize("label", ["fence", "step report"])
 def test_an_interrupt_while_ranks_agree_that_the_step_is_dropped_breaks_the_wrapper_on_all_of_them(label):
     """Nobody knows whether the interrupted rank has heard the verdict."""
@@ -363,14 +362,14 @@ def test_an_interrupt_while_ranks_agree_that_the_step_is_dropped_breaks_the_wrap
 
 
 CALLS = {
-    "state_dict": lambda ddp, optimizer, _: optimizer.state_dict(),
+    "state_dict": lambda _, optimizer, *__: optimizer.state_dict(),
     "save_checkpoint": lambda ddp, optimizer, path: save_checkpoint(path, ddp, optimizer, step=1),
     "check_replicas": lambda ddp, *_: ddp.check_replicas(),
     "rebuild": lambda ddp, *_: ddp.rebuild(),
     "broadcast_params": lambda ddp, *_: ddp.broadcast_params(),
     "abort_step": lambda ddp, *_: ddp.abort_step("no"),
     "zero_grad": lambda ddp, *_: ddp.zero_grad(),
-    "step": lambda ddp, optimizer, _: optimizer.step(),
+    "step": lambda _, optimizer, *__: optimizer.step(),
     "forward": lambda ddp, *_: ddp(1.0),
 }
 

@@ -215,7 +215,7 @@ def interrupted_while_waiting(rank: Rank) -> bool:
                 handle.start()
                 handle.wait()
                 is_done = True
-            except InterruptedError:
+            except InterruptedError:  # noqa: PERF203
                 continue
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

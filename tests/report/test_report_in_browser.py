@@ -20,6 +20,8 @@ from megabucket.report.measured import MeasuredPlan
 from megabucket.report.page_data import Limits, merged, page_costs, page_workload
 from megabucket.trace import Lane
 
+pytestmark = pytest.mark.nightly
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NOT_INSTALLED = "run tests/browser/install.sh as root, or install"
 MANY = 100_000

@@ -9,8 +9,7 @@ from report_cases import book, report
 
 from megabucket.errors import ConfigError
 from megabucket.report import read_measured
-from megabucket.trace import CollectiveKind, Interval, Lane, StepTrace, StepTraceLog, chrome_trace
-from megabucket.trace.launches import LaunchTimes
+from megabucket.trace import CollectiveKind, Interval, Lane, LaunchTimes, StepTrace, StepTraceLog, chrome_trace
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -208,10 +209,18 @@ def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
 
 
 def _load(state_dict: dict[str, Any], path: Path) -> None:
-    """Fill a state dict, on this rank alone."""
+    """Fill a state dict, on this rank alone.
+
+    Raises:
+        CheckpointError: torch cannot read a file.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(state_dict, checkpoint_id=str(path), no_dist=True)
+        try:
+            load(state_dict, checkpoint_id=str(path), no_dist=True)
+        except CheckpointException as error:  # a BaseException, of which the other ranks would never be told
+            cause = next((cause for cause, _ in error.failures.values()), error)
+            raise CheckpointError(f"{path}: torch cannot read it: {type(cause).__name__}: {cause}") from error
 
 
 def _optimizer_values(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from examples.bytegpt.host import loopback_bytes
+from peers.host import loopback_bytes
 from peers.models import ModelCase, loss_of
 from peers.system import System
 

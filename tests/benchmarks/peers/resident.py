@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from examples.bytegpt.host import PeakMemory
+from peers.host import PeakMemory
 from peers.interleave import Course, Interleaving
 from peers.models import MODELS
 from peers.registry import SYSTEMS

@@ -31,7 +31,7 @@ class Megabucket(System):
             rank=dist.get_rank(),
             is_sharded=config.use_distributed_optimizer,
             has_main_params=isinstance(self.optimizer, mb.DistributedOptimizer),
-            has_fence=config.fence and dist.get_world_size() > 1,
+            has_fence=dist.get_world_size() > 1,
         )
         return (memory + received).total_bytes
 

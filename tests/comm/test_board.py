@@ -1,0 +1,205 @@
+"""Ranks that wait for one another in different wrappers find out together. Threads stand for ranks, over one store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megabucket.comm import Liveness, Progress
+from megabucket.comm.liveness import Heartbeat, PeerWatch
+from megabucket.errors import MegabucketError, PeerLostError, WrapperBrokenError
+
+PATIENT = Liveness(heartbeat_s=0.2, dead_after_s=20.0, straggler_warning_s=None)
+NOTICED_S = 3.0  # a second until a wait is written to the board, and a few looks
+
+
+class Work:
+    """A collective that is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_done = threading.Event()
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self.is_done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")  # gloo's text
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_done.is_set()
+
+
+class Wrapper:
+    """What the ranks of one wrapper have of it: a heartbeat and a watch each."""
+
+    def __init__(self, store: dist.Store, members: tuple[int, ...], group: str) -> None:
+        self.heartbeats, self.watches = {}, {}
+        for rank, member in enumerate(members):
+            progress = Progress(step=3, phase="backward")
+            heartbeat = Heartbeat(
+                dist.PrefixStore(group, store),
+                rank=rank,
+                members=members,
+                progress=progress,
+                every_s=PATIENT.heartbeat_s,
+                is_wanted=lambda: True,
+                group_name=group,
+            )
+            self.heartbeats[member] = heartbeat
+            self.watches[member] = PeerWatch(
+                heartbeat,
+                PATIENT,
+                progress=progress,
+                group_timeout_s=None,
+                flight_record=str,
+                on_loss=lambda: None,
+            )
+
+    def wait(self, member: int, work: Work, label: str = "fence", *, after_s: float = 0.0) -> MegabucketError | None:
+        """Wait on one rank, and return the error, if there is one."""
+        time.sleep(after_s)
+        try:
+            self.watches[member].wait([work], label=label, number=1)
+        except MegabucketError as error:
+            return error
+        return None
+
+
+@pytest.fixture
+def wrappers() -> Iterator[Callable[..., Wrapper]]:
+    """Make wrappers over one store. Those over one group follow each other on all ranks; each group has its prefix."""
+    made: list[Wrapper] = []
+    store = dist.HashStore()
+
+    def make(*members: int, group: str = "dp") -> Wrapper:
+        made.append(Wrapper(store, members, group))
+        return made[-1]
+
+    yield make
+    for wrapper in made:
+        for heartbeat in wrapper.heartbeats.values():
+            heartbeat.stop()
+
+
+def wait_together(*waits: tuple[Any, ...], after_s: float = 0.0) -> list[MegabucketError | None]:
+    """Do waits at once, the last one a little later."""
+    works = [Work() for _ in waits]
+    with ThreadPoolExecutor(len(waits)) as pool:
+        futures = [
+            pool.submit(wrapper.wait, member, work, label, after_s=after_s * (work is works[-1]))
+            for (wrapper, member, label), work in zip(waits, works, strict=True)
+        ]
+        wait_for(futures, 10.0)
+        for work in works:
+            work.is_done.set()
+        return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.3])
+def test_two_ranks_in_two_wrappers_of_one_group_hear_the_same_wherever_the_second_one_comes_in(wrappers, after_s):
+    first, second = wrappers(0, 1), wrappers(0, 1)
+    started_s = time.monotonic()
+
+    errors = wait_together((first, 0, "fence"), (second, 1, "grad norm"), after_s=after_s)
+
+    assert time.monotonic() - started_s < NOTICED_S + after_s
+    assert [type(error) for error in errors] == [WrapperBrokenError] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert errors[0].cause == (
+        "ranks wait for one another: rank 0 waits for fence of megabucket/1 over group 'dp' of ranks [0, 1]; rank 1 waits "
+        "for grad norm of megabucket/2 over group 'dp' of ranks [0, 1]. Every rank must use its wrappers, and make collective "
+        "calls, in the same order"
+    )
+    for wrapper, rank in ((first, 0), (second, 1)):
+        assert wrapper.watches[rank].finding is not None  # nothing can be launched any more
+
+
+def test_wrappers_of_two_groups_of_the_same_ranks_are_told_apart(wrappers):
+    first, second = wrappers(0, 1, group="a"), wrappers(0, 1, group="b")
+
+    errors = wait_together((first, 0, "fence"), (second, 1, "fence"))
+
+    assert [type(error) for error in errors] == [WrapperBrokenError] * 2
+
+
+def test_a_circle_through_three_groups_is_found(wrappers):
+    groups = [wrappers(rank, (rank + 1) % 3, group=f"group {rank}") for rank in range(3)]
+
+    errors = wait_together(*((groups[rank], rank, "fence") for rank in range(3)))  # each waits for the next one
+
+    assert [type(error) for error in errors] == [WrapperBrokenError] * 3
+    assert len({str(error) for error in errors}) == 1
+
+
+def test_a_rank_outside_of_the_circle_that_waits_for_one_inside_hears_it_too(wrappers):
+    first, second = wrappers(0, 1, 2), wrappers(0, 1, 2)
+
+    errors = wait_together((first, 2, "fence"), (first, 0, "fence"), (second, 1, "fence"))
+
+    assert [type(error) for error in errors] == [WrapperBrokenError] * 3
+
+
+def test_a_chain_that_ends_at_a_rank_at_work_is_no_circle(wrappers):
+    first, second, works = wrappers(0, 1, group="a"), wrappers(1, 2, group="b"), [Work(), Work()]
+
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(first.wait, 0, works[0]), pool.submit(second.wait, 1, works[1])]
+        time.sleep(2.0)
+        assert not any(wait.done() for wait in waits)
+        for work in works:  # the last rank comes at last
+            work.is_done.set()
+
+        assert [wait.result(5.0) for wait in waits] == [None, None]
+
+
+def test_a_wait_that_is_over_leaves_nothing_on_the_board(wrappers):
+    first, second, work = wrappers(0, 1), wrappers(0, 1), Work()
+
+    with ThreadPoolExecutor(2) as pool:
+        before = pool.submit(first.wait, 0, work)
+        time.sleep(1.5)
+        work.is_done.set()
+        assert before.result(5.0) is None
+        late = Work()
+        waiting = pool.submit(second.wait, 1, late)
+        time.sleep(1.7)
+        assert not waiting.done()
+        late.is_done.set()
+
+        assert waiting.result(5.0) is None
+
+
+def test_an_interrupted_rank_ends_the_waits_of_the_others_in_its_words(wrappers):
+    wrapper, work = wrappers(0, 1, 2), Work()
+    error = WrapperBrokenError(step=3, rank=1, phase="update", cause="KeyboardInterrupt")
+
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(wrapper.wait, member, work) for member in (0, 2)]
+        time.sleep(0.3)
+        at_s = time.monotonic()
+        wrapper.watches[1].break_off(error)
+        errors = [wait.result(5.0) for wait in waits]
+
+    assert time.monotonic() - at_s < 2.0
+    assert [str(found) for found in errors] == [str(error)] * 2
+
+
+def test_a_rank_that_never_wraps_is_named_when_the_time_of_the_group_is_over():
+    heartbeat = Heartbeat(dist.HashStore(), rank=0, members=(0, 1), progress=Progress(), every_s=0.2, is_wanted=lambda: True)
+    watch = PeerWatch(heartbeat, PATIENT, progress=Progress(), group_timeout_s=0.5, flight_record=str, on_loss=lambda: None)
+    started_s = time.monotonic()
+
+    with pytest.raises(PeerLostError) as caught:
+        watch.wait_for_all_ranks("wrap")
+    heartbeat.stop()
+
+    assert time.monotonic() - started_s < 2.0
+    assert caught.value.ranks == (1,)
+    assert caught.value.states == ("did not come in time: it has given no sign of life: it has not wrapped its module yet",)
+    assert "while waiting for wrap" in caught.value.during

@@ -1,0 +1,94 @@
+"""What the ranks train: a small chain of layers whose gradients and weights are exact in float32, and its batches.
+
+All numbers are dyadic and small, so sums come out the same in any order and the oracle can ask for equality. Gradients
+depend on the weights through the slopes of leaky ReLUs and through rounded activations, but do not grow with them, so that
+ten thousand steps stay exact. Targets are multiples of 36, which makes a mean over 2, 3 or 4 ranks exact, and also the
+mean of means when gradients are reduced twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .acts import NUM_LAYERS
+
+WIDTH = 4
+BUCKET_NUMEL = 20
+"""Elements of one layer, weight and bias: one bucket each."""
+NUM_SAMPLES = 2
+LEARNING_RATE = 0.25
+
+
+def layer_of_bucket(bucket: int) -> int:
+    """Return the layer whose parameters are in a bucket: the last layer is sent first."""
+    return NUM_LAYERS - 1 - bucket
+
+
+class FaultModel(torch.nn.Module):
+    """Layers that add up; each sees the input and a clipped, rounded and detached version of what came before."""
+
+    def __init__(
+        self, *, registration: Sequence[int] = tuple(range(NUM_LAYERS)), odd_layer: torch.nn.Module | None = None
+    ) -> None:
+        """Make a model with the values of seed 0, whatever the order of registration.
+
+        Args:
+            registration: the order in which layers become submodules, by number.
+            odd_layer: stands in for the last layer.
+        """
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({str(index): torch.nn.Linear(WIDTH, WIDTH) for index in registration})
+        if odd_layer is not None:
+            self.layers[str(NUM_LAYERS - 1)] = odd_layer
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for _, param in sorted(self.named_parameters()):
+                param.copy_(torch.randint(-4, 5, param.shape, generator=generator).float() / 2)
+
+    def forward(
+        self, inputs: torch.Tensor, layers: Sequence[int] = tuple(range(NUM_LAYERS)), checkpointed: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """Run ``layers`` in the given order, those in ``checkpointed`` inside reentrant checkpointing."""
+        hidden = torch.zeros_like(inputs)
+        for index in layers:
+            layer = self.layers[str(index)]
+            seen = inputs + hidden.detach().float().round().clamp(-2, 2).to(inputs.dtype)
+            if index in checkpointed:
+                # Reentrant checkpointing differentiates only what depends on an input that requires a gradient.
+                out: Any = checkpoint(layer, seen.detach().requires_grad_(), use_reentrant=True)
+            else:
+                out = layer(seen)
+            hidden = hidden + torch.nn.functional.leaky_relu(out[..., :WIDTH], 0.5)
+        return hidden
+
+
+class FoldedLinear(torch.nn.Module):
+    """A linear layer that keeps its weight in another shape of as many elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(WIDTH // 2, WIDTH * 2))
+        self.bias = torch.nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Unfold and apply."""
+        return torch.nn.functional.linear(inputs, self.weight.view(WIDTH, WIDTH), self.bias)
+
+
+def make_batch(*, seed: int, batch: int, rank: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets of one microbatch: whole numbers, different for every argument."""
+    mixed = ((seed * 1_000_003 + batch) * 64 + rank) * 64 + microbatch
+    generator = torch.Generator().manual_seed(mixed % 2**63)
+    inputs = torch.randint(-2, 3, (NUM_SAMPLES, WIDTH), generator=generator).float()
+    targets = torch.randint(1, 3, (NUM_SAMPLES, WIDTH), generator=generator).float() * 36
+    signs = torch.randint(0, 2, (NUM_SAMPLES, WIDTH), generator=generator).float() * 2 - 1
+    return inputs, targets * signs
+
+
+def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose gradient with respect to the outputs is the targets."""
+    return (outputs * targets.to(outputs.dtype)).sum()

@@ -1,0 +1,359 @@
+"""Plays the steps of one rank: what a torch user writes, with a check of every gradient and every weight, and a report of each.
+
+An episode is the step of a fault and some healthy ones behind it. A cell is two healthy steps and one episode; a soak is many
+episodes in one set of ranks.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megabucket.errors import MegabucketError
+
+from .acts import ALL_LAYERS, Act, Acts, Do
+from .cells import HEALTHY_STEPS, STEPS_AFTER, Cell, Combo, Expectation, Fault, FaultError, Here, Outcome, Recovery
+from .model import FaultModel, loss_of, make_batch
+from .oracle import Oracle, edited, first_difference
+from .systems import System
+
+Send = Callable[..., None]
+FaultOf = Callable[[Cell], Fault]
+
+
+@dataclass(frozen=True)
+class Play:
+    """What one set of ranks does: episodes, in a world with one setup.
+
+    Attributes:
+        config: fields of the config, besides those of the first cell's fault.
+        steps_after: healthy steps behind each step with a fault.
+    """
+
+    cells: Sequence[Cell]
+    config: dict[str, Any] = field(default_factory=dict)
+    num_healthy: int = HEALTHY_STEPS
+    steps_after: int = STEPS_AFTER
+    momentum: float = 1.0
+
+    @property
+    def combo(self) -> Combo:
+        """How the ranks are set up."""
+        return self.cells[0].combo
+
+    @property
+    def num_steps(self) -> int:
+        """All steps."""
+        return self.num_healthy + len(self.cells) * (1 + self.steps_after)
+
+    def fault_step(self, index: int) -> int:
+        """Return the step in which an episode's fault happens."""
+        return self.num_healthy + index * (1 + self.steps_after)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One step while it runs."""
+
+    index: int
+    acts: Acts
+    checks_grads: bool
+    means: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    wrong_grads: str = ""
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def prepare(
+    play: Play, rank: int, fault: Fault, system: System, send: Send, on_collective: dict[str, Any], communicator: Any = None
+) -> Here | None:
+    """Wrap the model of a rank; ``None`` when it was refused."""
+    cell = play.cells[0]
+    is_at_fault = fault.is_at_fault(cell, rank)
+    model = (fault.own_build if is_at_fault and fault.own_build else fault.build)()
+    first = system.wrap_alone(model) if fault.wraps_twice and is_at_fault else None
+    send("fault", at_s=time.monotonic(), phase="wrap")
+    fields = {**play.config, **fault.config, **(fault.own_config if is_at_fault else {})}
+    if fields.get("use_distributed_optimizer") is False or fields.get("overlap_grad_reduce") is False:
+        fields["overlap_param_gather"] = False  # would be refused, which is another error than the one looked for
+    error: BaseException | None = None
+    try:
+        ddp = system.wrap(model, fields, communicator)
+    except Exception as refused:
+        error = refused
+    finally:
+        del first
+    send("wrap", error=describe(error), at_s=time.monotonic())
+    if error is not None:
+        return None
+    oracle = Oracle(
+        fault.build().float(),
+        seed=cell.seed,
+        num_ranks=play.combo.num_ranks,
+        momentum=play.momentum,
+        zeros_for_unused=system.zeros_for_unused,
+    )
+
+    def make_optimizer() -> Any:
+        return system.make_optimizer(model, ddp, play.momentum)
+
+    return Here(cell, rank, send, model, ddp, make_optimizer(), oracle, make_optimizer, on_collective=on_collective)
+
+
+class Player:
+    """Trains, checks and reports on one rank."""
+
+    def __init__(self, here: Here, system: System, play: Play, fault_of: FaultOf) -> None:
+        self._here, self._system, self._play, self._fault_of = here, system, play, fault_of
+        combo, self._is_ours = here.cell.combo, not here.cell.is_torch
+        self._sees_whole_grads = not combo.is_sharded or not self._is_ours
+        self._defers_weights = self._is_ours and combo.is_sharded and combo.overlaps
+        self._unchecked: int | None = None
+        self._num_errors_in_a_row = 0
+        self.has_given_up = False
+        """Whether the program would have ended here, by an interrupt or because training cannot go on."""
+
+    def run(self) -> None:
+        """Play all episodes."""
+        play, here = self._play, self._here
+        index: int | None = 0
+        for number, cell in enumerate(play.cells):
+            here.cell = cell
+            fault, fault_step = self._fault_of(cell), play.fault_step(number)
+            while index is not None and index < fault_step + 1 + play.steps_after:
+                index = self._attempt(index, fault, fault_step)
+        if index is not None:
+            self._flush_weights()
+
+    def _attempt(self, index: int, fault: Fault, fault_step: int) -> int | None:
+        """Run one step, check it, report it; return the index of the next one, if there is one."""
+        here, is_faulty = self._here, index == fault_step
+        cell, ranks = here.cell, range(here.num_ranks)
+        programs = [fault.acts(cell, rank, index, is_faulty=is_faulty) for rank in ranks]
+        healthy = [fault.acts(cell, rank, index, is_faulty=False) for rank in ranks]
+        skips = is_faulty and self._is_ours and fault.expect.outcome is Outcome.SKIPPED
+        if is_faulty:
+            self._flush_weights()
+            here.snapshot = here.oracle.snapshot()
+            if programs[here.rank] != healthy[here.rank]:
+                here.announce()
+        # Whoever left a batch out is one batch ahead of the others; right is what all ranks do with this one.
+        in_step = [acts if all(act.batch in (0, index) for act in acts) else healthy[r] for r, acts in enumerate(programs)]
+        attempt = _Attempt(index, programs[here.rank], checks_grads=self._sees_whole_grads and not skips)
+        counter = self._counter()
+        error = self._try_step(attempt, fault, in_step, is_faulty=is_faulty)
+        at_s = time.monotonic()
+        here.forget()
+        report = {"attempt": index, "at_s": at_s, "counter": counter, "error": describe(error)}
+        if isinstance(error, KeyboardInterrupt):  # the program ends; it does not talk to the others any more
+            here.send("step", **report, cleanup_error=None, last_error=None, wrong_grads="")
+            self.has_given_up = True
+            return None
+        cleanup = self._clean_up() if error is not None else None
+        if error is None and not skips:
+            for _ in [act for act in attempt.acts if act.do is Do.STEP]:
+                here.oracle.update()
+        here.send(
+            "step", **report, cleanup_error=describe(cleanup), last_error=self._last_error(), wrong_grads=attempt.wrong_grads
+        )
+        self._unchecked = index
+        if not self._defers_weights or error is not None:
+            self._flush_weights()
+        return self._next_index(index, error, fault, fault_step)
+
+    def _counter(self) -> int:
+        try:
+            return self._system.counter(self._here.ddp)
+        except MegabucketError:  # detached, or a rebuild that has failed
+            return -1
+
+    def _last_error(self) -> dict[str, Any] | None:
+        try:
+            return describe(getattr(self._here.ddp, "last_error", None))
+        except Exception as lost:
+            return describe(lost)
+
+    def _try_step(self, attempt: _Attempt, fault: Fault, programs: Sequence[Acts], *, is_faulty: bool) -> BaseException | None:
+        here = self._here
+        try:
+            if is_faulty and fault.arm is not None:
+                fault.arm(here)
+            attempt.means = here.oracle.compute(programs)
+            with self._system.step_block(here.ddp) if fault.uses_block else nullcontext():
+                here.reach("start")
+                for act in attempt.acts:
+                    self._act(act, attempt)
+        except BaseException as error:
+            error.__traceback__ = None  # it would keep graphs alive
+            return error
+        return None
+
+    # Acts #
+
+    def _act(self, act: Act, attempt: _Attempt) -> None:
+        here, do = self._here, act.do
+        if do is Do.FORWARD:
+            attempt.outputs[act.slot] = self._forward(act)
+            if act.layers == ALL_LAYERS and self._unchecked is not None:
+                self._check_weights()  # of the step before, now that forward has gathered them
+        elif do is Do.BACKWARD:
+            here.reach("before backward")
+            self._backward(act, attempt.outputs)
+        elif do is Do.GRAD:
+            params = [param for param in here.model.parameters() if param.requires_grad]
+            torch.autograd.grad(attempt.outputs.pop(act.slot), params, allow_unused=True)
+        elif do is Do.LOOK:
+            here.reach("between")
+            if attempt.checks_grads:
+                grads = {name: param.grad for name, param in here.model.named_parameters() if param.requires_grad}
+                attempt.wrong_grads = first_difference(grads, attempt.means)
+        elif do is Do.STEP:
+            here.optimizer.step()
+        elif do is Do.ZERO:
+            self._zero(act.value)
+        elif do is Do.RAISE:
+            raise FaultError
+        elif do is Do.RUN:
+            act.value(here)
+        elif self._is_ours:
+            if do is Do.NUMBER:
+                here.ddp.step_number = act.value
+            elif do is Do.ABORT:
+                here.ddp.abort_step(act.value)
+            else:
+                (here.ddp.start_grad_sync if do is Do.START else here.ddp.finish_grad_sync)()
+
+    def _zero(self, how: str) -> None:
+        here = self._here
+        if how in ("optimizer", "in place"):
+            here.optimizer.zero_grad(set_to_none=how == "optimizer")
+        else:
+            (here.model if how == "module" else here.ddp).zero_grad()
+
+    def _no_sync(self, depth: int) -> ExitStack:
+        stack = ExitStack()
+        for _ in range(depth):
+            stack.enter_context(self._here.ddp.no_sync())
+        return stack
+
+    def _forward(self, act: Act) -> torch.Tensor:
+        here = self._here
+        inputs, targets = make_batch(seed=here.cell.seed, batch=act.batch, rank=here.rank, microbatch=act.microbatch)
+        dtype = next(here.model.parameters()).dtype
+        module = here.model if act.how == "inner" else here.ddp
+        module.train(act.how != "eval")
+        try:
+            with self._no_sync(act.depth), torch.set_grad_enabled(act.how != "no_grad"):
+                return loss_of(module(inputs.to(dtype), act.layers, act.checkpointed), targets)
+        finally:
+            module.train()
+
+    def _backward(self, act: Act, outputs: dict[int, torch.Tensor]) -> None:
+        keeps_graph = act.how == "keeps_graph"
+        loss = outputs[act.slot] if keeps_graph else outputs.pop(act.slot)
+        if act.joins >= 0:
+            loss = loss + outputs.pop(act.joins)
+        with ExitStack() as stack:
+            for edit in act.edits:
+                param = self._here.model.get_parameter(edit.param)
+                handle = param.register_hook(lambda grad, edit=edit: edited(grad, edit))
+                stack.callback(handle.remove)
+            try:
+                with self._no_sync(act.depth):
+                    loss.backward(retain_graph=keeps_graph)
+            except FaultError:
+                if act.how != "caught":
+                    raise
+
+    # After the step #
+
+    def _clean_up(self) -> BaseException | None:
+        """Clear gradients after an error where the rank does that, which half of the cells do: it is allowed, not needed."""
+        here = self._here
+        if not here.cell.combo.is_sharded and not here.cell.combo.overlaps:
+            return None
+        try:
+            here.optimizer.zero_grad()
+        except Exception as error:
+            return error
+        return None
+
+    def _next_index(self, index: int, error: BaseException | None, fault: Fault, fault_step: int) -> int | None:
+        """Decide, after an error, whether and where training goes on."""
+        if error is None:
+            self._num_errors_in_a_row = 0
+            return index + 1
+        self._num_errors_in_a_row += 1
+        if not self._is_ours:
+            self.has_given_up = self._num_errors_in_a_row > 1
+            return None if self.has_given_up else index + 1
+        expected = _expectation_met(fault.expect, error)
+        if expected.recovery is Recovery.OVER:
+            self._probe(index)
+            return None
+        if index == fault_step + expected.steps_late(is_culprit=self._here.is_culprit):
+            if fault.recover is not None:
+                fault.recover(self._here)
+            if expected.recovery is Recovery.RELOAD:
+                self._here.reload()
+                return fault_step + expected.later_by + 1  # a checkpoint says which step is next, on every rank
+        return index + 1 if len(self._play.cells) > 1 or self._num_errors_in_a_row < 3 else None
+
+    def _probe(self, index: int) -> None:
+        """Ask a wrapper that should be broken for one more step, which must be refused."""
+        here = self._here
+        error: BaseException | None = None
+        try:
+            self._backward(Act(Do.BACKWARD), {0: self._forward(Act(Do.FORWARD, batch=index))})
+            here.optimizer.step()
+        except BaseException as refused:
+            error = refused
+        here.send("probe", attempt=index, error=describe(error))
+
+    # Weights #
+
+    def _flush_weights(self) -> None:
+        """Check weights that were not checked yet, gathering them if need be."""
+        if self._unchecked is None:
+            return
+        try:
+            if self._is_ours:
+                self._here.ddp.finish_param_sync()
+        except Exception as error:  # the group is gone: the values are, too
+            self._here.send("no weights", attempt=self._unchecked, error=describe(error))
+            self._unchecked = None
+            return
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        index, self._unchecked = self._unchecked, None
+        weights = {name: param.detach() for name, param in self._here.model.named_parameters()}
+        digest = 0
+        for value in weights.values():
+            digest = zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy(), digest)
+        self._here.send(
+            "weights",
+            attempt=index,
+            wrong=first_difference(weights, self._here.oracle.weights()),
+            is_finite=all(bool(value.isfinite().all()) for value in weights.values()),
+            digest=digest,
+        )
+
+
+def _expectation_met(expected: Expectation, error: BaseException) -> Expectation:
+    """Return the way to end that an error belongs to; the first one if none."""
+    name = type(error).__name__
+    return next((one for one in expected.alternatives() if name in (*one.errors, *one.own_error)), expected)
+
+
+def describe(error: BaseException | None) -> dict[str, Any] | None:
+    """Return an error as plain data: its class, its text, and where it is ours its fields."""
+    if error is None:
+        return None
+    fields = dict(vars(error)) if isinstance(error, MegabucketError) else {}
+    return {"class": type(error).__name__, "text": str(error), "fields": fields}

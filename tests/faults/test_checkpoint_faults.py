@@ -1,0 +1,113 @@
+"""Short campaigns against checkpoints; the long ones are ``python -m faults checkpoints``, with these functions.
+
+What forks runs in a process of its own: the tests have threads.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from faults.checkpoints import sample
+from faults.checkpoints.damage import run_damage
+from faults.checkpoints.fuzz import fuzz_one, run_fuzz, seeds, structured
+from faults.checkpoints.io_errors import CODES, run_io_errors
+from faults.processes import environment
+from megabucket.checkpoint.opening import open_checkpoint
+from megabucket.checkpoint.ranks import AloneRanks
+from megabucket.checkpoint.save import SaveSettings
+
+
+@pytest.fixture
+def quick_disk():
+    """A directory in memory where there is one: thousands of fsync calls wait for nothing there."""
+    memory = Path("/dev/shm")  # noqa: S108 - only a place for a directory of our own
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as path:
+        yield Path(path)
+
+
+def campaign(*arguments):
+    command = [sys.executable, "-W", "error", "-m", "faults", "checkpoints", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment())
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_a_save_killed_at_any_of_its_calls_leaves_the_old_or_the_new_checkpoint_whole(quick_disk):
+    whole, torn = campaign("crash-points", "--where", str(quick_disk)).splitlines()
+
+    for line in (whole, torn):
+        calls, saves, old, new, failures = map(int, re.findall(r"(\d+) (?:calls|saves|loaded|the new|failures)", line))
+        assert (saves, failures) == (calls + 1, 0)
+        assert calls > 40
+        assert old + new == saves
+        assert old > 30
+        assert new > 3
+
+
+def test_processes_killed_at_random_moments_lose_nothing_they_have_reported(quick_disk):
+    output = campaign("kills", "--kills", "40", "--seed", "3", "--where", str(quick_disk))
+
+    assert "40 kills of 2 ranks" in output
+    assert "0 failures" in output
+
+
+@pytest.mark.parametrize("code", CODES, ids=["ENOSPC", "EIO", "EROFS", "EDQUOT"])
+def test_a_disk_that_fails_at_any_call_on_any_rank_costs_no_checkpoint_and_is_named_on_all(quick_disk, code):
+    result = run_io_errors(quick_disk, size=2, codes=(code,), report=print)
+
+    assert result.failures == ()
+    assert set(result.outcomes) == {"named", "saved"}
+    assert result.outcomes["named"] > 2 * result.outcomes["saved"]
+
+
+def test_damage_to_any_file_is_found_or_has_changed_nothing(quick_disk):
+    result = run_damage(quick_disk, 400, 1, size=2, report=print)
+
+    assert result.failures == ()
+    assert result.found.total() + result.harmless.total() == 400
+    assert result.harmless.total() < 5
+    assert len(result.found) == 10
+
+
+def test_odd_bytes_for_the_readers_give_our_errors_or_what_is_right():
+    result = run_fuzz(20_000, 2, report=print)
+
+    assert result.failures == ()
+    assert min(result.counts.values()) > 100
+    assert set(result.counts) == {f"{reader} {what}" for reader in ("manifest", "header") for what in ("accepted", "refused")}
+
+
+def test_the_readers_stay_within_256_mebibytes():
+    assert "0 failures" in campaign("fuzz", "--inputs", "3000", "--seed", "4")
+
+
+def test_a_target_for_a_fuzzer_reaches_both_readers():
+    manifest, file = seeds()
+
+    assert fuzz_one(manifest) == "manifest accepted, header refused"
+    assert fuzz_one(file) == "manifest refused, header accepted"
+    assert fuzz_one(structured(b"\x00" + manifest[: manifest.rindex(b',"seal":')])) == "manifest accepted, header refused"
+    header = file[8 : 8 + int.from_bytes(file[:8], "little")]
+    assert fuzz_one(structured(bytes([1, 21]) + header)) == "manifest refused, header accepted"  # 21 bytes of values
+
+
+def test_the_judge_does_not_take_other_bits_for_the_state(quick_disk):
+    """The campaigns prove nothing unless a silent change would be seen."""
+    snapshot = sample.snapshot(1, rank=0, size=1)
+    snapshot.pieces[0].values[3] = -snapshot.pieces[0].values[3]
+    sample.save_now(quick_disk, 1, snapshot, AloneRanks(), SaveSettings())
+
+    with pytest.raises(sample.WrongStateError, match=r"step 1: model\.weight has other values"):
+        sample.judge(open_checkpoint(quick_disk))
+
+
+def test_values_of_a_sample_follow_from_the_step_alone():
+    first, second = (sample.flat_values(sample.infos()[0], step) for step in (1, 2))
+
+    assert torch.equal(first.view(torch.uint8), sample.flat_values(sample.infos()[0], 1).view(torch.uint8))
+    assert not torch.equal(first, second)

@@ -1,0 +1,54 @@
+"""Interrupts: at some of the lines of a step here, at every one of them in ``python -m faults interrupts``, and alarms in processes."""
+
+import os
+
+import pytest
+
+from faults.interrupts import COMBOS, Trainer, interrupt_at_lines, verdict_of
+from faults.judge import Name, judge
+from faults.kinds import fault_of, select
+from faults.player import Play
+from faults.processes import run_many
+from megabucket.ddp.step import GradSync
+
+EVERY = int(os.environ.get("FAULTS_EVERY_LINE", "53"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3_000)
+@pytest.mark.parametrize("combo", COMBOS, ids=str)
+def test_an_interrupt_at_any_line_of_a_step_is_right_or_named_or_breaks_all_ranks(combo):
+    result = interrupt_at_lines(combo, every=EVERY, first=1)
+
+    assert result.failures == []
+    assert set(result.counts) == {Name.RIGHT, Name.NAMED, Name.BROKEN}
+
+
+def test_an_interrupt_that_nobody_hears_of_is_found(monkeypatch):
+    monkeypatch.setattr(GradSync, "fail", lambda *_: None)
+
+    result = interrupt_at_lines(COMBOS[1], every=151)
+
+    assert result.failures
+
+
+def test_ranks_of_which_only_some_are_broken_are_wrong():
+    ranks = [Trainer(rank, 2, None, lambda _: None) for rank in range(2)]
+    assert verdict_of(ranks) == (Name.RIGHT, "")
+
+    ranks[1].is_broken = True
+    assert verdict_of(ranks) == (Name.WRONG, "broken, but not on ranks [0]")
+
+    ranks[0].is_broken = True
+    assert verdict_of(ranks) == (Name.BROKEN, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["interrupts/alarms/all-reduce/overlap/2", "interrupts/alarms-repeated/reduce-scatter/overlap/2"]
+)
+def test_alarms_at_random_times_are_right_or_named_or_break_all_ranks(name):
+    (run,) = run_many([Play(select(name))], time_limit_s=120.0)
+
+    ((_, verdict),) = judge(run, fault_of)
+    assert verdict.name is Name.RIGHT, verdict

@@ -1,0 +1,77 @@
+"""Faults on real ranks: one cell of each place over the loopback world, one of each kind of processes over gloo."""
+
+import pytest
+
+from faults.cells import EVERY, Combo, Mode
+from faults.judge import Name, judge
+from faults.kinds import KINDS, fault_of, select
+from faults.loopback import run_in_threads
+from faults.player import Play
+from faults.processes import run_many
+
+IN_THREADS = [cell for cell in select(is_quick=True) if not KINDS[cell.kind].needs_processes]
+REDUCED, SCATTERED = Combo(Mode.ALL_REDUCE, True, 2), Combo(Mode.REDUCE_SCATTER, True, 2)
+IN_PROCESSES = (
+    # A cell for each way in which ranks are lost or wait, and some of the others: kinds mean the same in both runners.
+    "none/step/all-reduce/overlap/2",
+    "none/step/reduce-scatter/overlap/3",
+    "exception/backward-1/reduce-scatter/overlap/2",
+    "microbatches/one-more/all-reduce/no-overlap/3",
+    "one-call/save_checkpoint/reduce-scatter/overlap/3",
+    "SIGKILL/backward-2/all-reduce/no-overlap/3",
+    "SIGKILL/optimizer/reduce-scatter/overlap/2",
+    "SIGSTOP/backward-1/all-reduce/overlap/2",
+    "interrupt-in-wait/SIGTERM-flag/all-reduce/overlap/2",
+    "interrupt-in-wait/SIGINT-default/reduce-scatter/overlap/3",
+    "slow-warning/as-error/all-reduce/overlap/2",
+    "fork/step/all-reduce/overlap/2",
+    "group-destroyed/all/all-reduce/overlap/2",
+    "save-killed/data/all-reduce/overlap/2",
+    "two-wrappers/same/reduce-scatter/overlap/2",
+    "two-wrappers/all/all-reduce/overlap/2",
+    "two-wrappers/step/reduce-scatter/overlap/2",
+    "stray-collective/between/all-reduce/overlap/2",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_a_fault_of_living_ranks_ends_as_the_table_says(kind):
+    cells = [cell for cell in IN_THREADS if cell.kind == kind.name]
+
+    verdicts = [verdict for cell in cells for verdict in judge(run_in_threads(Play([cell])), fault_of)]
+
+    assert [(cell.name, verdict) for cell, verdict in verdicts if not verdict.name.is_good] == []
+
+
+@pytest.mark.slow
+def test_a_fault_of_processes_ends_as_the_table_says():
+    cells = [cell for name in IN_PROCESSES for cell in select(name)]
+    assert len(cells) == len(IN_PROCESSES)
+
+    runs = run_many([Play([cell]) for cell in cells], time_limit_s=40.0)
+    verdicts = [verdict for run in runs for verdict in judge(run, fault_of)]
+
+    assert [(cell.name, verdict) for cell, verdict in verdicts if not verdict.name.is_good] == []
+    assert {verdict.name for _, verdict in verdicts} == {Name.RIGHT, Name.NAMED, Name.BROKEN}
+
+
+def test_names_of_kinds_and_cells_are_theirs_alone():
+    cells = select()
+
+    assert all(name == kind.name for name, kind in KINDS.items())
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert {cell.combo for cell in cells if cell.kind == "none"} >= set(EVERY)
+
+
+def test_every_kind_says_what_must_happen():
+    assert [kind.name for kind in KINDS.values() if not kind.says.endswith(".")] == []
+
+
+@pytest.mark.parametrize("combo", [REDUCED, SCATTERED], ids=str)
+def test_a_fault_is_the_same_whoever_asks(combo):
+    """Every rank asks about all ranks, in a process of its own."""
+    for cell in select():
+        if cell.combo == combo:
+            ranks = range(combo.num_ranks)
+            first, second = ([fault_of(cell).acts(cell, rank, 2, is_faulty=True) for rank in ranks] for _ in range(2))
+            assert first == second

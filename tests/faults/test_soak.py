@@ -1,0 +1,84 @@
+"""A short soak, and the parts of the soak itself. The long one is ``python -m faults soak --steps 50000`` (``make nightly``)."""
+
+import os
+
+import pytest
+
+from faults.cells import HEALTHY_STEPS, Mode, Outcome, Recovery
+from faults.judge import Name
+from faults.kinds import KINDS, fault_of
+from faults.loopback import run_in_threads
+from faults.processes import run_many
+from faults.soak import SoakResult, candidates, count, draw_world, run_soak
+from megabucket.ddp.step import GradSync
+
+NUM_STEPS = int(os.environ.get("FAULTS_SOAK_STEPS", "600"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3_000)
+def test_in_every_step_the_numbers_are_right_or_all_ranks_raise_the_expected_error():
+    result = run_soak(NUM_STEPS, 0, max_failures=3, report=print)  # pytest shows it when the test fails
+
+    assert result.failures == []
+    assert result.num_steps >= NUM_STEPS
+    assert result.total(Name.RIGHT) > 50
+    assert result.total(Name.NAMED) > 50
+
+
+@pytest.mark.slow
+def test_ranks_that_are_processes_come_to_the_same():
+    (run,) = run_many([draw_world(3, num_episodes=25)], time_limit_s=120.0)
+    in_processes, in_threads = SoakResult(3), SoakResult(3)
+
+    count(run, in_processes, describe="processes")
+    count(run_in_threads(draw_world(3, num_episodes=25)), in_threads, describe="threads")
+
+    assert in_processes.failures == []
+    assert in_processes.counts == in_threads.counts
+
+
+def test_the_same_seed_gives_the_same_world():
+    first, second, other = draw_world(5), draw_world(5), draw_world(6)
+
+    assert first == second
+    assert first.cells != other.cells
+
+
+def test_nothing_soaks_after_which_training_cannot_go_on():
+    cells = {cell for seed in range(40) for cell in draw_world(seed).cells}
+    expectations = [fault_of(cell).expect for cell in cells]
+
+    assert len({cell.kind for cell in cells}) > 15
+    assert {cell.combo.mode for cell in cells} == set(Mode)
+    assert all(one.recovery is not Recovery.OVER and not one.at_wrap for one in expectations)
+    assert {one.outcome for one in expectations} == set(Outcome)
+
+
+def test_every_kind_that_soaks_is_drawn_sooner_or_later():
+    drawn = {cell.kind for seed in range(60) for cell in draw_world(seed).cells}
+    wanted = {cell.kind for seed in range(60) for cell in candidates(draw_world(seed).combo)}
+
+    assert drawn == wanted
+    assert wanted < set(KINDS)
+
+
+def test_a_soak_finds_a_gradient_that_is_lost(monkeypatch):
+    def forgets_the_sum(self, group, position):
+        group.slots[position].param.grad = None  # a late gradient that nobody hears of
+
+    monkeypatch.setattr(GradSync, "_note_late", forgets_the_sum)
+
+    result = run_soak(20_000, 1, max_failures=1)
+
+    (failure,) = result.failures
+    assert "silent" in failure
+    assert result.total(Name.SILENT) == 1
+
+
+def test_healthy_steps_stand_before_each_fault_of_a_cell_and_behind_it():
+    play = draw_world(0)
+
+    assert [play.fault_step(number) for number in range(3)] == [0, 2, 4]
+    assert play.num_steps == 2 * len(play.cells)
+    assert HEALTHY_STEPS == 2
