@@ -208,8 +208,8 @@ def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig
     ]
     fields = config.model_dump()
     lists = {name: fields.pop(name) for name in ("bucket_cuts", "bucket_order")}
-    entries += [("config", name, value) for name, value in fields.items()]
-    entries += [("config", name, None if names is None else f"{len(names)} names") for name, names in lists.items()]
+    fields |= {name: None if names is None else f"{len(names)} names" for name, names in lists.items()}
+    entries += [(f"config {name}={value}",) for name, value in fields.items()]
     first_name_of: dict[int, str] = {}
     marks: list[Entry] = []  # last, so that one rank's do not shift what follows
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -223,7 +223,7 @@ def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig
             marks.append((name, "with a gradient from before wrapping"))
     entries += [_entry_of(name, buffer, ("buffer",)) for name, buffer in module.named_buffers(remove_duplicate=False)]
     # Name by name, so that an error shows the ones that differ; late, because lists of two lengths shift what follows.
-    entries += [("config", f"{field}[{i}]", name) for field, names in lists.items() for i, name in enumerate(names or ())]
+    entries += [(f"config {field}[{i}]={name}",) for field, names in lists.items() for i, name in enumerate(names or ())]
     return [*entries, *marks]
 
 
