@@ -13,7 +13,7 @@ import torch
 
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.fence import check_not_capturing
-from megabucket.ddp.guards import check_grads_are_withheld, check_learning_rates, read_hyperparameters
+from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.step import CALLING, UPDATING, StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
@@ -199,8 +199,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._sharding.check_is_current()
             self._sharding.check_shards_are_untouched()
             check_learning_rates(self.torch_optimizer.param_groups)
-            if self._is_sharded:
-                check_grads_are_withheld(sync.groups)
             hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
             sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)))
             self._refresh()
