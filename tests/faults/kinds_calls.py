@@ -44,7 +44,9 @@ def _one_call(cell: Cell) -> Fault:
     at = Do.STEP if cell.place.endswith("-in-step") else Do.FORWARD
     expect = named("CallMismatchError", is_agreed=False)
     if cell.place in _LEAVING:
-        expect = named(("WrapperBrokenError", "PeerLostError"), same_text=False, within_s=8.0, recovery=Recovery.OVER)
+        # The wrap is what ends; whether the wrapper that trains is asked again, the rank at fault decides.
+        errors = ("WrapperBrokenError", "PeerLostError")
+        expect = named(errors, same_text=False, is_agreed=False, within_s=8.0, recovery=Recovery.STOP)
     return Fault(expect, edit=lambda acts: before(acts, at, call))
 
 
@@ -215,7 +217,7 @@ CALL_KINDS = (
     ),
     Kind(
         "one-wraps",
-        "A rank that wraps while the others step: named on all ranks, and broken.",
+        "A rank that wraps while the others step: named on all ranks in time.",
         _one_call,
         places=_LEAVING,
         combos=TWO,
