@@ -1,10 +1,10 @@
 """The groups that a wrapper makes for itself beside the one it was given."""
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig
 from megabucket.comm.torch import groups_like, timeout_s_of
@@ -18,11 +18,11 @@ def gloo_threads():
 
 
 def own_groups(rank):
-    given = dist.new_group([1, 0, 2])
+    given = rank.group
     made = groups_like(given, ["first", "second"], 7.0)
     sums = []
     for group in made:
-        values = torch.tensor([float(rank.rank)])
+        values = torch.tensor([float(given.rank())])
         group.allreduce([values]).wait()
         sums.append(values.item())
     same_rank = all((group.rank(), group.size()) == (given.rank(), given.size()) for group in made)
@@ -37,16 +37,18 @@ def test_they_have_the_ranks_of_the_given_group_and_a_time_limit_of_their_own(po
         assert names == ["first", "second"]
 
 
-def keep_what_was_detached(_, keeps):
+def keep_what_was_detached(rank, keeps):
+    gc.collect()
     before = gloo_threads()
     kept = []
     for _ in range(3):
-        wrapper = DistributedDataParallel(torch.nn.Linear(2, 2), DistributedDataParallelConfig())
+        wrapper = DistributedDataParallel(torch.nn.Linear(2, 2), DistributedDataParallelConfig(), process_group=rank.group)
         during = gloo_threads()
         wrapper(torch.ones(1, 2)).sum().backward()
         wrapper.detach()
         kept += [wrapper] * keeps
         del wrapper
+        gc.collect()
     return before, during, gloo_threads()
 
 
