@@ -10,7 +10,7 @@ all ranks raise what stands there.
     waiting thread                    thread of the rank                store
       request() / ask()  --mailbox-->   write, read         <------->   <wrapper>/rank/<r>         Beat
       view               <----------    publish a View                  board/rank/<r>             Block: where a rank waits
-                                        every heartbeat_s   -------->   board/finding/<wrapper>    Finding
+                                        every heartbeat_s   -------->   board/finding/<token>      Finding
 
 Only works of gloo can be waited for in slices: a wait that times out does them no harm.
 """
@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import hashlib
 import json
 import os
 import queue
+import secrets
 import select
 import socket
 import threading
@@ -214,6 +214,7 @@ class Beat(NamedTuple):
 class Block(NamedTuple):
     """Where a rank has waited for long. Ranks are numbered in the whole program."""
 
+    token: str  # of the wrapper, unlike those of all others in the store, also of an attempt before a restart
     wrapper: str
     label: str
     members: tuple[int, ...]  # ranks of the wrapper
@@ -258,8 +259,8 @@ def decode_finding(raw: bytes) -> Finding:
 
 
 def _decode_block(raw: bytes) -> Block:
-    wrapper, label, members = json.loads(raw)
-    return Block(wrapper, label, tuple(members))
+    token, wrapper, label, members = json.loads(raw)
+    return Block(token, wrapper, label, tuple(members))
 
 
 # The thread #
@@ -292,8 +293,8 @@ class Heartbeat:
         group_name: str = "",
     ) -> None:
         self.rank, self.members, self.every_s = rank, tuple(members), every_s
-        self.name = self.wrapper = ""
-        """Of the wrapper, the same on all ranks: short, and unlike those of all others in the program."""
+        self.name = self._token = ""
+        """Of the wrapper, the same on all ranks."""
         self.process = identify_this_process()
         self.read_every_s = max(_READ_EVERY_S, _READ_S_PER_RANK * len(members))
         self.view = View()
@@ -328,17 +329,17 @@ class Heartbeat:
         """Have the board say what this rank waits for, or that it waits no more, and ``view`` renewed."""
         self._post(_Request(lambda board: self._write_block(board, label)))
 
-    def post(self, finding: Finding, wrappers: Iterable[str] = ()) -> None:
+    def post(self, finding: Finding, tokens: Iterable[str] = ()) -> None:
         """Have a finding written for this wrapper and others, unless there is one, and ``view`` renewed."""
-        keys = sorted(map(_finding_key, {self.wrapper, *wrappers}))
+        keys = [f"finding/{token}" for token in sorted({self._token, *tokens})]
         self._post(_Request(lambda board: _write_first(board, keys, encode_finding(finding))))
 
-    def ask(self, timeout_s: float, what: Finding | None = None, wrappers: Iterable[str] = ()) -> View | None:
+    def ask(self, timeout_s: float, what: Finding | None = None, tokens: Iterable[str] = ()) -> View | None:
         """Return what the store says after ``what`` was written, or ``None`` when it does not answer in time."""
         if what is None:
             self._post(_Request())
         else:
-            self.post(what, wrappers)
+            self.post(what, tokens)
         number, deadline_s = self._num_requests, time.monotonic() + timeout_s
         while self.num_answers < number:
             if time.monotonic() > deadline_s or not self._thread.is_alive() or os.getpid() != self.process.pid:
@@ -378,7 +379,7 @@ class Heartbeat:
         # Several wrappers may share a group, one after the other, too. All ranks make them in the same order.
         self.name = f"megabucket/{connection.store.add(f'megabucket/instances/{self.rank}', 1)}"
         store = PrefixStore(self.name, connection.store)
-        self.wrapper = f"{self.name} over group {self._group_name!r} of ranks {list(self.members)}"
+        self._token = store.compare_set("token", "", secrets.token_hex(8)).decode()
         self._write_block(connection.board, None)
         request: _Request | None = None
         while request is not _LEAVE:
@@ -419,7 +420,7 @@ class Heartbeat:
             request.write(board)
         view, now_s = self.view, time.monotonic()
         finding = view.finding
-        key = _finding_key(self.wrapper)
+        key = f"finding/{self._token}"
         if finding is None and board.check([key]):
             finding = decode_finding(board.get(key))
         if request.is_urgent or now_s - view.asked_at_s >= self.read_every_s:
@@ -429,7 +430,8 @@ class Heartbeat:
         self.num_answers += 1
 
     def _write_block(self, board: Store, label: str | None) -> None:
-        self._block = None if label is None else Block(self.wrapper, label, self.members)
+        wrapper = f"{self.name} over group {self._group_name!r} of ranks {list(self.members)}"
+        self._block = None if label is None else Block(self._token, wrapper, label, self.members)
         board.set(_rank_key(self.members[self.rank]), _NO_BLOCK if self._block is None else json.dumps(self._block))
 
     def _read_beats(self, store: Store) -> dict[int, Beat]:
@@ -446,11 +448,13 @@ class Heartbeat:
         if self._block is None:
             return {}
         own = self.members[self.rank]
+        # What stands on the board for a rank that has not come yet was written before a restart.
+        absent = {member for rank, member in enumerate(self.members) if rank not in self._known}
         blocks, frontier = {own: self._block}, [own]
         paths: dict[int, tuple[int, ...]] = {own: (own,)}
         while frontier:
             members = {member for rank in frontier for member in blocks[rank].members}
-            blocks |= _read_blocks(board, members - blocks.keys())
+            blocks |= _read_blocks(board, members - blocks.keys() - absent)
             edges = [(rank, other) for rank in frontier for other in blocks[rank].members if _waits_for(blocks, rank, other)]
             frontier = []
             for rank, other in edges:
@@ -464,7 +468,7 @@ class Heartbeat:
 
 def _waits_for(blocks: Mapping[int, Block], rank: int, other: int) -> bool:
     """Return whether a blocked rank waits for another one that is blocked in another wrapper."""
-    return other in blocks and blocks[other].wrapper != blocks[rank].wrapper
+    return other in blocks and blocks[other].token != blocks[rank].token
 
 
 def _read_blocks(board: Store, ranks: set[int]) -> dict[int, Block]:
@@ -485,10 +489,6 @@ def _write_first(board: Store, keys: Sequence[str], text: str) -> None:
     """Write a finding for several wrappers, all of them the one that was the first in the first of them."""
     for key in keys:
         text = board.compare_set(key, "", text).decode()
-
-
-def _finding_key(wrapper: str) -> str:
-    return f"finding/{hashlib.sha256(wrapper.encode()).hexdigest()}"
 
 
 def _rank_key(rank: int) -> str:
@@ -834,7 +834,7 @@ class PeerWatch:
             "the same order"
         )
         error = WrapperBrokenError(step=self._progress.step, rank=None, phase=self._progress.phase, cause=cause)
-        return self._first(wait, error, [block.wrapper for block in circle.values()])
+        return self._first(wait, error, [block.token for block in circle.values()])
 
     def _warn_of_stragglers(self, wait: _LongWait, waited_s: float) -> None:
         limit_s = self._liveness.straggler_warning_s
@@ -886,11 +886,11 @@ class PeerWatch:
         wait.seen.note(view, time.monotonic())
         return view.finding
 
-    def _ask(self, wait: _LongWait, what: Finding | None = None, wrappers: Iterable[str] = ()) -> View | None:
+    def _ask(self, wait: _LongWait, what: Finding | None = None, tokens: Iterable[str] = ()) -> View | None:
         """Return what the store says, or ``None`` when it does not answer, or has not for a while."""
         if wait.seen.store_silent_s >= _LONGEST_GAP_S:
             return None
-        view = self._heartbeat.ask(_ANSWER_S, what, wrappers)
+        view = self._heartbeat.ask(_ANSWER_S, what, tokens)
         if view is None:
             wait.seen.store_silent_s += _ANSWER_S
         return view
@@ -900,8 +900,8 @@ class PeerWatch:
         ranks, during = tuple(states), self._during(wait, reason)
         return self._first(wait, PeerLostError(ranks=ranks, states=tuple(states.values()), during=during))
 
-    def _first(self, wait: _LongWait, finding: Finding, wrappers: Iterable[str] = ()) -> Finding:
-        view = self._ask(wait, finding, wrappers)
+    def _first(self, wait: _LongWait, finding: Finding, tokens: Iterable[str] = ()) -> Finding:
+        view = self._ask(wait, finding, tokens)
         return finding if view is None or view.finding is None else view.finding
 
     def _during(self, wait: _LongWait, reason: str) -> str:

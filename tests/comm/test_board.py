@@ -174,6 +174,22 @@ def test_a_wait_that_is_over_leaves_nothing_on_the_board(wrappers):
         assert waiting.result(5.0) is None
 
 
+def test_what_a_rank_left_on_the_board_before_a_restart_is_no_circle_with_one_that_has_come_again():
+    store = dist.HashStore()
+    before = Wrapper(dist.PrefixStore("attempt 0", store), (0, 1), "dp")
+    before.heartbeats[1].block("fence")
+    assert before.heartbeats[1].ask(5.0) is not None
+    early = Heartbeat(
+        dist.PrefixStore("attempt 1", store), rank=0, members=(0, 1), progress=Progress(), every_s=0.2, is_wanted=lambda: True
+    )
+    watch = PeerWatch(early, PATIENT, progress=Progress(), group_timeout_s=2.5, on_loss=lambda: None)
+
+    with pytest.raises(PeerLostError, match="has not wrapped its module yet"):  # and not that ranks wait for one another
+        watch.wait_for_all_ranks("wrap")
+    for heartbeat in (*before.heartbeats.values(), early):
+        heartbeat.stop()
+
+
 def test_an_interrupted_rank_ends_the_waits_of_the_others_in_its_words(wrappers):
     wrapper, work = wrappers(0, 1, 2), Work()
     error = WrapperBrokenError(step=3, rank=1, phase="update", cause="KeyboardInterrupt")

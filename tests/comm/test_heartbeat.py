@@ -114,6 +114,16 @@ def test_a_second_communicator_of_a_group_starts_afresh(world):
     assert second.ask(5.0).beats.keys() == {0}
 
 
+def test_a_finding_of_an_attempt_before_a_restart_is_not_read(world):
+    store = dist.HashStore()  # a launcher that starts ranks again keeps its store, and gives each attempt a prefix
+    world(0, over=dist.PrefixStore("attempt 0", store)).ask(5.0, what=finding("died"))
+
+    again = world(0, over=dist.PrefixStore("attempt 1", store))
+
+    assert again.name == "megabucket/1"
+    assert again.ask(5.0).finding is None
+
+
 def test_stopping_says_farewell_once_the_work_is_done(world):
     first, second = world(0), world(1, every_s=10.0)
     second._progress.num_launched = 5
