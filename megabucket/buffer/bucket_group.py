@@ -153,7 +153,6 @@ class _ParamAndGradBucketGroup:
         self.param_phase = ParamPhase.GATHERED
         """Who may touch the parameters."""
         self._grad_handle: Handle | None = None
-        self._grad_gather: Handle | None = None
         self._param_handle: Handle | None = None
         self._values = [param.data for param in self.params]
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
@@ -403,7 +402,7 @@ class _ParamAndGradBucketGroup:
         self.missing, self.cleared = tuple(missing), tuple(cleared)
 
     def _launch_grads(self) -> None:
-        self._is_everywhere, self._grad_gather = not self.policy.is_sharded, None
+        self._is_everywhere = not self.policy.is_sharded
         calls = self._reduce_calls if self._is_everywhere else self._scatter_calls
         self._grad_handle = self.communicator.handle(calls, label=self.label)
         self._grad_handle.start()
@@ -416,8 +415,6 @@ class _ParamAndGradBucketGroup:
         """
         if self.grad_phase is GradPhase.REDUCED:
             return
-        if self.grad_phase is GradPhase.IN_FLIGHT and self._grad_handle is None:
-            self._launch_grads()  # an interrupt has kept it from being sent
         if self._grad_handle is not None:
             self._grad_handle.wait()
             self.sum_test.found, self.sum_test.flag = (), None
@@ -429,18 +426,15 @@ class _ParamAndGradBucketGroup:
     def gather_grads(self) -> None:
         """Collect the reduced shards of all ranks, for ``force_all_reduce``. The ranks have agreed that all of them do so.
 
-        Does nothing when they are here already. May be called again when a wait was interrupted.
+        Does nothing when they are here already.
         """
         if self._is_everywhere:
             return
-        if self._grad_gather is None:
-            calls = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self.grad_shards, strict=True)]
-            self._grad_gather = self.communicator.handle(calls, label=f"gradient gather {self.index}")
-        self._grad_gather.start()
-        self._grad_gather.wait()
+        calls = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self.grad_shards, strict=True)]
+        self.communicator.launch(calls, label=f"gradient gather {self.index}").wait()
         if self.policy.tests_finite:
             self.sum_test.run()
-        self._is_everywhere, self._grad_gather = True, None
+        self._is_everywhere = True
 
     def publish(self) -> None:
         """Show the reduced gradients as ``param.grad``, where all of them are here.
