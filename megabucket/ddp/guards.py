@@ -6,6 +6,7 @@ ranks, or an error where this rank asks for something it must not do.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 import zlib
@@ -27,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer import _ParamAndGradBucketGroup, dtype_name
 from megabucket.errors import (
+    ConfigError,
     DetachedGradError,
     MixedDtypeOptimizerError,
     ParametersChangedError,
@@ -339,12 +341,18 @@ class PlainOptimizerGuard:
             PhaseError: an error was raised about these gradients and caught.
             UnreducedGradientsError: no sync has finished on them, whatever has brought them.
             MixedDtypeOptimizerError: the optimizer cannot mix the dtypes of parameters and gradients.
+            ConfigError: a learning rate is not finite.
         """
         held = self._held_by(optimizer)
         if not any(map(_requires_grad, held.params)):
             return
         if self._sync.policy.is_sharded:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held.names, rank=self._rank)
+        try:
+            check_learning_rates(optimizer.param_groups)
+        except ConfigError as error:
+            self._sync.refuse_update(error)
+            raise
         grads = list(map(_grad, held.params))
         # A second step on the same gradients is as good as the first one; a step on others, put in their place, is not.
         is_stale = self._stepped.get(optimizer) == self._sync.step and any(
@@ -367,6 +375,21 @@ class PlainOptimizerGuard:
                     grad_dtype=dtype_name(param.grad.dtype),
                     rank=self._rank,
                 )
+
+
+def check_learning_rates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse a learning rate with which all weights would be nan or infinite after the step. A tensor on a device is not read.
+
+    Raises:
+        ConfigError: it is not finite.
+    """
+    for index, group in enumerate(groups):
+        rate = number_of(group.get("lr"))
+        if isinstance(rate, float) and not math.isfinite(rate):
+            raise ConfigError(
+                f"the learning rate of parameter group {index} is {rate}: every weight of the group would be nan or infinite "
+                "after this step. Look at the scheduler, or at what has computed the rate; nothing was updated."
+            )
 
 
 def _hook_in(hooks: dict[int, Any], register: Callable[[Any], RemovableHandle]) -> _StepHook:

@@ -563,12 +563,12 @@ class Sharding:
                 "are not reduced, so they would be updated differently on every rank. Call ddp.rebuild() on every rank."
             )
 
-    def check_grads_are_untouched(self) -> None:
-        """Refuse to go on as if nothing had happened when gradients were meant to change.
+    def check_shards_are_untouched(self) -> None:
+        """Refuse to go on as if nothing had happened when shards have left the groups, or gradients were meant to change.
 
         Raises:
-            PhaseError: the gradient of a shard was cleared or replaced since the last step, or that of a parameter after it
-                was sent.
+            PhaseError: a shard is not in its group, or its gradient was cleared or replaced since the last step; or the
+                gradient of a parameter was replaced after it was sent.
         """
         for group in self._ddp.sync.groups if self._is_sharded else ():
             for slot in group.slots if group.grad_phase is not GradPhase.ACCUMULATING else ():
@@ -580,12 +580,22 @@ class Sharding:
                         "overlap_grad_reduce=False they are sent by step(), and what is assigned before counts; all-reduced "
                         "gradients (use_distributed_optimizer=False) may be replaced before step(), too."
                     )
-        touched = [shard for shard in self.shards if shard.main.grad is not shard.withheld]
-        for shard in touched:
-            shard.withhold_grad()
-        if touched:
+        held = list(map(set, map(_params, self._optimizer.param_groups)))
+        touched = None
+        for shard in self.shards:
+            index = shard.run.group
+            if index >= len(held) or shard.main not in held[index]:
+                raise PhaseError(
+                    f"the flat shard of {name_list(shard.run.params)} is no longer in parameter group {index} of the "
+                    "optimizer, so it would never be updated again. Freeze parameters with requires_grad_(False) and call "
+                    "ddp.rebuild(), or set the group's learning rate to 0, rather than taking tensors out of the groups."
+                )
+            if shard.main.grad is not shard.withheld:
+                touched = shard
+                shard.withhold_grad()
+        if touched is not None:
             raise PhaseError(
-                f"the gradient of a flat shard ({name_list(touched[0].run.params)}) was cleared or replaced between two steps, "
+                f"the gradient of a flat shard ({name_list(touched.run.params)}) was cleared or replaced between two steps, "
                 "to no effect: a DistributedOptimizer steps on what the gradient sync has left in the buffers. If it was "
                 "zero_grad() of the torch optimizer in it, call that of the DistributedOptimizer instead; set gradients of the "
                 "model's parameters, before the sync, rather than those of shards."

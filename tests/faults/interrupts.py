@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,8 +95,7 @@ class Trainer:
                 self.seen.append("interrupted")
             except (WrapperBrokenError, PeerLostError) as error:
                 self.named.add(type(error).__name__)
-                self.is_broken = True
-                self._check_is_refused()
+                self.refuses()
                 return
             except (CollectiveError, InvariantError) as error:
                 self.wrong = f"{type(error).__name__}: {error}"
@@ -116,8 +114,9 @@ class Trainer:
             self.wrong = f"still in batch {batch} after {tries} tries"
         self.wrong = self.wrong or first_difference(dict(self.ddp.module.named_parameters()), expected_weights(self.size))
 
-    def _check_is_refused(self) -> None:
+    def refuses(self) -> None:
         """Try one more step, which a broken wrapper refuses."""
+        self.is_broken = True
         try:
             self.step(BATCHES[-1])
         except MegabucketError:
@@ -182,8 +181,10 @@ class _AtLine:
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        if name.startswith(_PACKAGE) or name.endswith(_STANDS_FOR_C):
-            return None if name.endswith(_STANDS_FOR_C) else self._skip
+        if name.startswith(_PACKAGE):
+            return self._skip
+        if event == "call" and _is_inside_c(frame):
+            return None
         if event == "line":
             self._left -= 1
             if self._left == 0:
@@ -194,6 +195,15 @@ class _AtLine:
     def _skip(self, *_: Any) -> Any:
         """Trace nothing of a frame of ours, but what it calls."""
         return self._skip
+
+
+def _is_inside_c(frame: FrameType | None) -> bool:
+    """Whether a frame, or one that called it in this step, stands for C."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_code.co_filename.endswith(_STANDS_FOR_C):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
@@ -283,20 +293,21 @@ def _alarms(cell: Cell) -> Fault:
                 trainer = _wrap_on_process(here)
             trainer.seen, trainer.named = [], set()
             every_s = draw.uniform(0.0002, _LONGEST_S)
-            _meet(store, f"{episode}", here.num_ranks)
+            _meet(store, f"{episode} begins", here)
             with torch.no_grad():
                 trainer.restore()
             trainer.train(_Alarms(every_s, repeats=cell.place != "alarms") if here.is_culprit else _nothing)
-            here.send("count", what=verdict_of([trainer])[0].value)
             name, text = verdict_of([trainer])
-            result.add(name, f"episode {episode}: {text}")
-            if result.failures:
-                raise AssertionError("; ".join(result.failures))
+            result.add(name, text)
+            names = _meet(store, f"{episode} ends", here, says=name.value)
+            if Name.BROKEN.value in names and name is not Name.BROKEN:  # it was through with its batches, and hears of it now
+                trainer.refuses()
+            if not name.is_good or trainer.wrong:
+                raise AssertionError(f"episode {episode}: ranks are {names}: {text or trainer.wrong} (seen: {trainer.seen})")
             if trainer.is_broken:
                 trainer.ddp.detach()
                 trainer = None
-            # Either all are broken or nobody is: a rank that is broken alone waits here for ever, and is found to hang.
-            _meet(store, f"{episode} {name is Name.BROKEN}", here.num_ranks)
+        here.send("count", text=result.describe())
         signal.signal(signal.SIGALRM, previous)
 
     return Fault(RIGHT, arm=lambda here: here.points.update(start=lambda: run(here)), on_all=True)
@@ -345,11 +356,10 @@ def _raise_alarm(*_: object) -> None:
     raise Alarm
 
 
-def _meet(store: Any, name: str, size: int) -> None:
-    """Wait until all ranks have come here, over the store and not over anything of ours."""
-    store.add(f"faults/{name}", 1)
-    while store.add(f"faults/{name}", 0) < size:
-        time.sleep(0.002)
+def _meet(store: Any, name: str, here: Here, *, says: str = "") -> list[str]:
+    """Wait until all ranks have come here, over the store and not over anything of ours; return what each says."""
+    store.set(f"faults/{name}/{here.rank}", says)
+    return [store.get(f"faults/{name}/{rank}").decode() for rank in range(here.num_ranks)]
 
 
 INTERRUPT_KINDS = (

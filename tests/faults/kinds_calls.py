@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megabucket.checkpoint.checkpointer import load_checkpoint, save_checkpoint
 
 from .acts import ALL_LAYERS, Act, Acts, Do, after, before, find, make_step
-from .cells import PAIRS, RIGHT, SHARDED, TWO, Cell, Fault, Here, Kind, Recovery, named
+from .cells import PAIRS, RIGHT, SHARDED, TWO, Cell, Combo, Fault, Here, Kind, Mode, Recovery, named
 from .model import FaultModel, loss_of, make_batch
 from .oracle import Oracle, first_difference
 from .systems import Ours
@@ -171,6 +171,30 @@ def _unsynced(cell: Cell) -> Fault:
     return Fault(named(errors, same_text=False, is_agreed=False), edit=edit, on_all=who == "all")
 
 
+def _settings(cell: Cell) -> Fault:
+    """Take a shard out of the optimizer's groups, or set a learning rate that is not finite."""
+    who, _, what = cell.place.partition("-")
+
+    def arm(here: Here) -> None:
+        if not (who == "all" or here.is_culprit):
+            return
+        here.announce()
+        group = here.optimizer.param_groups[0]
+        if what == "shard-removed":
+            group = getattr(here.optimizer, "torch_optimizer", here.optimizer).param_groups[0]
+            here.step_stack.callback(group.__setitem__, "params", list(group["params"]))
+            group["params"] = group["params"][1:]
+        else:
+            here.step_stack.callback(group.__setitem__, "lr", group["lr"])
+            group["lr"] = float(what.removeprefix("lr-"))
+
+    errors = {"shard-removed": ("OptimizerParametersError", "PhaseError", "HyperparameterMismatchError", "PeerFailedError")}
+    expect = named(
+        errors.get(what, ("ConfigError", "PeerFailedError", "HyperparameterMismatchError")), same_text=False, is_agreed=False
+    )
+    return Fault(expect, arm=arm, on_all=who == "all")
+
+
 _NO_TORCH = "torch DDP has no such call"
 CALL_KINDS = (
     Kind(
@@ -234,5 +258,22 @@ CALL_KINDS = (
         combos=SHARDED[:2],
         not_in_torch="torch DDP withholds nothing",
         soaks=False,
+    ),
+    Kind(
+        "shard-removed",
+        "A shard taken out of the optimizer's groups: named, and nobody updates.",
+        _settings,
+        places=("one-shard-removed", "all-shard-removed"),
+        combos=(Combo(Mode.REDUCE_SCATTER, False, 2),),  # the first rank is at fault, and owns something
+        not_in_torch="torch DDP has no shards",
+        soaks=False,
+    ),
+    Kind(
+        "bad-settings",
+        "A learning rate that is not finite: named, and nobody updates.",
+        _settings,
+        places=tuple(f"{who}-{what}" for what in ("lr-nan", "lr-inf") for who in ("one", "all")),
+        combos=SHARDED[:2],
+        not_in_torch="torch DDP looks at no settings",
     ),
 )

@@ -821,6 +821,14 @@ MUTANTS = [
         "raised nothing, expected InvariantError",
     ),
     Mutant(
+        "learning rate not looked at",
+        without(distributed_optimizer, "check_learning_rates"),
+        SCENARIOS["learning rate of nan"],
+        WRONG,
+        "HyperparameterMismatchError",
+        "lr of group 0 is 0.5 on rank 0; nan on rank 1",
+    ),
+    Mutant(
         "exception swallowed",
         without(GradSync, "fail"),
         SCENARIOS["exception in forward"],

@@ -18,6 +18,7 @@ from megabucket.ddp.step import StepState
 from megabucket.errors import (
     CallMismatchError,
     CollectiveError,
+    ConfigError,
     HyperparameterMismatchError,
     InFlightWriteError,
     InvariantError,
@@ -458,6 +459,19 @@ def another_learning_rate(player):
         groups[0]["lr"] = LEARNING_RATE
 
 
+def no_learning_rate(player):
+    groups = player.sgd.param_groups
+    player.begin()
+    player.microbatches()
+    if not player.is_odd:
+        player.update()
+        return
+    groups[0]["lr"] = math.nan
+    player.must_raise(ConfigError, player.update)
+    groups[0]["lr"] = LEARNING_RATE
+    raise player.ddp.last_error or AssertionError(*player.found)
+
+
 def scale_on_one_rank(player):
     player.begin()
     player.microbatches()
@@ -654,6 +668,7 @@ NAMED = [
     Scenario("zero left out", leave_the_clearing_out, ALL_REDUCE, StepMismatchError),
     Scenario("cleared between microbatches", clear_between_microbatches, SHARDED, StepMismatchError),
     Scenario("other learning rate", another_learning_rate, SHARDED_EXPLICIT, HyperparameterMismatchError),
+    Scenario("learning rate of nan", no_learning_rate, SHARDED, PeerFailedError, fields={"rank": ODD_RANK}),
     Scenario("call on one rank", call_on_one_rank, ALL_REDUCE, CallMismatchError),
     Scenario("weights loaded", load_on_one_rank, ALL_REDUCE, ReplicasDivergedError),
     Scenario("update left out", leave_the_update_out, ALL_REDUCE, ReplicasDivergedError, comes_late=True),

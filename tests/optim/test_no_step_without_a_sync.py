@@ -1,13 +1,14 @@
 """No optimizer steps on gradients, shards or rates that would let replicas drift apart, whatever has brought them there."""
 
 import copy
+import math
 import random
 
 import pytest
 import torch
 
 import megabucket as mb
-from megabucket.errors import MegabucketError, PeerFailedError, PhaseError, UnreducedGradientsError
+from megabucket.errors import ConfigError, MegabucketError, PeerFailedError, PhaseError, UnreducedGradientsError
 from megabucket.testing import LoopbackWorld
 
 SIZE = 2
@@ -305,6 +306,57 @@ def test_where_gradients_are_sent_by_the_step_an_assigned_one_is_honoured():
         torch.testing.assert_close(moved_by, torch.full_like(moved_by, 0.1 * 1.5))  # the mean of 1 and 2, times the rate
 
 
+# Shards that left the groups #
+
+
+def clear_group(optimizer):
+    optimizer.torch_optimizer.param_groups[0]["params"].clear()
+
+
+def drop_groups(optimizer):
+    optimizer.param_groups.clear()
+
+
+def take_one_out(optimizer):
+    optimizer.param_groups[0]["params"].pop()
+
+
+def replace_one(optimizer):
+    params = optimizer.param_groups[0]["params"]
+    params[0] = torch.nn.Parameter(params[0].detach().clone())
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("take_out", [clear_group, drop_groups, take_one_out, replace_one])
+def test_a_shard_that_left_its_group_is_an_error(take_out, kind):
+    def program(one):
+        groups, params = list(one.optimizer.param_groups), list(one.optimizer.param_groups[0]["params"])
+        before = one.weights()
+        with pytest.raises(
+            PhaseError, match="is no longer in parameter group 0 of the optimizer, so it would never be updated"
+        ):
+            one.train(lambda one: take_out(one.optimizer))
+        assert torch.equal(one.weights(), before)
+        one.optimizer.param_groups[:] = groups
+        one.optimizer.param_groups[0]["params"][:] = params
+        one.give_up()
+        return one.train().weights()
+
+    for found in run_ranks(program, kind=kind):
+        assert torch.equal(found, weights_after(2, kind))
+
+
+def test_one_that_left_on_one_rank_is_told_to_the_others_before_they_update():
+    def program(one):
+        before = one.weights()
+        own = PhaseError if one.rank == FAULTY else PeerFailedError
+        with pytest.raises(own, match="is no longer in parameter group 0"):
+            one.train(lambda one: take_one_out(one.optimizer) if one.rank == FAULTY else None)
+        assert torch.equal(one.weights(), before)
+
+    run_ranks(program)
+
+
 def test_shards_may_change_places_in_their_group():
     def program(one):
         random.Random(one.rank).shuffle(one.optimizer.param_groups[0]["params"])
@@ -312,6 +364,58 @@ def test_shards_may_change_places_in_their_group():
 
     for found in run_ranks(program):
         assert torch.equal(found, weights_after(2, "reduce_scatter"))
+
+
+# Learning rates #
+
+
+RATES = {
+    "nan": math.nan,
+    "inf": math.inf,
+    "-inf": -math.inf,
+    "tensor": torch.tensor(math.nan),
+}
+NO_RATE = "the learning rate of parameter group 0 is -?(nan|inf): every weight of the group would be nan or infinite"
+
+
+@KINDS
+@pytest.mark.parametrize("rate", RATES.values(), ids=RATES)
+def test_a_learning_rate_that_is_not_finite_is_an_error(rate, kind):
+    def program(one):
+        before = one.weights()
+        with pytest.raises(ConfigError, match=NO_RATE):
+            one.train(lambda one: one.optimizer.param_groups[0].update(lr=rate))
+        assert torch.equal(one.weights(), before)
+        one.give_up()
+        return one.train().weights()
+
+    for found in run_ranks(program, kind=kind):
+        assert torch.equal(found, weights_after(2, kind))
+
+
+@KINDS
+def test_one_of_one_rank_is_told_to_the_others_with_its_cause(kind):
+    def change(one):
+        if one.rank == FAULTY:
+            one.optimizer.param_groups[0]["lr"] = math.inf
+
+    def text_of(one, change=lambda _: None):
+        try:
+            one.train(change)
+        except MegabucketError as error:
+            one.give_up()
+            return str(error)
+        return ""
+
+    def program(one):
+        return [text for text in (text_of(one, change), text_of(one)) if text]
+
+    others, own = run_ranks(program, kind=kind)
+    assert own[0].startswith("the learning rate of parameter group 0 is inf")
+    # With reduce-scatter nobody updates; otherwise the others have, and the fence of the next step says what has kept rank 1.
+    assert len(others) == 1
+    assert ("rank 1" in others[0], "the learning rate of parameter group 0 is inf" in others[0]) == (True, True)
+    assert own[1:] == ([] if kind == "reduce_scatter" else others)
 
 
 @MODES
