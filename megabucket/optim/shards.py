@@ -368,9 +368,7 @@ class Sharding:
         if not self._buffers:
             return
         state = self._optimizer.state
-        found = unshard(
-            self.shards, state, ShardHolder(self._buffers, self._ddp.sync, self._ddp.communicator, self._is_sharded)
-        )
+        found = unshard(self.shards, state, self.holder)
         for shard in self.shards:
             state.pop(shard.main, None)
         state.update({**found.values, **state_of_empty_params(found, self.members)})
