@@ -14,7 +14,6 @@ from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.hooks import RemovableHandle
 
 import megabucket
 from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, dtype_name
@@ -273,7 +272,7 @@ class Wrapping:
         self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks)
         self.gather = ParamGather(self.groups, module, overlaps=self.policy.overlaps_params)
         self._guard = PlainOptimizerGuard(params, self.sync, rank=communicator.rank)
-        self._handles: list[RemovableHandle] = register_hooks(module, self.groups, self.sync, on_load)
+        self._handles = [*self.gather.handles, *register_hooks(module, self.groups, self.sync, on_load)]
 
     def check_is_wrapped(self, module: torch.nn.Module) -> None:
         """Refuse to call a module that was put in the place of the wrapped one.
@@ -328,8 +327,6 @@ class Wrapping:
         finally:  # a lost peer is no reason to keep the module
             for handle in self._handles:
                 handle.remove()
-            self._handles = []
-            self.gather.remove()
             self._guard.remove()
             for group in self.groups:
                 group.show_params()
