@@ -168,16 +168,13 @@ class ModelWatch:
 
 def is_set_to(param: torch.Tensor, values: torch.Tensor) -> bool:
     """Return whether a parameter looks at the memory of ``values``, in the same shape and memory order."""
-    try:
-        return param.is_set_to(values)
-    except RuntimeError:  # not even comparable: on another device, say
-        return False
+    return _are_set_to((param,), (values,))
 
 
 def _are_set_to(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
     try:
         return all(map(torch.Tensor.is_set_to, params, values))
-    except RuntimeError:
+    except RuntimeError:  # not even comparable: on another device, say
         return False
 
 

@@ -148,7 +148,7 @@ class StateCutter:
         return f"{key}={value!r}"
 
     def _state_of(self, name: str) -> Mapping[str, Any]:
-        return self._whole.values.get(self._params[name]) or {}
+        return _state_of(self._whole, self._params[name])
 
     @torch.no_grad()
     def state_of(self, shard: MainShard) -> ShardState:
