@@ -591,14 +591,13 @@ class PeerFailedError(MegabucketError, RuntimeError):
 class PeerLostError(MegabucketError, RuntimeError):
     """A rank died, froze, or did not arrive in time. The process group is of no use any more."""
 
-    def __init__(self, *, ranks: Sequence[int], states: Sequence[str], during: str, recorder: str = "") -> None:
-        self.ranks, self.states, self.during, self.recorder = tuple(ranks), tuple(states), during, recorder
+    def __init__(self, *, ranks: Sequence[int], states: Sequence[str], during: str) -> None:
+        self.ranks, self.states, self.during = tuple(ranks), tuple(states), during
         findings = "; ".join(f"rank {rank} {state}" for rank, state in zip(self.ranks, self.states, strict=True))
         super().__init__(
             f"{findings or 'a rank went away, and it cannot be told which'} ({during}). The process group cannot be used any "
             "more: gradients of this step are lost, parameters are those of the last step. End this process, or destroy the "
             "group, and start again from the last checkpoint with the ranks that are left."
-            + (f" {recorder}" if recorder else "")
         )
 
 
