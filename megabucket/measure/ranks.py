@@ -7,10 +7,12 @@ small facts between ranks. One process without torchrun is a run like any other.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
@@ -132,3 +134,27 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         given = "is not set" if text is None else f"is {text!r}"
         raise ConfigError(f"the launcher's variable {name} {given}, but must be a number; start with torchrun")
     return int(text)
+
+
+def check_writable(ranks: Ranks, paths: Sequence[Path]) -> None:
+    """Look whether the first rank can write files, before minutes of measuring. All ranks must call it.
+
+    Raises:
+        ConfigError: on every rank, if a file cannot be written.
+    """
+    found = ranks.gather("".join(_why_not_writable(path) for path in paths) if ranks.rank == 0 else "")[0]
+    if found:
+        raise ConfigError(found)
+
+
+def _why_not_writable(path: Path) -> str:
+    reason = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            reason = "it is a directory"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = "permission denied"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    return f"--out {path}: cannot be written: {reason}" if reason else ""
