@@ -59,8 +59,7 @@ def calibrate(
         repetitions=repetitions,
     )
     launch = read_launch(os.environ)
-    on_round = lambda number: typer.echo(f"round {number}/{repetitions}", err=True)  # noqa: E731
-    calibration = run(plan, launch=launch, out=out, fabric=settings.fabric, on_round=on_round)
+    calibration = run(plan, launch=launch, out=out, fabric=settings.fabric)
     if launch.rank == 0:
         _print(calibration, out, as_json=json)
 

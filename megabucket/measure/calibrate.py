@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -30,9 +30,6 @@ POOR_RESIDUAL: Final = 0.25
 
 _IN_FLIGHT_BYTES: Final = 8 * 2**20  # of larger collectives the rest is a small part
 _UNDISTURBED_ROUNDS: Final = 7
-
-MAX_BYTES: Final = 2**36
-"""The largest buffer that is measured."""
 
 Fact = bool | int | float | str | None
 
@@ -64,8 +61,6 @@ class CalibrationPlan:
                 raise ConfigError(f"what to measure must be given, each once; {name} are {given}")
         if self.repetitions < 1:
             raise ConfigError(f"--repetitions={self.repetitions} measures nothing; give 1 or more")
-        if self.max_bytes > MAX_BYTES:
-            raise ConfigError(f"--max-bytes={self.max_bytes} is more than {MAX_BYTES}, the largest buffer that is measured")
         cells_of(self.kinds, self.dtypes, self.max_bytes, 1)  # refuses what has no second size, and unknown dtypes
 
 
@@ -157,14 +152,7 @@ class Calibration:
                 "fit": asdict(self.fits[key]),
                 "is_affine": self.is_affine(key),
                 "points": [
-                    {
-                        "bytes": row.cell.num_bytes,
-                        "median_s": row.median_s,
-                        "quartiles_s": row.quartiles_s,
-                        "seconds": row.seconds,
-                        "residual": residual,
-                    }
-                    for row, residual in zip(rows, self.residuals(key), strict=True)
+                    row.to_dict() | {"residual": residual} for row, residual in zip(rows, self.residuals(key), strict=True)
                 ],
             }
             for key, rows in self.tables.items()
@@ -178,14 +166,12 @@ def calibrate(
     launch: Launch,
     out: Path,
     fabric: FabricConfig | None = None,
-    on_round: Callable[[int], None] = lambda _: None,
 ) -> Calibration:
     """Start the ranks' group, measure, and write the file. Every process of the run calls it.
 
     Args:
         out: the file; looked at before anything is measured, and written by the first rank after everything.
         fabric: an emulated link to measure instead of the machine's own.
-        on_round: called on the first rank after each round.
 
     Raises:
         ConfigError: there is one rank only, the file cannot be written, or the buffers do not fit.
@@ -197,7 +183,7 @@ def calibrate(
         )
     with joined_ranks(launch, fabric) as ranks:
         check_writable(ranks, [out])
-        calibration = measure_link(plan, ranks, fabric=fabric, on_round=on_round if ranks.rank == 0 else lambda _: None)
+        calibration = measure_link(plan, ranks, fabric=fabric)
         if ranks.rank == 0:
             calibration.write(out)
     return calibration
@@ -208,12 +194,11 @@ def measure_link(
     ranks: Ranks,
     *,
     fabric: FabricConfig | None = None,
-    on_round: Callable[[int], None] = lambda _: None,
 ) -> Calibration:
     """Measure on ranks that have joined; equal on all of them. Every rank calls it."""
     cells = cells_of(plan.kinds, plan.dtypes, plan.max_bytes, ranks.num_ranks)
     with closing(discover_communicator(None)) as communicator:
-        timings = time_collectives(cells, communicator, device=ranks.device, repetitions=plan.repetitions, on_round=on_round)
+        timings = time_collectives(cells, communicator, device=ranks.device, repetitions=plan.repetitions)
     hosts = ranks.gather(platform.node())
     return Calibration(ranks.num_ranks, timings, _facts(plan, ranks, hosts, fabric))
 

@@ -59,6 +59,11 @@ class Timing:
         lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return lower, upper
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return size and times as plain data."""
+        times = {"median_s": self.median_s, "quartiles_s": self.quartiles_s, "seconds": self.seconds}
+        return {"bytes": self.cell.num_bytes, **times}
+
 
 def sizes_up_to(max_bytes: int) -> tuple[int, ...]:
     """Return the sizes that are measured: 1 KiB and four times as much each time, ending at ``max_bytes`` itself.
@@ -97,7 +102,6 @@ def time_collectives(
     device: torch.device,
     repetitions: int,
     in_flight_bytes: int = 0,
-    on_round: Callable[[int], None] = lambda _: None,
 ) -> tuple[Timing, ...]:
     """Measure collectives. All ranks call it with the same arguments.
 
@@ -108,7 +112,6 @@ def time_collectives(
         repetitions: rounds; 1 or more.
         in_flight_bytes: with 0 each collective is waited for before the next. Otherwise up to eight of a kind are launched
             before the first wait, as many as these bytes hold and one at least; a collective takes its part of the whole.
-        on_round: called after each round with its number, from 1.
 
     Returns:
         The timings in the order of ``cells``, equal on all ranks.
@@ -125,7 +128,6 @@ def time_collectives(
         for index in random.Random(number).sample(range(len(cells)), len(cells)):  # noqa: S311 - alike on all ranks
             communicator.launch(meeting, label="meet").wait()  # nobody starts long before the others
             own[index].append(_time_calls(calls[index], counts[index], communicator, sync))
-        on_round(number + 1)
     everybody = exchange_numbers(own, communicator, device)
     return tuple(
         Timing(cell, tuple(max(times) for times in zip(*(rank[index] for rank in everybody), strict=True)))

@@ -272,7 +272,7 @@ def profile_program(
     with joined_ranks(launch) as ranks:
         check_writable(ranks, [] if out is None else [out])
         own = profile_steps(workload(config, ranks), config.ddp, plan)
-        profile = choose_rank([WorkloadProfile.from_dict(data) for data in ranks.gather(own.to_dict())], plan.which_rank)
+        profile = choose_rank(ranks.gather(own), plan.which_rank)
         if out is not None and ranks.rank == 0:
             profile.write(out)
     return profile

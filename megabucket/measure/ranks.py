@@ -51,7 +51,6 @@ class Ranks:
     device: torch.device
     backend: str
     """``gloo``, ``nccl``, ``megabucket_fabric``, or ``none`` for one process on its own."""
-    are_on_one_host: bool
 
     def gather(self, value: T) -> list[T]:
         """Return the ``value`` of every rank, in rank order. All ranks must call it."""
@@ -97,7 +96,7 @@ def joined_ranks(launch: Launch, fabric: FabricConfig | None = None) -> Iterator
     if has_gpus:
         torch.cuda.set_device(device)
     if not launch.is_launched:
-        yield Ranks(rank=0, num_ranks=1, device=device, backend="none", are_on_one_host=True)
+        yield Ranks(rank=0, num_ranks=1, device=device, backend="none")
         return
     backend = _start_group(fabric, device)
     try:
@@ -106,7 +105,6 @@ def joined_ranks(launch: Launch, fabric: FabricConfig | None = None) -> Iterator
             num_ranks=launch.num_ranks,
             device=device,
             backend=backend,
-            are_on_one_host=launch.num_local_ranks == launch.num_ranks,
         )
     finally:
         # The group's threads live as long as anything holds it, and wrappers are full of reference cycles. A thread that still

@@ -29,7 +29,6 @@ from megabucket.layout import ParamSpec
 from megabucket.measure.calibrate import CalibrationPlan, measure_link, pipelined_link
 from megabucket.measure.host import host_costs, meeting, optimizer_s, time_phases
 from megabucket.measure.profile import ProfilePlan, choose_rank, profile_steps
-from megabucket.measure.profile_steps import WorkloadProfile
 from megabucket.measure.program import Trainee, WorkloadFunction
 from megabucket.measure.ranks import Launch, Ranks, check_writable, joined_ranks
 from megabucket.planning.links import Link
@@ -216,8 +215,7 @@ class _Tuner:
     def _measure_mode(self, ddp: DistributedDataParallelConfig, link: Link, wake_s: float) -> Measured:
         plan = ProfilePlan(num_steps=6, num_warmup_steps=2)
         own = profile_steps(self._workload(self._config, self._ranks), ddp, plan, counts_launches=False)
-        profiles = [WorkloadProfile.from_dict(data) for data in self._ranks.gather(own.to_dict())]
-        workload = choose_rank(profiles, "median").workload
+        workload = choose_rank(self._ranks.gather(own), "median").workload
         base = ddp.model_copy(update=dict.fromkeys((*SIZE_FIELDS, "bucket_order")))
         trainee, phases = self._trainee_of(base), []
         for numel in (sum(spec.numel for spec in self._specs), 1):

@@ -293,7 +293,7 @@ def start(fabric: str, name: str, scale: float) -> Link:
 
 def table() -> MeasuredLink:
     """Return what collectives take when others are in flight, as ``megabucket tune`` measures it."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", are_on_one_host=True)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     calibration = measure_link(CalibrationPlan(max_bytes=4 * 2**20, repetitions=5), ranks)
     with closing(discover_communicator(None)) as communicator:
         return pipelined_link(calibration, communicator, device=ranks.device)

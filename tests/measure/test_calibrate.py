@@ -124,7 +124,6 @@ def test_the_tables_and_the_json_show_every_size():
         ({"dtypes": ("int8",)}, "dtype 'int8' cannot be held by a buffer"),
         ({"repetitions": 0}, "--repetitions=0 measures nothing"),
         ({"max_bytes": 1000}, "--max-bytes=1000 leaves one size"),
-        ({"max_bytes": 2**37}, "is more than 68719476736"),
     ],
 )
 def test_a_plan_that_measures_nothing_is_refused(fields, text):
