@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megabucket.config import Section
 from megabucket.config.ddp import NonNegative, Positive, PositiveCount, read_tuple
-from megabucket.config.load import load_section
 from megabucket.planning import RunConfig
+from megabucket.planning.load import load_section
 from megabucket.planning.run_config import Decay
 from megabucket.planning.run_config import OptimizerConfig as Optimizer
 

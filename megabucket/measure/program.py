@@ -29,11 +29,11 @@ from megabucket.checkpoint.restore import mismatches
 from megabucket.checkpoint.stored import StoredCheckpoint
 from megabucket.comm import Communicator, LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.config.load import load_section
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError, printable
 from megabucket.measure.ranks import Ranks
 from megabucket.optim import DistributedOptimizer
+from megabucket.planning.load import load_section
 from megabucket.planning.run_config import RunConfig
 
 

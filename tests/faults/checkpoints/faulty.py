@@ -1,7 +1,5 @@
 """A file system whose calls are counted, and can be made to fail, to stop half way, or to end the process."""
 
-# ruff: noqa: D102 - the methods are those of FileSystem
-
 from __future__ import annotations
 
 import os

@@ -163,7 +163,7 @@ def _proc_statm() -> str:
 
 def run_fuzz(num_inputs: int, seed: int, *, report: Callable[[str], None]) -> Fuzzed:
     """Give ``num_inputs`` mutated manifests and files to the readers, as many of each."""
-    draw = random.Random(f"fuzz {seed}")  # noqa: S311 - no secret
+    draw = random.Random(f"fuzz {seed}")
     pools: Sequence[list[bytes]] = tuple([one] for one in seeds())
     counts: Counter[str] = Counter()
     failures: list[str] = []
