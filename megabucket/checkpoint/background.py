@@ -8,54 +8,16 @@ training in another order on another rank.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from megabucket.checkpoint.cut import FileCutter
-from megabucket.checkpoint.data_files import content_of
-from megabucket.checkpoint.pieces import Snapshot
+from megabucket.checkpoint.format import Snapshot
 from megabucket.checkpoint.ranks import Ranks
-from megabucket.checkpoint.save import Save, SaveSettings
+from megabucket.checkpoint.save import Save, SaveSettings, content_from
 
 WhenBusy = Literal["wait", "skip"]
-
-
-class _Task:
-    """Something that another thread does; it keeps for itself what fails."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
-        self._is_over = threading.Event()
-
-    def run(self) -> None:
-        """Do it."""
-        try:
-            self._act()
-        finally:
-            self._is_over.set()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the thread has no more to do with it."""
-        return self._is_over.is_set()
-
-    def wait(self) -> None:
-        """Return when it is over."""
-        self._is_over.wait()
-
-
-_Tasks: TypeAlias = SimpleQueue[_Task | None]
-
-
-def _run_all(tasks: _Tasks) -> None:
-    """Run tasks until there is None instead of one."""
-    while (task := tasks.get()) is not None:
-        task.run()
-        del task  # a save that everybody has forgotten must not be held until the next
 
 
 class BackgroundWriter:
@@ -69,11 +31,9 @@ class BackgroundWriter:
         if when_busy not in {"wait", "skip"}:
             raise ValueError(f"when_busy is {when_busy!r}, and can be 'wait' or 'skip'")
         self._root, self._ranks, self._settings, self._when_busy = Path(root), ranks, settings, when_busy
-        self._cutter = FileCutter(settings.max_file_bytes)
         self._save: Save | None = None
         self._is_voted = False
-        self._task = _Task(lambda: None)
-        self._tasks: _Tasks | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def step(self) -> int | None:
@@ -99,7 +59,7 @@ class BackgroundWriter:
         settings = replace(self._settings, overwrite=overwrite or self._settings.overwrite)
         save = Save(self._root, step, self._ranks, settings)
         try:
-            save.begin(lambda: content_of(take(), rank=self._ranks.rank, size=self._ranks.size, cutter=self._cutter))
+            save.begin(lambda: content_from(take(), self._ranks, settings))
         except BaseException:
             save.release()
             raise
@@ -108,17 +68,8 @@ class BackgroundWriter:
         return True
 
     def _do(self, act: Callable[[], None]) -> None:
-        self._task = _Task(act)
-        self._thread_tasks().put(self._task)
-
-    def _thread_tasks(self) -> _Tasks:
-        """Return what the thread is given; there is one from the first save on, because to start one takes its time."""
-        if self._tasks is None:
-            tasks: _Tasks = SimpleQueue()
-            threading.Thread(target=_run_all, args=(tasks,), name="megabucket-save", daemon=True).start()
-            weakref.finalize(self, tasks.put, None)
-            self._tasks = tasks
-        return self._tasks
+        self._thread = threading.Thread(target=act, name="megabucket-save", daemon=True)
+        self._thread.start()
 
     def poll(self) -> Path | None:
         """Go on with the save that is under way as far as that takes no waiting; return its directory once it is committed.
@@ -143,25 +94,26 @@ class BackgroundWriter:
         return path
 
     def _is_over_everywhere(self) -> bool:
-        return all(said == b"0" for said in self._ranks.exchange(b"0" if self._task.is_over else b"1"))
+        is_busy = self._thread is not None and self._thread.is_alive()
+        return all(said == b"0" for said in self._ranks.exchange(b"1" if is_busy else b"0"))
 
     def _go_on(self, save: Save) -> Path | None:
         """Take the next step of a save: the vote when this rank has written, its end when all is done."""
-        self._task.wait()  # interrupted here, the save stays under way: the thread goes on with it
+        if self._thread is not None:
+            self._thread.join()  # interrupted here, the save stays under way: the thread goes on with it
         try:
             if self._is_voted:
                 path = save.conclude()
-                self._forget()
+                self._forget(save)
                 return path
             save.vote()
         except BaseException:
-            self._forget()
+            self._forget(save)
             raise
         self._is_voted = True
         self._do(save.publish)
         return None
 
-    def _forget(self) -> None:
-        if self._save is not None:
-            self._save.release()
-        self._save, self._task = None, _Task(lambda: None)
+    def _forget(self, save: Save) -> None:
+        save.release()
+        self._save = self._thread = None

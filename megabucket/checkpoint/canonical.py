@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
 
-from megabucket.buffer import dtype_name
-from megabucket.checkpoint.pieces import Piece, TensorInfo
+from megabucket.buffer import dtype_name, dtype_named
+from megabucket.checkpoint.format import Piece, TensorInfo
 
 _WRAPPED_IN: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
 
@@ -80,6 +80,11 @@ def whole_piece(name: str, tensor: torch.Tensor) -> Piece:
     return Piece(info, 0, info.numel, flat(tensor, info.order))
 
 
+def empty_piece(info: TensorInfo, start: int, stop: int) -> Piece:
+    """Return a range of a tensor to be filled, on the CPU."""
+    return Piece(info, start, stop, torch.empty(stop - start, dtype=dtype_named(info.dtype)))
+
+
 def split_evenly(tensors: Mapping[str, torch.Tensor], *, rank: int, size: int) -> Iterator[Piece]:
     """Return one rank's part of tensors that every rank holds: about as many bytes as the others'.
 
@@ -98,8 +103,3 @@ def split_evenly(tensors: Mapping[str, torch.Tensor], *, rank: int, size: int) -
             info = info_of(name, tensor)
             values = flat(tensor, info.order)
             yield Piece(info, start, stop, values if stop - start == numel else values[start:stop])
-
-
-def total_bytes(pieces: Iterable[Piece]) -> int:
-    """Return how many bytes pieces hold."""
-    return sum(piece.values.numel() * piece.values.itemsize for piece in pieces)

@@ -13,18 +13,15 @@ from typing import Any, Final, Protocol
 import torch
 
 from megabucket.checkpoint.canonical import canonical_name, named_buffers, split_evenly, whole_piece
-from megabucket.checkpoint.optim_state import ShardContents, describe_shards, hold_nothing, hold_plain, hold_shards
-from megabucket.checkpoint.pieces import Json, Piece, Snapshot
-from megabucket.checkpoint.plain_values import encode
-from megabucket.checkpoint.rng import PREFIX as RNG_PREFIX
-from megabucket.checkpoint.rng import capture_rng
-from megabucket.checkpoint.together import GroupRanks, tell, together
+from megabucket.checkpoint.format import Json, Piece, Snapshot
+from megabucket.checkpoint.optim_state import MODEL_PREFIX, describe_shards, hold_nothing, hold_plain, hold_shards
+from megabucket.checkpoint.ranks import GroupRanks, tell, together
+from megabucket.checkpoint.values import RNG_PREFIX, capture_rng, encode
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.replicas import checksum
 from megabucket.errors import OptimizerParametersError, PeerFailedError
 from megabucket.optim import DistributedOptimizer
 
-MODEL_PREFIX: Final = "model."
 EXTRA_PREFIX: Final = "extra."
 RUN_PREFIX: Final = "run."
 LOCAL_PREFIX: Final = "local."
@@ -162,7 +159,6 @@ def take(
     data_position: Any = None,
     extras: Mapping[str, Any] | None = None,
     with_rng: bool = True,
-    contents: ShardContents | None = None,
 ) -> Snapshot:
     """Return what this rank writes. No collective; nothing of the run may have changed since ``tell_state``.
 
@@ -172,7 +168,6 @@ def take(
     Args:
         data_position: plain values that say which data comes next; the same on every rank.
         extras: plain values and tensors by name; the same on every rank.
-        contents: kept by the caller from one call to the next; spares planning.
 
     Raises:
         OptimizerParametersError: some optimizer state belongs to no parameter, or ranks hold different numbers for one.
@@ -180,7 +175,7 @@ def take(
     """
     module, ranks = parts.ddp.module, told.ranks
     if isinstance(parts.optimizer, DistributedOptimizer):
-        held = hold_shards(parts.optimizer, module, told.described, contents)
+        held = hold_shards(parts.optimizer, module, told.described)
     else:
         held = hold_nothing(module) if parts.optimizer is None else hold_plain(parts.optimizer, module)
     shared = {f"{MODEL_PREFIX}{name}": param.detach() for param, name in held.names.items() if not param.is_meta}

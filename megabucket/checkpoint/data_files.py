@@ -1,39 +1,72 @@
-"""One rank's data files: written and hashed in one pass over the values.
+"""Data files, from tensors to the disk and back: cut to size, written and hashed in one pass, read and verified in one pass.
 
-Owns the way from tensors to bytes on the disk; knows nothing of other ranks, of commits or of names of checkpoints.
-Hashing, writing and waiting for the disk let other threads run, so a few files at a time overlap all three.
+A file is the unit of verification: who needs one element of it reads and hashes all of it. So files are bounded; pieces that
+fit into one stay whole, and larger ones are cut. Hashing, writing and waiting for the disk let other threads run, so a few
+files at a time overlap all three. Knows nothing of other ranks, of commits or of names of checkpoints.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Final, TypeAlias
 
+import numpy as np
 import torch
 
 from megabucket.buffer import dtype_name
-from megabucket.checkpoint.cut import FileCutter, Part
-from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_all
-from megabucket.checkpoint.header import encode_header
-from megabucket.checkpoint.manifest import StoredFile
-from megabucket.checkpoint.pieces import Json, Piece, Snapshot
+from megabucket.checkpoint.file_system import FileSystem, num_file_threads, reason_of, write_all
+from megabucket.checkpoint.format import ITEM_BYTES, Json, Snapshot, StoredFile, TensorInfo, encode_header
 from megabucket.units import MIB
 
+DEFAULT_FILE_BYTES: Final = 64 * MIB
+_EMPTY_HEADER_BYTES: Final = 64
 # Small enough that what was hashed is still in the cache when it is written, large enough that calls cost nothing.
-_CHUNK_BYTES = MIB
+_CHUNK_BYTES: Final = MIB
+
+Range: TypeAlias = tuple[TensorInfo, int, int]
+"""The elements from a start to a stop of a tensor."""
 
 
-class FileFailedError(Exception):
-    """What went wrong with which file; for votes, never for users."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements ``start:stop`` of a tensor, as they lie in a file.
 
-    def __init__(self, path: Path, cause: Exception) -> None:
-        self.path, self.cause = path, cause
-        super().__init__(str(cause))
+    Args:
+        piece: position in this rank's pieces that holds them.
+    """
+
+    info: TensorInfo
+    start: int
+    stop: int
+    piece: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of a tensor, row-major, so that it can have its name and shape in the file."""
+        return self.stop - self.start == self.info.numel and self.info.order == tuple(range(len(self.info.shape)))
+
+    @property
+    def key(self) -> str:
+        """The name of this part in the file."""
+        return self.info.name if self.is_whole else f"{self.info.name}[{self.start}:{self.stop}]"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this part in the file."""
+        return self.info.shape if self.is_whole else (self.stop - self.start,)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its values."""
+        return (self.stop - self.start) * ITEM_BYTES[self.info.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,85 +79,152 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """What one rank puts into a checkpoint.
+    """What one process puts into a checkpoint.
 
     Args:
         values: everything that is not a tensor; the same on every rank.
+        num_writers: of how many ranks the files are.
         write: writes the files into a directory and returns what they are when they are on the disk, in their order;
             raises ``FileFailedError``.
-        num_writers: of how many ranks the files are.
-        bytes_bound: no less than what the files take.
     """
 
     values: Mapping[str, Json]
+    num_writers: int
     files: Sequence[DataFile]
     write: Callable[[FileSystem, Path], list[StoredFile]]
-    num_writers: int
-    bytes_bound: int
+
+    @property
+    def bytes_bound(self) -> int:
+        """No less than what the files take."""
+        return sum(part.num_bytes + header_bound(part.key, part.shape) for file in self.files for part in file.parts)
 
 
-def content_of(snapshot: Snapshot, *, rank: int, size: int, cutter: FileCutter) -> Content:
+class FileFailedError(Exception):
+    """What went wrong with which file that was written; for votes, never for users."""
+
+    def __init__(self, path: Path, cause: Exception) -> None:
+        self.path, self.cause = path, cause
+        super().__init__(str(cause))
+
+
+class DamagedFileError(Exception):
+    """Which file is not as it must be, and why; the reader makes an error for users of it."""
+
+    def __init__(self, file: str, problem: str) -> None:
+        self.file, self.problem = file, problem
+        super().__init__(f"{file}: {problem}")
+
+
+# Cut
+
+
+def files_of_rank(rank: int, ranges: Sequence[Range], max_file_bytes: int) -> list[DataFile]:
+    """Return the files that ``rank`` writes for its ranges; see ``cut_into_files``."""
+    cut = cut_into_files(ranges, max_file_bytes)
+    return [DataFile(f"rank-{rank:05d}-{index:05d}.safetensors", parts) for index, parts in enumerate(cut)]
+
+
+def cut_into_files(ranges: Sequence[Range], max_file_bytes: int) -> list[tuple[Part, ...]]:
+    """Return the parts of each file, with the widest dtypes first so that all values are aligned.
+
+    Raises:
+        ValueError: ``max_file_bytes`` is too small for one element with its entry in the header.
+
+    >>> info = TensorInfo("w", "float32", (100,), (0,))
+    >>> [[part.key for part in file] for file in cut_into_files([(info, 0, 100)], 400)]
+    [['w[0:57]'], ['w[57:100]']]
+    """
+    files: list[tuple[Part, ...]] = []
+    parts: list[Part] = []
+    keys: set[str] = set()
+    room = max_file_bytes - _EMPTY_HEADER_BYTES
+    for index in sorted(range(len(ranges)), key=lambda index: -ITEM_BYTES[ranges[index][0].dtype]):
+        for part in _parts_that_fit(index, *ranges[index], max_file_bytes - _EMPTY_HEADER_BYTES):
+            key, needed = part.key, part.num_bytes + header_bound(part.key, part.shape)
+            if parts and (needed > room or key in keys):
+                files.append(tuple(parts))
+                parts, keys, room = [], set(), max_file_bytes - _EMPTY_HEADER_BYTES
+            parts.append(part)
+            keys.add(key)
+            room -= needed
+    return [*files, tuple(parts)] if parts else files
+
+
+def header_bound(key: str, shape: Sequence[int]) -> int:
+    """Return no less than what one more tensor adds to a header."""
+    return len(json.dumps([key, *shape])) + 2 * 20 + len('"dtype":"F8_E4M3","shape":"data_offsets":[,]{,,},')
+
+
+def _parts_that_fit(index: int, info: TensorInfo, start: int, stop: int, room: int) -> Iterator[Part]:
+    """Cut one piece into parts that each fit into an empty file, as few as possible."""
+    whole = Part(info, start, stop, index)
+    if whole.num_bytes + header_bound(whole.key, whole.shape) <= room:
+        yield whole
+        return
+    # A key with the largest numbers that can occur bounds the keys of all parts.
+    step = (room - header_bound(f"{info.name}[{stop}:{stop}]", (stop,))) // ITEM_BYTES[info.dtype]
+    if step < 1:
+        raise ValueError(f"max_file_bytes is {room + _EMPTY_HEADER_BYTES}, too few for one element of {info.name!r:.200}")
+    for begin in range(start, stop, step):
+        yield Part(info, begin, min(begin + step, stop), index)
+
+
+# Write
+
+
+def content_of(snapshot: Snapshot, *, rank: int, size: int, max_file_bytes: int) -> Content:
     """Return what ``rank`` of ``size`` writes for its snapshot.
 
     Raises:
         ValueError: pieces that are not what they say, or that no file can hold.
     """
     pieces = snapshot.pieces
-    _check_values(pieces)
-    cut = cutter.cut([(piece.info, piece.start, piece.stop) for piece in pieces])
-    files = [DataFile(file_name(rank, index), parts) for index, parts in enumerate(cut)]
-    return Content(snapshot.values, files, partial(_write_files, files, pieces), size, cutter.bytes_bound)
-
-
-def file_name(rank: int, index: int) -> str:
-    """Return the name of the ``index``-th file of ``rank``."""
-    return f"rank-{rank:05d}-{index:05d}.safetensors"
-
-
-def _check_values(pieces: Sequence[Piece]) -> None:
-    """Raise ``ValueError`` for a piece whose values are not what it says."""
     for piece in pieces:
-        values = piece.values
+        values, named = piece.values, f"{piece.info.name!r} {piece.start}:{piece.stop}"
         if values.dim() != 1 or values.numel() != piece.stop - piece.start or not values.is_contiguous():
-            raise ValueError(f"{_named(piece)} has values of shape {tuple(values.shape)}, stride {values.stride()}")
+            raise ValueError(f"{named} has values of shape {tuple(values.shape)}, stride {values.stride()}")
         if dtype_name(values.dtype) != piece.info.dtype:
-            raise ValueError(f"{_named(piece)} says {piece.info.dtype} and has {values.dtype}")
+            raise ValueError(f"{named} says {piece.info.dtype} and has {values.dtype}")
+    files = files_of_rank(rank, [(piece.info, piece.start, piece.stop) for piece in pieces], max_file_bytes)
+
+    def values_of(part: Part) -> torch.Tensor:
+        piece = pieces[part.piece]
+        return piece.values[part.start - piece.start : part.stop - piece.start]
+
+    return Content(snapshot.values, size, files, partial(write_files, files, values_of))
 
 
-def _named(piece: Piece) -> str:
-    return f"{piece.info.name!r} {piece.start}:{piece.stop}"
-
-
-def _write_files(
-    files: Sequence[DataFile], pieces: Sequence[Piece], file_system: FileSystem, directory: Path
+def write_files(
+    files: Sequence[DataFile], values_of: Callable[[Part], torch.Tensor], file_system: FileSystem, directory: Path
 ) -> list[StoredFile]:
-    """Write all files of this rank; after a failure those that had not begun are left out."""
+    """Write files, and return what they are when they are on the disk; after a failure the rest is not begun.
+
+    Raises:
+        FileFailedError: one cannot be written.
+    """
     gave_up = threading.Event()
 
     def write(file: DataFile) -> StoredFile | None:
         if gave_up.is_set():
             return None
-        path = directory / file.name
         try:
-            return _write_file(file_system, path, file.parts, pieces)
+            return _write_file(file_system, directory / file.name, file.parts, values_of)
         except Exception as error:
             gave_up.set()
-            raise FileFailedError(path, error) from error
+            raise FileFailedError(directory / file.name, error) from error
 
-    if len(files) <= 1:
-        written = [write(file) for file in files]
-    else:
-        with ThreadPoolExecutor(min(num_file_threads(), len(files)), "megabucket-save") as pool:
-            written = list(pool.map(write, files))
-    return [file for file in written if file is not None]
+    with ThreadPoolExecutor(num_file_threads(), "megabucket-save") as pool:
+        return [file for file in pool.map(write, files) if file is not None]
 
 
-def _write_file(file_system: FileSystem, path: Path, parts: Sequence[Part], pieces: Sequence[Piece]) -> StoredFile:
+def _write_file(
+    file_system: FileSystem, path: Path, parts: Sequence[Part], values_of: Callable[[Part], torch.Tensor]
+) -> StoredFile:
     header = encode_header([(part.key, part.info.dtype, part.shape) for part in parts])
     digest, num_bytes = hashlib.sha256(), 0
     descriptor = file_system.create(path)
     try:
-        for chunk in _chunks(header, parts, pieces):
+        for chunk in _chunks(header, map(values_of, parts)):
             digest.update(chunk)
             write_all(file_system, descriptor, chunk)
             num_bytes += len(chunk)
@@ -134,25 +234,79 @@ def _write_file(file_system: FileSystem, path: Path, parts: Sequence[Part], piec
     return StoredFile(path.name, num_bytes, digest.hexdigest())
 
 
-def _chunks(header: bytes, parts: Sequence[Part], pieces: Sequence[Piece]) -> Iterator[memoryview]:
+def _chunks(header: bytes, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
     """Give header and values in chunks: small tensors together, large ones in slices of their own memory."""
     gathered = bytearray(header)
-    for part in parts:
-        piece = pieces[part.piece]
-        view = _bytes_of(piece.values[part.start - piece.start : part.stop - piece.start])
-        if len(gathered) + len(view) <= _CHUNK_BYTES:
-            gathered += view
-            continue
-        yield memoryview(gathered)
-        gathered = bytearray()
+    for of_part in values:
+        view = of_part.detach().cpu().view(torch.uint8).numpy().data
+        if len(gathered) + len(view) > _CHUNK_BYTES:
+            yield memoryview(gathered)
+            gathered = bytearray()
         if len(view) <= _CHUNK_BYTES:
             gathered += view
-            continue
-        for start in range(0, len(view), _CHUNK_BYTES):
-            yield view[start : start + _CHUNK_BYTES]
+        else:
+            yield from (view[start : start + _CHUNK_BYTES] for start in range(0, len(view), _CHUNK_BYTES))
     yield memoryview(gathered)
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    """Return the memory of 1D values, as it is on a CPU, copied from elsewhere."""
-    return values.detach().cpu().view(torch.uint8).numpy().data
+# Read
+
+
+def read_verified(file_system: FileSystem, directory: Path, file: StoredFile, memory: torch.Tensor) -> torch.Tensor:
+    """Return the contents of a file as uint8, in ``memory`` if that is large enough, once its SHA-256 was found right.
+
+    Raises:
+        DamagedFileError: it is missing, cannot be read, is no regular file, or has another size or SHA-256.
+    """
+    descriptor = None
+    try:
+        descriptor = file_system.open_file(directory / file.name)
+        num_bytes = file_system.file_bytes(descriptor)
+        if num_bytes != file.num_bytes:
+            raise DamagedFileError(file.name, f"it has {num_bytes} bytes, and the manifest says {file.num_bytes}")
+        # numpy asks the kernel for large pages; without them the faults of new memory cost as much as the hash.
+        contents = memory[:num_bytes] if num_bytes <= memory.numel() else torch.from_numpy(np.empty(num_bytes, np.uint8))
+        digest, view = hashlib.sha256(), contents.numpy().data
+        while count := file_system.read_into(descriptor, view[:_CHUNK_BYTES]):
+            digest.update(view[:count])
+            view = view[count:]
+    except FileNotFoundError:
+        raise DamagedFileError(file.name, "it is missing") from None
+    except OSError as error:
+        raise DamagedFileError(file.name, f"it cannot be read: {reason_of(error)}") from None
+    finally:
+        if descriptor is not None:
+            file_system.close(descriptor)
+    if digest.hexdigest() != file.sha256:
+        raise DamagedFileError(file.name, f"its SHA-256 is {digest.hexdigest()}, and the manifest says {file.sha256}")
+    return contents
+
+
+def for_each_verified(
+    file_system: FileSystem,
+    directory: Path,
+    files: Sequence[tuple[int, StoredFile]],
+    use: Callable[[int, torch.Tensor], None],
+) -> None:
+    """Verify each file and hand its contents to ``use``, a few files at a time in threads.
+
+    Raises:
+        DamagedFileError: of the first file, in the order given, that is not right.
+    """
+    num_threads = num_file_threads()
+    spare: SimpleQueue[torch.Tensor] = SimpleQueue()  # memory to read into, used again and again
+    for _ in range(num_threads):
+        spare.put(torch.empty(0, dtype=torch.uint8))
+
+    def act(item: tuple[int, StoredFile]) -> None:
+        memory = spare.get()
+        try:
+            contents = read_verified(file_system, directory, item[1], memory)
+            memory = max(memory, contents, key=torch.Tensor.numel)
+            use(item[0], contents)
+        finally:
+            spare.put(memory)
+
+    with ThreadPoolExecutor(num_threads, "megabucket-load") as pool:
+        for _ in pool.map(act, files):  # after a failure those that have not begun are cancelled
+            pass

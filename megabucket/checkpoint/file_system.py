@@ -1,6 +1,6 @@
 """The calls to the operating system that saving and loading make: one port, so that tests can make each of them fail.
 
-Nothing else in this package opens, writes, renames or removes. Called by the writer, the reader and the catalog.
+Nothing else in this package opens, writes, renames or removes files of checkpoints.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
-from megabucket.units import MIB
-
-_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
-_CHUNK_BYTES = MIB
-_MAX_THREADS = 4
-_UNKNOWN_BYTES = 2**62
+_UNSUPPORTED: Final = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
+_MAX_THREADS: Final = 4
 
 
 class FileSystem:
@@ -36,15 +33,7 @@ class FileSystem:
 
     def create(self, path: Path) -> int:
         """Open a file for writing that must not be there yet."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-    def open_to_write(self, path: Path) -> int:
-        """Open a file for writing that is there."""
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-    def write_at(self, descriptor: int, data: memoryview, position: int) -> int:
-        """Write some of ``data`` at ``position``, and return how much."""
-        return os.pwrite(descriptor, data, position)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         """Write some of ``data``, and return how much."""
@@ -62,10 +51,8 @@ class FileSystem:
         """Return when the names in a directory are on the disk, where the file system can say so."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _NO_DIRECTORY_SYNC:
-                raise OSError(error.errno, error.strerror, str(path)) from None
+            with _where_supported():
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -82,17 +69,13 @@ class FileSystem:
         path.rmdir()
 
     def names(self, path: Path) -> list[str]:
-        """Return what is in a directory that is not reached through a symbolic link, sorted."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            return sorted(os.listdir(descriptor))  # noqa: PTH208 - by descriptor
-        finally:
-            os.close(descriptor)
+        """Return what is in a directory, sorted."""
+        return sorted(os.listdir(path))  # noqa: PTH208 - names, not paths
 
     def free_bytes(self, path: Path) -> int:
         """Return how much can still be written, quotas not counted; without end where the file system cannot tell."""
         found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize if found.f_blocks else _UNKNOWN_BYTES
+        return found.f_bavail * found.f_frsize if found.f_blocks else 2**62
 
     def lock(self, path: Path) -> int:
         """Take the lock that ``path`` stands for, until the returned descriptor is unlocked or this process ends.
@@ -100,27 +83,25 @@ class FileSystem:
         Raises:
             BlockingIOError: another has it.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(descriptor)
-                raise
+            with _where_supported():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
         return descriptor
 
     def unlock(self, descriptor: int) -> None:
         """Let go of a lock, also if a forked child still has the descriptor."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+            with _where_supported():
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
 
     def open_file(self, path: Path) -> int:
-        """Open a regular file for reading: no symbolic link, pipe or device (which could block for ever)."""
+        """Open a regular file of this directory for reading: no link out of it, no pipe (which could block for ever)."""
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -134,6 +115,16 @@ class FileSystem:
     def read_into(self, descriptor: int, data: memoryview) -> int:
         """Read what comes next into ``data``, and return how many bytes; 0 at the end of the file."""
         return os.readv(descriptor, [data])
+
+
+@contextmanager
+def _where_supported() -> Iterator[None]:
+    """Go on where a file system does not know a call."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
 
 
 def num_file_threads() -> int:
@@ -180,38 +171,28 @@ def write_file(file_system: FileSystem, path: Path, data: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def read_file(file_system: FileSystem, path: Path, *, max_bytes: int) -> bytes:
+def read_file(file_system: FileSystem, path: Path) -> bytes:
     """Return the contents of a regular file.
 
     Raises:
         OSError: it cannot be read, or is none.
-        ValueError: it is larger than ``max_bytes``.
     """
     descriptor = file_system.open_file(path)
     try:
-        num_bytes = file_system.file_bytes(descriptor)
-        if num_bytes > max_bytes:
-            raise ValueError(f"{num_bytes} bytes; the limit is {max_bytes}")
-        data = bytearray(num_bytes)
-        view = memoryview(data)
-        position = 0
-        while position < num_bytes:
-            count = file_system.read_into(descriptor, view[position : position + _CHUNK_BYTES])
-            if count == 0:
-                raise ValueError(f"it ends at byte {position} of {num_bytes}")
-            position += count
-        return bytes(data)
+        data = memoryview(bytearray(file_system.file_bytes(descriptor)))
+        rest = data
+        while count := file_system.read_into(descriptor, rest):
+            rest = rest[count:]
+        return bytes(data[: len(data) - len(rest)])
     finally:
         file_system.close(descriptor)
 
 
 def remove_tree(file_system: FileSystem, path: Path) -> None:
     """Remove a directory and the files in it, or a file; a directory of ours has none below it."""
-    try:
-        names = file_system.names(path)
-    except NotADirectoryError:
+    if path.is_symlink() or not path.is_dir():
         file_system.remove_file(path)
         return
-    for name in names:
+    for name in file_system.names(path):
         file_system.remove_file(path / name)
     file_system.remove_directory(path)

@@ -8,19 +8,17 @@ element (step counts, hyperparameters) goes into JSON, grouped, because it is th
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final
 
 import torch
 
 from megabucket.buffer import dtype_name, view_like
 from megabucket.checkpoint.canonical import canonical_name, info_of
-from megabucket.checkpoint.pieces import Json, Piece, TensorInfo
-from megabucket.checkpoint.plain_values import encode
+from megabucket.checkpoint.format import Json, Piece
+from megabucket.checkpoint.values import encode
 from megabucket.errors import OptimizerParametersError
-from megabucket.layout import Span
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import (
@@ -35,8 +33,9 @@ from megabucket.optim.state_dict import (
     merge_descriptions,
 )
 
-MAIN_PREFIX = "optim.main."
-STATE_PREFIX = "optim.state."
+MODEL_PREFIX: Final = "model."
+MAIN_PREFIX: Final = "optim.main."
+STATE_PREFIX: Final = "optim.state."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,63 +126,15 @@ def _names_of(holder: ShardHolder) -> list[list[str]]:
     return [list(buffer.layout.params) for buffer in holder.buffers]
 
 
-class _Part(NamedTuple):
-    """What of one tensor lies in a shard, and in which stretch of it."""
-
-    key: str | None
-    info: TensorInfo
-    in_param: Span
-    stretch: int
-
-
-class _Contents(NamedTuple):
-    """The parts of a shard, and the lengths of the stretches, gaps among them, that it consists of."""
-
-    kinds: _Kinds
-    lengths: list[int]
-    parts: list[_Part]
-
-
-_Kinds: TypeAlias = tuple[tuple[str | None, torch.dtype], ...]
-
-
-class ShardContents:
-    """Which parts of which tensors lie in a shard; remembered as long as there is that shard with that state.
-
-    What a shard holds of which parameter never changes: other buckets, groups or ranks come with other shards. What an
-    optimizer keeps for it may change, and is compared.
-    """
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[MainShard, _Contents] = weakref.WeakKeyDictionary()
-
-    def pieces_of(self, shard: MainShard, flats: Mapping[str | None, torch.Tensor]) -> list[Piece]:
-        """Return the pieces in the order in which they lie in the shard.
-
-        Args:
-            flats: what is saved of it, by the optimizer's key; the main parameter by None.
-        """
-        kinds = tuple((key, flat.dtype) for key, flat in flats.items())
-        known = self._known.get(shard)
-        if known is None or known.kinds != kinds:
-            known = self._known[shard] = _contents_of(shard, kinds)
-        stretches = {key: flat.split(known.lengths) for key, flat in flats.items()}
-        return [
-            Piece(info, in_param.start, in_param.stop, stretches[key][stretch]) for key, info, in_param, stretch in known.parts
-        ]
-
-
 def hold_shards(
     optimizer: DistributedOptimizer,
     module: torch.nn.Module,
     described: Sequence[Any],
-    contents: ShardContents | None = None,
 ) -> HeldState:
     """Return the state of a distributed optimizer: this rank's shards where they are sharded.
 
     Args:
         described: what ``describe_shards`` has returned on every rank.
-        contents: kept by the caller from one call to the next; spares planning.
 
     Raises:
         OptimizerParametersError: a parameter is not the module's, or ranks hold different numbers for one parameter.
@@ -200,10 +151,9 @@ def hold_shards(
     by_rank = described if sharding.holder.is_sharded else [described[sharding.holder.communicator.rank]]
     for of_buffer in merge_descriptions(by_rank, _names_of(sharding.holder)):
         by_name.update({canonical_name(name): description for name, description in of_buffer.items()})
-    contents = contents or ShardContents()
     for shard in sharding.shards:
         state = optimizer.state.get(shard.main) or {}
-        _hold_shard(shard, state, held, contents, is_sharded=sharding.holder.is_sharded)
+        _hold_shard(shard, state, held, is_sharded=sharding.holder.is_sharded)
     for buffer in sharding.holder.buffers:
         # All ranks say the same, also of parameters that they own nothing of.
         dtype = dtype_name(main_dtype(buffer.param_data.dtype))
@@ -213,39 +163,19 @@ def hold_shards(
     return held
 
 
-def _hold_shard(
-    shard: MainShard, state: Mapping[str, Any], held: HeldState, contents: ShardContents, *, is_sharded: bool
-) -> None:
-    flats: dict[str | None, torch.Tensor] = {}
-    flats.update({key: value.detach() for key, value in state.items() if is_per_element(key, value, shard.main)})
-    if shard.has_own_values:
-        flats[None] = shard.main.detach()
-    if is_sharded:
-        held.own.extend(contents.pieces_of(shard, flats))
-        return
+def _hold_shard(shard: MainShard, state: Mapping[str, Any], held: HeldState, *, is_sharded: bool) -> None:
+    flats = {key: value.detach() for key, value in state.items() if is_per_element(key, value, shard.main)}
     for piece in shard.pieces():
         like, name = shard.buffer.slots[piece.param].view, canonical_name(piece.param)
-        for of_key, flat in flats.items():
-            held.shared[_tensor_name(name, of_key)] = view_like(flat, piece.in_run.start, like.shape, like.stride())
-
-
-def _contents_of(shard: MainShard, kinds: _Kinds) -> _Contents:
-    lengths: list[int] = []
-    parts: list[_Part] = []
-    end = 0
-    for piece in shard.pieces():
-        like, name = shard.buffer.slots[piece.param].view, canonical_name(piece.param)
-        if piece.in_run.start > end:
-            lengths.append(piece.in_run.start - end)
-        lengths.append(piece.in_run.numel)
-        end = piece.in_run.stop
-        for key, dtype in kinds:
-            parts.append(_Part(key, info_of(_tensor_name(name, key), like, dtype), piece.in_param, len(lengths) - 1))
-    return _Contents(kinds, [*lengths, shard.run.span.numel - end], parts)
-
-
-def _tensor_name(param: str, key: str | None) -> str:
-    return f"{MAIN_PREFIX}{param}" if key is None else state_name(param, key)
+        of_param = {state_name(name, key): flat for key, flat in flats.items()}
+        if shard.has_own_values:
+            of_param[f"{MAIN_PREFIX}{name}"] = shard.main.detach()
+        for tensor_name, flat in of_param.items():
+            if is_sharded:
+                info, own = info_of(tensor_name, like, flat.dtype), flat[piece.in_run.start : piece.in_run.stop]
+                held.own.append(Piece(info, piece.in_param.start, piece.in_param.stop, own))
+            else:
+                held.shared[tensor_name] = view_like(flat, piece.in_run.start, like.shape, like.stride())
 
 
 def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:

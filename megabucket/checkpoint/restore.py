@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from megabucket.checkpoint.capture import VALUES_VERSION, TrainingParts, settle, with_extra_state
-from megabucket.checkpoint.plain_values import decode
-from megabucket.checkpoint.restore_model import check_model, stage_model
+from megabucket.buffer import ParamAndGradBuffer
+from megabucket.checkpoint.canonical import canonical_name, named_buffers, named_params
+from megabucket.checkpoint.capture import LOCAL_PREFIX, VALUES_VERSION, TrainingParts, settle, with_extra_state
+from megabucket.checkpoint.optim_state import MODEL_PREFIX
+from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore_optim import check_optimizer, stage_optimizer
-from megabucket.checkpoint.rng import PREFIX as RNG_PREFIX
-from megabucket.checkpoint.rng import check_rng, restore_rng
-from megabucket.checkpoint.staging import Staging, Stored
-from megabucket.checkpoint.together import GroupRanks, together
+from megabucket.checkpoint.staging import Staging, Stored, find_difference, source_of
+from megabucket.checkpoint.values import RNG_PREFIX, check_rng, decode, restore_rng
+from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError
+from megabucket.layout.shards import shard_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +150,63 @@ def _commit(parts: TrainingParts, read: _Read) -> None:
     for act in read.staging.finish:
         act()
     restore_rng(read.rng, parts.ddp.param_and_grad_buffers[0].param_data.device)
+
+
+# Weights and module buffers
+
+
+def check_model(stored: Stored, module: torch.nn.Module, *, cast: bool) -> list[str]:
+    """Return everything in which the stored model and the module differ."""
+    own = {**named_params(module), **named_buffers(module)}
+    differences = [
+        find_difference(stored.tensors.get(f"{MODEL_PREFIX}{name}"), f"{MODEL_PREFIX}{name}", tensor, tensor.dtype, cast=cast)
+        for name, tensor in own.items()
+    ]
+    unknown = [
+        f"{name!r} is in the checkpoint and not in the model"
+        for name in stored.tensors
+        if name.startswith(MODEL_PREFIX) and name.removeprefix(MODEL_PREFIX) not in own
+    ]
+    return [difference for difference in differences if difference is not None] + unknown
+
+
+def stage_model(staging: Staging, ddp: DistributedDataParallel) -> None:
+    """Want all weights and module buffers."""
+    tensors, is_sharded = staging.stored.tensors, ddp.ddp_config.use_distributed_optimizer
+    for buffer in ddp.param_and_grad_buffers:
+        if is_sharded:
+            _stage_shards(staging, ddp, buffer)
+            continue
+        for name, param in buffer.params.items():
+            values = staging.want_like(source_of(tensors, canonical_name(name), param.dtype), param)
+            staging.copies.append((param.detach(), values))
+    buffered = set(ddp.param_names)
+    rest: dict[str, torch.Tensor] = {name: param for name, param in named_params(ddp.module).items() if param not in buffered}
+    sources = {name: source_of(tensors, name, param.dtype) for name, param in rest.items()}
+    for name, running in named_buffers(ddp.module).items():
+        rest[name], local = running, f"{LOCAL_PREFIX}{ddp.communicator.rank}.{name}"
+        is_own = local in tensors and staging.stored.world_size == ddp.communicator.size
+        sources[name] = local if is_own else f"{MODEL_PREFIX}{name}"
+    for name, tensor in rest.items():
+        staging.copies.append((tensor.detach(), staging.want_like(sources[name], tensor)))
+    if is_sharded:
+        staging.finish.append(lambda: _gather(ddp))
+
+
+def _stage_shards(staging: Staging, ddp: DistributedDataParallel, buffer: ParamAndGradBuffer) -> None:
+    rank, layout = ddp.communicator.rank, buffer.layout
+    for bucket in layout.buckets:
+        span = layout.shard_span(bucket=bucket.index, rank=rank)
+        target = buffer.param_data[span.start : span.stop]
+        values = target.clone()  # with the padding, which stays
+        for piece in shard_slices(layout, bucket=bucket.index, rank=rank):
+            source = source_of(staging.stored.tensors, canonical_name(piece.param), values.dtype)
+            own = values[piece.in_shard.start : piece.in_shard.stop]
+            staging.want(source, buffer.params[piece.param], piece.in_param.start, own)
+        staging.copies.append((target, values))
+
+
+def _gather(ddp: DistributedDataParallel) -> None:
+    for group in ddp.bucket_groups:
+        group.mark_params_stale()
+    ddp.start_param_sync(force_sync=True)

@@ -12,11 +12,10 @@ import torch
 
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
+from megabucket.checkpoint.format import Json
 from megabucket.checkpoint.optim_state import MAIN_PREFIX, STATE_PREFIX, members_by_name, members_of, state_name
-from megabucket.checkpoint.pieces import Json
-from megabucket.checkpoint.plain_values import decode
-from megabucket.checkpoint.restore_model import source_of
-from megabucket.checkpoint.staging import Staging, Stored, find_difference
+from megabucket.checkpoint.staging import Staging, Stored, find_difference, source_of
+from megabucket.checkpoint.values import decode
 from megabucket.ddp.guards import number_of
 from megabucket.errors import name_list
 from megabucket.optim import DistributedOptimizer

@@ -22,18 +22,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megabucket.checkpoint.catalog import LOCK, MAX_STEP, Latest, StepDirectory
-from megabucket.checkpoint.commit import CheckpointWarning, RootDirectory, latest_if_any, merge_reports
-from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES, FileCutter
-from megabucket.checkpoint.data_files import Content, FileFailedError, content_of
+from megabucket.checkpoint.catalog import LOCK, MAX_STEP, CheckpointWarning, Latest, RootDirectory, StepDirectory, latest_if_any
+from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, FileFailedError, content_of
 from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, remove_tree
-from megabucket.checkpoint.manifest import StoredFile, encode_manifest
-from megabucket.checkpoint.pieces import Json, Snapshot
+from megabucket.checkpoint.format import (
+    Manifest,
+    Snapshot,
+    StoredFile,
+    StoredTensor,
+    TensorInfo,
+    encode_manifest,
+    json_text,
+)
+from megabucket.checkpoint.plan import StoredRange
 from megabucket.checkpoint.ranks import Ranks, as_error, written
-from megabucket.checkpoint.strict_json import check_json
 from megabucket.errors import CheckpointNotSavedError, InvariantError, MegabucketError
-
-__all__ = ["CheckpointWarning", "Save", "SaveSettings", "content_from", "save_content", "save_now", "write_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +44,10 @@ class SaveSettings:
     """How checkpoints are saved.
 
     Args:
-        keep_last: how many are kept, counting the one that is saved; None keeps all.
+        keep_last: how many are kept, counting the one that is saved; None keeps all. Those of later steps (before a
+            rollback) are neither counted nor removed.
         key: sign manifests with it.
-        overwrite: a step that was saved already may be saved again.
+        overwrite: a step that ``latest`` names or that is older may be saved again; the old one is there until the new one is.
     """
 
     keep_last: int | None = 2
@@ -57,62 +61,22 @@ class SaveSettings:
             raise ValueError(f"keep_last is {self.keep_last}; the checkpoint just saved is one to keep")
 
 
-def write_checkpoint(
-    root: Path | str,
-    step: int,
-    snapshot: Snapshot,
-    ranks: Ranks,
-    *,
-    keep_last: int | None = 2,
-    max_file_bytes: int = DEFAULT_FILE_BYTES,
-    key: bytes | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Save a checkpoint of all ranks and return its directory; a collective.
+def save_snapshot(root: Path | str, step: int, snapshot: Snapshot, ranks: Ranks, settings: SaveSettings | None = None) -> Path:
+    """Save what every rank gives, and return the directory; a collective.
 
     Args:
         root: one directory that every rank can reach.
-        keep_last: how many checkpoints to keep, counting this one; None keeps all. Those of later steps (before a
-            rollback) are neither counted nor removed.
-        overwrite: allow a step that ``latest`` names or that is older; the old one is there until the new one is.
 
     Raises:
         CheckpointNotSavedError: something failed on some rank. Nothing was committed, and every rank raises this.
     """
-    settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key, overwrite=overwrite)
-    return save_now(Path(root), step, snapshot, ranks, settings)
-
-
-def save_now(root: Path, step: int, snapshot: Snapshot, ranks: Ranks, settings: SaveSettings) -> Path:
-    """Save a checkpoint; see ``write_checkpoint``."""
-    return save_taken(root, step, lambda: snapshot, ranks, settings)
-
-
-def save_taken(root: Path, step: int, take: Callable[[], Snapshot], ranks: Ranks, settings: SaveSettings) -> Path:
-    """Save what ``take`` gives, which is no collective; see ``write_checkpoint``.
-
-    Raises:
-        MegabucketError: what ``take`` has raised on some rank, too.
-    """
-    return save_content(root, step, lambda: content_from(take(), ranks, settings), ranks, settings)
+    settings = settings or SaveSettings()
+    return Save(Path(root), step, ranks, settings).run(lambda: content_from(snapshot, ranks, settings))
 
 
 def content_from(snapshot: Snapshot, ranks: Ranks, settings: SaveSettings) -> Content:
     """Return what this rank writes for its snapshot; see ``content_of``."""
-    return content_of(snapshot, rank=ranks.rank, size=ranks.size, cutter=FileCutter(settings.max_file_bytes))
-
-
-def save_content(root: Path, step: int, take: Callable[[], Content], ranks: Ranks, settings: SaveSettings) -> Path:
-    """Save what ``take`` gives; see ``write_checkpoint``."""
-    save = Save(root, step, ranks, settings)
-    try:
-        save.begin(take)
-        save.write()
-        save.vote()
-        save.publish()
-        return save.conclude()
-    finally:
-        save.release()
+    return content_of(snapshot, rank=ranks.rank, size=ranks.size, max_file_bytes=settings.max_file_bytes)
 
 
 class Save:
@@ -129,8 +93,19 @@ class Save:
         self._content: Content | None = None
         self._written: list[StoredFile] = []
         self._reports: Sequence[Mapping[str, Any]] = ()
-        self._published: str | None = None
+        self._published: StepDirectory | None = None
         self._failure: tuple[Path, Exception] | None = None
+
+    def run(self, take: Callable[[], Content]) -> Path:
+        """Do all of it, and return the directory; a collective, which raises what its parts raise."""
+        try:
+            self.begin(take)
+            self.write()
+            self.vote()
+            self.publish()
+            return self.conclude()
+        finally:
+            self.release()
 
     def begin(self, take: Callable[[], Content]) -> None:
         """Take what is to be saved, check all that can be checked, and make the staging directory; a collective.
@@ -176,7 +151,9 @@ class Save:
         if self._ranks.rank != 0:
             return
         try:
-            self._published = self._publish(self._reports)
+            manifest = merge_reports(self.step, self._taken, self._reports)
+            raw = encode_manifest(manifest, key=self._settings.key)
+            self._published = self._root_directory.publish(self._staging, self.step, raw, before=self._latest)
         except Exception as error:  # a thread has nobody to raise to
             self._failure = _path_of(error, self._staging), error
             return
@@ -192,7 +169,7 @@ class Save:
         """
         done = self._agree(self._outcome)
         self.release()
-        return self._root / str(done[0]["name"])
+        return self._root / str(done[0])
 
     def release(self) -> None:
         """Let go of the lock, if this rank holds it."""
@@ -206,7 +183,7 @@ class Save:
 
     # What each rank says, and what all conclude
 
-    def _agree(self, act: Callable[[], Mapping[str, Any]], *, keeps_errors: bool = False) -> list[dict[str, Any]]:
+    def _agree(self, act: Callable[[], Any], *, keeps_errors: bool = False) -> list[Any]:
         """Return what ``act`` gave on each rank, or raise the same error on all if it failed on any.
 
         Args:
@@ -215,6 +192,8 @@ class Save:
         said: dict[str, Any] = {}
         own: Exception | None = None
         try:
+            if self._failure is not None:
+                raise self._failure[1]  # noqa: TRY301 - said as what act() raises
             said["facts"] = act()
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             own = error
@@ -247,8 +226,6 @@ class Save:
                 attempt(lambda: remove_tree(self._files, self._staging))
             self.release()
 
-    # begin
-
     def _plan(self, take: Callable[[], Content]) -> dict[str, Any]:
         self._files.make_root(self._root)  # whoever comes first
         if self._ranks.rank == 0:
@@ -256,12 +233,11 @@ class Save:
         if type(self.step) is not int or not 0 <= self.step <= MAX_STEP:
             raise ValueError(f"step {self.step!r} is not a whole number from 0 to {MAX_STEP}")
         self._content = content = take()
-        check_json(content.values, what="values")
         return {
             "staging": self._staging.name,
             "step": self.step,
             "world_size": content.num_writers,
-            "values": _digest(content.values) if self._ranks.size > 1 else "",  # alone, nobody wants others
+            "values": hashlib.sha256(json_text(content.values, sort_keys=True).encode()).hexdigest()[:16],
             "needs": content.bytes_bound,
             "free": self._files.free_bytes(self._root),
         }
@@ -274,25 +250,19 @@ class Save:
             self._lock = files.lock(root / LOCK)
         except BlockingIOError:
             raise ValueError("another save into this directory is going on") from None
-        names = files.names(root.resolve())
+        names = files.names(root)
         is_saved = any(found is not None and found.step == self.step for found in map(StepDirectory.parse, names))
         if is_saved and self.step <= self._last_good_step and not self._settings.overwrite:
             raise ValueError(f"step {self.step} is saved already; overwrite=True saves it again")
         self._staging = self._root_directory.stage(self.step, names)
 
-    # commit
-
     def _report(self) -> dict[str, Any]:
-        if self._failure is not None:
-            raise self._failure[1]
-        tensors: dict[str, dict[str, Any]] = {}
-        for index, file in enumerate(self._taken.files):
-            for part in file.parts:
-                info = part.info
-                fields = {"dtype": info.dtype, "shape": info.shape, "order": info.order, "pieces": []}
-                tensors.setdefault(info.name, fields)["pieces"].append([index, part.start, part.stop])
-        files = [[file.name, file.num_bytes, file.sha256] for file in self._written]
-        return {"files": files, "tensors": tensors}
+        parts = [
+            [part.info.name, part.info.dtype, part.info.shape, part.info.order, index, part.start, part.stop]
+            for index, file in enumerate(self._taken.files)
+            for part in file.parts
+        ]
+        return {"files": [[file.name, file.num_bytes, file.sha256] for file in self._written], "parts": parts}
 
     @property
     def _taken(self) -> Content:
@@ -300,23 +270,34 @@ class Save:
             raise InvariantError("a save was written before it was begun; please report this")
         return self._content
 
-    def _outcome(self) -> dict[str, Any]:
-        if self._failure is not None:
-            raise self._failure[1]
+    def _outcome(self) -> str | None:
         if self._ranks.rank == 0 and self._published is None:
             raise InvariantError("a save was concluded before it was published; please report this")
-        return {"name": self._published}
-
-    def _publish(self, reports: Sequence[Mapping[str, Any]]) -> str:
-        """Write the manifest and make the checkpoint appear; return its name."""
-        manifest = merge_reports(self.step, self._taken.num_writers, reports, self._taken.values)
-        raw = encode_manifest(manifest, key=self._settings.key)
-        return self._root_directory.publish(self._staging, self.step, raw, before=self._latest)
+        return self._published.name if self._published is not None else None
 
 
-def _digest(values: Mapping[str, Json]) -> str:
-    text = json.dumps(values, sort_keys=True, default=lambda value: dict(value) if isinstance(value, Mapping) else list(value))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def merge_reports(step: int, content: Content, reports: Sequence[Mapping[str, Any]]) -> Manifest:
+    """Return the manifest of what all ranks have written.
+
+    Raises:
+        ValueError: ranks describe a tensor differently.
+    """
+    files: list[StoredFile] = []
+    infos: dict[str, TensorInfo] = {}
+    ranges: dict[str, list[StoredRange]] = {}
+    for rank, report in enumerate(reports):
+        first = len(files)
+        files.extend(StoredFile(*fields) for fields in report["files"])
+        for name, dtype, shape, order, index, start, stop in report["parts"]:
+            info = TensorInfo(name, dtype, tuple(shape), tuple(order))
+            if infos.setdefault(name, info) != info:
+                raise ValueError(f"{name!r} is {info} on rank {rank} and {infos[name]} on a rank before it")
+            ranges.setdefault(name, []).append(StoredRange(first + index, start, stop))
+    tensors = {
+        name: StoredTensor(info, tuple(sorted(ranges[name], key=lambda part: part.start)))
+        for name, info in sorted(infos.items())
+    }
+    return Manifest(step, content.num_writers, tuple(files), tensors, content.values)
 
 
 def _path_of(error: Exception, default: Path) -> Path:

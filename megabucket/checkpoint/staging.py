@@ -10,8 +10,9 @@ import torch
 
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import order_of
-from megabucket.checkpoint.pieces import Json, Piece, TensorInfo
-from megabucket.checkpoint.plain_values import tensor_names
+from megabucket.checkpoint.format import Json, Piece, TensorInfo
+from megabucket.checkpoint.optim_state import MAIN_PREFIX, MODEL_PREFIX
+from megabucket.checkpoint.values import tensor_names
 
 
 class Stored(Protocol):
@@ -104,3 +105,14 @@ def find_difference(info: TensorInfo | None, name: str, like: torch.Tensor, dtyp
     if not (stored.is_floating_point and dtype.is_floating_point):
         return f"{name!r} is {info.dtype} in the checkpoint and {dtype_name(dtype)} here, and is never converted"
     return None if cast else f"{name!r} is {info.dtype} in the checkpoint and {dtype_name(dtype)} here; cast=True converts"
+
+
+def source_of(tensors: Mapping[str, TensorInfo], name: str, dtype: torch.dtype) -> str:
+    """Return the stored tensor from which a weight comes that is kept in a dtype here.
+
+    A main parameter is what its 16-bit weight was rounded from, so it is the better source for what is wider than the weight.
+    """
+    weight, main = tensors.get(f"{MODEL_PREFIX}{name}"), tensors.get(f"{MAIN_PREFIX}{name}")
+    wanted = dtype_name(dtype)
+    takes_main = main is not None and main.dtype == wanted and (weight is None or weight.dtype != wanted)
+    return f"{MAIN_PREFIX if takes_main else MODEL_PREFIX}{name}"

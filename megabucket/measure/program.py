@@ -24,7 +24,7 @@ from typing import Any, Protocol, get_type_hints
 import torch
 
 from megabucket.checkpoint.capture import TrainingParts
-from megabucket.checkpoint.plain_values import decode
+from megabucket.checkpoint.values import decode
 from megabucket.checkpoint.restore import mismatches
 from megabucket.checkpoint.stored import StoredCheckpoint
 from megabucket.comm import Communicator, LocalCommunicator

@@ -19,7 +19,7 @@ from examples.bytegpt.task import learning_rate
 from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.catalog import StepDirectory
 from megabucket.checkpoint.compare import compare
-from megabucket.checkpoint.opening import open_checkpoint
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.checkpoint.save import Save
 from megabucket.errors import (
     CheckpointError,
@@ -77,7 +77,7 @@ def nothing_is_pending(monkeypatch):
 
     def begin_and_wait(writer, act):
         begin(writer, act)
-        writer._task.wait()
+        writer._thread.join()
 
     monkeypatch.setattr(BackgroundWriter, "_do", begin_and_wait)
 

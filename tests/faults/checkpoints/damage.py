@@ -146,7 +146,7 @@ def run_damage(root: Path, num_cases: int, seed: int, *, size: int, report: Call
     Args:
         root: an empty directory.
     """
-    draw = random.Random(f"damage {seed}")  # noqa: S311 - no secret
+    draw = random.Random(f"damage {seed}")
     vandal = _Vandal(root, draw, size)
     found: Counter[str] = Counter()
     harmless: Counter[str] = Counter()

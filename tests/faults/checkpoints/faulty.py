@@ -1,7 +1,5 @@
 """A file system whose calls are counted, and can be made to fail, to stop half way, or to end the process."""
 
-# ruff: noqa: D102 - the methods are those of FileSystem
-
 from __future__ import annotations
 
 import os
@@ -56,14 +54,6 @@ class FaultyFileSystem(FileSystem):
             return half
         self._before(index, "write")
         return super().write(descriptor, data)
-
-    def open_to_write(self, path: Path) -> int:
-        self._call("open_to_write")
-        return super().open_to_write(path)
-
-    def write_at(self, descriptor: int, data: memoryview, position: int) -> int:
-        self._call("write_at")
-        return super().write_at(descriptor, data, position)
 
     def sync(self, descriptor: int) -> None:
         self._call("sync")

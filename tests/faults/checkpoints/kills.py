@@ -45,7 +45,7 @@ def run_kills(root: Path, num_kills: int, seed: int, *, size: int, report: Calla
     Args:
         root: an empty directory.
     """
-    draw = random.Random(f"kills {seed}")  # noqa: S311 - no secret
+    draw = random.Random(f"kills {seed}")
     loaded, num_old, failures = 0, 0, []
     for index in range(num_kills):
         in_background = draw.random() < 0.5

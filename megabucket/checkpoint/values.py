@@ -1,4 +1,6 @@
-"""Plain Python values as JSON and back, exactly: what state dicts of schedulers, scalers and users hold beside tensors.
+"""What a run holds beside the state of its parameters: plain Python values as JSON, and random numbers as bytes.
+
+State dicts of schedulers, scalers and users come back exactly as they were.
 
 JSON has no tuples, no keys but text, no nan; each of them becomes an object with one key that begins with ``!``. Tensors are
 handed to the caller, by name, and only named in the JSON. Values of other kinds are refused: to read them back would mean to
@@ -9,15 +11,20 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from megabucket.buffer import dtype_name, dtype_named
-from megabucket.checkpoint.pieces import Json
+from megabucket.checkpoint.format import Json
 from megabucket.errors import ConfigError
+
+RNG_PREFIX: Final = "rng."
+"""Before a rank and a generator. Each rank has its own, so they are read back only by as many ranks as have written them."""
 
 _PLAIN_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _MAX_SAFE_INT: Final = 1 << 53
@@ -140,3 +147,64 @@ def tensor_names(value: Json) -> list[str]:
     if set(value) == {"!json"}:
         return tensor_names(json.loads(str(value["!json"])))
     return [name for item in value.values() for name in tensor_names(item)]
+
+
+def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the state of each generator as bytes, by what it is of.
+
+    Args:
+        device: where the parameters are.
+    """
+    found = {"torch": torch.get_rng_state(), "python": _text(random.getstate()), "numpy": _text(_numpy_state())}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def check_rng(states: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
+    """Return what is wrong with states that were read: they are set, and set back, so nothing changes."""
+    before, problems = capture_rng(device), []
+    try:
+        restore_rng(states, device)
+    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, OverflowError) as error:
+        problems.append(f"the state of the random number generators cannot be used: {error}")
+    restore_rng(before, device)
+    return problems
+
+
+def restore_rng(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Set the generators to states that ``capture_rng`` has returned."""
+    setters: dict[str, Callable[[torch.Tensor], None]] = {
+        "torch": torch.set_rng_state,
+        "python": lambda state: random.setstate(_tuples(_value(state))),
+        "numpy": lambda state: _set_numpy_state(_value(state)),
+    }
+    if device.type == "cuda":
+        setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, device)
+    for what, state in states.items():
+        if what in setters:
+            setters[what](state)
+
+
+def _numpy_state() -> list[Any]:
+    # The generator behind np.random.rand and its like; generators that a program makes itself are its own business.
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = state
+    return [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)]
+
+
+def _set_numpy_state(state: list[Any]) -> None:
+    name, keys, position, has_gauss, cached = state
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def _text(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _value(state: torch.Tensor) -> Any:
+    return json.loads(bytes(state.tolist()))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
