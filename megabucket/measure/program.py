@@ -24,9 +24,9 @@ from typing import Any, Protocol, get_type_hints
 import torch
 
 from megabucket.checkpoint.capture import TrainingParts
-from megabucket.checkpoint.values import decode
 from megabucket.checkpoint.restore import mismatches
 from megabucket.checkpoint.stored import StoredCheckpoint
+from megabucket.checkpoint.values import decode
 from megabucket.comm import Communicator, LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.load import load_section

@@ -30,11 +30,11 @@ import megabucket as mb
 from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.capture import TrainingParts, capture
 from megabucket.checkpoint.file_system import num_file_threads
-from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.reshard import reshard
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.units import MIB
 
 FILE_BYTES = 64 * MIB

@@ -19,8 +19,8 @@ from examples.bytegpt.task import learning_rate
 from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.catalog import StepDirectory
 from megabucket.checkpoint.compare import compare
-from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.checkpoint.save import Save
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import (
     CheckpointError,
     CheckpointInvalidError,

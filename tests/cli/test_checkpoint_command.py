@@ -15,10 +15,10 @@ from examples.bytegpt.model import next_byte_loss
 from examples.bytegpt.resume import BATCH_FACT, CORPUS_FACT, config_facts
 from examples.bytegpt.task import initial_model, make_optimizer
 from megabucket.checkpoint.compare import compare
-from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.cli.main import app
 
 
