@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from megabucket.checkpoint.file_system import FileSystem, attempt, read_file, reason_of, remove_tree, write_file
+from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, remove_tree, write_file
 from megabucket.checkpoint.format import MANIFEST_NAME, MIN_KEY_BYTES, SealedManifest, decode_manifest, seal_of
 from megabucket.errors import ConfigError
 
@@ -80,7 +80,7 @@ def read_latest(file_system: FileSystem, root: Path) -> Latest:
         OSError: it cannot be read.
         ValueError: it does not say anything.
     """
-    match = _LATEST.fullmatch(read_file(file_system, root / LATEST).decode("ascii", errors="replace"))
+    match = _LATEST.fullmatch(str(file_system.read(root / LATEST), "ascii", errors="replace"))
     directory = StepDirectory.parse(match[1]) if match else None
     if match is None or directory is None:
         raise ValueError("it does not say which checkpoint is the newest")
@@ -116,7 +116,7 @@ def read_manifest(file_system: FileSystem, path: Path, directory: StepDirectory,
         OSError: it cannot be read.
         ValueError: it is not sealed, not as it must be, or of another step than the directory.
     """
-    sealed = decode_manifest(read_file(file_system, path / MANIFEST_NAME), key=key)
+    sealed = decode_manifest(bytes(file_system.read(path / MANIFEST_NAME)), key=key)
     if sealed.manifest.step != directory.step:
         raise ValueError(f"it is of step {sealed.manifest.step}, in the directory of step {directory.step}")
     return sealed
@@ -187,7 +187,7 @@ class RootDirectory:
             OSError: a call failed. What was done is undone, as far as that is possible.
         """
         files, root = self._files, self._root
-        write_file(files, staging / MANIFEST_NAME, manifest)
+        write_file(files, staging / MANIFEST_NAME, [manifest])
         files.sync_directory(staging)
         revisions = [other.revision for other in step_directories(files, root) if other.step == step]
         directory = StepDirectory(step, max(revisions, default=0) + 1)
@@ -216,7 +216,7 @@ class RootDirectory:
 
     def _replace_latest(self, latest: Latest) -> None:
         temporary = self._temporary(LATEST)
-        write_file(self._files, temporary, latest.encode())
+        write_file(self._files, temporary, [latest.encode()])
         self._files.rename(temporary, self._root / LATEST)
 
     def remove_old(self, saved: StepDirectory, *, keep_last: int) -> None:

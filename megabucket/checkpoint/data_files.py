@@ -1,4 +1,4 @@
-"""Data files, from tensors to the disk and back: cut to size, written and hashed in one pass, read and verified in one pass.
+"""Data files, from tensors to the disk: cut to size, written and hashed in one pass.
 
 A file is the unit of verification: who needs one element of it reads and hashes all of it. So files are bounded; pieces that
 fit into one stay whole, and larger ones are cut. Hashing, writing and waiting for the disk let other threads run, so a few
@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Final, TypeAlias
 
-import numpy as np
 import torch
 
 from megabucket.buffer import dtype_name
-from megabucket.checkpoint.file_system import FileSystem, num_file_threads, reason_of, write_all
+from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_file
 from megabucket.checkpoint.format import ITEM_BYTES, Json, Snapshot, StoredFile, TensorInfo, encode_header
 from megabucket.units import MIB
 
@@ -84,8 +81,7 @@ class Content:
     Args:
         values: everything that is not a tensor; the same on every rank.
         num_writers: of how many ranks the files are.
-        write: writes the files into a directory and returns what they are when they are on the disk, in their order;
-            raises ``FileFailedError``.
+        write: writes the files into a directory and returns what they are when they are on the disk, in their order.
     """
 
     values: Mapping[str, Json]
@@ -97,22 +93,6 @@ class Content:
     def bytes_bound(self) -> int:
         """No less than what the files take."""
         return sum(part.num_bytes + header_bound(part.key, part.shape) for file in self.files for part in file.parts)
-
-
-class FileFailedError(Exception):
-    """What went wrong with which file that was written; for votes, never for users."""
-
-    def __init__(self, path: Path, cause: Exception) -> None:
-        self.path, self.cause = path, cause
-        super().__init__(str(cause))
-
-
-class DamagedFileError(Exception):
-    """Which file is not as it must be, and why; the reader makes an error for users of it."""
-
-    def __init__(self, file: str, problem: str) -> None:
-        self.file, self.problem = file, problem
-        super().__init__(f"{file}: {problem}")
 
 
 # Cut
@@ -197,41 +177,22 @@ def content_of(snapshot: Snapshot, *, rank: int, size: int, max_file_bytes: int)
 def write_files(
     files: Sequence[DataFile], values_of: Callable[[Part], torch.Tensor], file_system: FileSystem, directory: Path
 ) -> list[StoredFile]:
-    """Write files, and return what they are when they are on the disk; after a failure the rest is not begun.
+    """Write files, and return what they are when they are on the disk; after a failure the rest is not begun."""
 
-    Raises:
-        FileFailedError: one cannot be written.
-    """
-    gave_up = threading.Event()
+    def write(file: DataFile) -> StoredFile:
+        header = encode_header([(part.key, part.info.dtype, part.shape) for part in file.parts])
+        digest = hashlib.sha256()
 
-    def write(file: DataFile) -> StoredFile | None:
-        if gave_up.is_set():
-            return None
-        try:
-            return _write_file(file_system, directory / file.name, file.parts, values_of)
-        except Exception as error:
-            gave_up.set()
-            raise FileFailedError(directory / file.name, error) from error
+        def hashed() -> Iterator[memoryview]:
+            for chunk in _chunks(header, map(values_of, file.parts)):
+                digest.update(chunk)
+                yield chunk
+
+        num_bytes = write_file(file_system, directory / file.name, hashed())
+        return StoredFile(file.name, num_bytes, digest.hexdigest())
 
     with ThreadPoolExecutor(num_file_threads(), "megabucket-save") as pool:
-        return [file for file in pool.map(write, files) if file is not None]
-
-
-def _write_file(
-    file_system: FileSystem, path: Path, parts: Sequence[Part], values_of: Callable[[Part], torch.Tensor]
-) -> StoredFile:
-    header = encode_header([(part.key, part.info.dtype, part.shape) for part in parts])
-    digest, num_bytes = hashlib.sha256(), 0
-    descriptor = file_system.create(path)
-    try:
-        for chunk in _chunks(header, map(values_of, parts)):
-            digest.update(chunk)
-            write_all(file_system, descriptor, chunk)
-            num_bytes += len(chunk)
-        file_system.sync(descriptor)
-    finally:
-        file_system.close(descriptor)
-    return StoredFile(path.name, num_bytes, digest.hexdigest())
+        return list(pool.map(write, files))
 
 
 def _chunks(header: bytes, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
@@ -247,66 +208,3 @@ def _chunks(header: bytes, values: Iterable[torch.Tensor]) -> Iterator[memoryvie
         else:
             yield from (view[start : start + _CHUNK_BYTES] for start in range(0, len(view), _CHUNK_BYTES))
     yield memoryview(gathered)
-
-
-# Read
-
-
-def read_verified(file_system: FileSystem, directory: Path, file: StoredFile, memory: torch.Tensor) -> torch.Tensor:
-    """Return the contents of a file as uint8, in ``memory`` if that is large enough, once its SHA-256 was found right.
-
-    Raises:
-        DamagedFileError: it is missing, cannot be read, is no regular file, or has another size or SHA-256.
-    """
-    descriptor = None
-    try:
-        descriptor = file_system.open_file(directory / file.name)
-        num_bytes = file_system.file_bytes(descriptor)
-        if num_bytes != file.num_bytes:
-            raise DamagedFileError(file.name, f"it has {num_bytes} bytes, and the manifest says {file.num_bytes}")
-        # numpy asks the kernel for large pages; without them the faults of new memory cost as much as the hash.
-        contents = memory[:num_bytes] if num_bytes <= memory.numel() else torch.from_numpy(np.empty(num_bytes, np.uint8))
-        digest, view = hashlib.sha256(), contents.numpy().data
-        while count := file_system.read_into(descriptor, view[:_CHUNK_BYTES]):
-            digest.update(view[:count])
-            view = view[count:]
-    except FileNotFoundError:
-        raise DamagedFileError(file.name, "it is missing") from None
-    except OSError as error:
-        raise DamagedFileError(file.name, f"it cannot be read: {reason_of(error)}") from None
-    finally:
-        if descriptor is not None:
-            file_system.close(descriptor)
-    if digest.hexdigest() != file.sha256:
-        raise DamagedFileError(file.name, f"its SHA-256 is {digest.hexdigest()}, and the manifest says {file.sha256}")
-    return contents
-
-
-def for_each_verified(
-    file_system: FileSystem,
-    directory: Path,
-    files: Sequence[tuple[int, StoredFile]],
-    use: Callable[[int, torch.Tensor], None],
-) -> None:
-    """Verify each file and hand its contents to ``use``, a few files at a time in threads.
-
-    Raises:
-        DamagedFileError: of the first file, in the order given, that is not right.
-    """
-    num_threads = num_file_threads()
-    spare: SimpleQueue[torch.Tensor] = SimpleQueue()  # memory to read into, used again and again
-    for _ in range(num_threads):
-        spare.put(torch.empty(0, dtype=torch.uint8))
-
-    def act(item: tuple[int, StoredFile]) -> None:
-        memory = spare.get()
-        try:
-            contents = read_verified(file_system, directory, item[1], memory)
-            memory = max(memory, contents, key=torch.Tensor.numel)
-            use(item[0], contents)
-        finally:
-            spare.put(memory)
-
-    with ThreadPoolExecutor(num_threads, "megabucket-load") as pool:
-        for _ in pool.map(act, files):  # after a failure those that have not begun are cancelled
-            pass

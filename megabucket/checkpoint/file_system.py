@@ -9,10 +9,12 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 _UNSUPPORTED: Final = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 _MAX_THREADS: Final = 4
@@ -100,21 +102,18 @@ class FileSystem:
         finally:
             os.close(descriptor)
 
-    def open_file(self, path: Path) -> int:
-        """Open a regular file of this directory for reading: no link out of it, no pipe (which could block for ever)."""
+    def read(self, path: Path) -> memoryview:
+        """Return the contents of a regular file of this directory: no link out of it, no pipe (which could block for ever)."""
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return descriptor
-
-    def file_bytes(self, descriptor: int) -> int:
-        """Return the size of an open file."""
-        return os.fstat(descriptor).st_size
-
-    def read_into(self, descriptor: int, data: memoryview) -> int:
-        """Read what comes next into ``data``, and return how many bytes; 0 at the end of the file."""
-        return os.readv(descriptor, [data])
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            # numpy asks the kernel for large pages; without them the faults of new memory cost as much as a hash.
+            data = rest = np.empty(found.st_size, np.uint8).data
+            while count := file.readinto(rest):
+                rest = rest[count:]
+        return data[: len(data) - len(rest)]
 
 
 @contextmanager
@@ -152,40 +151,23 @@ def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def write_all(file_system: FileSystem, descriptor: int, data: memoryview) -> None:
-    """Write all of ``data``."""
-    while data:
-        data = data[file_system.write(descriptor, data) :]
-
-
-def write_file(file_system: FileSystem, path: Path, data: bytes) -> None:
-    """Write a file that is not there yet, and return when it is on the disk."""
+def write_file(file_system: FileSystem, path: Path, chunks: Iterable[bytes | memoryview]) -> int:
+    """Write a file that is not there yet, and return how many bytes it has when they are on the disk."""
+    num_bytes = 0
     try:
         descriptor = file_system.create(path)
         try:
-            write_all(file_system, descriptor, memoryview(data))
+            for chunk in chunks:
+                num_bytes += len(chunk)
+                rest = memoryview(chunk)
+                while rest:
+                    rest = rest[file_system.write(descriptor, rest) :]
             file_system.sync(descriptor)
         finally:
             file_system.close(descriptor)
     except OSError as error:  # calls by descriptor do not know the name
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def read_file(file_system: FileSystem, path: Path) -> bytes:
-    """Return the contents of a regular file.
-
-    Raises:
-        OSError: it cannot be read, or is none.
-    """
-    descriptor = file_system.open_file(path)
-    try:
-        data = memoryview(bytearray(file_system.file_bytes(descriptor)))
-        rest = data
-        while count := file_system.read_into(descriptor, rest):
-            rest = rest[count:]
-        return bytes(data[: len(data) - len(rest)])
-    finally:
-        file_system.close(descriptor)
+    return num_bytes
 
 
 def remove_tree(file_system: FileSystem, path: Path) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megabucket.checkpoint.catalog import LOCK, MAX_STEP, CheckpointWarning, Latest, RootDirectory, StepDirectory, latest_if_any
-from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, FileFailedError, content_of
+from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, content_of
 from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, remove_tree
 from megabucket.checkpoint.format import (
     Manifest,
@@ -94,7 +94,7 @@ class Save:
         self._written: list[StoredFile] = []
         self._reports: Sequence[Mapping[str, Any]] = ()
         self._published: StepDirectory | None = None
-        self._failure: tuple[Path, Exception] | None = None
+        self._failure: Exception | None = None
 
     def run(self, take: Callable[[], Content]) -> Path:
         """Do all of it, and return the directory; a collective, which raises what its parts raise."""
@@ -129,14 +129,11 @@ class Save:
         """Write this rank's files. What fails is kept for ``vote``."""
         try:
             self._written = self._taken.write(self._files, self._staging)
-        except FileFailedError as error:
-            path, cause = error.path, error.cause
-            if isinstance(cause, FileNotFoundError):
-                hint = "the directory that rank 0 made is not there: do all ranks see the same file system?"
-                cause = ValueError(f"{reason_of(cause)}; {hint}")
-            self._failure = path, cause
+        except FileNotFoundError as error:
+            hint = "the directory that rank 0 made is not there: do all ranks see the same file system?"
+            self._failure = OSError(error.errno, f"{error.strerror}; {hint}", error.filename)
         except Exception as error:  # a thread has nobody to raise to
-            self._failure = self._staging, error
+            self._failure = error
 
     def vote(self) -> None:
         """Hear whether every rank has written its part; a collective.
@@ -155,7 +152,7 @@ class Save:
             raw = encode_manifest(manifest, key=self._settings.key)
             self._published = self._root_directory.publish(self._staging, self.step, raw, before=self._latest)
         except Exception as error:  # a thread has nobody to raise to
-            self._failure = _path_of(error, self._staging), error
+            self._failure = error
             return
         if self._settings.keep_last is not None:
             with suppress(CheckpointWarning):  # an error, to some; but the checkpoint is there, and all ranks go on
@@ -193,12 +190,12 @@ class Save:
         own: Exception | None = None
         try:
             if self._failure is not None:
-                raise self._failure[1]  # noqa: TRY301 - said as what act() raises
+                raise self._failure  # noqa: TRY301 - said as what act() raises
             said["facts"] = act()
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             own = error
-            path, cause = self._failure or (_path_of(error, self._staging), error)
-            said["failure"] = [str(path), reason_of(cause)]
+            path = error.filename if isinstance(error, OSError) else None
+            said["failure"] = [str(path or self._staging), reason_of(error)]
             if keeps_errors and isinstance(error, MegabucketError):
                 said["error"] = written(error, self._ranks.rank)
         said["last_good_step"] = self._last_good_step
@@ -298,8 +295,3 @@ def merge_reports(step: int, content: Content, reports: Sequence[Mapping[str, An
         for name, info in sorted(infos.items())
     }
     return Manifest(step, content.num_writers, tuple(files), tensors, content.values)
-
-
-def _path_of(error: Exception, default: Path) -> Path:
-    named = error.filename if isinstance(error, OSError) else None
-    return Path(named) if isinstance(named, str) else default

@@ -6,8 +6,10 @@ of a checkpoint is run.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -24,8 +26,8 @@ from megabucket.checkpoint.catalog import (
     step_directories,
     whole_steps,
 )
-from megabucket.checkpoint.data_files import DamagedFileError, Part, for_each_verified
-from megabucket.checkpoint.file_system import FileSystem, reason_of
+from megabucket.checkpoint.data_files import Part
+from megabucket.checkpoint.file_system import FileSystem, num_file_threads, reason_of
 from megabucket.checkpoint.format import (
     ITEM_BYTES,
     MANIFEST_NAME,
@@ -36,8 +38,16 @@ from megabucket.checkpoint.format import (
     TensorInfo,
     first_bytes,
 )
-from megabucket.checkpoint.plan import Copy, StoredRange, WantedRange, files_of, plan_reads
+from megabucket.checkpoint.plan import StoredRange, WantedRange, files_of, plan_reads
 from megabucket.errors import CheckpointError, CheckpointInvalidError, CheckpointMismatchError, CheckpointMissingError
+
+
+class _DamagedFileError(Exception):
+    """Which file is not as it must be, and why; the reader makes an error for users of it."""
+
+    def __init__(self, file: str, problem: str) -> None:
+        self.file, self.problem = file, problem
+        super().__init__(f"{file}: {problem}")
 
 
 class StoredCheckpoint:
@@ -71,22 +81,38 @@ class StoredCheckpoint:
         Raises:
             CheckpointInvalidError: the first file that is not what was written.
         """
-        chosen = [(index, self.files[index]) for index in range(part, len(self.files), parts)]
-        try:
-            for_each_verified(self._file_system, self.path, chosen, lambda _index, _contents: None)
-        except DamagedFileError as error:
-            raise self._invalid(error) from None
+        for error in self._damage(self.files[part::parts]):
+            raise self._invalid(error)
 
     def problems(self) -> list[str]:
         """Return what is wrong with each file that is not what was written: nothing, for a whole checkpoint."""
-        return [problem for index in range(len(self.files)) if (problem := self._problem(index)) is not None]
+        return [str(error) for error in self._damage(self.files)]
 
-    def _problem(self, index: int) -> str | None:
+    def _damage(self, files: Sequence[StoredFile]) -> Iterator[_DamagedFileError]:
+        def check(file: StoredFile) -> _DamagedFileError | None:
+            try:
+                self._verified(file)
+            except _DamagedFileError as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(num_file_threads(), "megabucket-load") as pool:
+            yield from (error for error in pool.map(check, files) if error is not None)
+
+    def _verified(self, file: StoredFile) -> memoryview:
+        """Return the contents of a file, once the SHA-256 of these bytes was found right."""
         try:
-            for_each_verified(self._file_system, self.path, [(index, self.files[index])], lambda _index, _contents: None)
-        except DamagedFileError as error:
-            return str(error)
-        return None
+            contents = self._file_system.read(self.path / file.name)
+        except FileNotFoundError:
+            raise _DamagedFileError(file.name, "it is missing") from None
+        except OSError as error:
+            raise _DamagedFileError(file.name, f"it cannot be read: {reason_of(error)}") from None
+        if len(contents) != file.num_bytes:
+            raise _DamagedFileError(file.name, f"it has {len(contents)} bytes, and the manifest says {file.num_bytes}")
+        digest = hashlib.sha256(contents).hexdigest()
+        if digest != file.sha256:
+            raise _DamagedFileError(file.name, f"its SHA-256 is {digest}, and the manifest says {file.sha256}")
+        return contents
 
     def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:
         """Fill the values of each piece from the files; only files that hold some of it are read, each once.
@@ -147,28 +173,25 @@ class StoredCheckpoint:
     def _fill(self, targets: Sequence[tuple[WantedRange, torch.Tensor]]) -> None:
         by_file = files_of(plan_reads(self.ranges, [wanted for wanted, _ in targets]))
 
-        def use(index: int, contents: torch.Tensor) -> None:
-            begins = first_bytes(contents.numpy().data)
+        def fill(index: int) -> None:
+            contents = self._verified(self.files[index])
+            begins = first_bytes(contents)
             for copy in by_file[index]:
-                values = _values(contents, begins, copy, self.tensors[copy.name])
+                info, item_bytes = self.tensors[copy.name], ITEM_BYTES[self.tensors[copy.name].dtype]
+                begin = begins[Part(info, copy.source.start, copy.source.stop).key] + copy.source_start * item_bytes
+                values = torch.frombuffer(contents, dtype=dtype_named(info.dtype), count=copy.numel, offset=begin)
                 target = targets[copy.target][1]
                 copy_checked(values, target[copy.target_start : copy.target_start + copy.numel], copy.name)
 
         try:
-            for_each_verified(self._file_system, self.path, [(index, self.files[index]) for index in by_file], use)
-        except DamagedFileError as error:
+            with ThreadPoolExecutor(num_file_threads(), "megabucket-load") as pool:
+                list(pool.map(fill, by_file))  # after a failure those that have not begun are cancelled
+        except _DamagedFileError as error:
             raise self._invalid(error) from None
 
-    def _invalid(self, error: DamagedFileError) -> CheckpointInvalidError:
+    def _invalid(self, error: _DamagedFileError) -> CheckpointInvalidError:
         steps = whole_steps(self._file_system, self._root, but=self._directory)
         return CheckpointInvalidError(path=str(self.path), file=error.file, problem=error.problem, steps=steps)
-
-
-def _values(contents: torch.Tensor, begins: Mapping[str, int], copy: Copy, info: TensorInfo) -> torch.Tensor:
-    """Return the stored elements that ``copy`` takes, in the memory of the file."""
-    item_bytes = ITEM_BYTES[info.dtype]
-    begin = begins[Part(info, copy.source.start, copy.source.stop).key] + copy.source_start * item_bytes
-    return contents[begin : begin + copy.numel * item_bytes].view(dtype_named(info.dtype))
 
 
 def copy_checked(source: torch.Tensor, target: torch.Tensor, name: str) -> None:

@@ -465,7 +465,7 @@ def full_at(monkeypatch):
         def fail_or_write(save):
             write(save)
             if save.step in steps:
-                save._failure = save._staging, OSError(28, "No space left on device")
+                save._failure = OSError(28, "No space left on device")
 
         monkeypatch.setattr(Save, "write", fail_or_write)
 

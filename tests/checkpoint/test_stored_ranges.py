@@ -75,9 +75,9 @@ def test_only_the_files_that_hold_some_of_it_are_read(in_many_files):
     class Watched(FaultyFileSystem):
         __slots__ = ()
 
-        def open_file(self, path):
+        def read(self, path):
             opened.append(path.name)
-            return super().open_file(path)
+            return super().read(path)
 
     stored = open_checkpoint(in_many_files.path.parent, file_system=Watched(lambda _index, _name: None))
     opened.clear()

@@ -107,7 +107,7 @@ stored.StoredCheckpoint = Unsealed
         DAMAGE,
         """
 def read_manifest(files, path, directory, *, key):
-    return format.decode_manifest(file_system.read_file(files, path / format.MANIFEST_NAME), key=key)
+    return format.decode_manifest(bytes(files.read(path / format.MANIFEST_NAME)), key=key)
 stored.read_manifest = read_manifest
 stored._Opener.newest = lambda self: self.open(self._latest().directory)
 """,
@@ -119,7 +119,7 @@ stored._Opener.newest = lambda self: self.open(self._latest().directory)
 def write(self):
     try:
         self._written = self._taken.write(self._files, self._staging)
-    except data_files.FileFailedError:
+    except OSError:
         self._written = []
 save.Save.write = write
 """,
