@@ -113,7 +113,7 @@ def _read(stored: Stored, parts: TrainingParts, ranks: GroupRanks, *, with_rng: 
         stage_optimizer(staging, parts.optimizer, parts.ddp.module)
     values = stored.values
     kept = [values["data_position"], values["extras"]]
-    plain = [decode(value, staging.want_plain(value)) for value in kept]
+    plain = [decode(value, staging.want_stored) for value in kept]
     rng: dict[str, torch.Tensor] = {}
     if with_rng and parts.optimizer is not None and values["rng_ranks"] == ranks.size:
         prefix = f"{RNG_PREFIX}{ranks.rank}."
@@ -131,11 +131,11 @@ def _load_stateful(stored: Stored, parts: TrainingParts, read: _Read) -> None:
     if parts.optimizer is not None:
         for name, value in _dict(stored, "stateful").items():
             item = parts.stateful[name]
-            todo.append((item.load_state_dict, item.state_dict(), decode(value, staging.want_plain(value))))
+            todo.append((item.load_state_dict, item.state_dict(), decode(value, staging.want_stored)))
     modules = with_extra_state(parts.ddp.module)
     for name, value in _dict(stored, "module_extra_state").items():
         module = modules[name]
-        todo.append((module.set_extra_state, module.get_extra_state(), decode(value, staging.want_plain(value))))
+        todo.append((module.set_extra_state, module.get_extra_state(), decode(value, staging.want_stored)))
     staging.read()
     for take, before, state in todo:
         read.undo.append(partial(take, copy.deepcopy(before)))

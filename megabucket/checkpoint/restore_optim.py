@@ -13,10 +13,9 @@ import torch
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
 from megabucket.checkpoint.format import Json
-from megabucket.checkpoint.optim_state import MAIN_PREFIX, STATE_PREFIX, members_by_name, members_of, state_name
+from megabucket.checkpoint.optim_state import MAIN_PREFIX, members_by_name, members_of, state_name
 from megabucket.checkpoint.staging import Staging, Stored, find_difference, source_of
 from megabucket.checkpoint.values import decode
-from megabucket.ddp.guards import number_of
 from megabucket.errors import name_list
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
@@ -77,10 +76,6 @@ def check_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, module: to
     members, names = members_by_name(members_of(optimizer), module)
     problems = [] if type(inner).__name__ == there.kind else [f"the optimizer was {there.kind} and is {type(inner).__name__}"]
     problems += _group_problems(there.groups, members)
-    problems += _hyperparameter_problems(there.hyperparameters, inner.param_groups)
-    silent = {f"{STATE_PREFIX}{name}" for name in names.values() if not there.state.get(name)}
-    lost = [tensor for tensor in stored.tensors if tensor.rpartition(".")[0] in silent]
-    problems += [f"the checkpoint holds {name_list(lost)}, of which its optimizer says nothing"] if lost else []
     computes_in_main = isinstance(optimizer, DistributedOptimizer)
     for param, name in names.items():
         dtype = main_dtype(param.dtype) if computes_in_main else param.dtype
@@ -109,34 +104,12 @@ def _group_problems(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]
     return problems
 
 
-def _hyperparameter_problems(there: Sequence[Mapping[str, Json]], here: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [
-        f"{key!r} of group {index} was {of_group[key]!r} and is {value!r}"
-        for index, (of_group, own) in enumerate(zip(there, here, strict=False))
-        for key, value in own.items()
-        if key in of_group and not _is_of_a_kind(of_group[key], number_of(value))
-    ]
-
-
-def _is_of_a_kind(stored: Json, own: Any) -> bool:
-    """Return whether what is stored can take the place of what ``number_of`` has made of a hyperparameter."""
-    if own is None:
-        return True
-    try:
-        found = number_of(decode(stored, {}))
-    except (TypeError, KeyError, ValueError):
-        return False
-    if isinstance(own, tuple):
-        return isinstance(found, tuple) and len(found) == len(own) and None not in found
-    return not (found is None or isinstance(found, tuple))
-
-
 def stage_optimizer(staging: Staging, optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
     """Want all of an optimizer's state."""
     there = StoredOptimizer.read(staging.stored.values["optimizer"])
     # What the checkpoint does not know of, an option of a later torch, say, stays as it is.
     groups = [
-        {**_without_params(own), **{key: decode(value, staging.want_plain(value)) for key, value in of_group.items()}}
+        {**_without_params(own), **{key: decode(value, staging.want_stored) for key, value in of_group.items()}}
         for own, of_group in zip(optimizer.param_groups, there.hyperparameters, strict=True)
     ]
     if isinstance(optimizer, DistributedOptimizer):
@@ -231,8 +204,7 @@ def _stage_whole(
         elif entry.kind == "other":
             state[entry.key] = staging.want_stored(state_name(name, entry.key)).to(param.device)
         elif entry.kind == "plain":
-            plain = json.loads(entry.number[1])
-            state[entry.key] = decode(plain, staging.want_plain(plain))
+            state[entry.key] = decode(json.loads(entry.number[1]), staging.want_stored)
         else:
             state[entry.key] = _number(entry, param.device, hyperparameters)
     return state

@@ -9,10 +9,9 @@ from typing import Protocol
 import torch
 
 from megabucket.buffer import dtype_name, dtype_named
-from megabucket.checkpoint.canonical import order_of
+from megabucket.checkpoint.canonical import empty_piece, order_of
 from megabucket.checkpoint.format import Json, Piece, TensorInfo
 from megabucket.checkpoint.optim_state import MAIN_PREFIX, MODEL_PREFIX
-from megabucket.checkpoint.values import tensor_names
 
 
 class Stored(Protocol):
@@ -68,14 +67,10 @@ class Staging:
     def want_stored(self, name: str) -> torch.Tensor:
         """Want a whole tensor as it is stored, and return what it will be, on the CPU."""
         info = self.stored.tensors[name]
-        values = torch.empty(info.numel, dtype=dtype_named(info.dtype))
+        piece = empty_piece(info, 0, info.numel)
         if info.numel:
-            self.wanted.append(Piece(info, 0, info.numel, values))
-        return in_shape(values, info.shape, info.order)
-
-    def want_plain(self, value: Json) -> dict[str, torch.Tensor]:
-        """Want the tensors that ``decode`` needs for a value, and return what they will be, by name."""
-        return {name: self.want_stored(name) for name in tensor_names(value)}
+            self.wanted.append(piece)
+        return in_shape(piece.values, info.shape, info.order)
 
     def read(self) -> None:
         """Read everything that is wanted."""

@@ -34,6 +34,9 @@ _MAX_LEVELS: Final = 4
 Keep = Callable[[str, torch.Tensor], None]
 """Receives a tensor and its name."""
 
+Find = Callable[[str], torch.Tensor]
+"""Gives a tensor by its name."""
+
 
 def encode(value: Any, name: str, keep: Keep, *, level: int = 0) -> Json:
     """Return JSON from which ``decode`` makes an equal value.
@@ -96,11 +99,15 @@ def _encode_tensor(value: torch.Tensor, name: str, keep: Keep) -> Json:
     return {"!tensor": name}
 
 
-def decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _no_tensor(name: str) -> torch.Tensor:
+    raise KeyError(name)
+
+
+def decode(value: Json, find: Find = _no_tensor) -> Any:
     """Return the value that ``encode`` was given; subclasses of ``dict`` become dicts.
 
     Args:
-        tensors: what ``encode`` gave away, by name.
+        find: gives the tensors that ``encode`` gave away, by name.
 
     Raises:
         KeyError: a tensor is not there.
@@ -109,44 +116,27 @@ def decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, str) or not isinstance(value, Mapping | list):
         return value
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [decode(item, find) for item in value]
     tag = next(iter(value), "")
     if len(value) == 1 and tag.startswith("!"):
-        return _decode_tagged(tag, value[tag], tensors)
-    return {key: decode(item, tensors) for key, item in value.items()}
+        return _decode_tagged(tag, value[tag], find)
+    return {key: decode(item, find) for key, item in value.items()}
 
 
-def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
     readers: dict[str, Callable[[Any], Any]] = {
         "!int": int,
         "!float": float,
         "!bytes": bytes.fromhex,
-        "!tuple": lambda items: tuple(decode(item, tensors) for item in items),
-        "!dict": lambda items: {decode(key, tensors): decode(item, tensors) for key, item in items},
-        "!number": lambda parts: torch.full(parts[1], decode(parts[2], tensors), dtype=dtype_named(parts[0])),
-        "!tensor": lambda name: tensors[name],
-        "!json": lambda text: decode(json.loads(text), tensors),
+        "!tuple": lambda items: tuple(decode(item, find) for item in items),
+        "!dict": lambda items: {decode(key, find): decode(item, find) for key, item in items},
+        "!number": lambda parts: torch.full(parts[1], decode(parts[2], find), dtype=dtype_named(parts[0])),
+        "!tensor": find,
+        "!json": lambda text: decode(json.loads(text), find),
     }
     if tag not in readers:
         raise ValueError(f"unknown kind of value {tag!r}")
     return readers[tag](content)
-
-
-def tensor_names(value: Json) -> list[str]:
-    """Return the names of the tensors that ``decode`` will ask for.
-
-    Raises:
-        ValueError: the JSON is not of ``encode``.
-    """
-    if isinstance(value, str) or not isinstance(value, Mapping | list):
-        return []
-    if isinstance(value, list):
-        return [name for item in value for name in tensor_names(item)]
-    if set(value) == {"!tensor"}:
-        return [str(value["!tensor"])]
-    if set(value) == {"!json"}:
-        return tensor_names(json.loads(str(value["!json"])))
-    return [name for item in value.values() for name in tensor_names(item)]
 
 
 def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:

@@ -162,7 +162,7 @@ def load_findings(workload: WorkloadFunction, config: RunConfig, stored: StoredC
     finally:
         trainee.ddp.detach()
     try:
-        position = decode(stored.values.get("data_position"), {})
+        position = decode(stored.values.get("data_position"))
     except (ValueError, KeyError, TypeError):  # with tensors in it, which are not read
         position = None
     found = trainee.program.check_resume(stored.step, position)

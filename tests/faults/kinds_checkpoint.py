@@ -177,7 +177,7 @@ def _restore_unreadable(here: Here, root: Path) -> None:
     is_open = False
 
     def refuse(_index: int, name: str) -> None:
-        if name == "read_into" and here.is_culprit and is_open:
+        if name == "read" and here.is_culprit and is_open:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     stored = open_checkpoint(root, file_system=FaultyFileSystem(refuse))

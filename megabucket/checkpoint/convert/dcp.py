@@ -34,10 +34,10 @@ from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
 from megabucket.checkpoint.capture import TrainingParts, capture, values_of_state
 from megabucket.checkpoint.format import Json, Piece, Snapshot, TensorInfo
-from megabucket.checkpoint.optim_state import MAIN_PREFIX, MODEL_PREFIX, STATE_PREFIX, state_name
+from megabucket.checkpoint.optim_state import MAIN_PREFIX, MODEL_PREFIX, STATE_PREFIX, optimizer_values, state_name
 from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
-from megabucket.checkpoint.values import decode, encode
+from megabucket.checkpoint.values import decode
 from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
@@ -135,7 +135,7 @@ def _numbers(state: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _param_group(group: Any) -> dict[str, Any]:
-    return {"params": list(group["params"]), **{key: decode(value, {}) for key, value in group["hyperparameters"].items()}}
+    return {"params": list(group["params"]), **{key: decode(value) for key, value in group["hyperparameters"].items()}}
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
@@ -257,26 +257,10 @@ def _optimizer_values(
         if isinstance(value, torch.Tensor) or type(value).__name__ in NUMBER_TYPES:
             held.setdefault(param, {})[key] = describe_number(key, value, torch.device("cpu"))
     own = parts.optimizer.torch_optimizer if isinstance(parts.optimizer, DistributedOptimizer) else parts.optimizer
-    return {
-        "class": type(own).__name__,  # torch does not say
-        "groups": [
-            {"params": [canonical_name(name) for name in group.pop("params")], "hyperparameters": _encoded(index, group)}
-            for index, group in sorted(groups.items())
-        ],
-        "state": [
-            {
-                "params": [name],
-                "entries": [[*entry[:4], list(entry.shape), list(entry.number)] for _, entry in sorted(of.items())],
-            }
-            for name, of in held.items()
-        ],
-        "computed_in": {},
-    }
-
-
-def _encoded(index: int, group: Mapping[str, Any]) -> dict[str, Json]:
-    tensors: dict[str, torch.Tensor] = {}  # of one element each, which become plain
-    return {key: encode(value, f"optim.group.{index}.{key}", tensors.__setitem__) for key, value in group.items()}
+    named = [([canonical_name(name) for name in group["params"]], group) for _, group in sorted(groups.items())]
+    described = {param: tuple(entry for _, entry in sorted(of.items())) for param, of in held.items()}
+    # Torch does not say of which class its state is. The tensors among hyperparameters have one element, and become plain.
+    return optimizer_values(type(own).__name__, named, described, {}, lambda _name, _tensor: None)
 
 
 # Flat ranges as boxes: that format stores boxes of tensors, so a flat range becomes a few, each a view of the values.
