@@ -2,7 +2,7 @@
 #
 #   make check    lint, types, pure and loopback tests, 100 examples a property     under 3 minutes on 2 cores
 #   make test     the same and tests with gloo processes                            under 8 minutes on 2 cores
-#   make nightly  2,000 examples, soak, mutants, the page in a browser, oldest and newest versions: before a release
+#   make nightly  2,000 examples, faults, soak, mutants, the page in a browser, oldest and newest versions: before a release
 #
 #   PYTHON    interpreter for the environment        (default python3, >= 3.10)
 #   VENV      where the environment lives            (default .venv)
@@ -46,13 +46,14 @@ demo: $(STAMP)
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: lint types
-	$(PYTEST) -m "not nightly and not dist"
+	$(PYTEST) -m "not nightly and not dist and not slow"
 
 test: lint types
 	$(PYTEST) -m "not nightly" --durations=25
 
 nightly: lint types browser
-	$(PYTEST) --hypothesis-profile nightly --durations=25
+	FAULTS_SOAK_STEPS=50000 FAULTS_EVERY_LINE=1 $(PYTEST) --hypothesis-profile nightly --durations=25
+	$(MAKE) faults
 	$(MAKE) oldest newest
 
 lint: $(STAMP)

@@ -6,30 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from examples.bytegpt.metrics import MetricsLog, StepMetrics
+from examples.bytegpt.data import Batch
 from examples.bytegpt.model import next_byte_loss
-from examples.bytegpt.progress import SilentView
-from examples.bytegpt.saving import RunSaver
-from examples.bytegpt.summary import Totals
-from examples.bytegpt.task import NATS_PER_BIT, Task, set_learning_rate
-from examples.bytegpt.windows import Batch
+from examples.bytegpt.report import MetricsLog, Progress, Totals
+from examples.bytegpt.task import NATS_PER_BIT, Task
 from megabucket import StepResult
 from megabucket.trace import StepTrace, step_figures
-
-_TRACED: Final = (
-    "compute_s",
-    "comm_s",
-    "exposed_s",
-    "overlap_fraction",
-    "num_collectives",
-    "payload_bytes",
-    "wire_bytes",
-    "launches",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,67 +54,50 @@ def train_step(trainee: Trainee, microbatches: Sequence[Batch]) -> tuple[float, 
 
 
 class StepLoop:
-    """All steps of one trainee: runs them, shows and logs each, keeps the totals.
+    """All steps of one trainee: runs them, shows and logs each, keeps the totals."""
 
-    Args:
-        task: data and schedule.
-        trainee: who is trained.
-        view: what is shown.
-        log: what is written.
-    """
-
-    def __init__(self, task: Task, trainee: Trainee, *, view: SilentView, log: MetricsLog) -> None:
-        self.num_steps_done = 0
-        """Steps of the whole run, those before this loop included."""
+    def __init__(self, task: Task, trainee: Trainee, *, progress: Progress, log: MetricsLog) -> None:
         self.totals = Totals()
-        self._task, self._trainee, self._view, self._log = task, trainee, view, log
+        self._task, self._trainee, self._progress, self._log = task, trainee, progress, log
 
-    def run(self, first_step: int = 0, saver: RunSaver | None = None) -> float:
-        """Run all steps, or as many as ``saver`` lets it; return their wall time in seconds, saves included.
+    def run(self, first_step: int = 0, *, ends_after: Callable[[int], bool] = lambda _: False) -> float:
+        """Run steps to the last one of the task, or to an earlier end; return their wall time in seconds.
 
         Args:
             first_step: how many steps were done before.
-            saver: saves between steps, and knows when the run is to end; ``None`` trains and nothing else.
+            ends_after: called between steps with how many are done; returns whether the run ends here.
         """
-        num_steps, self.num_steps_done = self._task.config.program.train.steps, first_step
-        self._view.start(num_steps, self._trainee.title)
-        started_s = time.perf_counter()
-        try:
-            for step in range(first_step, num_steps):
-                metrics = self._run_step(step)
-                # Logged before it is saved: whoever is killed later goes on behind the steps that the checkpoint holds.
-                self.num_steps_done = step + 1
-                self.totals.add(metrics)
-                self._log.write_step(metrics)
-                self._view.show(metrics)
-                if saver is not None and saver.ends_after(step + 1, is_last=step + 1 == num_steps):
-                    break
-            return time.perf_counter() - started_s
-        finally:
-            self._view.stop()
+        num_steps, started_s = self._task.config.program.train.steps, time.perf_counter()
+        for step in range(first_step, num_steps):
+            figures = self._run_step(step)
+            # Logged before it is saved: whoever is killed later goes on behind the steps that the checkpoint holds.
+            self.totals.add(figures)
+            self._log.write("step", figures)
+            self._progress.show(self._trainee.title, figures, num_steps=num_steps)
+            if ends_after(step + 1):
+                break
+        return time.perf_counter() - started_s
 
-    def _run_step(self, step: int) -> StepMetrics:
+    def _run_step(self, step: int) -> dict[str, Any]:
         start_s = time.perf_counter()
         rate = self._task.learning_rate(step)
-        set_learning_rate(self._trainee.optimizer, rate)
+        for group in self._trainee.optimizer.param_groups:
+            group["lr"] = rate
         with self._trainee.whole_step():
             bits, result = train_step(self._trainee, self._task.microbatches(step))
         step_s = time.perf_counter() - start_s
-        return StepMetrics(
-            step=step,
-            bits_per_byte=bits,
-            learning_rate=rate,
-            grad_norm=result.grad_norm,
-            updated=result.updated,
-            reason=result.reason,
-            step_s=step_s,
-            tokens_per_s=self._task.num_tokens_per_step / step_s,
-            **self._traced(),
-        )
-
-    def _traced(self) -> dict[str, Any]:
         trace = self._trainee.last_trace()
-        if trace is None:
-            return {}
-        figures = step_figures(trace) | ({} if self._task.config.ddp.step_traces else {"launches": None})
-        return {name: figures[name] for name in _TRACED}
+        traced = {} if trace is None else step_figures(trace)
+        if not self._task.config.ddp.step_traces:
+            traced.pop("launches", None)
+        return {
+            **traced,
+            "step": step,
+            "bits_per_byte": bits,
+            "learning_rate": rate,
+            "grad_norm": result.grad_norm,
+            "updated": result.updated,
+            "reason": result.reason,
+            "step_s": step_s,
+            "tokens_per_s": self._task.num_tokens_per_step / step_s,
+        }

@@ -10,9 +10,8 @@ from typing import Any, Final, TypeVar
 import torch
 
 from examples.bytegpt.config import DemoConfig, OptimizerConfig
-from examples.bytegpt.corpus import Corpus, read_corpus
+from examples.bytegpt.data import Batch, Corpus, Windows, read_corpus
 from examples.bytegpt.model import ByteGPT, next_byte_loss
-from examples.bytegpt.windows import Batch, Windows, held_out_starts, training_starts
 from megabucket.errors import ConfigError, CorpusError, MegabucketError
 from megabucket.measure.ranks import Ranks
 from megabucket.planning.model_config import GptConfig
@@ -60,7 +59,7 @@ class Task:
         Which windows these are depends on their number alone, so other ranks with microbatches of other sizes see the same.
         """
         train = self.config.program.train
-        starts = training_starts(self.train_windows, self.num_windows_per_step, key=(train.seed, step))
+        starts = self.train_windows.random_starts(self.num_windows_per_step, key=(train.seed, step))
         own = starts.reshape(self.ranks.num_ranks, train.num_microbatches, train.microbatch_size)[self.ranks.rank]
         return [self.train_windows.batch(part) for part in own]
 
@@ -69,7 +68,7 @@ class Task:
         """Return bits per byte on held-out windows, shared out among the ranks. All ranks must call it."""
         train, ranks = self.config.program.train, self.ranks
         num_windows = train.eval_batches * train.microbatch_size * ranks.num_ranks
-        own = held_out_starts(self.held_out_windows, num_windows)[ranks.rank :: ranks.num_ranks]
+        own = self.held_out_windows.even_starts(num_windows)[ranks.rank :: ranks.num_ranks]
         nats = 0.0
         for starts in own.reshape(train.eval_batches, train.microbatch_size):
             nats += next_byte_loss(model, *self.held_out_windows.batch(starts)).item()
@@ -85,9 +84,9 @@ def make_task(config: DemoConfig, model: GptConfig, ranks: Ranks) -> Task:
     """
     data = config.program.data
     corpus = on_all(ranks, lambda: read_corpus(data.corpus, held_out_every=data.held_out_every))
-    facts = ranks.gather(corpus.fingerprint)
-    for rank, found in enumerate(facts):
-        if found != facts[0]:
+    fingerprints = ranks.gather(corpus.fingerprint)
+    for rank, found in enumerate(fingerprints):
+        if found != fingerprints[0]:
             raise CorpusError(
                 f"rank {rank} and rank 0 read different bytes for the corpus {data.corpus!r}, so the ranks would be "
                 "trained on different data. Use the same version of Python, or the same directory, on every machine."
@@ -101,7 +100,7 @@ def on_all(ranks: Ranks, act: Callable[[], T]) -> T:
     error = result = None
     try:
         result = act()
-    except MegabucketError as found:
+    except (MegabucketError, OSError) as found:
         error = found
     for each in ranks.gather(error):
         if each is not None:
@@ -127,10 +126,6 @@ def trainable_model(config: DemoConfig) -> GptConfig:
         raise ConfigError(f"training needs a model of kind 'gpt', but {given}; see configs/bytegpt.yaml for one")
     if model.vocab_size < 256:
         raise ConfigError(f"model.vocab_size={model.vocab_size} has no room for all bytes; use 256 or more")
-    if config.ddp.finish == "explicit":
-        raise ConfigError(
-            "ddp.finish='explicit' is for loops that call finish_grad_sync(), and this program's does not; use 'auto'"
-        )
     if model.dtype not in _DTYPES:
         raise ConfigError(f"model.dtype={model.dtype} cannot be trained here; use one of {', '.join(_DTYPES)}")
     return model
@@ -169,9 +164,3 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_steps: int) -> floa
         return config.lr * ((step + 1) / config.warmup_steps)
     progress = min(1.0, (step + 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group of an optimizer the same learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate

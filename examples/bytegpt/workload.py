@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 
+from examples.bytegpt.checkpoints import BATCH_FACT, CORPUS_FACT, config_facts, fact_changes, saved_facts
 from examples.bytegpt.config import DemoConfig
 from examples.bytegpt.model import next_byte_loss
-from examples.bytegpt.resume import BATCH_FACT, CORPUS_FACT, NOT_OURS, config_facts, fact_changes, saved_facts
 from examples.bytegpt.task import initial_model, make_optimizer, make_task, trainable_model
-from megabucket.measure.program import LoadFindings, TrainingProgram
+from megabucket.measure.program import TrainingProgram
 from megabucket.measure.ranks import Ranks
 
 
@@ -38,20 +38,13 @@ def workload(config: DemoConfig, ranks: Ranks) -> TrainingProgram:
     )
 
 
-def _check_resume(config: DemoConfig, step: int, position: Any) -> LoadFindings:
+def _check_resume(config: DemoConfig, step: int, position: Any) -> list[str]:
     """Return what differs from the run that was saved, as far as that can be told without corpus and other ranks."""
-    train = config.program.train
-    late = (f"it is of step {step}, and train.steps={train.steps} ends before",) if step > train.steps else ()
-    changes = _changes(config, saved_facts(position))
-    return LoadFindings(late, changes) if config.program.checkpoint.changes == "allow" else LoadFindings((*late, *changes))
-
-
-def _changes(config: DemoConfig, saved: Mapping[str, Any] | None) -> tuple[str, ...]:
-    if saved is None:
-        return (NOT_OURS,)
-    there = {name: value for name, value in saved.items() if name not in {CORPUS_FACT, BATCH_FACT}}
-    changes = fact_changes(there, config_facts(config, trainable_model(config)))
-    batch, of_rank = saved.get(BATCH_FACT), config.program.train.microbatch_size * config.program.train.num_microbatches
+    train, saved = config.program.train, saved_facts(position)
+    late = [f"it is of step {step}, and train.steps={train.steps} ends before"] if step > train.steps else []
+    batch, of_rank = saved.pop(BATCH_FACT, None), train.microbatch_size * train.num_microbatches
+    saved.pop(CORPUS_FACT, None)
+    changes = fact_changes(saved, config_facts(config, trainable_model(config)))
     if isinstance(batch, int) and batch % of_rank:
         changes.append(f"{BATCH_FACT}: {batch} in the checkpoint, {of_rank} times the number of ranks now")
-    return tuple(changes)
+    return late + changes

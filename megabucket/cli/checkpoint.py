@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from megabucket.checkpoint.compare import Comparison
     from megabucket.checkpoint.stored import StoredCheckpoint
-    from megabucket.measure.program import LoadFindings
 
 app = typer.Typer(help="Inspect, verify, compare and rewrite checkpoints.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -162,27 +161,21 @@ def can_load(
     json: _Json = False,
 ) -> None:
     """Name everything that keeps a training program from loading a checkpoint; nothing is read or changed."""
-    from megabucket.measure.program import load_findings
+    from megabucket.errors import printable
+    from megabucket.measure.program import load_problems
 
     function, run = open_workload(workload, config, overrides)
     stored = _open(path, step, key_file)
-    found = load_findings(function, run, stored, cast=cast)
+    problems = load_problems(function, run, stored, cast=cast)
     if json:
-        _print_json({"path": str(stored.path), "step": stored.step, "problems": found.problems, "changes": found.changes})
+        _print_json({"path": str(stored.path), "step": stored.step, "problems": problems})
     else:
-        for line in _finding_lines(stored, found):
-            typer.echo(line)
-    if found.problems:
+        for problem in problems:
+            typer.echo(printable(problem, 300))
+        outcome = f"{len(problems)} things do not fit" if problems else "everything fits"
+        typer.echo(f"{stored.path}: step {stored.step}, {len(stored.tensors)} tensors: {outcome}")
+    if problems:
         raise typer.Exit(ExitCode.CHECKPOINT)
-
-
-def _finding_lines(stored: StoredCheckpoint, found: LoadFindings) -> Iterator[str]:
-    from megabucket.errors import printable
-
-    yield from (printable(problem, 300) for problem in found.problems)
-    yield from (printable(f"changed: {change}", 300) for change in found.changes)
-    outcome = f"{len(found.problems)} things do not fit" if found.problems else "everything fits"
-    yield f"{stored.path}: step {stored.step}, {len(stored.tensors)} tensors: {outcome}"
 
 
 def _open(path: Path, step: int | None, key_file: Path | None) -> StoredCheckpoint:

@@ -49,7 +49,7 @@ def _print_report(report: Report, *, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from megabucket.doctor.table import describe_outcome, report_table
+    from megabucket.doctor.report import describe_outcome, report_table
 
     console = Console()
     if not console.is_terminal:

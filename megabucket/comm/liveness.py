@@ -8,10 +8,9 @@ all ranks raise what stands there.
 ::
 
     waiting thread                    thread of the rank                store
-      request() / ask()  --mailbox-->   read, compare_set   <------->   <wrapper>/rank/<r>   Beat
-      view               <----------    publish a View                  <wrapper>/finding    Finding
-                                        every heartbeat_s   -------->   board/<r>            Block: where a rank has waited;
-                                                                             or a Finding that was left for it
+      request() / ask()  --mailbox-->   write, read         <------->   <wrapper>/rank/<r>         Beat
+      view               <----------    publish a View                  board/rank/<r>             Block: where a rank waits
+                                        every heartbeat_s   -------->   board/finding/<wrapper>    Finding
 
 Only works of gloo can be waited for in slices: a wait that times out does them no harm.
 """
@@ -20,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import json
 import os
 import queue
@@ -41,7 +41,7 @@ from typing_extensions import Self
 
 from megabucket.comm.communicator import Progress
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.errors import ConfigError, ForkedProcessError, MegabucketError, PeerLostError, WrapperBrokenError, rank_list
+from megabucket.errors import ConfigError, ForkedProcessError, MegabucketError, PeerLostError, WrapperBrokenError
 
 _LOGGER: Final = getLogger("megabucket")
 
@@ -58,9 +58,6 @@ _START_S: Final = 5.0
 _JOIN_S: Final = 1.0
 _READ_EVERY_S: Final = 0.2
 _READ_S_PER_RANK: Final = 0.01  # all ranks may be blocked at once, and each reads as many values as there are ranks
-
-# Requests to the thread beside what it is to write: renew the view unless that was done a moment ago; renew it; and so on.
-_LOOK, _READ, _UNBLOCK, _LEAVE = "look", "read", "unblock", "leave"
 
 _SLICE_ENDED: Final = "Operation timed out!"
 _TIME_LIMIT: Final = ("Timed out waiting", "Application timeout caused pair closure")
@@ -134,30 +131,7 @@ class Liveness:
 
 
 class StragglerWarning(UserWarning):
-    """A rank has waited long for others that are alive."""
-
-    def __init__(self, *, rank: int, waited_s: float, waiting_for: str, ranks: Sequence[int], states: Sequence[str]) -> None:
-        self.rank, self.waited_s, self.waiting_for = rank, waited_s, waiting_for
-        self.ranks, self.states = tuple(ranks), tuple(states)
-        late = list(zip(self.ranks, self.states, strict=True))
-        findings = "; ".join(f"rank {late_rank} {state}" for late_rank, state in late[:_RANKS_SHOWN])
-        super().__init__(
-            f"[rank {rank}] has waited {waited_s:.3g} s for {waiting_for}. "
-            + (
-                f"{findings}. All ranks wait for {rank_list(self.ranks)}, slow or stuck."
-                if findings
-                else "No rank is known to be late: the transfer itself may be slow, or heartbeats are off (heartbeat_s=None)."
-            )
-            + " Look at its log or at its stack (py-spy dump). The wait goes on."
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by fields: the constructor takes keywords only, which the default protocol cannot call."""
-        return _warning_of, (dict(self.__dict__),)
-
-
-def _warning_of(fields: dict[str, Any]) -> StragglerWarning:
-    return StragglerWarning(**fields)
+    """A rank has waited long for others that are alive; the text names them and what they do."""
 
 
 # Processes of the same host #
@@ -256,14 +230,11 @@ Finding = PeerLostError | WrapperBrokenError
 """Why nothing can be launched any more: the error that all ranks raise."""
 
 
-class Notice(NamedTuple):
-    """A finding for a rank that waits in another wrapper, where the one that it was found in says nothing."""
+class _Request(NamedTuple):
+    """What the thread is asked for: a view of the store."""
 
-    member: int  # rank of the whole program
-    finding: Finding
-
-
-_Request = Finding | Block | Notice | str
+    write: Callable[[Store], None] | None = None  # done on the board before
+    is_urgent: bool = True  # whether beats are read again although they were a moment ago
 
 
 class View(NamedTuple):
@@ -272,19 +243,14 @@ class View(NamedTuple):
     asked_at_s: float = 0.0  # time.monotonic() before the store was asked for ``beats``
     beats: Mapping[int, Beat] = MappingProxyType({})
     finding: Finding | None = None
-    blocks: Mapping[int, Block] = MappingProxyType({})  # by rank of the whole program
+    circle: Mapping[int, Block] = MappingProxyType({})  # ranks of the program that wait for one another, this one among them
+    num_circles: int = 0  # how often in a row there was one: what stands on the board may be a moment old
 
 
-def decode_beat(raw: bytes) -> Beat | None:
-    """Return the sign of life in a value of the store, or ``None`` when there is none: a store may be shared with others."""
-    try:
-        process, *fields = json.loads(raw)
-        beat = Beat(ProcessIdentity(*process), *fields)
-    except (ValueError, TypeError):
-        return None
-    types = [type(value) for value in (*beat.process, beat.number, *beat[3:])]
-    is_beat = types == [str, int, int, str, int, int, str, int, int, bool] and isinstance(beat.every_s, float | int | None)
-    return beat if is_beat else None
+def decode_beat(raw: bytes) -> Beat:
+    """Return the sign of life in a value of the store."""
+    process, *fields = json.loads(raw)
+    return Beat(ProcessIdentity(*process), *fields)
 
 
 def encode_finding(finding: Finding) -> str:
@@ -292,24 +258,21 @@ def encode_finding(finding: Finding) -> str:
     return json.dumps([type(finding).__name__, finding.__dict__])
 
 
-def decode_finding(raw: bytes) -> Finding | None:
-    """Return the finding in a value of the store, or ``None`` when there is none."""
-    try:
-        name, fields = json.loads(raw)
-        return PeerLostError(**fields) if name == PeerLostError.__name__ else WrapperBrokenError(**fields)
-    except (ValueError, TypeError):
-        return None
+def decode_finding(raw: bytes) -> Finding:
+    """Return the finding in a value of the store."""
+    name, fields = json.loads(raw)
+    return PeerLostError(**fields) if name == PeerLostError.__name__ else WrapperBrokenError(**fields)
 
 
-def _decode_block(raw: bytes) -> Block | None:
-    try:
-        wrapper, label, members = json.loads(raw)
-        return Block(str(wrapper), str(label), tuple(map(int, members)))
-    except (ValueError, TypeError):
-        return None
+def _decode_block(raw: bytes) -> Block:
+    wrapper, label, members = json.loads(raw)
+    return Block(wrapper, label, tuple(members))
 
 
 # The thread #
+
+_LEAVE: Final = _Request()
+_NO_BLOCK: Final = "-"
 
 
 class Heartbeat:
@@ -335,9 +298,9 @@ class Heartbeat:
         is_wanted: Callable[[], bool],
         group_name: str = "",
     ) -> None:
-        self.rank, self.members, self.every_s, self.group_name = rank, tuple(members), every_s, group_name
-        self.name = ""
-        """Of the wrapper, the same on all ranks."""
+        self.rank, self.members, self.every_s = rank, tuple(members), every_s
+        self.name = self.wrapper = ""
+        """Of the wrapper, the same on all ranks: short, and unlike those of all others in the program."""
         self.process = identify_this_process()
         self.read_every_s = max(_READ_EVERY_S, _READ_S_PER_RANK * len(members))
         self.view = View()
@@ -346,10 +309,10 @@ class Heartbeat:
         """Why the thread ended, when the store was the reason."""
         self.is_stopped = False
         self._num_requests = 0
-        self._progress = progress
-        self._is_wanted = is_wanted
-        self._count = 0
+        self._progress, self._is_wanted, self._group_name = progress, is_wanted, group_name
+        self._num_beats = 0
         self._known: set[int] = set()  # ranks that have ever written
+        self._block: Block | None = None  # of this rank, as it stands on the board
         # SimpleQueue, because the garbage collector may end a communicator at any moment, in this thread, too: a put from
         # there must not need a lock that the interrupted code holds.
         self._mailbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
@@ -371,16 +334,23 @@ class Heartbeat:
     def request(self) -> None:
         """Have ``view`` renewed soon, unless that is under way."""
         if not self.is_busy:
-            self.post(_LOOK)
+            self._post(_Request(is_urgent=False))
 
-    def post(self, what: _Request) -> None:
-        """Have ``view`` renewed after something was written: a finding, unless there is one, or something on the board."""
-        self._num_requests += 1
-        self._mailbox.put(what)
+    def block(self, label: str | None) -> None:
+        """Have the board say what this rank waits for, or that it waits no more, and ``view`` renewed."""
+        self._post(_Request(lambda board: self._write_block(board, label)))
 
-    def ask(self, timeout_s: float, what: Finding | str = _READ) -> View | None:
+    def post(self, finding: Finding, wrappers: Iterable[str] = ()) -> None:
+        """Have a finding written for this wrapper and others, unless there is one, and ``view`` renewed."""
+        keys = sorted(map(_finding_key, {self.wrapper, *wrappers}))
+        self._post(_Request(lambda board: _write_first(board, keys, encode_finding(finding))))
+
+    def ask(self, timeout_s: float, what: Finding | None = None, wrappers: Iterable[str] = ()) -> View | None:
         """Return what the store says after ``what`` was written, or ``None`` when it does not answer in time."""
-        self.post(what)
+        if what is None:
+            self._post(_Request())
+        else:
+            self.post(what, wrappers)
         number, deadline_s = self._num_requests, time.monotonic() + timeout_s
         while self.num_answers < number:
             if time.monotonic() > deadline_s or not self._thread.is_alive() or os.getpid() != self.process.pid:
@@ -400,6 +370,10 @@ class Heartbeat:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
 
+    def _post(self, request: _Request) -> None:
+        self._num_requests += 1
+        self._mailbox.put(request)
+
     # In the thread #
 
     def _run(self, stores: list[Store], is_ready: threading.Event) -> None:
@@ -416,10 +390,11 @@ class Heartbeat:
         # Several wrappers may share a group, one after the other, too. All ranks make them in the same order.
         self.name = f"megabucket/{connection.store.add(f'megabucket/instances/{self.rank}', 1)}"
         store = PrefixStore(self.name, connection.store)
-        connection.board.set(_rank_key(self.members[self.rank]), "")
-        what: _Request | None = None
-        while what != _LEAVE:
-            if what is None:  # time for a beat
+        self.wrapper = f"{self.name} over group {self._group_name!r} of ranks {list(self.members)}"
+        self._write_block(connection.board, None)
+        request: _Request | None = None
+        while request is not _LEAVE:
+            if request is None:  # time for a beat
                 self._beat(store)
                 if len(self._known) < len(self.members):
                     # Until all have come: when it matters, the store may be out of reach. A process that is stopped while it
@@ -428,8 +403,8 @@ class Heartbeat:
                 is_ready.set()
                 next_beat_s = time.monotonic() + (self.every_s or float("inf"))
             else:
-                self._answer(store, connection.board, what)
-            what = self._next_request(next_beat_s)
+                self._answer(store, connection.board, request)
+            request = self._next_request(next_beat_s)
             connection.check()
             if not self._is_wanted():
                 break  # the group was destroyed: this rank launches nothing over it any more
@@ -445,62 +420,87 @@ class Heartbeat:
 
     def _beat(self, store: Store, *, has_left: bool = False) -> None:
         progress = self._progress
-        self._count += 1
+        self._num_beats += 1
         place = (progress.step, progress.phase, progress.bucket, progress.num_launched)
         # A list, because a file store keeps every beat.
-        beat = json.dumps(Beat(self.process, self._count, self.every_s, *place, has_left), separators=(",", ":"))
+        beat = json.dumps(Beat(self.process, self._num_beats, self.every_s, *place, has_left), separators=(",", ":"))
         store.set(_rank_key(self.rank), beat)
 
-    def _answer(self, store: Store, board: Store, what: _Request) -> None:
-        view = self.view
-        finding, blocks = view.finding, view.blocks
-        if isinstance(what, MegabucketError):
-            finding = decode_finding(store.compare_set("finding", "", encode_finding(what)))
-        elif finding is None and store.check(["finding"]):
-            finding = decode_finding(store.get("finding"))
-        if isinstance(what, Block) or what == _UNBLOCK:
-            board.set(_rank_key(self.members[self.rank]), json.dumps(what))
-            blocks = {}
-        elif isinstance(what, Notice):
-            board.set(_rank_key(what.member), encode_finding(what.finding))
-        now_s = time.monotonic()
-        if what != _LOOK or now_s - view.asked_at_s >= self.read_every_s:
-            if isinstance(what, Block) or blocks:
-                blocks = self._read_blocks(board)
-                if self.members[self.rank] not in blocks:  # another rank has written in its place
-                    finding = finding or self._take_notice(store, board)
-            view = View(now_s, self._read_beats(store), finding, blocks)
-        self.view = view._replace(finding=finding, blocks=blocks)
+    def _answer(self, store: Store, board: Store, request: _Request) -> None:
+        if request.write is not None:
+            request.write(board)
+        view, now_s = self.view, time.monotonic()
+        finding = view.finding
+        key = _finding_key(self.wrapper)
+        if finding is None and board.check([key]):
+            finding = decode_finding(board.get(key))
+        if request.is_urgent or now_s - view.asked_at_s >= self.read_every_s:
+            circle = self._find_circle(board)
+            view = View(now_s, self._read_beats(store), finding, circle, view.num_circles + 1 if circle else 0)
+        self.view = view._replace(finding=finding)
         self.num_answers += 1
 
+    def _write_block(self, board: Store, label: str | None) -> None:
+        self._block = None if label is None else Block(self.wrapper, label, self.members)
+        board.set(_rank_key(self.members[self.rank]), _NO_BLOCK if self._block is None else json.dumps(self._block))
+
     def _read_beats(self, store: Store) -> dict[int, Beat]:
-        unknown = [rank for rank in range(len(self.members)) if rank not in self._known]
-        if unknown:
-            # get() would wait for a rank that has not written yet.
-            all_wrote = store.check([_rank_key(rank) for rank in unknown])
-            self._known.update(rank for rank in unknown if all_wrote or store.check([_rank_key(rank)]))
+        self._known |= _written(store, set(range(len(self.members))) - self._known)
         ranks = sorted(self._known - {self.rank})
         values = store.multi_get([_rank_key(rank) for rank in ranks]) if ranks else []
-        beats = {rank: decode_beat(value) for rank, value in zip(ranks, values, strict=True)}
-        return {rank: beat for rank, beat in beats.items() if beat is not None}
+        return {rank: decode_beat(value) for rank, value in zip(ranks, values, strict=True)}
 
-    def _read_blocks(self, board: Store) -> dict[int, Block]:
-        """Return where the ranks of this wrapper wait, where those wait that they wait for, and so on."""
-        blocks: dict[int, Block] = {}
-        seen: set[int] = set()
-        members = [self.members[rank] for rank in sorted(self._known)]  # each has written before its first beat
-        while members:
-            seen.update(members)
-            decoded = dict(zip(members, map(_decode_block, board.multi_get(list(map(_rank_key, members)))), strict=True))
-            found = {member: block for member, block in decoded.items() if block is not None}
-            blocks |= found
-            others = {other for block in found.values() for other in block.members} - seen
-            members = [other for other in sorted(others) if board.check([_rank_key(other)])]
-        return blocks
+    def _find_circle(self, board: Store) -> dict[int, Block]:
+        """Return ranks of the program that wait for one another, each in another wrapper than the one before; this rank first.
 
-    def _take_notice(self, store: Store, board: Store) -> Finding | None:
-        notice = decode_finding(board.get(_rank_key(self.members[self.rank])))
-        return notice and decode_finding(store.compare_set("finding", "", encode_finding(notice)))
+        Each rank waits for all members of its wrapper that wait elsewhere; where that leads back here, no wait ever ends.
+        """
+        if self._block is None:
+            return {}
+        own = self.members[self.rank]
+        blocks, frontier = {own: self._block}, [own]
+        paths: dict[int, tuple[int, ...]] = {own: (own,)}
+        while frontier:
+            members = {member for rank in frontier for member in blocks[rank].members}
+            blocks |= _read_blocks(board, members - blocks.keys())
+            edges = [(rank, other) for rank in frontier for other in blocks[rank].members if _waits_for(blocks, rank, other)]
+            frontier = []
+            for rank, other in edges:
+                if other == own:
+                    return {member: blocks[member] for member in paths[rank]}
+                if other not in paths:
+                    paths[other] = (*paths[rank], other)
+                    frontier.append(other)
+        return {}
+
+
+def _waits_for(blocks: Mapping[int, Block], rank: int, other: int) -> bool:
+    """Return whether a blocked rank waits for another one that is blocked in another wrapper."""
+    return other in blocks and blocks[other].wrapper != blocks[rank].wrapper
+
+
+def _read_blocks(board: Store, ranks: set[int]) -> dict[int, Block]:
+    """Return those of the ranks that have waited for long."""
+    asked = sorted(_written(board, ranks))
+    values = board.multi_get([_rank_key(rank) for rank in asked]) if asked else []
+    return {rank: _decode_block(value) for rank, value in zip(asked, values, strict=True) if value != _NO_BLOCK.encode()}
+
+
+def _written(store: Store, ranks: set[int]) -> set[int]:
+    """Return the ranks that have written: a store waits where it is asked for what is not there."""
+    if not ranks or store.check([_rank_key(rank) for rank in ranks]):
+        return ranks
+    return {rank for rank in ranks if store.check([_rank_key(rank)])}
+
+
+def _write_first(board: Store, keys: Sequence[str], text: str) -> None:
+    """Write a finding for several wrappers, all of them the one that was the first in the first of them."""
+    for key in keys:
+        text = board.compare_set(key, "", text).decode()
+
+
+def _finding_key(wrapper: str) -> str:
+    return f"finding/{hashlib.sha256(wrapper.encode()).hexdigest()}"
 
 
 def _rank_key(rank: int) -> str:
@@ -714,8 +714,7 @@ class _LongWait:
     looked_at_s: float = field(default_factory=time.monotonic)
     num_answers: int = -1
     store_silent_s: float = 0.0
-    block: Block | None = None  # as it stands on the board
-    num_circles: int = 0  # how often in a row ranks were seen to wait for one another
+    is_on_board: bool = False
     has_warned: bool = False
 
 
@@ -826,10 +825,9 @@ class PeerWatch:
         finding = self.finding or heartbeat.view.finding or self._find_cause(wait)
         if finding is not None:
             raise self._conclude(finding)
-        if wait.block is None and now_s - wait.started_s >= _BLOCKED_S:
-            wrapper = f"{heartbeat.name} over group {heartbeat.group_name!r} of ranks {list(heartbeat.members)}"
-            wait.block = Block(wrapper, wait.label, heartbeat.members)
-            heartbeat.post(wait.block)
+        if not wait.is_on_board and now_s - wait.started_s >= _BLOCKED_S:
+            wait.is_on_board = True
+            heartbeat.block(wait.label)
         self._warn_of_stragglers(wait, now_s - wait.started_s)
 
     def _find_cause(self, wait: _LongWait) -> Finding | None:
@@ -844,68 +842,35 @@ class PeerWatch:
             reason = self._heartbeat.failure or "its host may be gone or frozen"
             silence = f"the store of the process group has not answered for {dead_after_s:g} s: {reason}"
             return PeerLostError(ranks=(), states=(), during=self._during(wait, silence))
-        # Twice in a row: what stands on the board may be a moment old.
-        circle = self._find_circle(wait)
-        wait.num_circles = wait.num_circles + 1 if circle else 0
-        return self._settle_circle(wait, circle) if wait.num_circles > 1 else None
+        return self._settle_circle(wait) if self._heartbeat.view.num_circles > 1 else None
 
-    def _find_circle(self, wait: _LongWait) -> dict[int, Block]:
-        """Return ranks of the program that wait for one another, each in another wrapper than the next one."""
-        if wait.block is None:
-            return {}
-        own = self._heartbeat.members[self._heartbeat.rank]
-        blocks = {**self._heartbeat.view.blocks, own: wait.block}
-        path, seen = [own], {own}
-        # Each rank waits for all members of its wrapper that wait elsewhere; where that leads back here, no wait ever ends.
-        pending = [iter(wait.block.members)]
-        while pending:
-            following = next((rank for rank in pending[-1] if _waits_for(blocks, path[-1], rank)), None)
-            if following == own:
-                return {rank: blocks[rank] for rank in path}
-            if following is None:
-                pending.pop()
-                path.pop()
-            elif following not in seen:
-                seen.add(following)
-                path.append(following)
-                pending.append(iter(blocks[following].members))
-        return {}
-
-    def _settle_circle(self, wait: _LongWait, circle: Mapping[int, Block]) -> Finding:
+    def _settle_circle(self, wait: _LongWait) -> Finding:
+        circle = self._heartbeat.view.circle
         places = [f"rank {rank} waits for {block.label} of {block.wrapper}" for rank, block in sorted(circle.items())]
         cause = (
             f"ranks wait for one another: {'; '.join(places)}. Every rank must use its wrappers, and make collective calls, in "
             "the same order"
         )
-        step, phase = self._progress.step, self._progress.phase
-        finding = self._first(wait, WrapperBrokenError(step=step, rank=None, phase=phase, cause=cause))
-        for member in circle:  # this rank leaves the board now, perhaps before the others have seen it there
-            if member != self._heartbeat.members[self._heartbeat.rank]:
-                self._heartbeat.post(Notice(member, finding))
-        return finding
+        error = WrapperBrokenError(step=self._progress.step, rank=None, phase=self._progress.phase, cause=cause)
+        return self._first(wait, error, [block.wrapper for block in circle.values()])
 
     def _warn_of_stragglers(self, wait: _LongWait, waited_s: float) -> None:
         limit_s = self._liveness.straggler_warning_s
         if wait.has_warned or limit_s is None or waited_s < limit_s:
             return
         wait.has_warned = True
-        late = wait.seen.late()
-        warning = StragglerWarning(
-            rank=self._heartbeat.rank,
-            waited_s=waited_s,
-            waiting_for=self._waiting_for(wait),
-            ranks=tuple(late),
-            states=tuple(late.values()),
-        )
+        findings = [f"rank {rank} {state}" for rank, state in wait.seen.late().items()]
+        late = "; ".join(findings[:_RANKS_SHOWN]) or "no rank is known to be late: heartbeats are off, or the transfer is slow"
+        rank = self._heartbeat.rank
+        text = f"[rank {rank}] has waited {waited_s:.3g} s for {self._waiting_for(wait)}: {late}. The wait goes on."
         try:
-            warnings.warn(warning, stacklevel=2)
+            warnings.warn(text, StragglerWarning, stacklevel=2)
         except StragglerWarning:  # where warnings are errors: an exception here would end the step of this rank
-            _LOGGER.warning("%s", warning)
+            _LOGGER.warning("%s", text)
 
     def _leave_board(self, wait: _LongWait) -> None:
-        if wait.block is not None:
-            wait.block = None
-            self._heartbeat.post(_UNBLOCK)
+        if wait.is_on_board:
+            self._heartbeat.block(None)
 
     # When a wait cannot end #
 
@@ -942,11 +907,11 @@ class PeerWatch:
         wait.seen.note(view, time.monotonic())
         return view.finding
 
-    def _ask(self, wait: _LongWait, what: Finding | str = _READ) -> View | None:
+    def _ask(self, wait: _LongWait, what: Finding | None = None, wrappers: Iterable[str] = ()) -> View | None:
         """Return what the store says, or ``None`` when it does not answer, or has not for a while."""
         if wait.store_silent_s >= _LONGEST_GAP_S:
             return None
-        view = self._heartbeat.ask(_ANSWER_S, what)
+        view = self._heartbeat.ask(_ANSWER_S, what, wrappers)
         if view is None:
             wait.store_silent_s += _ANSWER_S
         return view
@@ -956,8 +921,8 @@ class PeerWatch:
         ranks, during = tuple(states), self._during(wait, reason)
         return self._first(wait, PeerLostError(ranks=ranks, states=tuple(states.values()), during=during, recorder=recorder))
 
-    def _first(self, wait: _LongWait, finding: Finding) -> Finding:
-        view = self._ask(wait, finding)
+    def _first(self, wait: _LongWait, finding: Finding, wrappers: Iterable[str] = ()) -> Finding:
+        view = self._ask(wait, finding, wrappers)
         return finding if view is None or view.finding is None else view.finding
 
     def _during(self, wait: _LongWait, reason: str) -> str:
@@ -971,11 +936,6 @@ class PeerWatch:
             self.finding = finding
             self._on_loss()
         return self.finding.copy()
-
-
-def _waits_for(blocks: Mapping[int, Block], rank: int, other: int) -> bool:
-    """Return whether a blocked rank waits for another one that is blocked in another wrapper."""
-    return other in blocks and blocks[other].wrapper != blocks[rank].wrapper
 
 
 def _first_sentence(failure: str) -> str:

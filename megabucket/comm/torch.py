@@ -185,6 +185,9 @@ class ProcessGroupCommunicator(_Channel):
     def close(self) -> None:
         """End the threads and groups of this communicator; the process group it was made from stays as it is."""
         self._finish()
+        for channel in (self, self.control):
+            if isinstance(channel, _Channel):
+                channel._group = self.process_group  # who still knows the channel does not keep the threads of its group
 
 
 class Link:

@@ -1,4 +1,4 @@
-"""Configs: pydantic models at the edge, a YAML reader that knows lines, and the rules that derive the rest. No torch."""
+"""Configs: a pydantic model at the edge, and the rules that derive the rest. No torch."""
 
 from __future__ import annotations
 

@@ -24,27 +24,14 @@ from megabucket import errors
 from megabucket.comm import Communicator, Exchange, Gate, exchange
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.guards import Hyperparameters, Problem, texts_of
-from megabucket.errors import (
-    CallMismatchError,
-    ConfigError,
-    HyperparameterMismatchError,
-    LayoutMismatchError,
-    MegabucketError,
-    MicrobatchMismatchError,
-    PeerFailedError,
-    PhaseError,
-    ReplicasDivergedError,
-    ScheduleMismatchError,
-    StepMismatchError,
-    UnusedParameterError,
-    name_list,
-)
+from megabucket.errors import MegabucketError, name_list
 
 RECORD_BYTES: Final = 16_384
 """Room for one report in a small world; lists of names are cut to fit."""
 
 _LEAST_RECORD_BYTES: Final = 4_096  # room for every problem at once with one short name of each list
 _ALL_RECORDS_BYTES: Final = 1 << 21  # every rank receives the records of all
+_NAMES_SENT: Final = (1_024, 512, 256, 128, 64, 32, 16, 8, 5, 1)  # of each list, the most that fit; one fits into any record
 _NAME_CHARS: Final = 200
 _TEXT_CHARS: Final = 2_000
 _UPDATES_COMPARED: Final = 16
@@ -99,14 +86,14 @@ class Report:
         Args:
             capacity_bytes: what ``record_bytes`` gives.
         """
-        num_names, data = 1 << 10, dataclasses.asdict(self)
+        data = dataclasses.asdict(self)
         data["hyperparameters"] = texts_of(self.hyperparameters)
-        while True:
+        for num_names in _NAMES_SENT:
             # As text what JSON does not know: a rank that could not send its report would leave the others waiting for it.
             payload = json.dumps(_cut(data, num_names), separators=(",", ":"), default=str).encode()
             if len(payload) <= capacity_bytes:
-                return payload
-            num_names = num_names // 2 if num_names else _AS_SHORT_AS_CAN_BE
+                break
+        return payload
 
     @staticmethod
     def from_bytes(payload: bytes) -> Report:
@@ -115,9 +102,6 @@ class Report:
         data: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in read}
         data["problems"] = tuple(Problem(kind, fields) for kind, fields in data["problems"])
         return Report(**data)
-
-
-_AS_SHORT_AS_CAN_BE: Final = -1
 
 
 def record_bytes(num_ranks: int) -> int:
@@ -130,6 +114,7 @@ def record_bytes(num_ranks: int) -> int:
 
 
 def _cut(value: Any, num_names: int) -> Any:
+    """Return plain data with at most so many names in each list; names and texts shrink with the lists."""
     if isinstance(value, dict):
         return {key: _cut(part, num_names) for key, part in value.items()}
     if isinstance(value, Problem):
@@ -137,18 +122,10 @@ def _cut(value: Any, num_names: int) -> Any:
     if isinstance(value, list | tuple):
         if value and not isinstance(value[0], str):
             return [_cut(part, num_names) for part in value]
-        return _cut_names(value, num_names)
-    # Texts shrink with the lists: JSON may need twelve bytes for a character.
-    num_chars = 16 if num_names == _AS_SHORT_AS_CAN_BE else min(_TEXT_CHARS, 4 * num_names + 40)
-    return value[:num_chars] if isinstance(value, str) else value
-
-
-def _cut_names(names: Sequence[str], num_names: int) -> list[str]:
-    num_shown, num_chars = max(num_names, 5), min(_NAME_CHARS, 4 * num_names + 20)
-    if num_names == _AS_SHORT_AS_CAN_BE:
-        num_shown, num_chars = 1, 8
-    shown = [name if len(name) <= num_chars else f"{name[:num_chars]}..." for name in names[:num_shown]]
-    return shown if len(names) <= len(shown) else [*shown, f"... {len(names)} in all"]
+        num_chars = min(_NAME_CHARS, 8 * num_names)
+        shown = [name if len(name) <= num_chars else f"{name[:num_chars]}..." for name in value[:num_names]]
+        return shown if len(value) <= len(shown) else [*shown, f"... {len(value)} in all"]
+    return value[: min(_TEXT_CHARS, 16 * num_names)] if isinstance(value, str) else value
 
 
 class StepCounters:
@@ -196,7 +173,7 @@ class StepCounters:
 
     def note_failure(self, phase: str, cause: str, *, is_certain: bool = False) -> None:
         """Note why this rank cannot finish the step; the first cause counts, unless a later one is certain."""
-        problem = Problem(PeerFailedError.__name__, {"phase": phase, "cause": cause})
+        problem = Problem(errors.PeerFailedError.__name__, {"phase": phase, "cause": cause})
         if is_certain or "failure" not in self.problems:
             self.problems["failure"] = problem
 
@@ -259,26 +236,26 @@ class StepCounters:
         updates = sorted(self._updates, key=str) if len(self._updates) > 1 else list(self._updates)
         if is_committing:
             updates.append((*self.hyperparameters, (_SCALE, self._grad_scale)))
-        num_skipped = self.num_open_forwards if self._counts_skipped_forwards else 0
-        numbers = (self.step_number, self.num_microbatches, num_skipped, self._num_dropped_steps, self.num_updates)
-        flags = (is_committing, force_all_reduce, sent_buckets)
+        compared: dict[str, Any] = {
+            "step_number": self.step_number,
+            "num_microbatches": self.num_microbatches,
+            "num_skipped_forwards": self.num_open_forwards if self._counts_skipped_forwards else 0,
+            "num_dropped_steps": self._num_dropped_steps,
+            "num_updates": self.num_updates,
+            "num_loads": self._num_loads,
+            "kept": self.kept,
+            "hyperparameters": tuple(updates),
+            "is_committing": is_committing,
+            "force_all_reduce": force_all_reduce,
+            "sent_buckets": sent_buckets,
+        }
         return Report(
             self._rank,
-            sent_buckets=sent_buckets,
             problems=tuple(self.problems.values()),
-            fingerprint=_fingerprint(numbers, flags, self._num_loads, self.kept, bool(interrupted), updates),
-            step_number=self.step_number,
-            num_microbatches=self.num_microbatches,
-            num_skipped_forwards=num_skipped,
-            num_dropped_steps=self._num_dropped_steps,
-            num_updates=self.num_updates,
             missed_update=self._missed_update,
-            num_loads=self._num_loads,
-            kept=self.kept,
             interrupted=tuple(interrupted),
-            hyperparameters=tuple(updates),
-            is_committing=is_committing,
-            force_all_reduce=force_all_reduce,
+            fingerprint=_fingerprint(compared, bool(interrupted)),
+            **compared,
         )
 
     def forget_grads(self) -> None:
@@ -292,8 +269,8 @@ class StepCounters:
         Args:
             is_over: whether the step was dropped; then what its forwards had begun is over.
         """
-        self.num_microbatches = self.num_updates = self._num_dropped_steps = self._num_loads = 0
-        self.kept, self._grad_scale = (), 1.0
+        self.forget_grads()
+        self.num_updates = self._num_dropped_steps = self._num_loads = 0
         self._missed_update = ""
         self._updates.clear()
         self.problems.clear()
@@ -362,7 +339,7 @@ class Fence:
         """
         report = self._report
         if report is None:
-            raise PhaseError("there is no fence to wait for")
+            raise errors.PhaseError("there is no fence to wait for")
         if self._asks and self._gate is not None:
             is_alike, flag, is_nonfinite = self._gate.take()
             self.stop_is_wanted = flag == _STOP_IS_WANTED
@@ -386,7 +363,7 @@ class Fence:
         return self._exchange
 
     def _exchange_reports(self, report: Report) -> list[Report]:
-        if not self._asks and report.doing == _END_OF_STEP:
+        if self._gate is None or (not self._asks and report.doing == _END_OF_STEP):
             return [Report.from_bytes(report.to_bytes())]
         payloads = self._start_exchange(report).wait()
         self._exchange = None
@@ -405,22 +382,21 @@ class Fence:
             failure: why this rank cannot go on.
         """
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        if self._gate is None:
-            return failure if isinstance(failure, MegabucketError) or failure is None else _failed(0, 0, label, text), False
-        fingerprint = _fingerprint(text, list(entries))
-        self._gate.send(_kind(label), fingerprint, flag=_IS_BROKEN * (failure is not None), label=label)
-        is_alike, flag, _ = self._gate.take()
+        fingerprint, flag, is_alike = _fingerprint(text, list(entries)), _IS_BROKEN * (failure is not None), True
+        if self._gate is not None:
+            self._gate.send(_kind(label), fingerprint, flag=flag, label=label)
+            is_alike, flag, _ = self._gate.take()
         if is_alike and flag != _IS_BROKEN:
             return None, False
         if is_alike and isinstance(failure, MegabucketError):
             return failure, False  # all ranks have failed alike
-        problems = () if failure is None else (Problem(PeerFailedError.__name__, {"phase": _phase_of(label), "cause": text}),)
-        own = Report(self._communicator.rank, doing=label, problems=problems, fingerprint=fingerprint)
-        reports = self._exchange_reports(own)
+        failed = Problem(errors.PeerFailedError.__name__, {"phase": _phase_of(label), "cause": text})
+        problems = (failed,) if failure is not None else ()
+        reports = self._exchange_reports(Report(self._communicator.rank, label, problems=problems, fingerprint=fingerprint))
         sent_buckets = any(report.sent_buckets for report in reports)
         error = resolve_error(step, self._num_buckets, reports)
         if error is None:
-            lines = [describe_entry(entry) for entry in entries]
+            lines = [" ".join(map(str, entry)) for entry in entries]
             error = agree_on_difference(self._communicator, reports, lines, device=self._device, label=label)
         return error, sent_buckets
 
@@ -434,10 +410,6 @@ def _kind(label: str) -> int:
 
 def _phase_of(label: str) -> str:
     return label.partition(":")[0]
-
-
-def _failed(step: int, rank: int, label: str, cause: str) -> PeerFailedError:
-    return PeerFailedError(step=step, rank=rank, phase=_phase_of(label), cause=cause)
 
 
 def _fingerprint(*facts: Any) -> int:
@@ -457,7 +429,7 @@ def check_not_capturing(device: torch.device, *, reader: str, remedy: str) -> No
         PhaseError: a CUDA graph is being captured.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise PhaseError(
+        raise errors.PhaseError(
             f"a CUDA graph is being captured, and {reader}: the host would wait for the device, which does nothing before the "
             f"graph is replayed. {remedy}"
         )
@@ -466,20 +438,20 @@ def check_not_capturing(device: torch.device, *, reader: str, remedy: str) -> No
 # From the reports of all ranks to the one error that all of them raise. Pure: the same reports give the same error. #
 
 _COMPARED: Final[tuple[tuple[str, type[MegabucketError], str], ...]] = (
-    ("step_number", StepMismatchError, "the caller's step numbers"),
-    ("num_dropped_steps", StepMismatchError, "dropped steps (zero_grad() without an optimizer step)"),
-    ("num_skipped_forwards", StepMismatchError, "training forwards that no backward has reached"),
-    ("num_microbatches", MicrobatchMismatchError, ""),
-    ("kept", StepMismatchError, "steps begun without clearing the last gradients (zero_grad()) of {names}"),
-    ("is_committing", ScheduleMismatchError, "finish_grad_sync() before the optimizer step (0: called)"),
-    ("force_all_reduce", ScheduleMismatchError, "force_all_reduce"),
+    ("step_number", errors.StepMismatchError, "the caller's step numbers"),
+    ("num_dropped_steps", errors.StepMismatchError, "dropped steps (zero_grad() without an optimizer step)"),
+    ("num_skipped_forwards", errors.StepMismatchError, "training forwards that no backward has reached"),
+    ("num_microbatches", errors.MicrobatchMismatchError, ""),
+    ("kept", errors.StepMismatchError, "steps begun without clearing the last gradients (zero_grad()) of {names}"),
+    ("is_committing", errors.ScheduleMismatchError, "finish_grad_sync() before the optimizer step (0: called)"),
+    ("force_all_reduce", errors.ScheduleMismatchError, "force_all_reduce"),
 )
 _FIRST_KINDS: Final = (
-    "PeerFailedError",
-    "StorageMovedError",
-    "TrainabilityChangedError",
-    "ParametersChangedError",
-    "DetachedGradError",
+    errors.PeerFailedError,
+    errors.StorageMovedError,
+    errors.TrainabilityChangedError,
+    errors.ParametersChangedError,
+    errors.DetachedGradError,
 )
 
 
@@ -498,50 +470,52 @@ def resolve_error(step: int, num_buckets: int, reports: Sequence[Report]) -> Meg
 
 def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
     if len({_phase_of(report.doing) for report in reports}) > 1:
-        yield CallMismatchError(step=step, by_rank=[report.doing for report in reports])
+        yield errors.CallMismatchError(step=step, by_rank=[report.doing for report in reports])
     # Before all that follows: whatever else happened in this step, the weights are not what they should be.
     yield from _divergences(step, reports)
     yield from _problems(step, reports, _FIRST_KINDS)
     yield from _disagreements(step, reports)
-    yield from _problems(step, reports, ("LateGradientError",))
+    yield from _problems(step, reports, (errors.LateGradientError,))
     if by_rank := _differing(reports, lambda report: bool(report.interrupted)):
         names = sorted({name for report in reports for name in report.interrupted})
         what = f"steps whose gradients were cleared or replaced between two backwards ({name_list(names)})"
-        yield StepMismatchError(step=step, what=what, by_rank=by_rank)
+        yield errors.StepMismatchError(step=step, what=what, by_rank=by_rank)
     yield from _unused(step, num_buckets, reports)
-    yield from _problems(step, reports, ("NonFiniteGradientError",))
+    yield from _problems(step, reports, (errors.NonFiniteGradientError,))
     if all(report.doing == _END_OF_STEP for report in reports) and (
         by_rank := _differing(reports, lambda one: one.fingerprint)
     ):
         # The reports, which hold so many names and no more, say nothing about it.
-        yield StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
+        yield errors.StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
 
 
 def _divergences(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
     if by_rank := _differing(reports, lambda report: report.num_updates):
-        causes = [f"rank {one.rank} failed in {fields['phase']}: {fields['cause']}" for one, fields in _failures(reports)]
+        failures = _problems_of(reports, errors.PeerFailedError)
+        causes = [f"rank {rank} failed in {fields['phase']}: {fields['cause']}" for rank, fields in failures]
         causes += [f"rank {one.rank} made none because of {one.missed_update}" for one in reports if one.missed_update]
         cause = f" ({causes[0]})" if causes else ""
-        yield ReplicasDivergedError(step=step, what=f"optimizer updates since the last agreement{cause}", by_rank=by_rank)
+        yield errors.ReplicasDivergedError(
+            step=step, what=f"optimizer updates since the last agreement{cause}", by_rank=by_rank
+        )
     if by_rank := _differing(reports, lambda report: report.num_loads):
         what = "loads of weights (load_state_dict(), by submodule) since the last agreement"
-        yield ReplicasDivergedError(step=step, what=what, by_rank=by_rank, usual_cause="load")
+        yield errors.ReplicasDivergedError(step=step, what=what, by_rank=by_rank, usual_cause="load")
     if not any(report.is_committing for report in reports):
         for name, values in _differing_hyperparameters(reports):
             what = f"hyperparameters of the last update ({name})"
-            yield ReplicasDivergedError(step=step, what=what, by_rank=values, usual_cause="hyperparameters")
+            yield errors.ReplicasDivergedError(step=step, what=what, by_rank=values, usual_cause="hyperparameters")
 
 
-def _failures(reports: Sequence[Report]) -> list[tuple[Report, Mapping[str, Any]]]:
-    return [(one, problem.fields) for one in reports for problem in one.problems if problem.kind == PeerFailedError.__name__]
+def _problems_of(reports: Sequence[Report], kind: type[MegabucketError]) -> list[tuple[int, Mapping[str, Any]]]:
+    """Return the rank and the fields of each problem of one kind."""
+    return [(one.rank, problem.fields) for one in reports for problem in one.problems if problem.kind == kind.__name__]
 
 
-def _problems(step: int, reports: Sequence[Report], kinds: Sequence[str]) -> Iterator[MegabucketError]:
+def _problems(step: int, reports: Sequence[Report], kinds: Sequence[type[MegabucketError]]) -> Iterator[MegabucketError]:
     for kind in kinds:
-        for report in reports:
-            for problem in report.problems:
-                if problem.kind == kind:
-                    yield getattr(errors, kind)(step=step, rank=report.rank, **problem.fields)
+        for rank, fields in _problems_of(reports, kind):
+            yield kind(step=step, rank=rank, **fields)  # type: ignore[call-arg]
 
 
 def _disagreements(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
@@ -556,7 +530,7 @@ def _disagreements(step: int, reports: Sequence[Report]) -> Iterator[MegabucketE
         if len(set(by_rank)) > 1:
             yield kind(step=step, by_rank=by_rank, **({"what": what} if what else {}))  # type: ignore[call-arg]
     for name, texts in _differing_hyperparameters(reports):
-        yield HyperparameterMismatchError(step=step, what=name, by_rank=texts)
+        yield errors.HyperparameterMismatchError(step=step, what=name, by_rank=texts)
 
 
 def _differing(reports: Sequence[Report], value: Callable[[Report], int]) -> tuple[int, ...]:
@@ -576,9 +550,7 @@ def _differing_hyperparameters(reports: Sequence[Report]) -> Iterator[tuple[str,
 
 def _unused(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
     ranks_of: dict[str, list[int]] = {}
-    found = [
-        (one.rank, problem.fields) for one in reports for problem in one.problems if problem.kind == "UnusedParameterError"
-    ]
+    found = _problems_of(reports, errors.UnusedParameterError)
     for rank, fields in found:
         for name in fields["params"]:
             ranks_of.setdefault(name, []).append(rank)
@@ -586,7 +558,7 @@ def _unused(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
     for name, of_name in ranks_of.items():
         params_of.setdefault(tuple(of_name), []).append(name)
     for ranks, params in list(params_of.items())[:1]:
-        yield UnusedParameterError(
+        yield errors.UnusedParameterError(
             step=step,
             ranks=ranks,
             params=params,
@@ -599,7 +571,7 @@ def _unused(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
 
 def agree_on_difference(
     communicator: Communicator, reports: Sequence[Report], lines: Sequence[str], *, device: torch.device, label: str
-) -> LayoutMismatchError:
+) -> errors.LayoutMismatchError:
     """Return the error about entries of a call that differ, made of the texts of one rank for each fingerprint.
 
     Args:
@@ -611,37 +583,17 @@ def agree_on_difference(
     speakers = list(first_ranks.values())[:_MOST_SPEAKERS]
     payload = json.dumps(list(lines)).encode()
     texts = exchange(communicator, payload, speakers=speakers, device=device, label=f"{label} texts")
-    return mismatch(dict(zip(speakers, map(json.loads, texts), strict=True)), phase=_phase_of(label))
-
-
-def mismatch(lines_of: Mapping[int, Sequence[str]], *, phase: str = "wrap") -> LayoutMismatchError:
-    """Return the error about entries that differ, the first ones in full.
-
-    Args:
-        lines_of: what ranks have, by rank; the first one is rank 0.
-    """
-    differences, num_entries = [], 0
-    for index, lines in enumerate(zip_longest(*lines_of.values(), fillvalue="nothing")):
-        num_entries += 1
-        other = next(((rank, line) for rank, line in zip(lines_of, lines, strict=True) if line != lines[0]), None)
-        if other is not None:
-            differences.append(f"entry {index}: rank 0 has {lines[0]}, rank {other[0]} has {other[1]}")
-    return LayoutMismatchError(
-        differences=differences[:_DIFFERENCES_SHOWN], num_different=len(differences), num_entries=num_entries, phase=phase
+    rows = list(zip_longest(*map(json.loads, texts), fillvalue="nothing"))
+    differences: list[str] = []
+    for index, row in enumerate(rows):  # the first speaker is rank 0
+        others = [(rank, line) for rank, line in zip(speakers, row, strict=True) if line != row[0]]
+        differences += [f"entry {index}: rank 0 has {row[0]}, rank {rank} has {line}" for rank, line in others[:1]]
+    return errors.LayoutMismatchError(
+        differences=differences[:_DIFFERENCES_SHOWN],
+        num_different=len(differences),
+        num_entries=len(rows),
+        phase=_phase_of(label),
     )
-
-
-def describe_entry(entry: Entry) -> str:
-    """Return an entry as a reader wants it.
-
-    >>> describe_entry(("config", "bucket_size", 40))
-    'config bucket_size=40'
-    >>> describe_entry(("l2.weight", (4, 4), "float32"))
-    'l2.weight (4, 4) float32'
-    """
-    if entry[0] == "config":
-        return f"config {entry[1]}={entry[2]}"
-    return " ".join(map(str, entry))
 
 
 def describe(error: BaseException | str | None) -> str:
@@ -672,5 +624,5 @@ def step_number_of(number: int | None) -> int:
     except TypeError:
         value = -1
     if isinstance(number, bool) or not 0 <= value < 2**62:
-        raise ConfigError(f"step_number must be None or an integer from 0 to 2**62, got {number!r}")
+        raise errors.ConfigError(f"step_number must be None or an integer from 0 to 2**62, got {number!r}")
     return value

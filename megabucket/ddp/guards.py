@@ -26,13 +26,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup, dtype_name
+from megabucket.buffer import _ParamAndGradBucketGroup, dtype_name
 from megabucket.errors import (
     ConfigError,
     DetachedGradError,
     MixedDtypeOptimizerError,
     ParametersChangedError,
-    PhaseError,
     PlainOptimizerError,
     StorageMovedError,
     TrainabilityChangedError,
@@ -391,25 +390,6 @@ def check_learning_rates(groups: Iterable[Mapping[str, Any]]) -> None:
                 f"the learning rate of parameter group {index} is {rate}: every weight of the group would be nan or infinite "
                 "after this step. Look at the scheduler, or at what has computed the rate; nothing was updated."
             )
-
-
-def check_grads_are_withheld(groups: Iterable[_ParamAndGradBucketGroup]) -> None:
-    """Refuse gradients that the caller has put in the place of ones that were sent: nobody would step on them.
-
-    Raises:
-        PhaseError: a withheld gradient was replaced.
-    """
-    for group in groups:
-        if group.grad_phase is GradPhase.ACCUMULATING:
-            continue  # what is assigned before a bucket is sent counts
-        for slot in group.slots:
-            grad = slot.param.grad
-            if grad is not slot.withheld and grad is not None and grad is not slot.view:
-                raise PhaseError(
-                    f"the gradient of {slot.name!r} was replaced after its bucket had been sent, to no effect: the optimizer "
-                    "steps on what the reduction leaves in the buffer. Change gradients in a hook, or in the last microbatch's "
-                    "no_sync(), or use ddp.scale_gradients()."
-                )
 
 
 def _hook_in(hooks: dict[int, Any], register: Callable[[Any], RemovableHandle]) -> _StepHook:

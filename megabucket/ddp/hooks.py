@@ -183,29 +183,24 @@ class BackwardWatch:
         if thread is not self._thread:
             raise ConcurrentBackwardError(rank=rank, thread=thread.name, other_thread=self._thread.name)
 
-    def close(self, number: int) -> bool:
-        """Stop following; return whether that backward was still followed."""
-        was_open = self.is_open and number == self._num_opened
-        if was_open:
-            self.is_open = False
-        return was_open
+    def is_followed(self, number: int) -> bool:
+        """Whether that backward is the one that is running."""
+        return self.is_open and number == self._num_opened
 
 
 class _EndOfBackward:
-    __slots__ = ("_follower", "_has_run", "_number", "_watch")
+    __slots__ = ("_follower", "_number", "_watch")
 
     def __init__(self, watch: BackwardWatch, number: int, follower: GradSync) -> None:
         self._watch, self._number = watch, number
         self._follower = weakref.ref(follower)
-        self._has_run = False
 
     def __call__(self) -> None:
-        self._has_run = True
         follower = self._follower()
-        if follower is not None and self._watch.close(self._number):
-            follower.end_backward()
+        if follower is not None and self._watch.is_followed(self._number):
+            follower.end_backward()  # closes the watch: an interrupt before that leaves the rest to the destructor
 
     def __del__(self) -> None:
-        follower = None if self._has_run else self._follower()
-        if follower is not None and self._watch.close(self._number):
+        follower = self._follower()
+        if follower is not None and self._watch.is_followed(self._number):
             follower.abandon_backward()

@@ -82,6 +82,8 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
 )
 
 
+CALLING: Final = (StepState.FENCED, StepState.CALL)
+"""States in which the others have this rank's side already, so that what fails here cannot be taken back."""
 UPDATING: Final = (StepState.FENCED, StepState.AGREED)
 """States in which the others update and gather, so that an optimizer that fails breaks the wrapper."""
 
@@ -343,8 +345,10 @@ class GradSync:
         """
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
+            self._backward.is_open = False
             raise refusal
         with self.leaving_no_mess("backward"):
+            self._backward.is_open = False
             has_received, self._is_taking = self._is_taking, False
             has_changed = self._look_for_what_is_missing(has_received=has_received)
             if has_changed or (self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received):
@@ -383,7 +387,7 @@ class GradSync:
         for group in self.groups:
             group.drop_staged()
         refusal, self._refusal = self._refusal, None
-        self._is_taking = False
+        self._is_taking = self._backward.is_open = False
         if refusal is None:
             self.fail("backward", None)
 
@@ -429,7 +433,7 @@ class GradSync:
             error = self._vote(is_committing=True)
             if error is not None:
                 raise error
-        with self.leaving_no_mess("the gradient sync"):
+        with self.leaving_no_mess("the gradient sync", UPDATING if is_committing else CALLING):
             if not self.is_reduced:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
                 error = self._take_verdict()
@@ -739,7 +743,7 @@ class GradSync:
         self.fail("abort_step()", reason)
 
     @contextmanager
-    def leaving_no_mess(self, phase: str, final: Sequence[StepState] = (StepState.FENCED, StepState.CALL)) -> Iterator[None]:
+    def leaving_no_mess(self, phase: str, final: Sequence[StepState] = CALLING) -> Iterator[None]:
         """Whatever ends the block, an interrupt for instance, leaves this rank in a state that the others know.
 
         Args:

@@ -100,63 +100,42 @@ def discover_params(module: torch.nn.Module) -> DiscoveredParams:
     wrapped = [name for name, param in trainable.items() if getattr(param, "main_grad", None) is not None]
     if wrapped:
         raise AlreadyWrappedError(params=wrapped)
+    first_name, first = next(iter(trainable.items()))
     for name, param in trainable.items():
-        _check_supported(name, param)
-    _check_one_device(trainable)
+        for reason, remedy in _obstacles(param, first, first_name):
+            raise UnsupportedParameterError(param=name, reason=reason, remedy=remedy)
     _check_disjoint_memory(module, trainable)
     return DiscoveredParams(trainable, frozen)
 
 
-def _check_supported(name: str, param: torch.nn.Parameter) -> None:
+def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name: str) -> Iterator[tuple[str, str]]:
+    """Return why a parameter cannot live in a buffer, and what to do about it: the first one explains the others.
+
+    Args:
+        first: the first trainable parameter, whose device is that of the buffers.
+    """
     if isinstance(param, UninitializedParameter):
-        raise UnsupportedParameterError(
-            param=name, reason="it is uninitialized (a lazy module)", remedy="Run one forward before wrapping."
-        )
+        yield "it is uninitialized (a lazy module)", "Run one forward before wrapping."
     if param.is_meta:
-        raise UnsupportedParameterError(
-            param=name,
-            reason="it is on the meta device and has no values",
-            remedy="Call module.to_empty(device=...) and initialize the parameters before wrapping.",
-        )
+        remedy = "Call module.to_empty(device=...) and initialize the parameters before wrapping."
+        yield "it is on the meta device and has no values", remedy
     if param.layout is not torch.strided:
-        raise UnsupportedParameterError(
-            param=name, reason=f"it is sparse ({param.layout})", remedy="Use a dense parameter, or freeze it."
-        )
+        yield f"it is sparse ({param.layout})", "Use a dense parameter, or freeze it."
     if type(param.data) is not torch.Tensor:
-        raise UnsupportedParameterError(
-            param=name,
-            reason=f"it is a {type(param.data).__name__}, not a plain tensor",
-            remedy="Wrap the module before sharding or quantizing it, or freeze the parameter.",
-        )
+        remedy = "Wrap the module before sharding or quantizing it, or freeze the parameter."
+        yield f"it is a {type(param.data).__name__}, not a plain tensor", remedy
     if dtype_name(param.dtype) not in DTYPE_BYTES:
-        raise UnsupportedParameterError(
-            param=name,
-            reason=f"its dtype is {dtype_name(param.dtype)}",
-            remedy=f"Buffers hold {', '.join(DTYPE_BYTES)}; convert the parameter before wrapping, or freeze it.",
-        )
+        remedy = f"Buffers hold {', '.join(DTYPE_BYTES)}; convert the parameter before wrapping, or freeze it."
+        yield f"its dtype is {dtype_name(param.dtype)}", remedy
     if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
-        raise UnsupportedParameterError(
-            param=name,
-            reason=f"it is expanded: shape {tuple(param.shape)} with strides {param.stride()} repeats the same memory",
-            remedy="Make it a parameter of its own with .clone() before wrapping.",
-        )
+        reason = f"it is expanded: shape {tuple(param.shape)} with strides {param.stride()} repeats the same memory"
+        yield reason, "Make it a parameter of its own with .clone() before wrapping."
     if getattr(param, "allreduce", True) is False:
-        raise UnsupportedParameterError(
-            param=name,
-            reason="it is an expert parameter (allreduce=False), which is reduced over another group than the others",
-            remedy="Expert groups can be planned with build_layout(), but not be trained in this version.",
-        )
-
-
-def _check_one_device(params: Mapping[str, torch.nn.Parameter]) -> None:
-    first_name, first = next(iter(params.items()))
-    for name, param in params.items():
-        if param.device != first.device:
-            raise UnsupportedParameterError(
-                param=name,
-                reason=f"it is on {param.device}, but {first_name!r} is on {first.device}",
-                remedy="One buffer lives on one device: move the module to a single device before wrapping.",
-            )
+        reason = "it is an expert parameter (allreduce=False), which is reduced over another group than the others"
+        yield reason, "Expert groups can be planned with build_layout(), but not be trained in this version."
+    if param.device != first.device:
+        remedy = "One buffer lives on one device: move the module to a single device before wrapping."
+        yield f"it is on {param.device}, but {first_name!r} is on {first.device}", remedy
 
 
 def _check_disjoint_memory(module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter]) -> None:
@@ -191,28 +170,26 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 def _check_no_byte_twice(tensors: Mapping[str, torch.Tensor], moving: Sequence[str]) -> None:
     """Mark the bytes of each tensor, because overlapping ranges need not share any: the columns of one matrix do not."""
     storage_bytes = next(iter(tensors.values())).untyped_storage().nbytes()
-    marks = torch.zeros(storage_bytes, dtype=torch.bool)
-    for name, tensor in tensors.items():
-        own = _bytes_of(marks, tensor)
-        if name in moving and bool(own.any()):
-            for before, other in tensors.items():
-                _bytes_of(marks.zero_(), other).fill_(True)
-                if before != name and bool(own.any()):
-                    raise UnsupportedParameterError(
-                        param=name,
-                        reason=f"it shares memory with {before!r} but is a different tensor, so the tie would be lost",
-                        remedy="Register the same Parameter object under both names, or clone() one of them before wrapping.",
-                    )
-        own.fill_(True)
+    owners = torch.full((storage_bytes,), -1, dtype=torch.int32)
+    for index, (name, tensor) in enumerate(tensors.items()):
+        own = _bytes_of(owners, tensor)
+        earlier = int(own.max())
+        if name in moving and earlier >= 0:
+            raise UnsupportedParameterError(
+                param=name,
+                reason=f"it shares memory with {list(tensors)[earlier]!r} but is a different tensor, so the tie would be lost",
+                remedy="Register the same Parameter object under both names, or clone() one of them before wrapping.",
+            )
+        own.fill_(index)
 
 
-def _bytes_of(marks: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the view of ``marks`` (one element per byte of the storage) that a tensor covers."""
+def _bytes_of(owners: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the view of ``owners`` (one element per byte of the storage) that a tensor covers."""
     bytes_per_element = tensor.itemsize
     # An expanded dimension covers the same bytes again and again: once is enough, and it could not be filled.
     shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     strides = [stride * bytes_per_element for stride in tensor.stride()]
-    return marks.as_strided([*shape, bytes_per_element], [*strides, 1], tensor.storage_offset() * bytes_per_element)
+    return owners.as_strided([*shape, bytes_per_element], [*strides, 1], tensor.storage_offset() * bytes_per_element)
 
 
 # What must be equal on all ranks #
@@ -231,40 +208,26 @@ def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig
     ]
     fields = config.model_dump()
     lists = {name: fields.pop(name) for name in ("bucket_cuts", "bucket_order")}
-    entries += [("config", name, value) for name, value in fields.items()]
-    entries += [("config", name, None if names is None else f"{len(names)} names") for name, names in lists.items()]
-    params: list[torch.nn.Parameter] = []
-    for prefix, submodule in module.named_modules(remove_duplicate=False):
-        start = f"{prefix}." if prefix else ""
-        for key, param in submodule._parameters.items():
-            if param is None:
-                continue
-            params.append(param)
-            if param.requires_grad and param.is_contiguous():  # the usual one: no calls, wrapping should not take long
-                entries.append((start + key, tuple(param.shape), dtype_name(param.dtype)))
-            else:
-                entries.append(_entry_of(start + key, param, "trained" if param.requires_grad else "frozen"))
-        for key, buffer in submodule._buffers.items():
-            if buffer is not None:
-                entries.append(_entry_of(start + key, buffer, "buffer"))
-    if len(set(map(id, params))) < len(params):
-        entries += _alias_entries(module)
-    # Name by name, so that an error shows the ones that differ; last, because lists of two lengths shift what follows.
-    entries += [("config", f"{field}[{i}]", name) for field, names in lists.items() for i, name in enumerate(names or ())]
-    if [param for param in params if param.grad is not None or getattr(param, "shared_embedding", False)]:
-        entries += _mark_entries(module)  # last, so that a mark on one rank does not shift the others
-    return entries
-
-
-def _mark_entries(module: torch.nn.Module) -> Iterator[Entry]:
-    for name, param in module.named_parameters():
+    fields |= {name: None if names is None else f"{len(names)} names" for name, names in lists.items()}
+    entries += [(f"config {name}={value}",) for name, value in fields.items()]
+    first_name_of: dict[int, str] = {}
+    marks: list[Entry] = []  # last, so that one rank's do not shift what follows
+    for name, param in module.named_parameters(remove_duplicate=False):
+        entries.append(_entry_of(name, param, () if param.requires_grad else ("frozen",)))
+        if first_name_of.setdefault(id(param), name) is not name:
+            marks.append(("alias", name, "of", first_name_of[id(param)]))
+            continue
         if getattr(param, "shared_embedding", False):
-            yield (name, "with shared_embedding")
+            marks.append((name, "with shared_embedding"))
         if param.grad is not None and param.requires_grad:
-            yield (name, "with a gradient from before wrapping")
+            marks.append((name, "with a gradient from before wrapping"))
+    entries += [_entry_of(name, buffer, ("buffer",)) for name, buffer in module.named_buffers(remove_duplicate=False)]
+    # Name by name, so that an error shows the ones that differ; late, because lists of two lengths shift what follows.
+    entries += [(f"config {field}[{i}]={name}",) for field, names in lists.items() for i, name in enumerate(names or ())]
+    return [*entries, *marks]
 
 
-def _entry_of(name: str, tensor: torch.Tensor, role: str) -> Entry:
+def _entry_of(name: str, tensor: torch.Tensor, role: tuple[str, ...]) -> Entry:
     """Return name, shape, dtype, and what else decides how a tensor is laid out in a buffer and sent."""
     place: tuple[object, ...] = ()
     if tensor.is_meta:
@@ -273,15 +236,7 @@ def _entry_of(name: str, tensor: torch.Tensor, role: str) -> Entry:
         place = (str(tensor.layout),)
     elif not tensor.is_contiguous():
         place = ("strides", *tensor.stride())
-    return (name, tuple(tensor.shape), dtype_name(tensor.dtype), *place, role)
-
-
-def _alias_entries(module: torch.nn.Module) -> Iterator[Entry]:
-    first_name_of: dict[int, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        first_name = first_name_of.setdefault(id(param), name)
-        if first_name is not name:
-            yield ("alias", name, "of", first_name)
+    return (name, tuple(tensor.shape), dtype_name(tensor.dtype), *place, *role)
 
 
 def exchange_device(module: torch.nn.Module) -> torch.device:

@@ -1,6 +1,6 @@
-"""The self-check: what this back-end really does, and whether gradients through the configured path are right.
+"""The self-check: how this back-end behaves, and whether gradients through the configured path are right.
 
-``run_doctor`` asks and answers; ``megabucket doctor`` prints what it returns. Nothing here is needed to train.
+``run_doctor`` asks and answers; ``megabucket doctor`` prints the report. Nothing here is needed to train.
 """
 
 from megabucket.doctor.report import Line, Report, Verdict

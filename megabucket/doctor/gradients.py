@@ -1,187 +1,198 @@
 """Gradients that say which ranks are in them, through real wrappers and real optimizer steps.
 
-The gradient of rank ``r`` is ``2^r`` (``rank_code``), so the reduced one is known exactly: ``2^n - 1``, times the microbatches,
-over ``n`` for a mean. It is compared bit by bit in the buffers, then the parameters after an update are, and what differs is
-decoded into the ranks that are missing or counted twice.
+Each rank's gradients are its ``contribution`` to a known sum. The reduced ones are compared with it bit by bit in the buffers,
+then the parameters after an update are, and differences are decoded into the ranks that are missing or counted twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from megabucket.comm import Communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
-from megabucket.doctor.probe import Bench, Fact, Judgement, Probe, right_or
-from megabucket.doctor.rank_code import WIDTHS, RankCode, Reading
+from megabucket.doctor.collectives import Problem, contribution, name_of, read_sum, whole_sum
+from megabucket.doctor.question import Answer, Asking, Bench, Question, merge
 from megabucket.doctor.report import Verdict
 from megabucket.errors import name_list
 from megabucket.layout.shards import shard_slices
 from megabucket.optim import DistributedOptimizer
 
-SECTION: Final = "gradients"
-_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-_FLOAT16_WIDTH: Final = 12
-"""Of the code of float16 parameters with float32 gradients: their values, sums over two steps included, stay below 65504."""
 _MICROBATCHES: Final = (1, 2)
 """Of each step. The second step must not see the first one's gradients."""
 _BUCKET_SIZE: Final = 40
 """Elements: several buckets of each buffer, of one or two parameters."""
 _MOST_BUCKETS: Final = 4
 """That a small model can be cut into."""
+_REDUCTIONS: Final[dict[str, dict[str, Any]]] = {
+    "mean": {"grad_reduction": "mean", "average_in_collective": False, "grad_reduce_in_fp32": True},
+    "mean by AVG": {"grad_reduction": "mean", "average_in_collective": True, "grad_reduce_in_fp32": True},
+    "mean in 16 bits": {"grad_reduction": "mean", "average_in_collective": False, "grad_reduce_in_fp32": False},
+    "sum": {"grad_reduction": "sum", "average_in_collective": False, "grad_reduce_in_fp32": True},
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
-    """One way for gradients to travel."""
-
-    name: str
-    config: DistributedDataParallelConfig
-    is_configured: bool
-    """Whether it is the one the user asked for."""
-
-
-def paths(config: DistributedDataParallelConfig) -> Iterator[Path]:
-    """Return the configured path, then all others: mode x overlap x grouping x reduction, with several buckets.
+def paths(config: DistributedDataParallelConfig) -> dict[str, DistributedDataParallelConfig]:
+    """Return the configured path, then all others by name: mode x overlap x grouping x reduction, with several buckets.
 
     What none of the four says stays as configured.
     """
-    own: dict[str, Any] = {}
-    if config.num_buckets is not None:  # a large model's number may be more than the small one has elements
-        own = {"num_buckets": min(config.num_buckets, _MOST_BUCKETS)}
-    yield Path("as configured", _changed(config, own), is_configured=True)
-    base = {
-        "bucket_size": _BUCKET_SIZE,
-        "bucket_cap_mb": None,
-        "num_buckets": None,
-        "overlap_param_gather": False,
-    }
-    reductions: dict[str, dict[str, Any]] = {
-        "mean": {"grad_reduction": "mean", "average_in_collective": False, "grad_reduce_in_fp32": True},
-        "mean by AVG": {"grad_reduction": "mean", "average_in_collective": True, "grad_reduce_in_fp32": True},
-        "mean in 16 bits": {"grad_reduction": "mean", "average_in_collective": False, "grad_reduce_in_fp32": False},
-        "sum": {"grad_reduction": "sum", "average_in_collective": False, "grad_reduce_in_fp32": True},
-    }
-    grouping = {"each bucket": "per_bucket", "one batch": "single"}
-    for scatters, overlaps, batch, reduction in product((False, True), (True, False), grouping, reductions):
-        names = ("reduce-scatter" if scatters else "all-reduce", "overlap" if overlaps else "no overlap", batch, reduction)
+    fields = config.model_dump()
+    # A large model's number of buckets may be more than the small one has elements.
+    num_buckets = None if config.num_buckets is None else min(config.num_buckets, _MOST_BUCKETS)
+    found = {"as configured": DistributedDataParallelConfig(**{**fields, "num_buckets": num_buckets})}
+    cut = {"bucket_size": _BUCKET_SIZE, "bucket_cap_mb": None, "num_buckets": None, "overlap_param_gather": False}
+    modes = {"all-reduce": False, "reduce-scatter": True}
+    overlaps = {"overlap": True, "no overlap": False}
+    groupings = {"each bucket": "per_bucket", "one batch": "single"}
+    for mode, overlap, grouping, reduction in product(modes, overlaps, groupings, _REDUCTIONS):
         changes = {
-            **base,
-            **reductions[reduction],
-            "use_distributed_optimizer": scatters,
-            "overlap_grad_reduce": overlaps,
-            "bucket_groups": grouping[batch],
+            **cut,
+            "use_distributed_optimizer": modes[mode],
+            "overlap_grad_reduce": overlaps[overlap],
+            "bucket_groups": groupings[grouping],
+            **_REDUCTIONS[reduction],
         }
-        yield Path(", ".join(names), _changed(config, changes), is_configured=False)
+        found[f"{mode}, {overlap}, {grouping}, {reduction}"] = DistributedDataParallelConfig(**{**fields, **changes})
+    return found
 
 
-def gradient_probe(path: Path) -> Probe:
-    """Return the question whether gradients and updates of one path are right."""
-    is_rounded = path.config.average_in_collective
+def gradient_questions(config: DistributedDataParallelConfig) -> Iterator[Question]:
+    """Return one question a path: whether gradients and updates are right."""
+    for index, (name, path) in enumerate(paths(config).items()):
+        is_configured = index == 0
+        averages = path.average_in_collective
+        yield Question(
+            "gradients",
+            name,
+            partial(path_is_right, config=path, is_configured=is_configured),
+            refusal=f"a wrapper with these settings does not work here{'; it needs AVG' if averages else ''}",
+            is_required=is_configured or not averages,
+        )
 
-    def observe(bench: Bench) -> Fact:
-        return _train(path, bench)
 
+def path_is_right(bench: Bench, config: DistributedDataParallelConfig, *, is_configured: bool) -> Asking:
+    """Ask whether gradients, updates and gathered parameters are right in two steps of a small model."""
+    model = _Model(bench)
+    ranks: dict[str, Any] = {"communicator": bench.communicator}
+    if is_configured and bench.group is not None:
+        # As in training: the wrapper makes a communicator of its own, with heartbeats. One for each path would be 33 threads
+        # with a connection to the store each.
+        ranks = {"process_group": bench.group}
+    ddp = DistributedDataParallel(model, config, **ranks)
+    try:
+        differences = list(_differences(ddp, model, bench))
+    finally:
+        ddp.detach()
+    first = next((found for found in differences if found.problem is not None), _Difference(None))
     meaning = "gradients, updates and gathered parameters are right"
-    exact = right_or(
-        f"with this config {meaning}" if path.is_configured else f"{meaning}, every rank is in them exactly once",
-        wrong="training would go wrong without a word",
-        answer="exact",
-    )
+    meaning = f"with this config {meaning}" if is_configured else f"{meaning}, every rank is in them exactly once"
+    own = right = Answer(Verdict.HOLDS, "exact", meaning)
+    if first.problem is not None:
+        own = Answer(Verdict.FINDING, first.problem.text, "training would go wrong without a word", first.problem.ranks)
+    rounding = max(found.rounding for found in differences)
+    facts = yield {"answer": own, "where": first.where, "is_in_gradients": first.is_in_gradients, "rounding": rounding}
 
-    def judge(facts: Sequence[Fact]) -> Judgement:
-        causes = _causes(facts)
-        found = exact([causes.get(rank, {"is_right": True}) for rank in range(len(facts))])
-        rounding = max(fact["rounding"] for fact in facts)
-        if causes:
-            return replace(found, answer=f"{found.answer} (in {next(iter(causes.values()))['where']})")
-        if rounding == 0:
-            return found
-        answer = f"every rank once, but rounded: up to {rounding:.1g}"
-        return Judgement(Verdict.NOTE, answer, "AVG rounds on this back-end; ddp.average_in_collective=false does not")
-
-    needs_avg = "; it needs AVG" if is_rounded else ""
-    return Probe(
-        SECTION,
-        path.name,
-        observe,
-        judge,
-        refusal=f"a wrapper with these settings does not work here{needs_avg}",
-        is_required=path.is_configured or not is_rounded,
-    )
-
-
-def _causes(facts: Sequence[Fact]) -> dict[int, Fact]:
-    """Return what went wrong first, by the ranks that see it.
-
-    Wrong gradients make wrong parameters, also at ranks that own none of the gradients: those only follow. A rank that owns
-    nothing but padding agrees with the others if they are of one mind.
-    """
-    wrong = {rank: fact for rank, fact in enumerate(facts) if not fact["is_right"]}
-    causes = {rank: fact for rank, fact in wrong.items() if fact["is_in_gradients"]}
-    if len({fact["problem"] for fact in causes.values()}) == 1:
-        first = next(iter(causes.values()))
-        return {**{rank: first for rank, fact in enumerate(facts) if not fact["owns_gradients"]}, **causes}
-    return causes or wrong
-
-
-def _changed(config: DistributedDataParallelConfig, changes: dict[str, Any]) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(**{**config.model_dump(), **changes})
+    causes = [fact for fact in facts if fact["is_in_gradients"]]
+    if causes:
+        # Wrong gradients make wrong parameters, also at ranks that own none of these gradients: those only follow. They take
+        # the word of the others about who is at fault.
+        told = next((fact["answer"] for fact in causes if fact["answer"][-1]), right)
+        facts = [{**fact, "answer": told} if fact["where"] and fact not in causes else fact for fact in facts]
+    answer = merge([fact["answer"] for fact in facts])
+    if answer.verdict is Verdict.FINDING:
+        where = next(fact["where"] for fact in causes or facts if fact["where"])
+        return answer._replace(text=f"{answer.text} (in {where})")
+    rounding = max(fact["rounding"] for fact in facts)
+    if rounding > 0:
+        text = f"every rank once, but rounded: up to {rounding:.1g}"
+        return Answer(Verdict.NOTE, text, "AVG rounds on this back-end; ddp.average_in_collective=false does not")
+    return answer
 
 
 class _Model(torch.nn.Module):
-    """Parameters of several dtypes and shapes, all zero, whose gradients are whatever coefficients say."""
+    """Parameters of several dtypes and shapes, all zero, whose gradients are this rank's contributions."""
 
-    def __init__(self, num_ranks: int, device: torch.device) -> None:
+    def __init__(self, bench: Bench) -> None:
         super().__init__()
-        unit = max(16, *(RankCode(num_ranks, WIDTHS[_name(dtype)]).period for dtype in _DTYPES))
+        # So large that a rank's shard of a bucket speaks of every rank of some block.
+        unit = max(16, 7 * bench.size)
         shapes = ((3 * unit + 1,), (5, unit), (unit + 7,), ())
-        for dtype, (index, shape) in product(_DTYPES, enumerate(shapes)):
-            values = torch.zeros(shape, dtype=dtype, device=device)
-            self.register_parameter(f"{_name(dtype)}_{index}", torch.nn.Parameter(values))
+        self._coefficients: dict[str, torch.Tensor] = {}
+        for dtype, (index, shape) in product((torch.float32, torch.bfloat16, torch.float16), enumerate(shapes)):
+            name, values = f"{name_of(dtype)}_{index}", torch.zeros(shape, dtype=dtype, device=bench.device)
+            self.register_parameter(name, torch.nn.Parameter(values))
+            coded = contribution(bench.rank, bench.size, 0, values.numel())
+            self._coefficients[name] = coded.float().view(shape).to(bench.device)
 
-    def forward(self, coefficients: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self) -> torch.Tensor:
         """Return a number whose derivative by each parameter is its coefficient."""
-        terms = [(param.float() * coefficients[name]).sum() for name, param in self.named_parameters()]
-        return torch.stack(terms).sum()
+        return torch.stack([(param.float() * self._coefficients[name]).sum() for name, param in self.named_parameters()]).sum()
 
 
-def _train(path: Path, bench: Bench) -> Fact:
-    """Return the first thing that is wrong in two steps on this rank, and the largest relative rounding of a right one."""
-    communicator = bench.communicator
-    model = _Model(communicator.size, bench.device)
-    ranks: dict[str, Any] = {"communicator": communicator}
-    if path.is_configured and bench.group is not None:
-        # As in training: the wrapper makes a communicator of its own, with heartbeats. One for each path would be 33 threads
-        # with a connection to the store each.
-        ranks = {"process_group": bench.group.group}
-    ddp = DistributedDataParallel(model, path.config, **ranks)
-    try:
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), ddp)
-        check = _Check(ddp, model, communicator)
-        for step, num_microbatches in enumerate(_MICROBATCHES, start=1):
-            _run_backwards(ddp, check.coefficients, num_microbatches)
-            ddp.finish_grad_sync()
-            check.compare_gradients(f"step {step}", times=num_microbatches)
-            optimizer.step()
-            ddp.finish_param_sync()
-            check.compare_parameters(f"step {step}", times=num_microbatches)
-            optimizer.zero_grad()
-    finally:
-        ddp.detach()
-    return check.to_fact()
+class _Difference(NamedTuple):
+    """How far one comparison is off: wrong, or rounded."""
+
+    problem: Problem | None
+    where: str = ""  # the parameters
+    is_in_gradients: bool = False
+    rounding: float = 0.0  # relative, where nothing is wrong
 
 
-def _run_backwards(ddp: DistributedDataParallel, coefficients: dict[str, torch.Tensor], num_microbatches: int) -> None:
-    with ddp.no_sync():
-        for _ in range(num_microbatches - 1):
-            ddp(coefficients).backward()
-    ddp(coefficients).backward()
+def _differences(ddp: DistributedDataParallel, model: _Model, bench: Bench) -> Iterator[_Difference]:
+    """Train for two steps and yield every difference between this rank's tensors and the right ones."""
+    config, size = ddp.ddp_config, bench.size
+    divisor = 1 if config.grad_reduction == "sum" else size
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), ddp)
+    grad_dtypes = {name: buffer.grad_data.dtype for buffer in ddp.param_and_grad_buffers for name in buffer.params}
+    updated = {name: torch.zeros(param.numel()) for name, param in model.named_parameters()}  # float32, as the optimizer's
+
+    def reduced(name: str, start: int, stop: int, times: int) -> torch.Tensor:
+        # Whole numbers, divided and rounded once.
+        return (whole_sum(size, start, stop, times=times) / divisor).to(grad_dtypes[name])
+
+    def error_of(got: torch.Tensor, right: torch.Tensor) -> float:
+        """Return 0 for the same bits, the relative error where AVG may have rounded, and infinity for wrong values."""
+        if torch.equal(got, right):
+            return 0.0
+        error: float = (got.double() / right.double() - 1).abs().max().item()
+        may_round = config.average_in_collective and error <= (size + 2) * torch.finfo(got.dtype).eps
+        return error if may_round else float("inf")
+
+    for step, times in enumerate(_MICROBATCHES, start=1):
+        with ddp.no_sync():
+            for _ in range(times - 1):
+                ddp().backward()
+        ddp().backward()
+        ddp.finish_grad_sync()
+
+        pieces = list(_pieces(ddp, bench.rank))
+        errors = [error_of(grad.cpu(), reduced(name, start, start + len(grad), times)) for name, start, grad in pieces]
+        wrong = [piece for piece, error in zip(pieces, errors, strict=True) if error == float("inf")]
+        if wrong:
+            _, start, grad = max(wrong, key=lambda piece: len(piece.grad))  # the more elements, the more surely they are read
+            problem = read_sum(grad.double() * divisor, size, start=start, times=times) or Problem("values are rounded")
+            problem = problem._replace(text=f"step {step}: {problem.text}")
+            yield _Difference(problem, _names(piece.name for piece in wrong), is_in_gradients=True)
+        else:
+            yield _Difference(None, rounding=max(errors, default=0.0))
+
+        optimizer.step()
+        ddp.finish_param_sync()
+        errors = []
+        for name, param in model.named_parameters():
+            updated[name] -= reduced(name, 0, param.numel(), times).float()
+            errors.append(error_of(param.detach().reshape(-1).cpu(), updated[name].to(param.dtype)))
+        names = [name for name, error in zip(updated, errors, strict=True) if error == float("inf")]
+        if names:
+            yield _Difference(Problem(f"step {step}: parameters are wrong after the update"), _names(names))
+        else:
+            yield _Difference(None, rounding=max(errors))
+        optimizer.zero_grad()
 
 
 class _Piece(NamedTuple):
@@ -190,111 +201,6 @@ class _Piece(NamedTuple):
     name: str
     start: int  # in the flattened parameter
     grad: torch.Tensor  # 1D view of the buffer, gradient dtype
-
-
-class _Check:
-    """Compares one wrapper's buffers with what they must hold; keeps the first difference in words."""
-
-    def __init__(self, ddp: DistributedDataParallel, model: _Model, communicator: Communicator) -> None:
-        self.problem = ""
-        self.where = ""  # which parameters
-        self.culprits: tuple[int, ...] = ()
-        self.is_in_gradients = False
-        self.rounding = 0.0
-        self._size = communicator.size
-        self._config = ddp.ddp_config
-        self._params = dict(model.named_parameters())
-        self._pieces = list(_pieces(ddp, communicator.rank))
-        self._grad_dtypes = {name: buffer.grad_data.dtype for buffer in ddp.param_and_grad_buffers for name in buffer.params}
-        self._codes = {name: _code(self._size, param.dtype, self._grad_dtypes[name]) for name, param in self._params.items()}
-        self._main = {name: torch.zeros(param.numel()) for name, param in self._params.items()}  # float32, as the optimizer's
-        self.coefficients = {
-            name: torch.tensor(self._codes[name].values(communicator.rank, stop=param.numel()), dtype=torch.float32)
-            .view(param.shape)
-            .to(param.device)
-            for name, param in self._params.items()
-        }
-
-    def compare_gradients(self, when: str, *, times: int) -> None:
-        """Compare what this rank holds of the reduced gradients.
-
-        Args:
-            times: microbatches of the step.
-        """
-        wrong = [piece for piece in self._pieces if not self._is_same(piece.grad.cpu(), self._right_for(piece, times))]
-        if not wrong or self.problem:
-            return
-        piece = max(wrong, key=lambda one: one.grad.numel())  # the more elements, the more surely they are read
-        sums = (piece.grad.double() * self._divisor).tolist()
-        reading = self._codes[piece.name].read(sums, start=piece.start, times=times) or Reading("values are rounded")
-        self.problem, self.culprits, self.is_in_gradients = f"{when}: {reading.text}", reading.ranks, True
-        self.where = _names([piece.name for piece in wrong])
-
-    def compare_parameters(self, when: str, *, times: int) -> None:
-        """Compare all parameters with an update done by hand. Call it once a step.
-
-        Args:
-            times: microbatches of the step.
-        """
-        wrong = []
-        for name, param in self._params.items():
-            self._main[name] -= self._reduced(name, 0, param.numel(), times=times).float()
-            got, right = param.detach().reshape(-1).cpu(), self._main[name].to(param.dtype)
-            if not self._is_same(got, right):
-                wrong.append(name)
-        if wrong and not self.problem:
-            self.problem, self.where = f"{when}: parameters are wrong after the update", _names(wrong)
-
-    def _right_for(self, piece: _Piece, times: int) -> torch.Tensor:
-        return self._reduced(piece.name, piece.start, piece.start + piece.grad.numel(), times=times)
-
-    def _reduced(self, name: str, start: int, stop: int, *, times: int) -> torch.Tensor:
-        """Return the gradient as it must be: whole numbers, divided and rounded once."""
-        sums = self._codes[name].sums(start=start, stop=stop, times=times)
-        return (torch.tensor(sums, dtype=torch.float64) / self._divisor).to(self._grad_dtypes[name])
-
-    @property
-    def _divisor(self) -> int:
-        return 1 if self._config.grad_reduction == "sum" else self._size
-
-    def _is_same(self, got: torch.Tensor, right: torch.Tensor) -> bool:
-        """Return whether values are bitwise right, or rounded as AVG may round them."""
-        if torch.equal(got, right):
-            return True
-        if not self._config.average_in_collective:
-            return False
-        exact = right.double()
-        error = torch.where(exact == 0, got.double().abs(), (got.double() / exact - 1).abs()).max().item()
-        if not error <= (self._size + 2) * torch.finfo(got.dtype).eps:
-            return False
-        self.rounding = max(self.rounding, error)
-        return True
-
-    def to_fact(self) -> Fact:
-        """Return the first thing that was wrong, ready for the other ranks."""
-        return {
-            "is_right": not self.problem,
-            "problem": self.problem,
-            "where": self.where,
-            "culprits": self.culprits,
-            "is_in_gradients": self.is_in_gradients,
-            "owns_gradients": bool(self._pieces),
-            "is_partial": self._config.use_distributed_optimizer and self.is_in_gradients,
-            "rounding": self.rounding,
-        }
-
-
-def _names(names: Sequence[str]) -> str:
-    return name_list(list(dict.fromkeys(names)))
-
-
-def _code(num_ranks: int, param_dtype: torch.dtype, grad_dtype: torch.dtype) -> RankCode:
-    width = WIDTHS[_name(grad_dtype)]
-    return RankCode(num_ranks, min(width, _FLOAT16_WIDTH) if param_dtype is torch.float16 else width)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _pieces(ddp: DistributedDataParallel, rank: int) -> Iterator[_Piece]:
@@ -308,3 +214,7 @@ def _pieces(ddp: DistributedDataParallel, rank: int) -> Iterator[_Piece]:
             for piece in shard_slices(buffer.layout, bucket=bucket, rank=rank):
                 values = buffer.grad_data[piece.in_buffer.start : piece.in_buffer.stop]
                 yield _Piece(piece.param, piece.in_param.start, values)
+
+
+def _names(names: Iterable[str]) -> str:
+    return name_list(list(dict.fromkeys(names)))

@@ -29,25 +29,12 @@ from megabucket.checkpoint.stored import StoredCheckpoint
 from megabucket.checkpoint.values import decode
 from megabucket.comm import Communicator, LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.config.load import load_section
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError, printable
 from megabucket.measure.ranks import Ranks
 from megabucket.optim import DistributedOptimizer
+from megabucket.planning.load import load_section
 from megabucket.planning.run_config import RunConfig
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFindings:
-    """What differs between a checkpoint and a program.
-
-    Args:
-        problems: everything that keeps the program from going on from it; nothing, if it can.
-        changes: what differs and may.
-    """
-
-    problems: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +52,7 @@ class TrainingProgram:
     """Losses in a step."""
     clip_grad: float = 0.0
     """Global norm that gradients are clipped to; 0: they are not."""
-    check_resume: Callable[[int, Any], LoadFindings] = lambda *_: LoadFindings()
+    check_resume: Callable[[int, Any], Sequence[str]] = lambda *_: ()
     """What speaks against going on at a step with what a checkpoint of it says of the data (``data_position``)."""
 
 
@@ -149,8 +136,8 @@ class Trainee:
         self.optimizer.zero_grad()
 
 
-def load_findings(workload: WorkloadFunction, config: RunConfig, stored: StoredCheckpoint, *, cast: bool) -> LoadFindings:
-    """Return everything in which a checkpoint and a program differ. This process alone; nothing is read into the program.
+def load_problems(workload: WorkloadFunction, config: RunConfig, stored: StoredCheckpoint, *, cast: bool) -> list[str]:
+    """Return everything that keeps a program from going on from a checkpoint. Nothing is read into the program.
 
     Raises:
         ConfigError: the config cannot be honoured.
@@ -165,5 +152,4 @@ def load_findings(workload: WorkloadFunction, config: RunConfig, stored: StoredC
         position = decode(stored.values.get("data_position"))
     except (ValueError, KeyError, TypeError):  # with tensors in it, which are not read
         position = None
-    found = trainee.program.check_resume(stored.step, position)
-    return LoadFindings((*problems, *found.problems), found.changes)
+    return [*problems, *trainee.program.check_resume(stored.step, position)]

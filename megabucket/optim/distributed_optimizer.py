@@ -13,8 +13,8 @@ import torch
 
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.fence import check_not_capturing
-from megabucket.ddp.guards import check_grads_are_withheld, check_learning_rates, read_hyperparameters
-from megabucket.ddp.step import UPDATING, StepState
+from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
+from megabucket.ddp.step import CALLING, UPDATING, StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
 from megabucket.optim.shards import MainShard, Sharding
@@ -175,18 +175,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_may_step()
         needs_norm = self._computes_norm or self.clip_grad > 0
         squares: list[torch.Tensor] = []
-        for group in sync.agree(is_committing=self._is_sharded):
-            if needs_norm and self._is_sharded:  # while others are on their way
-                with sync.leaving_no_mess("optimizer.step()", UPDATING):
+        # With shards the others update and gather once all have agreed, whatever happens on this rank.
+        with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else CALLING):
+            for group in sync.agree(is_committing=self._is_sharded):
+                if needs_norm and self._is_sharded:  # while others are on their way
                     squares += map(sum_of_squares, map(_buffer_grads, self._sharding.shards_of_group[group.index]))
-        self.ddp.communicator.progress.enter(sync.step, "optimizer")
-        if sync.skip_reason:
-            sync.end_update()
-            return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
-        if not self._is_sharded:
-            self._take_published_grads()
-        with sync.leaving_no_mess("optimizer.step()", UPDATING):
-            return self._update(squares, needs_norm=needs_norm)
+            self.ddp.communicator.progress.enter(sync.step, "optimizer")
+            if sync.skip_reason:
+                sync.end_update()
+                return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
+            if not self._is_sharded:
+                self._take_published_grads()
+            with sync.leaving_no_mess("optimizer.step()", UPDATING):
+                return self._update(squares, needs_norm=needs_norm)
 
     def _check_may_step(self) -> None:
         """Refuse a step that would go wrong on this rank, while all of them can still be told."""
@@ -198,8 +199,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._sharding.check_is_current()
             self._sharding.check_shards_are_untouched()
             check_learning_rates(self.torch_optimizer.param_groups)
-            if self._is_sharded:
-                check_grads_are_withheld(sync.groups)
             hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
             sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)))
             self._refresh()

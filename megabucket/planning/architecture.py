@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Final, overload
 
 from pydantic import TypeAdapter, ValidationError
 
-from megabucket.config.load import explain_validation_error
-from megabucket.config.yaml_loader import read_yaml
 from megabucket.errors import ConfigError, printable, quoted
 from megabucket.layout import ParamSpec
 from megabucket.planning.decoders import gpt_specs, hf_gpt2_specs, llama_specs, moe_specs
 from megabucket.planning.hf_config import read_hf_config
 from megabucket.planning.json_file import read_json
+from megabucket.planning.load import explain_validation_error
 from megabucket.planning.model_config import (
     ArchitectureConfig,
     FactoryConfig,
@@ -30,6 +29,7 @@ from megabucket.planning.model_config import (
     ParamEntry,
     ParamListConfig,
 )
+from megabucket.planning.yaml_loader import read_yaml
 
 if TYPE_CHECKING:
     from torch import nn

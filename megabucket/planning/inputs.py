@@ -15,8 +15,6 @@ import yaml
 from pydantic import ValidationError
 
 from megabucket.config import Section
-from megabucket.config.load import explain_validation_error
-from megabucket.config.yaml_loader import YamlDocument, read_yaml
 from megabucket.errors import ConfigError, printable
 from megabucket.layout import ParamSpec
 from megabucket.planning import RunConfig
@@ -24,6 +22,7 @@ from megabucket.planning.derive import workload_of_specs
 from megabucket.planning.fit import AffineFit
 from megabucket.planning.json_file import read_json
 from megabucket.planning.links import FlatLink, Link, MeasuredLink, Point, RingLink, TableKey, TwoLevelLink
+from megabucket.planning.load import explain_validation_error
 from megabucket.planning.simulation_config import (
     FileLinkConfig,
     FlatLinkConfig,
@@ -35,6 +34,7 @@ from megabucket.planning.simulation_config import (
 )
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.planning.workload_match import check_workload_matches
+from megabucket.planning.yaml_loader import YamlDocument, read_yaml
 from megabucket.trace import CollectiveKind
 
 MAX_WORKLOAD_BYTES: Final = 64 * 1024 * 1024

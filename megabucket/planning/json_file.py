@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megabucket.config.yaml_loader import YamlDocument
 from megabucket.errors import ConfigError, printable
+from megabucket.planning.yaml_loader import YamlDocument
 
 
 def read_json(path: Path, *, max_bytes: int, what: str) -> YamlDocument:

@@ -10,7 +10,7 @@ import annotated_types as at
 from pydantic import Field, model_validator
 
 from megabucket.config.ddp import DistributedDataParallelConfig, NonNegative, Section
-from megabucket.config.load import load_section
+from megabucket.planning.load import load_section
 from megabucket.planning.model_config import ArchitectureConfig
 from megabucket.planning.simulation_config import FabricConfig, LinkConfig, SweepConfig, WorkloadConfig
 

@@ -7,6 +7,7 @@ in its queue, and becomes a time when the device has come there. Nobody waits fo
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeAlias
 
 Stamp: TypeAlias = Any
@@ -40,45 +41,17 @@ class HostClock:
         return float(stamp)
 
 
-class TimedEvent(Protocol):
-    """A place in the queue of a device: ``torch.cuda.Event(enable_timing=True)``, or what works alike."""
-
-    def record(self) -> None:
-        """Put the event at the end of the current queue."""
-        ...
-
-    def query(self) -> bool:
-        """Return whether the device has come to it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-        ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return milliseconds from this event to another; both have been reached."""
-        ...
-
-
-class EventFactory(Protocol):
-    """Makes events."""
-
-    def __call__(self) -> TimedEvent:
-        """Return a new event."""
-        ...
-
-
 class DeviceClock:
     """The clock of a device with a queue. Waits for the device once, when it is made.
 
     Args:
-        new_event: makes an event that takes part in timing.
+        new_event: makes an event that takes part in timing, for instance ``torch.cuda.Event(enable_timing=True)``.
     """
 
-    def __init__(self, new_event: EventFactory) -> None:
+    def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
         # All times are counted from a pair of moments known to be the same: one of the device and one of the host.
-        self._anchor: TimedEvent = self.stamp()
+        self._anchor = self.stamp()
         self._anchor.synchronize()
         self._anchor_s = time.perf_counter()
 
@@ -93,7 +66,7 @@ class DeviceClock:
         if not stamp.query():
             return None
         anchor, anchor_s = self._anchor, self._anchor_s
-        elapsed_s = anchor.elapsed_time(stamp) / 1e3
+        elapsed_s = float(anchor.elapsed_time(stamp)) / 1e3
         if elapsed_s > _LONGEST_SPAN_S:
             self._anchor, self._anchor_s = stamp, anchor_s + elapsed_s
         return anchor_s + elapsed_s

@@ -7,6 +7,7 @@ nor touch nor are empty; every function here returns one, so lengths count each 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import TypeAlias
 
 TimeSpan: TypeAlias = tuple[float, float]
@@ -55,21 +56,8 @@ def difference(left: Iterable[TimeSpan], right: Iterable[TimeSpan]) -> Spans:
     >>> difference([(0, 10)], [(2, 3), (9, 12)])
     ((0, 2), (3, 9))
     """
-    ours, theirs = union(left), union(right)
-    kept: list[TimeSpan] = []
-    j = 0
-    for start, stop in ours:
-        while j < len(theirs) and theirs[j][1] <= start:
-            j += 1
-        open_from, k = start, j
-        while k < len(theirs) and theirs[k][0] < stop:
-            if open_from < theirs[k][0]:
-                kept.append((open_from, theirs[k][0]))
-            open_from = theirs[k][1]
-            k += 1
-        if open_from < stop:
-            kept.append((open_from, stop))
-    return tuple(kept)
+    edges = [-inf, *(moment for span in union(right) for moment in span), inf]
+    return intersection(left, zip(edges[::2], edges[1::2], strict=True))
 
 
 def length_s(spans: Iterable[TimeSpan]) -> float:

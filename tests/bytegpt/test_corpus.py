@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.bytegpt.corpus import read_corpus, source_files
+from examples.bytegpt.data import read_corpus, source_files
 from megabucket.errors import CorpusError
 
 
@@ -46,8 +46,8 @@ def test_tests_caches_installed_packages_and_generated_files_are_left_out(tmp_pa
 def test_the_standard_library_is_read_without_its_tests():
     corpus = read_corpus("stdlib", held_out_every=20)
 
-    assert corpus.train.num_bytes > 5_000_000
-    assert corpus.held_out.num_bytes > 100_000
+    assert corpus.train.data.size > 5_000_000
+    assert corpus.held_out.data.size > 100_000
     assert corpus.fingerprint == read_corpus("stdlib", held_out_every=20).fingerprint
 
 
@@ -66,14 +66,14 @@ def test_a_file_is_no_corpus_directory(tmp_path):
 def test_a_directory_without_source_says_what_it_lacks(tmp_path):
     write(tmp_path, ["notes.txt"])
 
-    with pytest.raises(CorpusError, match=r"has 0 \.py file\(s\) outside test directories; held_out_every=2 leaves 0"):
+    with pytest.raises(CorpusError, match=r"has 0 \.py file\(s\) outside test directories; held_out_every=2 leaves none"):
         read_corpus(str(tmp_path), held_out_every=2)
 
 
 def test_too_few_files_to_hold_one_out_are_listed(tmp_path):
     write(tmp_path, ["a.py", "b.py"])
 
-    with pytest.raises(CorpusError, match=r"'a\.py', 'b\.py'; held_out_every=20 leaves 2 to train on and 0 to hold out"):
+    with pytest.raises(CorpusError, match=r"'a\.py', 'b\.py'; held_out_every=20 leaves none to hold out"):
         read_corpus(str(tmp_path), held_out_every=20)
 
 

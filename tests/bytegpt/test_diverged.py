@@ -36,10 +36,3 @@ def test_where_such_steps_are_left_out_a_diverged_training_still_exits_with_that
 
     assert result.exit_code == 4
     assert "error: training diverged: the held-out loss is not finite at its end" in result.stderr
-
-
-def test_a_training_that_would_never_finish_its_gradient_sync_is_refused_as_a_config():
-    result = CliRunner().invoke(app, ["-c", str(CONFIG), "ddp.finish=explicit"])
-
-    assert result.exit_code == 2
-    assert "ddp.finish='explicit' is for loops that call finish_grad_sync()" in result.stderr

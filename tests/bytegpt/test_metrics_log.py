@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from examples.bytegpt.metrics import MetricsLog
+from examples.bytegpt.report import MetricsLog
 from megabucket.errors import ConfigError
 
 
@@ -32,19 +32,9 @@ def test_numbers_that_are_not_finite_are_written_as_text(tmp_path):
     assert (written["grad_norm"], written["bits"]) == ("nan", ["inf", "-inf"])
 
 
-def test_a_log_replaces_the_one_before(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text("old\n")
-
-    MetricsLog(path).close()
-
-    assert path.read_text() == ""
-
-
-def test_without_a_path_nothing_is_written_and_closing_twice_is_fine(tmp_path):
+def test_without_a_path_nothing_is_written(tmp_path):
     log = MetricsLog(None)
     log.write("step", {})
-    log.close()
     log.close()
 
     assert list(tmp_path.iterdir()) == []
@@ -61,9 +51,8 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
 def test_a_log_that_goes_on_keeps_whole_lines(tmp_path, tail):
     path = tmp_path / "log.jsonl"
     path.write_text("first\nsecond\n" + tail)
-    log = MetricsLog(path, keeps_lines=True)
+    log = MetricsLog(path)
 
-    assert log.has_lines
     log.write("step", {})
     log.close()
 
@@ -78,9 +67,8 @@ def test_a_log_that_goes_on_from_nothing_is_empty(tmp_path, content):
         path.parent.mkdir()
         path.write_text(content)
 
-    log = MetricsLog(path, keeps_lines=True)
+    log = MetricsLog(path)
 
-    assert not log.has_lines
     assert path.read_text() == ""
     log.close()
 
@@ -88,11 +76,10 @@ def test_a_log_that_goes_on_from_nothing_is_empty(tmp_path, content):
 def test_a_log_can_begin_anew_when_it_turns_out_that_nothing_goes_on(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text("old\n")
-    log = MetricsLog(path, keeps_lines=True)
+    log = MetricsLog(path)
 
     log.start_anew()
 
-    assert not log.has_lines
     log.write("run", {})
     log.close()
     (line,) = path.read_text().splitlines()

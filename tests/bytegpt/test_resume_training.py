@@ -12,17 +12,16 @@ import pytest
 import torch
 
 import megabucket as mb
-from examples.bytegpt.loop import run_training
 from examples.bytegpt.model import ByteGPT
-from examples.bytegpt.progress import SilentView
+from examples.bytegpt.report import Progress
 from examples.bytegpt.task import learning_rate
+from examples.bytegpt.train import run_training
 from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.catalog import StepDirectory
 from megabucket.checkpoint.compare import compare
 from megabucket.checkpoint.save import Save
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import (
-    CheckpointError,
     CheckpointInvalidError,
     CheckpointMissingError,
     CheckpointNotSavedError,
@@ -41,8 +40,8 @@ class CrashError(Exception):
 
 
 @dataclass
-class Acting(SilentView):
-    """A view that does something when it hears of a step, and keeps what it is told."""
+class Acting(Progress):
+    """Progress that does something when it hears of a step, and keeps what it is told."""
 
     at: int = -1
     act: object = None
@@ -51,8 +50,8 @@ class Acting(SilentView):
     def note(self, text):
         self.texts.append(text)
 
-    def show(self, metrics):
-        if metrics.step == self.at:
+    def show(self, title, figures, *, num_steps):
+        if figures["step"] == self.at:
             self.act()
 
 
@@ -86,7 +85,7 @@ def nothing_is_pending(monkeypatch):
 def run(tiny_run, tmp_path):
     """Train under a name of its own; ``checkpoint`` is the section, but for the folder."""
 
-    def train(name="run", *, view=None, steps=STEPS, compares=False, checkpoint=None, **sections):
+    def train(name="run", *, progress=None, steps=STEPS, compares=False, checkpoint=None, **sections):
         config = tiny_run(
             optimizer=SCHEDULE | sections.pop("optimizer", {}),
             train={"steps": steps, "log_path": str(tmp_path / f"{name}.jsonl"), **sections.pop("train", {})},
@@ -97,7 +96,7 @@ def run(tiny_run, tmp_path):
         seed_generators(1 if section["resume"] == "never" or not (tmp_path / name).exists() else 77)
         data = config.model_dump(exclude_unset=True)
         config = type(config).model_validate({**data, "program": {**data["program"], "checkpoint": section}})
-        return run_training(config, launch=ALONE, view=view or SilentView(), compares=compares)
+        return run_training(config, launch=ALONE, progress=progress or Progress(), compares=compares)
 
     return train
 
@@ -135,14 +134,14 @@ def test_a_crashed_run_goes_on_bit_by_bit(run, log, tmp_path, is_sharded, dtype,
     run("whole", **sections)
 
     with pytest.raises(CrashError):
-        run(view=Acting(at=8, act=crash), checkpoint=checkpoint, **sections)
+        run(progress=Acting(at=8, act=crash), checkpoint=checkpoint, **sections)
     report = run(checkpoint=checkpoint, **sections)
 
     assert_same_end(tmp_path, "run", "whole")
     assert steps_of(log()) == steps_of(log("whole"))
-    assert report.summary.totals.num_steps == STEPS - 5
+    assert report.summary["num_steps"] == STEPS - 5
     assert [line["step"] for line in log() if line["kind"] == "resume"] == [5]
-    assert report.summary.held_out_bits_after == log("whole")[-1]["held_out_bits_after"]
+    assert report.summary["held_out_bits_after"] == log("whole")[-1]["held_out_bits_after"]
 
 
 @pytest.mark.parametrize("optimizer", [{"name": "sgd", "momentum": 0.9}, {"name": "adam", "weight_decay": 0.0}])
@@ -150,7 +149,7 @@ def test_with_every_optimizer(run, log, tmp_path, optimizer):
     run("whole", optimizer=optimizer)
 
     with pytest.raises(CrashError):
-        run(view=Acting(at=6, act=crash), optimizer=optimizer)
+        run(progress=Acting(at=6, act=crash), optimizer=optimizer)
     run(optimizer=optimizer)
 
     assert_same_end(tmp_path, "run", "whole")
@@ -161,8 +160,8 @@ def test_with_every_optimizer(run, log, tmp_path, optimizer):
 def test_a_signal_ends_the_run_after_a_step_that_is_saved(run, log, tmp_path, at, name):
     run("whole")
 
-    view = Acting(at=at, act=lambda: terminate(signal.Signals[name]))
-    report = run(view=view)
+    progress = Acting(at=at, act=lambda: terminate(signal.Signals[name]))
+    report = run(progress=progress)
     stopped_at = log()[-1]
     run()
 
@@ -170,13 +169,13 @@ def test_a_signal_ends_the_run_after_a_step_that_is_saved(run, log, tmp_path, at
     assert (report.stopped.signal, report.stopped.rank) == (name, 0)
     assert at < report.stopped.step <= at + 3  # a step is shown one step later, and its fence was sent before
     assert (stopped_at["kind"], stopped_at["step"], stopped_at["signal"]) == ("stop", report.stopped.step, name)
-    assert f"{name} on rank 0: step {report.stopped.step} of 12 is done and saved" in view.texts[-1]
+    assert f"{name} on rank 0: step {report.stopped.step} of 12 is done and saved" in progress.texts[-1]
     assert_same_end(tmp_path, "run", "whole")
     assert steps_of(log()) == steps_of(log("whole"))
 
 
 def test_a_stop_leaves_no_line_of_a_step_twice(run, log):
-    run(view=Acting(at=3, act=terminate))
+    run(progress=Acting(at=3, act=terminate))
     run()
 
     assert [line["step"] for line in log() if line["kind"] == "step"] == list(range(STEPS))
@@ -198,12 +197,12 @@ def test_without_a_folder_nothing_is_saved_and_a_signal_is_left_alone(run, tmp_p
     got = []
     before = signal.signal(signal.SIGTERM, lambda *_: got.append("ours"))
     try:
-        report = run(view=Acting(at=3, act=terminate), checkpoint={"folder": None, "resume": "never"})
+        report = run(progress=Acting(at=3, act=terminate), checkpoint={"folder": None, "resume": "never"})
     finally:
         signal.signal(signal.SIGTERM, before)
 
     assert got == ["ours"]
-    assert report.summary.totals.num_steps == STEPS
+    assert report.summary["num_steps"] == STEPS
     assert not (tmp_path / "run").exists()
 
 
@@ -223,26 +222,14 @@ def test_what_is_saved_and_what_stays(run, log, tmp_path, section, saved, kept):
     assert steps_in(tmp_path / "run") == kept
 
 
-def test_a_busy_writer_skips_but_the_last_step_is_saved(run, log, tmp_path):
-    view = Acting()
-
-    run(view=view, checkpoint={"every_steps": 1, "asynchronous": True, "when_busy": "skip", "keep_last": None})
-
-    saved = [line["step"] for line in log() if line["kind"] == "checkpoint"]
-    skipped = [text for text in view.texts if "still being written" in text]
-    assert saved == steps_in(tmp_path / "run")
-    assert saved[-1] == STEPS
-    assert len(saved) + len(skipped) == STEPS
-
-
 def test_a_finished_run_has_nothing_left_to_do(run, log):
     run()
-    lines, view = log(), Acting()
+    lines, progress = log(), Acting()
 
-    report = run(view=view)
+    report = run(progress=progress)
 
     assert (report.summary, report.stopped) == (None, None)
-    assert "nothing left to train" in view.texts[-1]
+    assert "nothing left to train" in progress.texts[-1]
     assert log()[: len(lines)] == lines
     with pytest.raises(ConfigError, match="nothing to train and to compare"):
         run(compares=True)
@@ -258,7 +245,7 @@ def test_auto_begins_anew_where_nothing_was_saved_and_replaces_the_log(run, log,
 
 def test_a_line_that_was_not_written_whole_goes(run, log, tmp_path):
     with pytest.raises(CrashError):
-        run(view=Acting(at=8, act=crash))
+        run(progress=Acting(at=8, act=crash))
     with (tmp_path / "run.jsonl").open("a") as file:
         file.write('{"kind": "step", "st')
 
@@ -270,7 +257,7 @@ def test_a_line_that_was_not_written_whole_goes(run, log, tmp_path):
 def test_a_run_that_begins_anew_is_not_mixed_with_an_old_one(run):
     run(steps=5)
 
-    with pytest.raises(ConfigError, match=r"holds checkpoints \(the newest of step 5\).*--resume auto, or name another folder"):
+    with pytest.raises(ConfigError, match=r"holds checkpoints \(of steps \(5,\)\).*--resume auto, or name another folder"):
         run(checkpoint={"resume": "never"})
 
 
@@ -278,7 +265,7 @@ def test_a_run_that_begins_anew_is_not_mixed_with_an_old_one(run):
 def damaged(run, tmp_path):
     """A run with checkpoints of steps 5 and 10, of which the newer one has a flipped bit."""
     with pytest.raises(CrashError):
-        run(view=Acting(at=10, act=crash), checkpoint={"keep_last": None})
+        run(progress=Acting(at=10, act=crash), checkpoint={"keep_last": None})
     path = next((tmp_path / "run" / "step-00000010").glob("*.safetensors"))
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
@@ -290,22 +277,10 @@ def test_a_damaged_newest_checkpoint_is_an_error_that_lists_the_others(run, dama
         run()
 
 
-def test_the_fallback_goes_on_from_the_one_before_and_saves_the_step_again(run, damaged, log, tmp_path):
-    run("whole")
-
-    with pytest.warns(UserWarning, match="falling back to the checkpoint of step 5"):
-        run(checkpoint={"allow_fallback": True})
-
-    assert_same_end(tmp_path, "run", "whole")
-    resumed = next(line for line in log() if line["kind"] == "resume")
-    assert (resumed["step"], resumed["later_steps"]) == (5, [10])
-    assert open_checkpoint(tmp_path / "run", 10).path.name == "step-00000010.2"
-
-
 def test_a_folder_that_cannot_be_looked_into_is_not_an_empty_one(run, tmp_path):
     (tmp_path / "run").write_text("a file")
 
-    with pytest.raises(CheckpointError, match=r"checkpoint\.folder=.*run' cannot be looked into: .*Not a directory"):
+    with pytest.raises(NotADirectoryError):
         run()
 
 
@@ -317,18 +292,9 @@ def test_a_latest_that_names_nothing_is_not_a_new_run(run, tmp_path):
         run()
 
 
-def test_one_checkpoint_that_was_saved_again_since_is_not_taken_for_the_one_that_is_named(run, tmp_path):
-    run("other", checkpoint={"keep_last": None})
-    run("other", checkpoint={"keep_last": None, "resume": "5"})
-
-    with pytest.raises(ConfigError, match=r"saved again since, as step-00000010\.2"):
-        run(checkpoint={"resume": str(tmp_path / "other" / "step-00000010")})
-    run(checkpoint={"resume": str(tmp_path / "other" / "step-00000010.2")})
-
-
 def test_a_damaged_latest_is_an_error_and_a_lost_one_is_not_needed(run, tmp_path):
     run("whole")
-    run(view=Acting(at=6, act=terminate))
+    run(progress=Acting(at=6, act=terminate))
     latest = tmp_path / "run" / "latest"
     latest.write_text("nonsense\n")
     with pytest.raises(CheckpointInvalidError, match=r"latest.*steps 5, "):
@@ -345,7 +311,7 @@ def test_going_back_to_an_earlier_step_saves_the_later_ones_again(run, tmp_path,
     run(checkpoint={"keep_last": None})
     run("whole")
 
-    run(checkpoint={"resume": "5", "keep_last": None, "asynchronous": asynchronous})
+    run(checkpoint={"resume": 5, "keep_last": None, "asynchronous": asynchronous})
 
     assert {path.name for path in (tmp_path / "run").glob("step*")} >= {"step-00000010.2", "step-00000012.2"}
     assert open_checkpoint(tmp_path / "run").path.name == "step-00000012.2"
@@ -356,21 +322,7 @@ def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(run):
     run(checkpoint={"keep_last": None})
 
     with pytest.raises(CheckpointMissingError, match="steps 5, 10, 12"):
-        run(checkpoint={"resume": "7"})
-
-
-@pytest.mark.parametrize("directory", ["", "step-00000010"])
-def test_a_run_can_begin_at_the_checkpoint_of_another_folder(run, tmp_path, directory):
-    run("whole", checkpoint={"keep_last": None})
-    with pytest.raises(CrashError):
-        run("other", view=Acting(at=10, act=crash))
-
-    run(checkpoint={"resume": str(tmp_path / "other" / directory)})
-
-    assert steps_in(tmp_path / "run") == [12]
-    assert_same_end(tmp_path, "run", "whole")
-    with pytest.raises(ConfigError, match="must not be mixed with"):
-        run(checkpoint={"resume": str(tmp_path / "other")})
+        run(checkpoint={"resume": 7})
 
 
 @pytest.mark.parametrize(
@@ -385,7 +337,7 @@ def test_a_run_can_begin_at_the_checkpoint_of_another_folder(run, tmp_path, dire
     ids=["batch", "seed", "lr", "corpus", "steps"],
 )
 def test_a_config_of_another_run_is_refused_by_name(run, sections, named):
-    run(view=Acting(at=6, act=terminate))
+    run(progress=Acting(at=6, act=terminate))
 
     with pytest.raises(ConfigError, match=named) as caught:
         run(**sections)
@@ -394,11 +346,11 @@ def test_a_config_of_another_run_is_refused_by_name(run, sections, named):
 
 
 def test_the_same_batch_in_other_microbatches_is_the_same_run(run):
-    run(view=Acting(at=6, act=terminate))
+    run(progress=Acting(at=6, act=terminate))
 
     report = run(train={"microbatch_size": 4, "num_microbatches": 1})
 
-    assert report.summary.totals.num_steps > 0
+    assert report.summary["num_steps"] > 0
 
 
 def test_a_longer_run_with_a_constant_rate_is_the_same_run(run, tmp_path):
@@ -418,42 +370,12 @@ def test_a_shorter_run_than_the_checkpoint_is_refused(run):
         run(steps=7, optimizer={"final_lr_fraction": 1.0})
 
 
-def test_changes_that_are_allowed_count_and_are_told(run, log):
-    run(view=Acting(at=6, act=terminate))
-    view = Acting()
-
-    run(view=view, optimizer={"betas": [0.5, 0.6], "lr": 0.02}, checkpoint={"changes": "allow"})
-
-    resumed = next(line for line in log() if line["kind"] == "resume")
-    assert len(resumed["changes"]) == 2
-    assert any("changed: optimizer.betas: [0.9, 0.95] in the checkpoint, [0.5, 0.6] now" in text for text in view.texts)
-    assert steps_of(log())[STEPS - 1][1] == pytest.approx(0.02 * 0.1)
-
-
-def test_hyperparameters_of_the_config_win_over_those_of_the_checkpoint(run, tmp_path):
-    run(view=Acting(at=6, act=terminate))
-
-    run(optimizer={"betas": [0.5, 0.6]}, checkpoint={"changes": "allow"})
-
-    groups = json.dumps(open_checkpoint(tmp_path / "run").values["optimizer"], default=lambda value: list(value.items()))
-    assert "0.6" in groups
-    assert "0.95" not in groups
-
-
 def test_a_resumed_run_can_be_compared_with_a_reference_that_had_no_break(run):
-    run(view=Acting(at=6, act=terminate))
+    run(progress=Acting(at=6, act=terminate))
 
     comparison = run(compares=True).comparison
 
     assert comparison.max_abs_difference == 0
-    assert "Ours went on from a checkpoint of step" in comparison.note
-
-
-def test_a_run_that_was_changed_on_the_way_cannot_be_compared(run):
-    run(view=Acting(at=6, act=terminate))
-
-    with pytest.raises(ConfigError, match=r"those before step . were made with another: optimizer.lr"):
-        run(compares=True, optimizer={"lr": 0.5}, checkpoint={"changes": "allow"})
 
 
 @pytest.fixture
@@ -482,65 +404,6 @@ def test_a_save_that_fails_ends_the_run_and_the_one_before_stays(run, full_at, t
     assert open_checkpoint(tmp_path / "run").step == 5
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_that_fails_may_be_a_warning(run, full_at, log, tmp_path, asynchronous):
-    run("whole")
-    full_at(5)
-    view = Acting()
-
-    run(view=view, checkpoint={"asynchronous": asynchronous, "failed_saves": "warn"})
-
-    assert any(text.startswith("warning: step 5: the checkpoint was not saved") for text in view.texts)
-    saves = [(line["step"], bool(line["error"])) for line in log() if line["kind"] == "checkpoint"]
-    assert saves == [(5, True), (10, False), (12, False)]
-    assert_same_end(tmp_path, "run", "whole")
-
-
-@pytest.mark.usefixtures("nothing_is_pending")
-def test_a_save_that_commits_while_the_next_cannot_begin_is_told(run, log, tmp_path, monkeypatch):
-    begin = Save.begin
-
-    def begin_or_fail(save, take):
-        if save.step == 10:
-            raise CheckpointNotSavedError(step=10, ranks=[0], path="", reason="no room", last_good_step=5)
-        begin(save, take)
-
-    monkeypatch.setattr(Save, "begin", begin_or_fail)
-    monkeypatch.setattr(BackgroundWriter, "poll", lambda _: None)  # so that the next save finds it written and not committed
-
-    with pytest.raises(CheckpointNotSavedError, match="step 10"):
-        run(checkpoint={"asynchronous": True, "when_busy": "skip"})
-
-    assert open_checkpoint(tmp_path / "run").step == 5
-    assert [(line["step"], bool(line["error"])) for line in log() if line["kind"] == "checkpoint"] == [(5, False), (10, True)]
-
-
-def test_a_run_with_a_key_signs_its_checkpoints_and_goes_on_from_signed_ones_alone(run, tmp_path):
-    (tmp_path / "key").write_bytes(b"0123456789abcdef\n")
-    (tmp_path / "other").write_bytes(b"0123456789abcdeX\n")
-    run("whole")
-    run("unsigned", steps=5)
-
-    run(view=Acting(at=6, act=terminate), checkpoint={"key_file": str(tmp_path / "key")})
-    with pytest.raises(CheckpointInvalidError, match="its signature was not made with the key"):
-        run(checkpoint={"key_file": str(tmp_path / "other")})
-    with pytest.raises(CheckpointInvalidError, match="it is not signed"):
-        run("unsigned", checkpoint={"key_file": str(tmp_path / "key")})
-    with pytest.raises(ConfigError, match="the key cannot be read"):
-        run(checkpoint={"key_file": str(tmp_path / "none")})
-    run(checkpoint={"key_file": str(tmp_path / "key")})
-
-    assert open_checkpoint(tmp_path / "run", key=b"0123456789abcdef").step == STEPS
-    assert_same_end(tmp_path, "run", "whole")
-
-
-def test_the_last_save_must_succeed(run, full_at):
-    full_at(12)
-
-    with pytest.raises(CheckpointNotSavedError, match="step 12"):
-        run(checkpoint={"failed_saves": "warn"})
-
-
 def test_a_checkpoint_of_another_program_is_refused(run, tmp_path):
     sizes = GptConfig(kind="gpt", vocab_size=256, sequence_length=16, num_layers=1, hidden_size=16, num_heads=2)
     model = mb.DistributedDataParallel(ByteGPT(sizes, seed=0))
@@ -552,22 +415,3 @@ def test_a_checkpoint_of_another_program_is_refused(run, tmp_path):
 
     with pytest.raises(ConfigError, match="was not saved by the demo"):
         run()
-
-
-def test_a_second_signal_ends_the_run_at_once(run, monkeypatch, tmp_path):
-    def end(*_):
-        raise CrashError
-
-    def terminate_twice():
-        terminate()
-        terminate()
-
-    monkeypatch.setattr("examples.bytegpt.signals.SAME_REQUEST_S", 0.0)
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with pytest.raises(CrashError):
-            run(view=Acting(at=7, act=terminate_twice))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-    assert open_checkpoint(tmp_path / "run").step == 5

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.bytegpt.config import OptimizerConfig
-from examples.bytegpt.task import learning_rate, make_optimizer, set_learning_rate
+from examples.bytegpt.task import learning_rate, make_optimizer
 
 
 def params():
@@ -77,11 +77,3 @@ def test_the_rate_rises_to_its_peak_then_never_rises_and_ends_at_its_fraction(nu
     assert all(later <= earlier + slack for earlier, later in itertools.pairwise(falling))
     if falling:
         assert falling[-1] == pytest.approx(final * lr)
-
-
-def test_setting_the_rate_reaches_every_group():
-    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.1), params())
-
-    set_learning_rate(optimizer, 0.25)
-
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from examples.bytegpt.corpus import Split
+from examples.bytegpt.data import Split, Windows
 from examples.bytegpt.task import make_task
-from examples.bytegpt.windows import Windows, held_out_starts, training_starts
 from megabucket.errors import CorpusError
 from megabucket.measure.ranks import Ranks
 
@@ -38,16 +37,16 @@ def test_training_starts_depend_on_every_part_of_their_key():
     windows = windows_over(bytes(200))
     keys = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
 
-    drawn = {tuple(training_starts(windows, 16, key=key)) for key in keys}
+    drawn = {tuple(windows.random_starts(16, key=key)) for key in keys}
 
     assert len(drawn) == len(keys)
-    assert tuple(training_starts(windows, 16, key=keys[0])) in drawn
+    assert tuple(windows.random_starts(16, key=keys[0])) in drawn
 
 
 def test_held_out_starts_reach_from_the_first_window_to_the_last():
     windows = windows_over(bytes(100))
 
-    starts = held_out_starts(windows, 5)
+    starts = windows.even_starts(5)
 
     assert starts.tolist() == [0, 23, 47, 71, 95]  # 100 - 4 = 96 starts, spread over 0..95
 

@@ -101,7 +101,7 @@ def wait_together(*waits: tuple[Any, ...], after_s: float = 0.0) -> list[Megabuc
         return [future.result() for future in futures]
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.4, 1.25, 1.3, 1.35])
+@pytest.mark.parametrize("after_s", [0.0, 1.3])
 def test_two_ranks_in_two_wrappers_of_one_group_hear_the_same_wherever_the_second_one_comes_in(wrappers, after_s):
     first, second = wrappers(0, 1), wrappers(0, 1)
     started_s = time.monotonic()

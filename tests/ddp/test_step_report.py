@@ -141,8 +141,8 @@ def test_a_text_that_takes_many_bytes_shrinks_until_the_report_fits():
 
     again = sent(Report(0, problems=(Problem("PeerFailedError", {"phase": text, "cause": text}),)))
 
-    # Two texts of 6 bytes per character: 2,000 and 2,000 are too many, 4 * 256 + 40 fit.
-    assert again.problems[0].fields == {"phase": "\x00" * 1_064, "cause": "\x00" * 1_064}
+    # Two texts of 6 bytes per character: 2,000 and 2,000 are too many, 16 * 64 fit.
+    assert again.problems[0].fields == {"phase": "\x00" * 1_024, "cause": "\x00" * 1_024}
 
 
 def test_a_record_may_be_full_to_the_last_byte():
@@ -248,5 +248,5 @@ def test_at_least_five_names_are_sent_and_as_much_of_them_as_fits():
 def test_names_shrink_with_their_number():
     names = [f"{index:02}" + "\x00" * 300 for index in range(16)]  # 6 bytes for each zero byte in JSON
 
-    # 16 and 8 names of 4 * 16 + 20 and 4 * 8 + 20 characters would fit, but so do 16 of 4 * 32 + 20.
-    assert unused_after(names) == [name[:148] + "..." for name in names]
+    # 16 names of 200 characters do not fit, of 8 * 16 they do.
+    assert unused_after(names) == [name[:128] + "..." for name in names]

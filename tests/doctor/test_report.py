@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from megabucket.doctor import Line, Report, Verdict
-from megabucket.doctor.table import describe_outcome, report_table
+from megabucket.doctor.report import describe_outcome, report_table
 
 
 def a_line(probe="question", *, section="first", verdict=Verdict.HOLDS, answer="yes", ranks=()):

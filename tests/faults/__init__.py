@@ -1,8 +1,8 @@
 """The fault harness: real ranks, one fault each, and what became of every gradient, weight and error.
 
-A kind of fault stands in one table (``kinds``), with what must come of it. A step is a list of acts, so what a rank does is data:
-the ranks play it, and an independent oracle reads it and says which gradients and weights are right. Two runners play the same
-kinds, forked processes over gloo and threads over the loopback world, and one judge turns what the ranks reported into a verdict.
+A kind of fault stands in one table (``kinds``), with what must come of it. A step is a list of acts, so what a rank does is
+data: the ranks play it, and an independent oracle reads it and says which gradients and weights are right. Two runners play
+the same kinds, forked processes over gloo and threads over the loopback world, and one judge turns reports into verdicts.
 ``make faults`` prints the table; ``python -m faults --help`` says what else there is.
 
 ::

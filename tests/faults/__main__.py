@@ -1,4 +1,4 @@
-"""``python -m faults`` (with ``tests`` on the path): the table of faults, the soak, interrupts, campaigns against checkpoints."""
+"""``python -m faults`` (with ``tests`` on the path): the fault table, the soak, interrupts, campaigns against checkpoints."""
 
 from __future__ import annotations
 

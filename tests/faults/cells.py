@@ -1,4 +1,4 @@
-"""The words of the table: where a fault happens (``Cell``), what goes wrong (``Fault``) and what must come of it (``Expectation``)."""
+"""The words of the table: where a fault happens (``Cell``), what goes wrong (``Fault``), what must come (``Expectation``)."""
 
 from __future__ import annotations
 
@@ -94,6 +94,7 @@ class Recovery(enum.Enum):
     FIX = "what the error text says, for this fault: undo the change, or rebuild"
     RELOAD = "load the last good weights on every rank"
     OVER = "nothing can go on: every further call raises on every live rank"
+    STOP = "the program ends, and asks nothing more of this wrapper: it is another one that is broken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,6 @@ class Fault:
         own_config: of the ranks at fault, besides.
         build: makes the model; ``own_build`` that of the ranks at fault.
         before_wrap: called on every rank with its ``send``.
-        may_refuse: the rank at fault is expected to have its own word about its fault before the others do.
     """
 
     expect: Expectation = RIGHT

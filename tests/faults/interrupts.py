@@ -10,10 +10,9 @@ from __future__ import annotations
 import random
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -22,8 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megabucket.errors import CollectiveError, InvariantError, MegabucketError, PeerLostError, WrapperBrokenError
-from megabucket.errors import ReplicasDivergedError, StepMismatchError
+from megabucket.errors import (
+    CollectiveError,
+    InvariantError,
+    MegabucketError,
+    PeerLostError,
+    ReplicasDivergedError,
+    StepMismatchError,
+    WrapperBrokenError,
+)
 from megabucket.testing import LoopbackWorld
 
 from .acts import ALL_LAYERS, make_step
@@ -96,8 +102,7 @@ class Trainer:
                 self.seen.append("interrupted")
             except (WrapperBrokenError, PeerLostError) as error:
                 self.named.add(type(error).__name__)
-                self.is_broken = True
-                self._check_is_refused()
+                self.refuses()
                 return
             except (CollectiveError, InvariantError) as error:
                 self.wrong = f"{type(error).__name__}: {error}"
@@ -111,13 +116,18 @@ class Trainer:
             except BaseException as error:
                 self.wrong = f"{type(error).__name__}: {error}"
                 return
-        self.ddp.finish_param_sync()
+        try:
+            self.ddp.finish_param_sync()
+        except (WrapperBrokenError, PeerLostError):  # the updated shard of another rank will never come
+            self.refuses()
+            return
         if batch <= BATCHES[-1]:
             self.wrong = f"still in batch {batch} after {tries} tries"
         self.wrong = self.wrong or first_difference(dict(self.ddp.module.named_parameters()), expected_weights(self.size))
 
-    def _check_is_refused(self) -> None:
+    def refuses(self) -> None:
         """Try one more step, which a broken wrapper refuses."""
+        self.is_broken = True
         try:
             self.step(BATCHES[-1])
         except MegabucketError:
@@ -156,7 +166,7 @@ def verdict_of(trainers: list[Trainer]) -> tuple[Name, str]:
 
 
 class _AtLine:
-    """Raises at the nth line that this thread executes inside the context: once, for a trace function that raises is removed."""
+    """Raises once, at the nth line that this thread executes inside the context: a trace function that raises is removed."""
 
     def __init__(self, position: int) -> None:
         self._left, self._is_odd = position, bool(position // 2 % 2)
@@ -182,8 +192,10 @@ class _AtLine:
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        if name.startswith(_PACKAGE) or name.endswith(_STANDS_FOR_C):
-            return None if name.endswith(_STANDS_FOR_C) else self._skip
+        if name.startswith(_PACKAGE):
+            return self._skip
+        if event == "call" and _is_inside_c(frame):
+            return None
         if event == "line":
             self._left -= 1
             if self._left == 0:
@@ -194,6 +206,15 @@ class _AtLine:
     def _skip(self, *_: Any) -> Any:
         """Trace nothing of a frame of ours, but what it calls."""
         return self._skip
+
+
+def _is_inside_c(frame: FrameType | None) -> bool:
+    """Whether a frame, or one that called it in this step, stands for C."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_code.co_filename.endswith(_STANDS_FOR_C):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
@@ -283,20 +304,21 @@ def _alarms(cell: Cell) -> Fault:
                 trainer = _wrap_on_process(here)
             trainer.seen, trainer.named = [], set()
             every_s = draw.uniform(0.0002, _LONGEST_S)
-            _meet(store, f"{episode}", here.num_ranks)
+            _meet(store, f"{episode} begins", here)
             with torch.no_grad():
                 trainer.restore()
             trainer.train(_Alarms(every_s, repeats=cell.place != "alarms") if here.is_culprit else _nothing)
-            here.send("count", what=verdict_of([trainer])[0].value)
             name, text = verdict_of([trainer])
-            result.add(name, f"episode {episode}: {text}")
-            if result.failures:
-                raise AssertionError("; ".join(result.failures))
+            result.add(name, text)
+            names = _meet(store, f"{episode} ends", here, says=name.value)
+            if Name.BROKEN.value in names and name is not Name.BROKEN:  # it was through with its batches, and hears of it now
+                trainer.refuses()
+            if not name.is_good or trainer.wrong:
+                raise AssertionError(f"episode {episode}: ranks are {names}: {text or trainer.wrong} (seen: {trainer.seen})")
             if trainer.is_broken:
                 trainer.ddp.detach()
                 trainer = None
-            # Either all are broken or nobody is: a rank that is broken alone waits here for ever, and is found to hang.
-            _meet(store, f"{episode} {name is Name.BROKEN}", here.num_ranks)
+        here.send("count", text=result.describe())
         signal.signal(signal.SIGALRM, previous)
 
     return Fault(RIGHT, arm=lambda here: here.points.update(start=lambda: run(here)), on_all=True)
@@ -333,23 +355,21 @@ class _Alarms:
 
 def _stop_alarms() -> None:
     """End the timer, although it may ring meanwhile."""
-    while True:
-        try:
+    is_over = False
+    while not is_over:
+        with suppress(Alarm):
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            return
-        except Alarm:
-            continue
+            is_over = True
 
 
 def _raise_alarm(*_: object) -> None:
     raise Alarm
 
 
-def _meet(store: Any, name: str, size: int) -> None:
-    """Wait until all ranks have come here, over the store and not over anything of ours."""
-    store.add(f"faults/{name}", 1)
-    while store.add(f"faults/{name}", 0) < size:
-        time.sleep(0.002)
+def _meet(store: Any, name: str, here: Here, *, says: str = "") -> list[str]:
+    """Wait until all ranks have come here, over the store and not over anything of ours; return what each says."""
+    store.set(f"faults/{name}/{here.rank}", says)
+    return [store.get(f"faults/{name}/{rank}").decode() for rank in range(here.num_ranks)]
 
 
 INTERRUPT_KINDS = (

@@ -164,6 +164,7 @@ def _find_breakage(run: Run, expected: Expectation) -> Verdict | None:
     live = live_ranks(run, expected)
     for name, reason in (
         (Name.HARNESS, _failure_of_harness(run, live)),
+        (Name.SILENT, _raised(run, "InFlightWriteError")),
         (Name.ABORTED, _abort(run, live)),
         (Name.HUNG, _hang(run, live)),
         (Name.ABORTED, _disappearance(run, live)),
@@ -192,16 +193,19 @@ def _hang(run: Run, live: list[int]) -> str:
     child = run.first("child")
     if child is not None and child["said"] == "hung":
         return f"the forked child of rank {child['rank']}"
-    # Of the loopback world, which notices at once that nobody will come, or mixes different collectives.
-    for event in run.of("step"):
-        error = event["error"] or {}
-        if error.get("class") in ("CollectiveDeadlockError", "MismatchedCollectiveError", "CollectiveError"):
-            return f"step {event['attempt']}, rank {event['rank']}: {_shown(error)}"
-    if not run.timed_out:
-        return ""
+    # The loopback world notices at once that nobody will come, or that different collectives would be mixed.
+    stuck_text = _raised(run, "CollectiveDeadlockError", "MismatchedCollectiveError", "CollectiveError")
+    if stuck_text or not run.timed_out:
+        return stuck_text
     stuck = sorted(set(run.killed) & set(live))
     logs = "; ".join(f"rank {rank}: {run.logs.get(rank, '').strip()[-_LOG_CHARS:]}" for rank in stuck)
     return f"ranks {stuck} after {run.wall_s:.1f} s: {logs}"
+
+
+def _raised(run: Run, *classes: str) -> str:
+    """Return the first step that ended in one of some errors, in words; empty if none."""
+    errors = [(event, event["error"]) for event in run.of("step") if event["error"] and event["error"]["class"] in classes]
+    return next((f"step {event['attempt']}, rank {event['rank']}: {_shown(error)}" for event, error in errors), "")
 
 
 def _disappearance(run: Run, live: list[int]) -> str:
@@ -291,7 +295,7 @@ class _ErrorJudge:
 
     def __init__(self, run: Run, expected: Expectation, cell: Cell, window: _Window, live: list[int]) -> None:
         self._run, self._expected, self._cell, self._window, self._live = run, expected, cell, window, live
-        self._is_over = expected.recovery is Recovery.OVER
+        self._is_over = expected.recovery in (Recovery.OVER, Recovery.STOP)
 
     def verdict(self) -> Verdict:
         """Return NAMED or BROKEN, or WRONG with the first problem."""
@@ -384,7 +388,8 @@ class _ErrorJudge:
             return
         yield from self._other_errors()
         if self._is_over:
-            yield from self._unbroken()
+            if expected.recovery is Recovery.OVER:
+                yield from self._unbroken()
             return
         yield from self._other_last_errors(errors)
         last = self._window.fault + expected.later_by
@@ -398,10 +403,11 @@ class _ErrorJudge:
         """Yield the ranks on which one more step was not refused."""
         for rank in self._live:
             probe = self._run.first("probe", rank=rank)
-            step = next((event for event in reversed(list(self._run.of("step", rank=rank)))), None)
-            was_interrupted = step is not None and (step["error"] or {}).get("class") == "KeyboardInterrupt"
+            errors = [event["error"]["class"] for event in self._run.of("step", rank=rank) if event["error"]]
+            was_interrupted = errors[-1:] == ["KeyboardInterrupt"]  # and the program is over
             if not was_interrupted and (probe is None or probe["error"] is None or not probe["error"]["fields"]):
-                yield f"rank {rank} is not broken: one more step gave {_shown(probe['error']) if probe and probe['error'] else None}"
+                gave = _shown(probe["error"]) if probe and probe["error"] else None
+                yield f"rank {rank} is not broken: one more step gave {gave}"
 
     def _other_errors(self) -> Iterator[str]:
         """Yield errors of living ranks in other steps than the one they belong to."""

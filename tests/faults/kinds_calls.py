@@ -1,4 +1,4 @@
-"""Kinds of fault in calls: one rank alone in a collective call, two wrappers in other orders, strangers' gradients and settings."""
+"""Kinds of fault in calls: one rank alone in a collective call, two wrappers, gradients and settings of the user's own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def _one_call(cell: Cell) -> Fault:
     at = Do.STEP if cell.place.endswith("-in-step") else Do.FORWARD
     expect = named("CallMismatchError", is_agreed=False)
     if cell.place in _LEAVING:
-        expect = named(("WrapperBrokenError", "PeerLostError"), same_text=False, within_s=8.0, recovery=Recovery.OVER)
+        # The wrap is what ends; whether the wrapper that trains is asked again, the rank at fault decides.
+        errors = ("WrapperBrokenError", "PeerLostError")
+        expect = named(errors, same_text=False, is_agreed=False, within_s=8.0, recovery=Recovery.STOP)
     return Fault(expect, edit=lambda acts: before(acts, at, call))
 
 
@@ -100,8 +102,7 @@ def _two_wrappers(cell: Cell) -> Fault:
         acts = after(acts, Do.FORWARD, forward)
         acts = after(acts, Do.BACKWARD, run(backward))
         acts = after(acts, Do.STEP, run(lambda here: here.keepsake["optimizer"].step()))
-        acts = after(acts, Do.ZERO, run(lambda here: _check_second(here, batch)))
-        return acts
+        return after(acts, Do.ZERO, run(lambda here: _check_second(here, batch)))
 
     def swapped(acts: Acts, do: Do) -> Acts:
         at = find(acts, do)
@@ -115,7 +116,8 @@ def _two_wrappers(cell: Cell) -> Fault:
         return acts
 
     errors = ("WrapperBrokenError", "CallMismatchError", "PeerLostError", "StepMismatchError")
-    over = named(errors, same_text=False, within_s=8.0, recovery=Recovery.OVER)
+    # A rank that is told by one wrapper drops its step in the other, whose ranks may go on.
+    over = named(errors, same_text=False, is_agreed=False, within_s=8.0, recovery=Recovery.STOP)
     expect = replace(RIGHT, otherwise=(over,)) if cell.place != "same" else RIGHT
     return Fault(expect, arm=arm, edits_step=edit, edit=edit_own)
 
@@ -215,7 +217,7 @@ CALL_KINDS = (
     ),
     Kind(
         "one-wraps",
-        "A rank that wraps while the others step: named on all ranks, and broken.",
+        "A rank that wraps while the others step: named on all ranks in time.",
         _one_call,
         places=_LEAVING,
         combos=TWO,

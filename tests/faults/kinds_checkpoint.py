@@ -1,8 +1,8 @@
 """Kinds of fault while a checkpoint is saved or loaded on the ranks of a training run.
 
 Every cell saves a good checkpoint first, between two steps. After the fault ranks open what is there and read all of it: it
-must be the good one, or the new one. The campaigns of ``faults.checkpoints`` try every call and every byte; these cells try some
-of them with real ranks, collectives, wrappers and optimizers.
+must be the good one, or the new one. The campaigns of ``faults.checkpoints`` try every call and every byte; these cells try
+some of them with real ranks, collectives, wrappers and optimizers.
 """
 
 from __future__ import annotations

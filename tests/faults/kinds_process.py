@@ -195,7 +195,7 @@ def _fork_and_train(here: Here) -> None:
     here.send("child", said=said)
 
 
-_NO_LABELS = {end: "torch DDP has no fence and its collectives have no labels" for end in ("fence", "gather")}
+_NO_LABELS = dict.fromkeys(("fence", "gather"), "torch DDP has no fence and its collectives have no labels")
 
 
 def _kind(name: str, says: str, fault: Callable[[Cell], Fault], **details: Any) -> Kind:

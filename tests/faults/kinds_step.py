@@ -103,30 +103,31 @@ def _dropped_step(cell: Cell) -> Fault:
 
 def _microbatches(cell: Cell) -> Fault:
     """Run other numbers of backwards, or none outside ``no_sync()``."""
-    place = cell.place
-    mismatch = named("MicrobatchMismatchError")
-    counts = {"one-more": 2, "finish-only": 0}
-    if place in counts:
-        mismatch = replace(mismatch, fields={"by_rank": by_rank(cell, counts[place], 1)})
-    two, is_on_all = steps(2), place.startswith("all")
-    if place == "no-sync":
-        errors = ("MicrobatchMismatchError", "StepMismatchError", "PeerFailedError")
-        own = named(errors, own_error=("UnreducedGradientsError",))
-        return Fault(own, edit=lambda acts: without(changed(acts, Do.BACKWARD, depth=1), Do.FINISH))
-    if place == "zero-between":
-        expect = replace(mismatch, fields={"by_rank": by_rank(cell, 1, 2)})
-        return Fault(expect, edits_all=two, edit=lambda acts: before(acts, Do.BACKWARD, _ZERO, nth=-1))
-    if place == "all-zero-between":
-        return Fault(RIGHT, edits_all=two, edit=lambda acts: before(acts, Do.BACKWARD, _ZERO, nth=-1), on_all=True)
-    if place == "cleared-as-torch":
-        cleared = named("StepMismatchError", texts=("cleared or replaced between two backwards",))
-        clear = Act(Do.ZERO, value="module")
-        return Fault(cleared, edits_all=two, edit=lambda acts: before(acts, Do.BACKWARD, clear, nth=-1))
-    if place == "one-less":
-        return Fault(replace(mismatch, fields={"by_rank": by_rank(cell, 1, 2)}), edits_all=two, edit=steps(1))
-    if place == "finish-only":
-        return Fault(mismatch, edit=lambda acts: until(acts, Do.FORWARD, _ZERO, Act(Do.FINISH)))
-    return Fault(mismatch if not is_on_all else RIGHT, edit=two, on_all=is_on_all)
+    two, place = steps(2), cell.place
+
+    def counted(own: int, others: int) -> Expectation:
+        return named("MicrobatchMismatchError", fields={"by_rank": by_rank(cell, own, others)})
+
+    def zero_between(acts: Acts) -> Acts:
+        return before(acts, Do.BACKWARD, _ZERO, nth=-1)
+
+    def clear_between(acts: Acts) -> Acts:
+        return before(acts, Do.BACKWARD, Act(Do.ZERO, value="module"), nth=-1)
+
+    unsynced = named(
+        ("MicrobatchMismatchError", "StepMismatchError", "PeerFailedError"), own_error=("UnreducedGradientsError",)
+    )
+    cleared = named("StepMismatchError", texts=("cleared or replaced between two backwards",))
+    return {
+        "one-more": Fault(counted(2, 1), edit=two),
+        "one-less": Fault(counted(1, 2), edits_all=two, edit=steps(1)),
+        "no-sync": Fault(unsynced, edit=lambda acts: without(changed(acts, Do.BACKWARD, depth=1), Do.FINISH)),
+        "zero-between": Fault(counted(1, 2), edits_all=two, edit=zero_between),
+        "all-zero-between": Fault(RIGHT, edits_all=two, edit=zero_between, on_all=True),
+        "cleared-as-torch": Fault(cleared, edits_all=two, edit=clear_between),
+        "finish-only": Fault(counted(0, 1), edit=lambda acts: until(acts, Do.FORWARD, _ZERO, Act(Do.FINISH))),
+        "all-more": Fault(RIGHT, edit=two, on_all=True),
+    }[place]
 
 
 def _raised(cell: Cell) -> Fault:

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, over the loopback world: notices at once when nobody will come, and every write in flight."""
+"""Ranks as threads over the loopback world, which notices at once when nobody will come, and every write in flight."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def replaced(events, rank, attempt, new):
 
 
 def run_of(events, *, cell=CELL, exits=None, killed=(), timed_out=False, logs=None):
-    exits = exits or {rank: 0 for rank in range(cell.combo.num_ranks)}
+    exits = exits or dict.fromkeys(range(cell.combo.num_ranks), 0)
     return Run(Play([cell]), events, exits=exits, killed=killed, timed_out=timed_out, logs=logs or {}, wall_s=1.0)
 
 

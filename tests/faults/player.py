@@ -19,7 +19,7 @@ from megabucket.errors import MegabucketError
 
 from .acts import ALL_LAYERS, Act, Acts, Do
 from .cells import HEALTHY_STEPS, STEPS_AFTER, Cell, Combo, Expectation, Fault, FaultError, Here, Outcome, Recovery
-from .model import FaultModel, loss_of, make_batch
+from .model import loss_of, make_batch
 from .oracle import Oracle, edited, first_difference
 from .systems import System
 
@@ -204,15 +204,21 @@ class Player:
         elif do is Do.BACKWARD:
             here.reach("before backward")
             self._backward(act, attempt.outputs)
-        elif do is Do.GRAD:
-            params = [param for param in here.model.parameters() if param.requires_grad]
-            torch.autograd.grad(attempt.outputs.pop(act.slot), params, allow_unused=True)
         elif do is Do.LOOK:
             here.reach("between")
             if attempt.checks_grads:
                 grads = {name: param.grad for name, param in here.model.named_parameters() if param.requires_grad}
                 attempt.wrong_grads = first_difference(grads, attempt.means)
-        elif do is Do.STEP:
+        elif do is Do.GRAD:
+            params = [param for param in here.model.parameters() if param.requires_grad]
+            torch.autograd.grad(attempt.outputs.pop(act.slot), params, allow_unused=True)
+        else:
+            self._call(act)
+
+    def _call(self, act: Act) -> None:
+        """Make a call that concerns no output."""
+        here, do = self._here, act.do
+        if do is Do.STEP:
             here.optimizer.step()
         elif do is Do.ZERO:
             self._zero(act.value)
@@ -221,12 +227,13 @@ class Player:
         elif do is Do.RUN:
             act.value(here)
         elif self._is_ours:
-            if do is Do.NUMBER:
-                here.ddp.step_number = act.value
-            elif do is Do.ABORT:
-                here.ddp.abort_step(act.value)
-            else:
-                (here.ddp.start_grad_sync if do is Do.START else here.ddp.finish_grad_sync)()
+            calls: dict[Do, Callable[[], object]] = {
+                Do.NUMBER: lambda: setattr(here.ddp, "step_number", act.value),
+                Do.ABORT: lambda: here.ddp.abort_step(act.value),
+                Do.START: here.ddp.start_grad_sync,
+                Do.FINISH: here.ddp.finish_grad_sync,
+            }
+            calls[do]()
 
     def _zero(self, how: str) -> None:
         here = self._here
@@ -293,8 +300,9 @@ class Player:
             self.has_given_up = self._num_errors_in_a_row > 1
             return None if self.has_given_up else index + 1
         expected = _expectation_met(fault.expect, error)
-        if expected.recovery is Recovery.OVER:
-            self._probe(index)
+        if expected.recovery in (Recovery.OVER, Recovery.STOP):
+            if expected.recovery is Recovery.OVER:
+                self._probe(index)
             return None
         if index == fault_step + expected.steps_late(is_culprit=self._here.is_culprit):
             if fault.recover is not None:

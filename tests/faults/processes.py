@@ -1,7 +1,7 @@
-"""Ranks as processes over gloo: forks a store and the ranks, reads what they report, sends signals they ask for, ends what hangs.
+"""Ranks as processes over gloo: forks a store and ranks, reads what they report, sends signals they ask for, ends what hangs.
 
-``python -m faults.processes`` is a supervisor: it imports torch once and has a single thread, so ranks fork within milliseconds.
-It takes plays on stdin and answers with runs on stdout; ``Supervisors`` keeps a few of them.
+``python -m faults.processes`` is a supervisor: it imports torch once and has a single thread, so ranks fork in milliseconds.
+It takes plays on stdin and answers with runs on stdout; ``run_many`` keeps a few of them.
 """
 
 from __future__ import annotations

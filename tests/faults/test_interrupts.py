@@ -1,4 +1,4 @@
-"""Interrupts: at some of the lines of a step here, at every one of them in ``python -m faults interrupts``, and alarms in processes."""
+"""Interrupts at some of the lines of a step, at all of them in ``python -m faults interrupts``; and alarms in processes."""
 
 import os
 

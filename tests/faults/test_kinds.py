@@ -1,5 +1,7 @@
 """Faults on real ranks: one cell of each place over the loopback world, one of each kind of processes over gloo."""
 
+from dataclasses import replace
+
 import pytest
 
 from faults.cells import EVERY, Combo, Mode
@@ -73,5 +75,6 @@ def test_a_fault_is_the_same_whoever_asks(combo):
     for cell in select():
         if cell.combo == combo:
             ranks = range(combo.num_ranks)
-            first, second = ([fault_of(cell).acts(cell, rank, 2, is_faulty=True) for rank in ranks] for _ in range(2))
+            asked = [[KINDS[cell.kind].fault(cell).acts(cell, rank, 2, is_faulty=True) for rank in ranks] for _ in range(2)]
+            first, second = ([[replace(act, value=None) for act in acts] for acts in one] for one in asked)
             assert first == second

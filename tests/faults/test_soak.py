@@ -1,4 +1,4 @@
-"""A short soak, and the parts of the soak itself. The long one is ``python -m faults soak --steps 50000`` (``make nightly``)."""
+"""A short soak, and the parts of the soak itself. The long one is ``python -m faults soak --steps 50000``."""
 
 import os
 

@@ -393,8 +393,10 @@ def test_a_rank_that_detached_while_others_go_on_is_named_at_once():
     assert [error.ranks for error in errors] == [(1,), (1,)]
     assert str(errors[0]) == str(errors[1])
     assert errors[0].states == (
-        "left: its program ended, its process group was destroyed, or its wrapper was detached, after 1 launches; this "
-        "was launch 2",
+        (
+            "left: its program ended, its process group was destroyed, or its wrapper was detached, after 1 launches; this "
+            "was launch 2"
+        ),
     )
     assert max(message.at_s for message in messages) - waiting[0].at_s <= DEAD_NOTICED_S
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from pydantic import ValidationError
 
 from megabucket.config.ddp import Section
-from megabucket.config.yaml_loader import KeyPath, Plain, YamlDocument, parse_yaml, read_yaml
 from megabucket.errors import ConfigError, printable, quoted
+from megabucket.planning.yaml_loader import KeyPath, Plain, YamlDocument, parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

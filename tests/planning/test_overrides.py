@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.config.load import apply_overrides, parse_override
 from megabucket.errors import ConfigError
+from megabucket.planning.load import apply_overrides, parse_override
 
 
 @pytest.mark.parametrize(

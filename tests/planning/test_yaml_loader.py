@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.config.yaml_loader import MAX_BYTES, _problem, parse_yaml, read_yaml
 from megabucket.errors import ConfigError
+from megabucket.planning.yaml_loader import MAX_BYTES, _problem, parse_yaml, read_yaml
 
 
 def load(text):
