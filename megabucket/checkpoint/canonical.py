@@ -74,6 +74,16 @@ def flat(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     return tensor.detach().permute(tuple(order)).reshape(-1)
 
 
+def in_shape(values: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """Return the view of flat values in a shape whose dimensions lie in memory in an order, slowest first.
+
+    >>> in_shape(torch.arange(6), (2, 3), (1, 0)).tolist()
+    [[0, 2, 4], [1, 3, 5]]
+    """
+    back = [list(order).index(dim) for dim in range(len(shape))]
+    return values.view([shape[dim] for dim in order]).permute(back)
+
+
 def whole_piece(name: str, tensor: torch.Tensor) -> Piece:
     """Return a whole tensor as a piece."""
     info = info_of(name, tensor)

@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from megabucket.checkpoint.background import BackgroundWriter, WhenBusy
 from megabucket.checkpoint.capture import Stateful, TrainingParts, name_schedulers, take, tell_state, to_host
 from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES
 from megabucket.checkpoint.format import Snapshot
 from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, mismatches, restore
-from megabucket.checkpoint.save import Save, SaveSettings, content_from
+from megabucket.checkpoint.save import BackgroundWriter, Save, SaveSettings, WhenBusy, content_from
 from megabucket.checkpoint.stored import StoredCheckpoint, open_checkpoint
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointInvalidError

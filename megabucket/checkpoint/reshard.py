@@ -21,7 +21,7 @@ from megabucket.checkpoint.save import Save, SaveSettings
 from megabucket.checkpoint.stored import StoredCheckpoint
 from megabucket.units import MIB
 
-_BATCH_BYTES: Final = 1024 * MIB
+_BATCH_BYTES: Final = 256 * MIB
 """How much is in memory at a time; a source file is read once for each batch that takes something of it."""
 
 

@@ -10,17 +10,22 @@
 ``begin``, ``vote`` and ``conclude`` are collective; ``write`` and ``publish`` are not, and may run in another thread.
 Whatever fails on a rank is said in the next exchange, so all ranks raise the same error and nothing is committed. A process
 may die at any call: what was committed before is never touched, and a name appears in the root only for a whole checkpoint.
+
+In the background, a thread writes, hashes, waits for the disk, renames and removes; the exchanges are made by ``save``,
+``poll`` and ``close`` of ``BackgroundWriter``, which every rank calls at the same places. So no collective of a save can ever
+meet one of training in another order on another rank.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megabucket.checkpoint.catalog import LOCK, MAX_STEP, CheckpointWarning, Latest, RootDirectory, StepDirectory, latest_if_any
 from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, content_of
@@ -36,7 +41,9 @@ from megabucket.checkpoint.format import (
 )
 from megabucket.checkpoint.plan import StoredRange
 from megabucket.checkpoint.ranks import Ranks, as_error, written
-from megabucket.errors import CheckpointNotSavedError, InvariantError, MegabucketError
+from megabucket.errors import CheckpointNotSavedError, MegabucketError
+
+WhenBusy = Literal["wait", "skip"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +97,7 @@ class Save:
         self._staging = root
         self._latest: Latest | None = None
         self._last_good_step = -1
-        self._content: Content | None = None
+        self._content = Content({}, 0, (), lambda _file_system, _directory: [])
         self._written: list[StoredFile] = []
         self._reports: Sequence[Mapping[str, Any]] = ()
         self._published: StepDirectory | None = None
@@ -128,7 +135,7 @@ class Save:
     def write(self) -> None:
         """Write this rank's files. What fails is kept for ``vote``."""
         try:
-            self._written = self._taken.write(self._files, self._staging)
+            self._written = self._content.write(self._files, self._staging)
         except FileNotFoundError as error:
             hint = "the directory that rank 0 made is not there: do all ranks see the same file system?"
             self._failure = OSError(error.errno, f"{error.strerror}; {hint}", error.filename)
@@ -148,7 +155,7 @@ class Save:
         if self._ranks.rank != 0:
             return
         try:
-            manifest = merge_reports(self.step, self._taken, self._reports)
+            manifest = merge_reports(self.step, self._content, self._reports)
             raw = encode_manifest(manifest, key=self._settings.key)
             self._published = self._root_directory.publish(self._staging, self.step, raw, before=self._latest)
         except Exception as error:  # a thread has nobody to raise to
@@ -164,9 +171,9 @@ class Save:
         Raises:
             CheckpointNotSavedError: rank 0 could not commit it.
         """
-        done = self._agree(self._outcome)
+        names = self._agree(lambda: self._published.name if self._published is not None else "")
         self.release()
-        return self._root / str(done[0])
+        return self._root / str(names[0])
 
     def release(self) -> None:
         """Let go of the lock, if this rank holds it."""
@@ -256,21 +263,10 @@ class Save:
     def _report(self) -> dict[str, Any]:
         parts = [
             [part.info.name, part.info.dtype, part.info.shape, part.info.order, index, part.start, part.stop]
-            for index, file in enumerate(self._taken.files)
+            for index, file in enumerate(self._content.files)
             for part in file.parts
         ]
         return {"files": [[file.name, file.num_bytes, file.sha256] for file in self._written], "parts": parts}
-
-    @property
-    def _taken(self) -> Content:
-        if self._content is None:
-            raise InvariantError("a save was written before it was begun; please report this")
-        return self._content
-
-    def _outcome(self) -> str | None:
-        if self._ranks.rank == 0 and self._published is None:
-            raise InvariantError("a save was concluded before it was published; please report this")
-        return self._published.name if self._published is not None else None
 
 
 def merge_reports(step: int, content: Content, reports: Sequence[Mapping[str, Any]]) -> Manifest:
@@ -295,3 +291,102 @@ def merge_reports(step: int, content: Content, reports: Sequence[Mapping[str, An
         for name, info in sorted(infos.items())
     }
     return Manifest(step, content.num_writers, tuple(files), tensors, content.values)
+
+
+class BackgroundWriter:
+    """Saves one checkpoint at a time in the background; all methods are collective.
+
+    Args:
+        when_busy: what ``save`` does while the one before is being written: wait for it, or skip this one.
+    """
+
+    def __init__(self, root: Path | str, ranks: Ranks, settings: SaveSettings, *, when_busy: WhenBusy = "wait") -> None:
+        if when_busy not in {"wait", "skip"}:
+            raise ValueError(f"when_busy is {when_busy!r}, and can be 'wait' or 'skip'")
+        self._root, self._ranks, self._settings, self._when_busy = Path(root), ranks, settings, when_busy
+        self._save: Save | None = None
+        self._is_voted = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step that is being saved, or None."""
+        return self._save.step if self._save is not None else None
+
+    def save(self, step: int, take: Callable[[], Snapshot], *, overwrite: bool = False) -> bool:
+        """Begin to save, and return whether it was begun: not when another is under way and this one is skipped.
+
+        Args:
+            take: gives the values as they are now, in memory that nobody else writes until the save is done. Called
+                only if the save is begun; no collective.
+            overwrite: whether a step that was saved already may be saved again, also where the settings say no.
+
+        Raises:
+            CheckpointNotSavedError: of the save before, which is over then and can be made anew, or of this one.
+            MegabucketError: what ``take`` has raised on some rank.
+        """
+        is_writing = self._save is not None and not self._is_voted
+        if is_writing and self._when_busy == "skip" and not self._is_over_everywhere():
+            return False
+        self.close()
+        settings = replace(self._settings, overwrite=overwrite or self._settings.overwrite)
+        save = Save(self._root, step, self._ranks, settings)
+        try:
+            save.begin(lambda: content_from(take(), self._ranks, settings))
+        except BaseException:
+            save.release()
+            raise
+        self._save, self._is_voted = save, False
+        self._do(save.write)
+        return True
+
+    def _do(self, act: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=act, name="megabucket-save", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> Path | None:
+        """Go on with the save that is under way as far as that takes no waiting; return its directory once it is committed.
+
+        Raises:
+            CheckpointNotSavedError: it failed on some rank.
+        """
+        path = None
+        while self._save is not None and self._is_over_everywhere():
+            path = self._go_on(self._save)
+        return path
+
+    def close(self) -> Path | None:
+        """Wait for the save that is under way, commit it, and return its directory.
+
+        Raises:
+            CheckpointNotSavedError: it failed on some rank.
+        """
+        path = None
+        while self._save is not None:
+            path = self._go_on(self._save)
+        return path
+
+    def _is_over_everywhere(self) -> bool:
+        is_busy = self._thread is not None and self._thread.is_alive()
+        return all(said == b"0" for said in self._ranks.exchange(b"1" if is_busy else b"0"))
+
+    def _go_on(self, save: Save) -> Path | None:
+        """Take the next step of a save: the vote when this rank has written, its end when all is done."""
+        if self._thread is not None:
+            self._thread.join()  # interrupted here, the save stays under way: the thread goes on with it
+        try:
+            if self._is_voted:
+                path = save.conclude()
+                self._forget(save)
+                return path
+            save.vote()
+        except BaseException:
+            self._forget(save)
+            raise
+        self._is_voted = True
+        self._do(save.publish)
+        return None
+
+    def _forget(self, save: Save) -> None:
+        save.release()
+        self._save = self._thread = None

@@ -28,8 +28,6 @@ RNG_PREFIX: Final = "rng."
 
 _PLAIN_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _MAX_SAFE_INT: Final = 1 << 53
-_MAX_LEVELS: Final = 4
-"""Readers bound the depth of a manifest; what is deeper than this becomes text."""
 
 Keep = Callable[[str, torch.Tensor], None]
 """Receives a tensor and its name."""
@@ -38,7 +36,7 @@ Find = Callable[[str], torch.Tensor]
 """Gives a tensor by its name."""
 
 
-def encode(value: Any, name: str, keep: Keep, *, level: int = 0) -> Json:
+def encode(value: Any, name: str, keep: Keep) -> Json:
     """Return JSON from which ``decode`` makes an equal value.
 
     Args:
@@ -63,9 +61,7 @@ def encode(value: Any, name: str, keep: Keep, *, level: int = 0) -> Json:
     elif isinstance(value, torch.Tensor):
         encoded = _encode_tensor(value, name, keep)
     elif isinstance(value, Mapping | list | tuple):
-        is_deep = level >= _MAX_LEVELS
-        encoded = _encode_items(value, name, keep, level=-1_000_000 if is_deep else level)
-        encoded = {"!json": json.dumps(encoded)} if is_deep else encoded
+        encoded = _encode_items(value, name, keep)
     else:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise ConfigError(
@@ -75,19 +71,14 @@ def encode(value: Any, name: str, keep: Keep, *, level: int = 0) -> Json:
     return encoded
 
 
-def _encode_items(value: Any, name: str, keep: Keep, *, level: int) -> Json:
+def _encode_items(value: Any, name: str, keep: Keep) -> Json:
     if isinstance(value, Mapping):
         if type(value) not in _PLAIN_DICTS:
             raise ConfigError(f"{name} cannot be saved in a checkpoint: it is a {type(value).__name__}; make a dict of it")
         if all(isinstance(key, str) and not key.startswith("!") for key in value):
-            return {key: encode(item, f"{name}.{key}", keep, level=level + 1) for key, item in value.items()}
-        return {
-            "!dict": [
-                [encode(key, name, keep, level=level + 2), encode(item, f"{name}.{key}", keep, level=level + 2)]
-                for key, item in value.items()
-            ]
-        }
-    items = [encode(item, f"{name}.{index}", keep, level=level + 1) for index, item in enumerate(value)]
+            return {key: encode(item, f"{name}.{key}", keep) for key, item in value.items()}
+        return {"!dict": [[encode(key, name, keep), encode(item, f"{name}.{key}", keep)] for key, item in value.items()]}
+    items = [encode(item, f"{name}.{index}", keep) for index, item in enumerate(value)]
     return items if isinstance(value, list) else {"!tuple": items}
 
 
@@ -132,7 +123,7 @@ def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
         "!dict": lambda items: {decode(key, find): decode(item, find) for key, item in items},
         "!number": lambda parts: torch.full(parts[1], decode(parts[2], find), dtype=dtype_named(parts[0])),
         "!tensor": find,
-        "!json": lambda text: decode(json.loads(text), find),
+        "!json": lambda text: decode(json.loads(text), find),  # deep values, by earlier versions
     }
     if tag not in readers:
         raise ValueError(f"unknown kind of value {tag!r}")

@@ -27,13 +27,12 @@ import torch
 from paired import interleave, ratio, timed
 
 import megabucket as mb
-from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.capture import TrainingParts, capture
 from megabucket.checkpoint.file_system import num_file_threads
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.reshard import reshard
-from megabucket.checkpoint.save import SaveSettings, save_snapshot
+from megabucket.checkpoint.save import BackgroundWriter, SaveSettings, save_snapshot
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.units import MIB
 

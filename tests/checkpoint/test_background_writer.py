@@ -12,11 +12,10 @@ import torch
 from faults.checkpoints import sample
 from faults.checkpoints.faulty import FaultyFileSystem
 from faults.checkpoints.threads import in_threads
-from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.file_system import FileSystem
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.save import SaveSettings, save_snapshot
+from megabucket.checkpoint.save import BackgroundWriter, SaveSettings, save_snapshot
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import CheckpointNotSavedError
 

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from megabucket.checkpoint import catalog, data_files, file_system, format, save, stored
+from megabucket.checkpoint import catalog, file_system, format, save, stored
 {mutation}
 from faults.checkpoints.crash_points import run_crash_points
 from faults.checkpoints.damage import run_damage
@@ -118,7 +118,7 @@ stored._Opener.newest = lambda self: self.open(self._latest().directory)
         """
 def write(self):
     try:
-        self._written = self._taken.write(self._files, self._staging)
+        self._written = self._content.write(self._files, self._staging)
     except OSError:
         self._written = []
 save.Save.write = write

@@ -32,9 +32,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
-from megabucket.checkpoint.capture import TrainingParts, capture, values_of_state
+from megabucket.checkpoint.capture import (
+    MAIN_PREFIX,
+    MODEL_PREFIX,
+    STATE_PREFIX,
+    TrainingParts,
+    capture,
+    optimizer_values,
+    state_name,
+    values_of_state,
+)
 from megabucket.checkpoint.format import Json, Piece, Snapshot, TensorInfo
-from megabucket.checkpoint.optim_state import MAIN_PREFIX, MODEL_PREFIX, STATE_PREFIX, optimizer_values, state_name
 from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.values import decode

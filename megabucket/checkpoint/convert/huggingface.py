@@ -17,12 +17,11 @@ from safetensors.torch import save_file
 
 from megabucket.buffer import dtype_named
 from megabucket.checkpoint.canonical import whole_piece
-from megabucket.checkpoint.capture import values_of_state
+from megabucket.checkpoint.capture import MODEL_PREFIX, values_of_state
 from megabucket.checkpoint.format import ITEM_BYTES, Piece, Snapshot
-from megabucket.checkpoint.optim_state import MODEL_PREFIX
 from megabucket.checkpoint.ranks import AloneRanks
+from megabucket.checkpoint.restore import Staging, Stored, source_of
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
-from megabucket.checkpoint.staging import Staging, Stored, source_of
 from megabucket.errors import ConfigError
 
 DEFAULT_FILE_BYTES: Final = 5 * 10**9

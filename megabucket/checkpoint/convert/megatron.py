@@ -22,21 +22,21 @@ from typing import Any, Final
 import torch
 
 from megabucket.buffer import dtype_name, dtype_named
-from megabucket.checkpoint.canonical import canonical_name, flat, named_buffers, named_params, whole_piece
-from megabucket.checkpoint.capture import TrainingParts, values_of_state
-from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
-from megabucket.checkpoint.optim_state import (
+from megabucket.checkpoint.canonical import canonical_name, flat, in_shape, named_buffers, named_params, whole_piece
+from megabucket.checkpoint.capture import (
     MAIN_PREFIX,
     MODEL_PREFIX,
+    TrainingParts,
     members_by_name,
     members_of,
     optimizer_values,
     state_name,
+    values_of_state,
 )
+from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks, GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
-from megabucket.checkpoint.staging import in_shape
 from megabucket.checkpoint.stored import copy_checked
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
