@@ -24,9 +24,9 @@ from typing import Any, Protocol, get_type_hints
 import torch
 
 from megabucket.checkpoint.capture import TrainingParts
-from megabucket.checkpoint.plain_values import decode
 from megabucket.checkpoint.restore import mismatches
 from megabucket.checkpoint.stored import StoredCheckpoint
+from megabucket.checkpoint.values import decode
 from megabucket.comm import Communicator, LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
@@ -142,14 +142,14 @@ def load_problems(workload: WorkloadFunction, config: RunConfig, stored: StoredC
     Raises:
         ConfigError: the config cannot be honoured.
     """
-    ranks = Ranks(rank=0, num_ranks=1, device=torch.device("cpu"), backend="none", are_on_one_host=True)
+    ranks = Ranks(rank=0, num_ranks=1, device=torch.device("cpu"), backend="none")
     trainee = Trainee(workload(config, ranks), config.ddp, LocalCommunicator())
     try:
         problems = mismatches(stored, TrainingParts(trainee.ddp, trainee.optimizer), cast=cast)
     finally:
         trainee.ddp.detach()
     try:
-        position = decode(stored.values.get("data_position"), {})
+        position = decode(stored.values.get("data_position"))
     except (ValueError, KeyError, TypeError):  # with tensors in it, which are not read
         position = None
     return [*problems, *trainee.program.check_resume(stored.step, position)]
