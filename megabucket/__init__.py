@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megabucket.checkpoint.checkpointer import Checkpointer, can_load, load_checkpoint, save_checkpoint
-    from megabucket.checkpoint.opening import open_checkpoint
     from megabucket.checkpoint.restore import LoadedCheckpoint
+    from megabucket.checkpoint.stored import open_checkpoint
     from megabucket.config.ddp import DistributedDataParallelConfig
     from megabucket.ddp import AgreedStop, DistributedDataParallel
     from megabucket.layout import ModelLayout, ParamSpec, build_layout, check_layout
@@ -36,7 +36,7 @@ _HOME = {
     "can_load": "megabucket.checkpoint.checkpointer",
     "check_layout": "megabucket.layout",
     "load_checkpoint": "megabucket.checkpoint.checkpointer",
-    "open_checkpoint": "megabucket.checkpoint.opening",
+    "open_checkpoint": "megabucket.checkpoint.stored",
     "profile_workload": "megabucket.measure.profile",
     "save_checkpoint": "megabucket.checkpoint.checkpointer",
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
 
-from megabucket.buffer import dtype_name
-from megabucket.checkpoint.pieces import Piece, TensorInfo
+from megabucket.buffer import dtype_name, dtype_named
+from megabucket.checkpoint.format import Piece, TensorInfo
 
 _WRAPPED_IN: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
 
@@ -74,10 +74,25 @@ def flat(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     return tensor.detach().permute(tuple(order)).reshape(-1)
 
 
+def in_shape(values: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """Return the view of flat values in a shape whose dimensions lie in memory in an order, slowest first.
+
+    >>> in_shape(torch.arange(6), (2, 3), (1, 0)).tolist()
+    [[0, 2, 4], [1, 3, 5]]
+    """
+    back = [list(order).index(dim) for dim in range(len(shape))]
+    return values.view([shape[dim] for dim in order]).permute(back)
+
+
 def whole_piece(name: str, tensor: torch.Tensor) -> Piece:
     """Return a whole tensor as a piece."""
     info = info_of(name, tensor)
     return Piece(info, 0, info.numel, flat(tensor, info.order))
+
+
+def empty_piece(info: TensorInfo, start: int, stop: int) -> Piece:
+    """Return a range of a tensor to be filled, on the CPU."""
+    return Piece(info, start, stop, torch.empty(stop - start, dtype=dtype_named(info.dtype)))
 
 
 def split_evenly(tensors: Mapping[str, torch.Tensor], *, rank: int, size: int) -> Iterator[Piece]:
@@ -98,8 +113,3 @@ def split_evenly(tensors: Mapping[str, torch.Tensor], *, rank: int, size: int) -
             info = info_of(name, tensor)
             values = flat(tensor, info.order)
             yield Piece(info, start, stop, values if stop - start == numel else values[start:stop])
-
-
-def total_bytes(pieces: Iterable[Piece]) -> int:
-    """Return how many bytes pieces hold."""
-    return sum(piece.values.numel() * piece.values.itemsize for piece in pieces)

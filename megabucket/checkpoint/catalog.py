@@ -1,4 +1,4 @@
-"""Which checkpoints a directory holds, and what ``latest`` says. No torch.
+"""The directory of a run's checkpoints: which there are, what ``latest`` says, how one appears and how old ones go. No torch.
 
 ::
 
@@ -8,34 +8,37 @@
     <root>/.tmp-...              a save that is going on, or died
     <root>/.lock                 held while a save is going on
 
-``latest`` repeats the seal, so a damaged ``latest`` cannot name another checkpoint unseen.
+``latest`` repeats the seal, so a damaged ``latest`` cannot name another checkpoint unseen. Names in the root change by renames
+only, in an order that leaves a whole checkpoint behind ``latest`` wherever it stops: the directory, then ``latest``, then what
+is old.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Final
 
-from megabucket.checkpoint.file_system import FileSystem, read_file, reason_of
-from megabucket.checkpoint.manifest import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    MIN_KEY_BYTES,
-    SealedManifest,
-    decode_manifest,
-)
+from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, remove_tree, write_file
+from megabucket.checkpoint.format import MANIFEST_NAME, MIN_KEY_BYTES, SealedManifest, decode_manifest, seal_of
 from megabucket.errors import ConfigError
 
-LATEST = "latest"
-LOCK = ".lock"
-TEMPORARY = ".tmp-"
-_STEP = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,8}))?")
-_LATEST = re.compile(r"(step-[0-9.]{8,40}) ([0-9a-f]{64})\n")
-_LATEST_MAX_BYTES = 200
-_KEY_MAX_BYTES = 4096
-_MAX_LOOKED_AT = 50
-MAX_STEP = 10**15 - 1
+LATEST: Final = "latest"
+LOCK: Final = ".lock"
+TEMPORARY: Final = ".tmp-"
+MAX_STEP: Final = 10**15 - 1
+_STEP: Final = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,8}))?")
+_LATEST: Final = re.compile(r"(step-[0-9.]{8,40}) ([0-9a-f]{64})\n")
+_MAX_LOOKED_AT: Final = 50
+
+
+class CheckpointWarning(UserWarning):
+    """Something about checkpoints that does not stop the program: old ones that cannot be removed, a fallback."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -77,18 +80,29 @@ def read_latest(file_system: FileSystem, root: Path) -> Latest:
         OSError: it cannot be read.
         ValueError: it does not say anything.
     """
-    raw = read_file(file_system, root / LATEST, max_bytes=_LATEST_MAX_BYTES)
-    match = _LATEST.fullmatch(raw.decode("ascii", errors="replace"))
+    match = _LATEST.fullmatch(str(file_system.read(root / LATEST), "ascii", errors="replace"))
     directory = StepDirectory.parse(match[1]) if match else None
     if match is None or directory is None:
         raise ValueError("it does not say which checkpoint is the newest")
     return Latest(directory, match[2])
 
 
+def latest_if_any(files: FileSystem, root: Path) -> Latest | None:
+    """Return what ``latest`` says; nothing when it is not there, or says nothing that can be understood.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    try:
+        return read_latest(files, root)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def step_directories(file_system: FileSystem, root: Path) -> list[StepDirectory]:
     """Return what looks like a checkpoint by its name, oldest first; nothing if there is no such root."""
     try:
-        names = file_system.names(root.resolve())
+        names = file_system.names(root)
     except OSError:
         return []
     found = (StepDirectory.parse(name) for name in names)
@@ -102,8 +116,7 @@ def read_manifest(file_system: FileSystem, path: Path, directory: StepDirectory,
         OSError: it cannot be read.
         ValueError: it is not sealed, not as it must be, or of another step than the directory.
     """
-    raw = read_file(file_system, path / MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
-    sealed = decode_manifest(raw, key=key)
+    sealed = decode_manifest(bytes(file_system.read(path / MANIFEST_NAME)), key=key)
     if sealed.manifest.step != directory.step:
         raise ValueError(f"it is of step {sealed.manifest.step}, in the directory of step {directory.step}")
     return sealed
@@ -117,7 +130,7 @@ def whole_steps(file_system: FileSystem, root: Path, *, but: StepDirectory | Non
     Args:
         but: leave this one out.
     """
-    steps = []
+    steps = set()
     for directory in step_directories(file_system, root)[-_MAX_LOOKED_AT:]:
         path = root / directory.name
         try:
@@ -126,20 +139,102 @@ def whole_steps(file_system: FileSystem, root: Path, *, but: StepDirectory | Non
         except (OSError, ValueError):
             continue
         if is_whole and directory != but:
-            steps.append(directory.step)
-    return tuple(sorted(set(steps)))
+            steps.add(directory.step)
+    return tuple(sorted(steps))
 
 
 def read_key(path: Path) -> bytes:
     """Return the key in a file, without a line break at its end.
 
     Raises:
-        ConfigError: it cannot be read, or is too short or too long for a key.
+        ConfigError: it cannot be read, or is too short for a key.
     """
     try:
-        key = read_file(FileSystem(), path.resolve(), max_bytes=_KEY_MAX_BYTES).removesuffix(b"\n")
-    except (OSError, ValueError) as error:
+        key = path.read_bytes().removesuffix(b"\n")
+    except OSError as error:
         raise ConfigError(f"{path}: the key cannot be read: {reason_of(error)}") from None
     if len(key) < MIN_KEY_BYTES:
         raise ConfigError(f"{path}: a key of {len(key)} bytes; it takes {MIN_KEY_BYTES} or more, such as 32 random ones")
     return key
+
+
+class RootDirectory:
+    """The directory that checkpoints of one run are in, to be changed by one process at a time, which holds the lock."""
+
+    def __init__(self, root: Path, file_system: FileSystem) -> None:
+        self._root, self._files = root, file_system
+
+    def stage(self, step: int, names: Iterable[str]) -> Path:
+        """Remove what dead saves have left, and return a new directory to write into.
+
+        Args:
+            names: what the root holds.
+        """
+        for name in names:
+            if name.startswith(TEMPORARY):
+                attempt(partial(remove_tree, self._files, self._root / name))
+        staging = self._temporary(StepDirectory(step).name)
+        self._files.make_directory(staging)
+        return staging
+
+    def publish(self, staging: Path, step: int, manifest: bytes, *, before: Latest | None) -> StepDirectory:
+        """Write the manifest, give the directory its name, and let ``latest`` say so; return the directory.
+
+        Args:
+            before: what ``latest`` says now.
+
+        Raises:
+            OSError: a call failed. What was done is undone, as far as that is possible.
+        """
+        files, root = self._files, self._root
+        write_file(files, staging / MANIFEST_NAME, [manifest])
+        files.sync_directory(staging)
+        revisions = [other.revision for other in step_directories(files, root) if other.step == step]
+        directory = StepDirectory(step, max(revisions, default=0) + 1)
+        files.rename(staging, root / directory.name)
+        try:
+            files.sync_directory(root)
+            self._replace_latest(Latest(directory, seal_of(manifest)))
+            files.sync_directory(root)
+        except OSError:
+            attempt(lambda: self._take_back(directory, staging, before))
+            raise
+        return directory
+
+    def _take_back(self, directory: StepDirectory, staging: Path, before: Latest | None) -> None:
+        """Undo a commit that did not get to its end, so that "not saved" is all there is to say.
+
+        If that fails, too, what is left is a whole checkpoint: named by ``latest``, or by nothing. So ``latest`` comes first.
+        """
+        now = latest_if_any(self._files, self._root)
+        if now is not None and now.directory == directory:
+            if before is None:
+                self._files.remove_file(self._root / LATEST)
+            else:
+                self._replace_latest(before)
+        self._files.rename(self._root / directory.name, staging)
+
+    def _replace_latest(self, latest: Latest) -> None:
+        temporary = self._temporary(LATEST)
+        write_file(self._files, temporary, [latest.encode()])
+        self._files.rename(temporary, self._root / LATEST)
+
+    def remove_old(self, saved: StepDirectory, *, keep_last: int) -> None:
+        """Remove what is not kept, never ``saved`` nor anything of later steps. What cannot be removed is a warning."""
+        older = [directory for directory in step_directories(self._files, self._root) if directory < saved]
+        steps = sorted({directory.step for directory in older if directory.step < saved.step})
+        kept = set(steps[max(0, len(steps) - (keep_last - 1)) :])
+        for directory in older:
+            if directory.step in kept:
+                continue
+            try:
+                # Renamed first: a crash while its files are removed must not leave what looks like a checkpoint.
+                gone = self._temporary(f"old-{directory.name}")
+                self._files.rename(self._root / directory.name, gone)
+                remove_tree(self._files, gone)
+            except OSError as error:
+                text = f"the old checkpoint {self._root / directory.name} cannot be removed: {reason_of(error)}"
+                warnings.warn(text, CheckpointWarning, stacklevel=4)
+
+    def _temporary(self, name: str) -> Path:
+        return self._root / f"{TEMPORARY}{name}-{secrets.token_hex(8)}"

@@ -10,16 +10,13 @@ from typing import Any, Literal
 
 import torch
 
-from megabucket.checkpoint.background import BackgroundWriter, WhenBusy
 from megabucket.checkpoint.capture import Stateful, TrainingParts, name_schedulers, take, tell_state, to_host
-from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES
-from megabucket.checkpoint.opening import open_checkpoint
-from megabucket.checkpoint.optim_state import ShardContents
-from megabucket.checkpoint.pieces import Snapshot
+from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES
+from megabucket.checkpoint.format import Snapshot
+from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, mismatches, restore
-from megabucket.checkpoint.save import SaveSettings, save_taken
-from megabucket.checkpoint.stored import StoredCheckpoint
-from megabucket.checkpoint.together import GroupRanks, together
+from megabucket.checkpoint.save import BackgroundWriter, Save, SaveSettings, WhenBusy, content_from
+from megabucket.checkpoint.stored import StoredCheckpoint, open_checkpoint
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointInvalidError
 
@@ -67,8 +64,8 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
     settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key, overwrite=overwrite)
     parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
     told = tell_state(parts)
-    return save_taken(
-        Path(root), step, lambda: take(parts, told, data_position=data_position, extras=extras), told.ranks, settings
+    return Save(Path(root), step, told.ranks, settings).run(
+        lambda: content_from(take(parts, told, data_position=data_position, extras=extras), told.ranks, settings)
     )
 
 
@@ -189,7 +186,6 @@ class Checkpointer:
         self._ranks = GroupRanks.of(ddp, "saving a checkpoint")
         self._writer = BackgroundWriter(self.root, self._ranks, self._settings, when_busy=when_busy)
         self._is_asynchronous = asynchronous
-        self._contents = ShardContents()
         self._on_host: Snapshot | None = None
         self._loaded_step: int | None = None
 
@@ -210,12 +206,13 @@ class Checkpointer:
         told = tell_state(self.parts)
 
         def taken() -> Snapshot:
-            return take(self.parts, told, data_position=data_position, extras=extras, contents=self._contents)
+            return take(self.parts, told, data_position=data_position, extras=extras)
 
         overwrite = overwrite or (self._loaded_step is not None and step > self._loaded_step)
         if self._is_asynchronous:
             return self._writer.save(step, lambda: self._copy(taken()), overwrite=overwrite)
-        save_taken(self.root, step, taken, self._ranks, replace(self._settings, overwrite=overwrite))
+        settings = replace(self._settings, overwrite=overwrite)
+        Save(self.root, step, self._ranks, settings).run(lambda: content_from(taken(), self._ranks, settings))
         return True
 
     def _copy(self, snapshot: Snapshot) -> Snapshot:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megabucket.checkpoint.dtypes import ITEM_BYTES
-from megabucket.checkpoint.pieces import Json, Piece, TensorInfo
+from megabucket.checkpoint.canonical import empty_piece
+from megabucket.checkpoint.format import ITEM_BYTES, Json, TensorInfo
 from megabucket.checkpoint.stored import StoredCheckpoint
 from megabucket.units import MIB
 
@@ -95,7 +95,7 @@ def _contents(
 ) -> Iterator[Difference]:
     sides = []
     for stored in (first, second):
-        pieces = [Piece(info, start, stop, torch.empty(stop - start, dtype=_dtype(info))) for info, start, stop in batch]
+        pieces = [empty_piece(*one) for one in batch]
         stored.read(pieces)
         sides.append(pieces)
     for one, other in zip(*sides, strict=True):
@@ -115,11 +115,6 @@ def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
     gap = (one.double() - other.double()).abs()
     finite = gap[gap.isfinite()]
     return float(finite.max()) if finite.numel() else float("nan")
-
-
-def _dtype(info: TensorInfo) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, info.dtype)
-    return dtype
 
 
 def _values(path: str, first: Json, second: Json) -> Iterator[Difference]:

@@ -1,39 +1,69 @@
-"""One rank's data files: written and hashed in one pass over the values.
+"""Data files, from tensors to the disk: cut to size, written and hashed in one pass.
 
-Owns the way from tensors to bytes on the disk; knows nothing of other ranks, of commits or of names of checkpoints.
-Hashing, writing and waiting for the disk let other threads run, so a few files at a time overlap all three.
+A file is the unit of verification: who needs one element of it reads and hashes all of it. So files are bounded; pieces that
+fit into one stay whole, and larger ones are cut. Hashing, writing and waiting for the disk let other threads run, so a few
+files at a time overlap all three. Knows nothing of other ranks, of commits or of names of checkpoints.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final, TypeAlias
 
 import torch
 
 from megabucket.buffer import dtype_name
-from megabucket.checkpoint.cut import FileCutter, Part
-from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_all
-from megabucket.checkpoint.header import encode_header
-from megabucket.checkpoint.manifest import StoredFile
-from megabucket.checkpoint.pieces import Json, Piece, Snapshot
+from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_file
+from megabucket.checkpoint.format import ITEM_BYTES, Json, Snapshot, StoredFile, TensorInfo, encode_header
 from megabucket.units import MIB
 
+DEFAULT_FILE_BYTES: Final = 64 * MIB
+_EMPTY_HEADER_BYTES: Final = 64
 # Small enough that what was hashed is still in the cache when it is written, large enough that calls cost nothing.
-_CHUNK_BYTES = MIB
+_CHUNK_BYTES: Final = MIB
+
+Range: TypeAlias = tuple[TensorInfo, int, int]
+"""The elements from a start to a stop of a tensor."""
 
 
-class FileFailedError(Exception):
-    """What went wrong with which file; for votes, never for users."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements ``start:stop`` of a tensor, as they lie in a file.
 
-    def __init__(self, path: Path, cause: Exception) -> None:
-        self.path, self.cause = path, cause
-        super().__init__(str(cause))
+    Args:
+        piece: position in this rank's pieces that holds them.
+    """
+
+    info: TensorInfo
+    start: int
+    stop: int
+    piece: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of a tensor, row-major, so that it can have its name and shape in the file."""
+        return self.stop - self.start == self.info.numel and self.info.order == tuple(range(len(self.info.shape)))
+
+    @property
+    def key(self) -> str:
+        """The name of this part in the file."""
+        return self.info.name if self.is_whole else f"{self.info.name}[{self.start}:{self.stop}]"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this part in the file."""
+        return self.info.shape if self.is_whole else (self.stop - self.start,)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its values."""
+        return (self.stop - self.start) * ITEM_BYTES[self.info.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,113 +76,135 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """What one rank puts into a checkpoint.
+    """What one process puts into a checkpoint.
 
     Args:
         values: everything that is not a tensor; the same on every rank.
-        write: writes the files into a directory and returns what they are when they are on the disk, in their order;
-            raises ``FileFailedError``.
         num_writers: of how many ranks the files are.
-        bytes_bound: no less than what the files take.
+        write: writes the files into a directory and returns what they are when they are on the disk, in their order.
     """
 
     values: Mapping[str, Json]
+    num_writers: int
     files: Sequence[DataFile]
     write: Callable[[FileSystem, Path], list[StoredFile]]
-    num_writers: int
-    bytes_bound: int
+
+    @property
+    def bytes_bound(self) -> int:
+        """No less than what the files take."""
+        return sum(part.num_bytes + header_bound(part.key, part.shape) for file in self.files for part in file.parts)
 
 
-def content_of(snapshot: Snapshot, *, rank: int, size: int, cutter: FileCutter) -> Content:
+# Cut
+
+
+def files_of_rank(rank: int, ranges: Sequence[Range], max_file_bytes: int) -> list[DataFile]:
+    """Return the files that ``rank`` writes for its ranges; see ``cut_into_files``."""
+    cut = cut_into_files(ranges, max_file_bytes)
+    return [DataFile(f"rank-{rank:05d}-{index:05d}.safetensors", parts) for index, parts in enumerate(cut)]
+
+
+def cut_into_files(ranges: Sequence[Range], max_file_bytes: int) -> list[tuple[Part, ...]]:
+    """Return the parts of each file, with the widest dtypes first so that all values are aligned.
+
+    Raises:
+        ValueError: ``max_file_bytes`` is too small for one element with its entry in the header.
+
+    >>> info = TensorInfo("w", "float32", (100,), (0,))
+    >>> [[part.key for part in file] for file in cut_into_files([(info, 0, 100)], 400)]
+    [['w[0:57]'], ['w[57:100]']]
+    """
+    files: list[tuple[Part, ...]] = []
+    parts: list[Part] = []
+    keys: set[str] = set()
+    room = max_file_bytes - _EMPTY_HEADER_BYTES
+    for index in sorted(range(len(ranges)), key=lambda index: -ITEM_BYTES[ranges[index][0].dtype]):
+        for part in _parts_that_fit(index, *ranges[index], max_file_bytes - _EMPTY_HEADER_BYTES):
+            key, needed = part.key, part.num_bytes + header_bound(part.key, part.shape)
+            if parts and (needed > room or key in keys):
+                files.append(tuple(parts))
+                parts, keys, room = [], set(), max_file_bytes - _EMPTY_HEADER_BYTES
+            parts.append(part)
+            keys.add(key)
+            room -= needed
+    return [*files, tuple(parts)] if parts else files
+
+
+def header_bound(key: str, shape: Sequence[int]) -> int:
+    """Return no less than what one more tensor adds to a header."""
+    return len(json.dumps([key, *shape])) + 2 * 20 + len('"dtype":"F8_E4M3","shape":"data_offsets":[,]{,,},')
+
+
+def _parts_that_fit(index: int, info: TensorInfo, start: int, stop: int, room: int) -> Iterator[Part]:
+    """Cut one piece into parts that each fit into an empty file, as few as possible."""
+    whole = Part(info, start, stop, index)
+    if whole.num_bytes + header_bound(whole.key, whole.shape) <= room:
+        yield whole
+        return
+    # A key with the largest numbers that can occur bounds the keys of all parts.
+    step = (room - header_bound(f"{info.name}[{stop}:{stop}]", (stop,))) // ITEM_BYTES[info.dtype]
+    if step < 1:
+        raise ValueError(f"max_file_bytes is {room + _EMPTY_HEADER_BYTES}, too few for one element of {info.name!r:.200}")
+    for begin in range(start, stop, step):
+        yield Part(info, begin, min(begin + step, stop), index)
+
+
+# Write
+
+
+def content_of(snapshot: Snapshot, *, rank: int, size: int, max_file_bytes: int) -> Content:
     """Return what ``rank`` of ``size`` writes for its snapshot.
 
     Raises:
         ValueError: pieces that are not what they say, or that no file can hold.
     """
     pieces = snapshot.pieces
-    _check_values(pieces)
-    cut = cutter.cut([(piece.info, piece.start, piece.stop) for piece in pieces])
-    files = [DataFile(file_name(rank, index), parts) for index, parts in enumerate(cut)]
-    return Content(snapshot.values, files, partial(_write_files, files, pieces), size, cutter.bytes_bound)
-
-
-def file_name(rank: int, index: int) -> str:
-    """Return the name of the ``index``-th file of ``rank``."""
-    return f"rank-{rank:05d}-{index:05d}.safetensors"
-
-
-def _check_values(pieces: Sequence[Piece]) -> None:
-    """Raise ``ValueError`` for a piece whose values are not what it says."""
     for piece in pieces:
-        values = piece.values
+        values, named = piece.values, f"{piece.info.name!r} {piece.start}:{piece.stop}"
         if values.dim() != 1 or values.numel() != piece.stop - piece.start or not values.is_contiguous():
-            raise ValueError(f"{_named(piece)} has values of shape {tuple(values.shape)}, stride {values.stride()}")
+            raise ValueError(f"{named} has values of shape {tuple(values.shape)}, stride {values.stride()}")
         if dtype_name(values.dtype) != piece.info.dtype:
-            raise ValueError(f"{_named(piece)} says {piece.info.dtype} and has {values.dtype}")
+            raise ValueError(f"{named} says {piece.info.dtype} and has {values.dtype}")
+    files = files_of_rank(rank, [(piece.info, piece.start, piece.stop) for piece in pieces], max_file_bytes)
+
+    def values_of(part: Part) -> torch.Tensor:
+        piece = pieces[part.piece]
+        return piece.values[part.start - piece.start : part.stop - piece.start]
+
+    return Content(snapshot.values, size, files, partial(write_files, files, values_of))
 
 
-def _named(piece: Piece) -> str:
-    return f"{piece.info.name!r} {piece.start}:{piece.stop}"
-
-
-def _write_files(
-    files: Sequence[DataFile], pieces: Sequence[Piece], file_system: FileSystem, directory: Path
+def write_files(
+    files: Sequence[DataFile], values_of: Callable[[Part], torch.Tensor], file_system: FileSystem, directory: Path
 ) -> list[StoredFile]:
-    """Write all files of this rank; after a failure those that had not begun are left out."""
-    gave_up = threading.Event()
+    """Write files, and return what they are when they are on the disk; after a failure the rest is not begun."""
 
-    def write(file: DataFile) -> StoredFile | None:
-        if gave_up.is_set():
-            return None
-        path = directory / file.name
-        try:
-            return _write_file(file_system, path, file.parts, pieces)
-        except Exception as error:
-            gave_up.set()
-            raise FileFailedError(path, error) from error
+    def write(file: DataFile) -> StoredFile:
+        header = encode_header([(part.key, part.info.dtype, part.shape) for part in file.parts])
+        digest = hashlib.sha256()
 
-    if len(files) <= 1:
-        written = [write(file) for file in files]
-    else:
-        with ThreadPoolExecutor(min(num_file_threads(), len(files)), "megabucket-save") as pool:
-            written = list(pool.map(write, files))
-    return [file for file in written if file is not None]
+        def hashed() -> Iterator[memoryview]:
+            for chunk in _chunks(header, map(values_of, file.parts)):
+                digest.update(chunk)
+                yield chunk
+
+        num_bytes = write_file(file_system, directory / file.name, hashed())
+        return StoredFile(file.name, num_bytes, digest.hexdigest())
+
+    with ThreadPoolExecutor(num_file_threads(), "megabucket-save") as pool:
+        return list(pool.map(write, files))
 
 
-def _write_file(file_system: FileSystem, path: Path, parts: Sequence[Part], pieces: Sequence[Piece]) -> StoredFile:
-    header = encode_header([(part.key, part.info.dtype, part.shape) for part in parts])
-    digest, num_bytes = hashlib.sha256(), 0
-    descriptor = file_system.create(path)
-    try:
-        for chunk in _chunks(header, parts, pieces):
-            digest.update(chunk)
-            write_all(file_system, descriptor, chunk)
-            num_bytes += len(chunk)
-        file_system.sync(descriptor)
-    finally:
-        file_system.close(descriptor)
-    return StoredFile(path.name, num_bytes, digest.hexdigest())
-
-
-def _chunks(header: bytes, parts: Sequence[Part], pieces: Sequence[Piece]) -> Iterator[memoryview]:
+def _chunks(header: bytes, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
     """Give header and values in chunks: small tensors together, large ones in slices of their own memory."""
     gathered = bytearray(header)
-    for part in parts:
-        piece = pieces[part.piece]
-        view = _bytes_of(piece.values[part.start - piece.start : part.stop - piece.start])
-        if len(gathered) + len(view) <= _CHUNK_BYTES:
-            gathered += view
-            continue
-        yield memoryview(gathered)
-        gathered = bytearray()
+    for of_part in values:
+        view = of_part.detach().cpu().view(torch.uint8).numpy().data
+        if len(gathered) + len(view) > _CHUNK_BYTES:
+            yield memoryview(gathered)
+            gathered = bytearray()
         if len(view) <= _CHUNK_BYTES:
             gathered += view
-            continue
-        for start in range(0, len(view), _CHUNK_BYTES):
-            yield view[start : start + _CHUNK_BYTES]
+        else:
+            yield from (view[start : start + _CHUNK_BYTES] for start in range(0, len(view), _CHUNK_BYTES))
     yield memoryview(gathered)
-
-
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    """Return the memory of 1D values, as it is on a CPU, copied from elsewhere."""
-    return values.detach().cpu().view(torch.uint8).numpy().data

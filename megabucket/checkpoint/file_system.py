@@ -1,6 +1,6 @@
 """The calls to the operating system that saving and loading make: one port, so that tests can make each of them fail.
 
-Nothing else in this package opens, writes, renames or removes. Called by the writer, the reader and the catalog.
+Nothing else in this package opens, writes, renames or removes files of checkpoints.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
-from megabucket.units import MIB
+import numpy as np
 
-_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
-_CHUNK_BYTES = MIB
-_MAX_THREADS = 4
-_UNKNOWN_BYTES = 2**62
+_UNSUPPORTED: Final = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
+_MAX_THREADS: Final = 4
 
 
 class FileSystem:
@@ -36,15 +35,7 @@ class FileSystem:
 
     def create(self, path: Path) -> int:
         """Open a file for writing that must not be there yet."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-    def open_to_write(self, path: Path) -> int:
-        """Open a file for writing that is there."""
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-    def write_at(self, descriptor: int, data: memoryview, position: int) -> int:
-        """Write some of ``data`` at ``position``, and return how much."""
-        return os.pwrite(descriptor, data, position)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         """Write some of ``data``, and return how much."""
@@ -62,10 +53,8 @@ class FileSystem:
         """Return when the names in a directory are on the disk, where the file system can say so."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _NO_DIRECTORY_SYNC:
-                raise OSError(error.errno, error.strerror, str(path)) from None
+            with _where_supported():
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -82,17 +71,13 @@ class FileSystem:
         path.rmdir()
 
     def names(self, path: Path) -> list[str]:
-        """Return what is in a directory that is not reached through a symbolic link, sorted."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            return sorted(os.listdir(descriptor))  # noqa: PTH208 - by descriptor
-        finally:
-            os.close(descriptor)
+        """Return what is in a directory, sorted."""
+        return sorted(os.listdir(path))  # noqa: PTH208 - names, not paths
 
     def free_bytes(self, path: Path) -> int:
         """Return how much can still be written, quotas not counted; without end where the file system cannot tell."""
         found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize if found.f_blocks else _UNKNOWN_BYTES
+        return found.f_bavail * found.f_frsize if found.f_blocks else 2**62
 
     def lock(self, path: Path) -> int:
         """Take the lock that ``path`` stands for, until the returned descriptor is unlocked or this process ends.
@@ -100,40 +85,45 @@ class FileSystem:
         Raises:
             BlockingIOError: another has it.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(descriptor)
-                raise
+            with _where_supported():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
         return descriptor
 
     def unlock(self, descriptor: int) -> None:
         """Let go of a lock, also if a forked child still has the descriptor."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+            with _where_supported():
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
 
-    def open_file(self, path: Path) -> int:
-        """Open a regular file for reading: no symbolic link, pipe or device (which could block for ever)."""
+    def read(self, path: Path) -> memoryview:
+        """Return the contents of a regular file of this directory: no link out of it, no pipe (which could block for ever)."""
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return descriptor
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            # numpy asks the kernel for large pages; without them the faults of new memory cost as much as a hash.
+            data = rest = np.empty(found.st_size, np.uint8).data
+            while count := file.readinto(rest):
+                rest = rest[count:]
+        return data[: len(data) - len(rest)]
 
-    def file_bytes(self, descriptor: int) -> int:
-        """Return the size of an open file."""
-        return os.fstat(descriptor).st_size
 
-    def read_into(self, descriptor: int, data: memoryview) -> int:
-        """Read what comes next into ``data``, and return how many bytes; 0 at the end of the file."""
-        return os.readv(descriptor, [data])
+@contextmanager
+def _where_supported() -> Iterator[None]:
+    """Go on where a file system does not know a call."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
 
 
 def num_file_threads() -> int:
@@ -161,57 +151,30 @@ def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def write_all(file_system: FileSystem, descriptor: int, data: memoryview) -> None:
-    """Write all of ``data``."""
-    while data:
-        data = data[file_system.write(descriptor, data) :]
-
-
-def write_file(file_system: FileSystem, path: Path, data: bytes) -> None:
-    """Write a file that is not there yet, and return when it is on the disk."""
+def write_file(file_system: FileSystem, path: Path, chunks: Iterable[bytes | memoryview]) -> int:
+    """Write a file that is not there yet, and return how many bytes it has when they are on the disk."""
+    num_bytes = 0
     try:
         descriptor = file_system.create(path)
         try:
-            write_all(file_system, descriptor, memoryview(data))
+            for chunk in chunks:
+                num_bytes += len(chunk)
+                rest = memoryview(chunk)
+                while rest:
+                    rest = rest[file_system.write(descriptor, rest) :]
             file_system.sync(descriptor)
         finally:
             file_system.close(descriptor)
     except OSError as error:  # calls by descriptor do not know the name
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def read_file(file_system: FileSystem, path: Path, *, max_bytes: int) -> bytes:
-    """Return the contents of a regular file.
-
-    Raises:
-        OSError: it cannot be read, or is none.
-        ValueError: it is larger than ``max_bytes``.
-    """
-    descriptor = file_system.open_file(path)
-    try:
-        num_bytes = file_system.file_bytes(descriptor)
-        if num_bytes > max_bytes:
-            raise ValueError(f"{num_bytes} bytes; the limit is {max_bytes}")
-        data = bytearray(num_bytes)
-        view = memoryview(data)
-        position = 0
-        while position < num_bytes:
-            count = file_system.read_into(descriptor, view[position : position + _CHUNK_BYTES])
-            if count == 0:
-                raise ValueError(f"it ends at byte {position} of {num_bytes}")
-            position += count
-        return bytes(data)
-    finally:
-        file_system.close(descriptor)
+    return num_bytes
 
 
 def remove_tree(file_system: FileSystem, path: Path) -> None:
     """Remove a directory and the files in it, or a file; a directory of ours has none below it."""
-    try:
-        names = file_system.names(path)
-    except NotADirectoryError:
+    if path.is_symlink() or not path.is_dir():
         file_system.remove_file(path)
         return
-    for name in names:
+    for name in file_system.names(path):
         file_system.remove_file(path / name)
     file_system.remove_directory(path)

@@ -1,36 +1,28 @@
-"""Write a checkpoint again for another number of ranks or another file size, without a model and in little memory.
+"""Write a checkpoint again for another number of ranks or another file size, without a model and in bounded memory.
 
 Any number of ranks can load any checkpoint; what this gains is that each of ``num_writers`` ranks then finds what it needs
-in few files. Source files are read once, verified, and their parts put to their places in the new files, which are hashed
-when they are complete.
+in few files.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from megabucket.checkpoint.cut import Part, bytes_bound, cut_into_files
-from megabucket.checkpoint.data_files import Content, DataFile, FileFailedError, file_name
-from megabucket.checkpoint.dtypes import ITEM_BYTES
-from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_all
-from megabucket.checkpoint.header import encode_header
-from megabucket.checkpoint.manifest import StoredFile
-from megabucket.checkpoint.pieces import TensorInfo
-from megabucket.checkpoint.plan import Copy, WantedRange
+from megabucket.checkpoint.canonical import empty_piece
+from megabucket.checkpoint.data_files import Content, DataFile, Part, Range, files_of_rank, write_files
+from megabucket.checkpoint.file_system import FileSystem
+from megabucket.checkpoint.format import ITEM_BYTES, StoredFile, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.save import SaveSettings, save_content
+from megabucket.checkpoint.save import Save, SaveSettings
 from megabucket.checkpoint.stored import StoredCheckpoint
 from megabucket.units import MIB
 
-_CHUNK_BYTES = MIB
+_BATCH_BYTES: Final = 256 * MIB
+"""How much is in memory at a time; a source file is read once for each batch that takes something of it."""
 
 
 def reshard(source: StoredCheckpoint, root: Path | str, *, num_writers: int, settings: SaveSettings) -> Path:
@@ -45,30 +37,25 @@ def reshard(source: StoredCheckpoint, root: Path | str, *, num_writers: int, set
     """
     if num_writers < 1:
         raise ValueError(f"num_writers is {num_writers}; at least one rank must write")
-    return save_content(
-        Path(root),
-        source.step,
-        lambda: _content(source, num_writers, settings.max_file_bytes),
-        AloneRanks(),
-        settings,
+    return Save(Path(root), source.step, AloneRanks(), settings).run(
+        lambda: _content(source, num_writers, settings.max_file_bytes)
     )
 
 
 def _content(source: StoredCheckpoint, num_writers: int, max_file_bytes: int) -> Content:
-    files = [
-        DataFile(file_name(writer, index), parts)
-        for writer, ranges in enumerate(_shares(source.tensors, num_writers))
-        for index, parts in enumerate(cut_into_files(ranges, max_file_bytes))
-    ]
-    return Content(
-        source.values, files, partial(_write, source, files), num_writers, bytes_bound([file.parts for file in files])
-    )
+    shares = enumerate(_shares(source.tensors, num_writers))
+    files = [file for writer, ranges in shares for file in files_of_rank(writer, ranges, max_file_bytes)]
+
+    def write(file_system: FileSystem, directory: Path) -> list[StoredFile]:
+        return [file for batch in _batches(files) for file in _write(source, batch, file_system, directory)]
+
+    return Content(source.values, num_writers, files, write)
 
 
-def _shares(tensors: Mapping[str, TensorInfo], num_writers: int) -> list[list[tuple[TensorInfo, int, int]]]:
+def _shares(tensors: Mapping[str, TensorInfo], num_writers: int) -> list[list[Range]]:
     """Return the ranges of each writer: the line of all tensors cut into equal numbers of bytes."""
     total_bytes = sum(info.numel * ITEM_BYTES[info.dtype] for info in tensors.values())
-    shares: list[list[tuple[TensorInfo, int, int]]] = [[] for _ in range(num_writers)]
+    shares: list[list[Range]] = [[] for _ in range(num_writers)]
     begin = 0
     for info in tensors.values():
         item_bytes = ITEM_BYTES[info.dtype]
@@ -85,71 +72,25 @@ def _shares(tensors: Mapping[str, TensorInfo], num_writers: int) -> list[list[tu
     return shares
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a part goes: a file and the byte its values begin at."""
-
-    file: DataFile
-    part: Part
-    start_byte: int
+def _batches(files: Sequence[DataFile]) -> Iterator[list[DataFile]]:
+    batch: list[DataFile] = []
+    num_bytes = 0
+    for file in files:
+        batch.append(file)
+        num_bytes += sum(part.num_bytes for part in file.parts)
+        if num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    yield batch
 
 
 def _write(source: StoredCheckpoint, files: Sequence[DataFile], file_system: FileSystem, directory: Path) -> list[StoredFile]:
-    places: list[_Place] = []
-    for file in files:
-        header = encode_header([(part.key, part.info.dtype, part.shape) for part in file.parts])
-        with _naming(directory / file.name) as path:
-            descriptor = file_system.create(path)
-            try:
-                write_all(file_system, descriptor, memoryview(header))
-            finally:
-                file_system.close(descriptor)
-        position = len(header)
-        for part in file.parts:
-            places.append(_Place(file, part, position))
-            position += part.num_bytes
+    pieces = {
+        (part.info.name, part.start): empty_piece(part.info, part.start, part.stop) for file in files for part in file.parts
+    }
+    source.read(list(pieces.values()))
 
-    def use(copy: Copy, values: torch.Tensor) -> None:
-        place = places[copy.target]
-        start_byte = place.start_byte + copy.target_start * ITEM_BYTES[place.part.info.dtype]
-        with _naming(directory / place.file.name) as path:
-            _write_at(file_system, path, values.view(torch.uint8).numpy().data, start_byte)
+    def values_of(part: Part) -> torch.Tensor:
+        return pieces[part.info.name, part.start].values
 
-    source.stream([WantedRange(place.part.info.name, place.part.start, place.part.stop) for place in places], use)
-    with ThreadPoolExecutor(num_file_threads(), "megabucket-hash") as pool:
-        return list(pool.map(lambda file: _finish(file_system, directory / file.name), files))
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[Path]:
-    """Say of which file an error is."""
-    try:
-        yield path
-    except OSError as error:
-        raise FileFailedError(path, error) from error
-
-
-def _write_at(file_system: FileSystem, path: Path, data: memoryview, position: int) -> None:
-    descriptor = file_system.open_to_write(path)
-    try:
-        while data:
-            count = file_system.write_at(descriptor, data, position)
-            data, position = data[count:], position + count
-    finally:
-        file_system.close(descriptor)
-
-
-def _finish(file_system: FileSystem, path: Path) -> StoredFile:
-    """Hash a file that is complete, and wait until it is on the disk."""
-    digest, num_bytes = hashlib.sha256(), 0
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with _naming(path):
-        descriptor = file_system.open_to_write(path)
-        try:
-            while count := file_system.read_into(descriptor, buffer):
-                digest.update(buffer[:count])
-                num_bytes += count
-            file_system.sync(descriptor)
-        finally:
-            file_system.close(descriptor)
-    return StoredFile(path.name, num_bytes, digest.hexdigest())
+    return write_files(files, values_of, file_system, directory)

@@ -3,23 +3,128 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Protocol
 
 import torch
 
-from megabucket.checkpoint.capture import VALUES_VERSION, TrainingParts, settle, with_extra_state
-from megabucket.checkpoint.plain_values import decode
-from megabucket.checkpoint.restore_model import check_model, stage_model
-from megabucket.checkpoint.restore_optim import check_optimizer, stage_optimizer
-from megabucket.checkpoint.rng import PREFIX as RNG_PREFIX
-from megabucket.checkpoint.rng import check_rng, restore_rng
-from megabucket.checkpoint.staging import Staging, Stored
-from megabucket.checkpoint.together import GroupRanks, together
-from megabucket.errors import CheckpointMismatchError
+from megabucket.buffer import ParamAndGradBuffer, dtype_name, dtype_named
+from megabucket.checkpoint.canonical import canonical_name, empty_piece, in_shape, named_buffers, named_params, order_of
+from megabucket.checkpoint.capture import (
+    LOCAL_PREFIX,
+    MAIN_PREFIX,
+    MODEL_PREFIX,
+    VALUES_VERSION,
+    TrainingParts,
+    members_by_name,
+    members_of,
+    settle,
+    state_name,
+    with_extra_state,
+)
+from megabucket.checkpoint.format import Json, Piece, TensorInfo
+from megabucket.checkpoint.ranks import GroupRanks, together
+from megabucket.checkpoint.values import RNG_PREFIX, check_rng, decode, restore_rng
+from megabucket.ddp import DistributedDataParallel
+from megabucket.errors import CheckpointMismatchError, name_list
+from megabucket.layout.shards import shard_slices
+from megabucket.optim import DistributedOptimizer
+from megabucket.optim.shards import MainShard
+from megabucket.optim.state_dict import Description, StateEntry, WholeState, entry_from_json, main_dtype, number_in, set_groups
+
+
+class Stored(Protocol):
+    """A checkpoint that was opened."""
+
+    @property
+    def path(self) -> object:
+        """Where it lies, for texts."""
+
+    @property
+    def step(self) -> int:
+        """Of which step it is."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What each tensor is, by name."""
+
+    @property
+    def values(self) -> Mapping[str, Json]:
+        """Everything that is not a tensor."""
+
+    def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:
+        """Fill the values of pieces."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staging:
+    """A load that is under way."""
+
+    stored: Stored
+    wanted: list[Piece] = field(default_factory=list)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Targets, and what is to be copied there."""
+    finish: list[Callable[[], None]] = field(default_factory=list)
+    """What else is to be done then, in this order; nothing that could fail."""
+
+    def want(self, name: str, like: torch.Tensor, start: int, values: torch.Tensor) -> None:
+        """Want a range of a stored tensor, in the order in which ``like`` lies in memory, in the dtype of ``values``."""
+        if values.numel():
+            info = TensorInfo(name, dtype_name(values.dtype), tuple(like.shape), order_of(like))
+            self.wanted.append(Piece(info, start, start + values.numel(), values.detach()))
+
+    def want_like(self, name: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Want a whole tensor, and return what it will be: in the shape, memory order and place of ``like``."""
+        values = torch.empty(like.numel(), dtype=dtype or like.dtype, device=like.device)
+        self.want(name, like, 0, values)
+        return in_shape(values, tuple(like.shape), order_of(like))
+
+    def want_stored(self, name: str) -> torch.Tensor:
+        """Want a whole tensor as it is stored, and return what it will be, on the CPU."""
+        info = self.stored.tensors[name]
+        piece = empty_piece(info, 0, info.numel)
+        if info.numel:
+            self.wanted.append(piece)
+        return in_shape(piece.values, info.shape, info.order)
+
+    def read(self) -> None:
+        """Read everything that is wanted."""
+        # Which dtypes may change is checked before; of a tensor that is narrowed the reader still checks the values.
+        self.stored.read(self.wanted, cast=True)
+
+
+def find_difference(info: TensorInfo | None, name: str, like: torch.Tensor, dtype: torch.dtype, *, cast: bool) -> str | None:
+    """Return why a stored tensor cannot become one of the shape of ``like`` and of a dtype, or ``None``."""
+    if info is None:
+        return f"{name!r} is not in the checkpoint"
+    if info.shape != tuple(like.shape):
+        return f"{name!r} has shape {info.shape} in the checkpoint and {tuple(like.shape)} here"
+    stored = dtype_named(info.dtype)
+    if stored == dtype:
+        return None
+    if not (stored.is_floating_point and dtype.is_floating_point):
+        return f"{name!r} is {info.dtype} in the checkpoint and {dtype_name(dtype)} here, and is never converted"
+    return None if cast else f"{name!r} is {info.dtype} in the checkpoint and {dtype_name(dtype)} here; cast=True converts"
+
+
+def source_of(tensors: Mapping[str, TensorInfo], name: str, dtype: torch.dtype) -> str:
+    """Return the stored tensor from which a weight comes that is kept in a dtype here.
+
+    A main parameter is what its 16-bit weight was rounded from, so it is the better source for what is wider than the weight.
+    """
+    weight, main = tensors.get(f"{MODEL_PREFIX}{name}"), tensors.get(f"{MAIN_PREFIX}{name}")
+    wanted = dtype_name(dtype)
+    takes_main = main is not None and main.dtype == wanted and (weight is None or weight.dtype != wanted)
+    return f"{MAIN_PREFIX if takes_main else MODEL_PREFIX}{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +216,7 @@ def _read(stored: Stored, parts: TrainingParts, ranks: GroupRanks, *, with_rng: 
         stage_optimizer(staging, parts.optimizer, parts.ddp.module)
     values = stored.values
     kept = [values["data_position"], values["extras"]]
-    plain = [decode(value, staging.want_plain(value)) for value in kept]
+    plain = [decode(value, staging.want_stored) for value in kept]
     rng: dict[str, torch.Tensor] = {}
     if with_rng and parts.optimizer is not None and values["rng_ranks"] == ranks.size:
         prefix = f"{RNG_PREFIX}{ranks.rank}."
@@ -129,11 +234,11 @@ def _load_stateful(stored: Stored, parts: TrainingParts, read: _Read) -> None:
     if parts.optimizer is not None:
         for name, value in _dict(stored, "stateful").items():
             item = parts.stateful[name]
-            todo.append((item.load_state_dict, item.state_dict(), decode(value, staging.want_plain(value))))
+            todo.append((item.load_state_dict, item.state_dict(), decode(value, staging.want_stored)))
     modules = with_extra_state(parts.ddp.module)
     for name, value in _dict(stored, "module_extra_state").items():
         module = modules[name]
-        todo.append((module.set_extra_state, module.get_extra_state(), decode(value, staging.want_plain(value))))
+        todo.append((module.set_extra_state, module.get_extra_state(), decode(value, staging.want_stored)))
     staging.read()
     for take, before, state in todo:
         read.undo.append(partial(take, copy.deepcopy(before)))
@@ -148,3 +253,262 @@ def _commit(parts: TrainingParts, read: _Read) -> None:
     for act in read.staging.finish:
         act()
     restore_rng(read.rng, parts.ddp.param_and_grad_buffers[0].param_data.device)
+
+
+# Weights and module buffers
+
+
+def check_model(stored: Stored, module: torch.nn.Module, *, cast: bool) -> list[str]:
+    """Return everything in which the stored model and the module differ."""
+    own = {**named_params(module), **named_buffers(module)}
+    differences = [
+        find_difference(stored.tensors.get(f"{MODEL_PREFIX}{name}"), f"{MODEL_PREFIX}{name}", tensor, tensor.dtype, cast=cast)
+        for name, tensor in own.items()
+    ]
+    unknown = [
+        f"{name!r} is in the checkpoint and not in the model"
+        for name in stored.tensors
+        if name.startswith(MODEL_PREFIX) and name.removeprefix(MODEL_PREFIX) not in own
+    ]
+    return [difference for difference in differences if difference is not None] + unknown
+
+
+def stage_model(staging: Staging, ddp: DistributedDataParallel) -> None:
+    """Want all weights and module buffers."""
+    tensors, is_sharded = staging.stored.tensors, ddp.ddp_config.use_distributed_optimizer
+    for buffer in ddp.param_and_grad_buffers:
+        if is_sharded:
+            _stage_param_shards(staging, ddp, buffer)
+            continue
+        for name, param in buffer.params.items():
+            values = staging.want_like(source_of(tensors, canonical_name(name), param.dtype), param)
+            staging.copies.append((param.detach(), values))
+    buffered = set(ddp.param_names)
+    rest: dict[str, torch.Tensor] = {name: param for name, param in named_params(ddp.module).items() if param not in buffered}
+    sources = {name: source_of(tensors, name, param.dtype) for name, param in rest.items()}
+    for name, running in named_buffers(ddp.module).items():
+        rest[name], local = running, f"{LOCAL_PREFIX}{ddp.communicator.rank}.{name}"
+        is_own = local in tensors and staging.stored.world_size == ddp.communicator.size
+        sources[name] = local if is_own else f"{MODEL_PREFIX}{name}"
+    for name, tensor in rest.items():
+        staging.copies.append((tensor.detach(), staging.want_like(sources[name], tensor)))
+    if is_sharded:
+        staging.finish.append(lambda: _gather(ddp))
+
+
+def _stage_param_shards(staging: Staging, ddp: DistributedDataParallel, buffer: ParamAndGradBuffer) -> None:
+    rank, layout = ddp.communicator.rank, buffer.layout
+    for bucket in layout.buckets:
+        span = layout.shard_span(bucket=bucket.index, rank=rank)
+        target = buffer.param_data[span.start : span.stop]
+        values = target.clone()  # with the padding, which stays
+        for piece in shard_slices(layout, bucket=bucket.index, rank=rank):
+            source = source_of(staging.stored.tensors, canonical_name(piece.param), values.dtype)
+            own = values[piece.in_shard.start : piece.in_shard.stop]
+            staging.want(source, buffer.params[piece.param], piece.in_param.start, own)
+        staging.copies.append((target, values))
+
+
+def _gather(ddp: DistributedDataParallel) -> None:
+    for group in ddp.bucket_groups:
+        group.mark_params_stale()
+    ddp.start_param_sync(force_sync=True)
+
+
+# Optimizers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredOptimizer:
+    """What a checkpoint says of an optimizer."""
+
+    kind: str
+    groups: list[list[str]]
+    """Names of the parameters of each group."""
+    group_of: dict[str, int]
+    """The group of each parameter."""
+    hyperparameters: list[dict[str, Json]]
+    state: dict[str, Description]
+    """What is kept for each parameter that has state."""
+    computed_in: dict[str, str]
+    """What dtype it was computed in, where it was another than the parameter's."""
+
+    @classmethod
+    def read(cls, values: Any) -> StoredOptimizer:
+        """Return it, from the values of a checkpoint."""
+        groups = [list(group["params"]) for group in values["groups"]]
+        return cls(
+            values["class"],
+            groups,
+            {name: index for index, group in enumerate(groups) for name in group},
+            [dict(group["hyperparameters"]) for group in values["groups"]],
+            {name: tuple(map(entry_from_json, one["entries"])) for one in values["state"] for name in one["params"]},
+            {name: dtype for dtype, names in values["computed_in"].items() for name in names},
+        )
+
+    def dtype_of(self, name: str, entry: StateEntry, stored: Stored, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of values per element here, where the optimizer computes in ``dtype``.
+
+        What had the dtype it was computed in there has so here; what an optimizer has chosen for itself stays.
+        """
+        weight = stored.tensors.get(f"model.{name}")
+        computed_in = self.computed_in.get(name) or (weight.dtype if weight is not None else entry.dtype)
+        return dtype if entry.dtype == computed_in else dtype_named(entry.dtype)
+
+
+def check_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, module: torch.nn.Module, *, cast: bool) -> list[str]:
+    """Return everything in which the stored optimizer and this one differ.
+
+    Raises:
+        OptimizerParametersError: a parameter is not the module's.
+    """
+    if not stored.values.get("optimizer"):
+        return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
+    try:
+        there = StoredOptimizer.read(stored.values["optimizer"])
+    except (TypeError, KeyError, ValueError, AttributeError) as error:  # somebody has written and sealed it by other means
+        return [f"what the checkpoint says of its optimizer cannot be read: {type(error).__name__}: {error}"]
+    inner = optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+    members, names = members_by_name(members_of(optimizer), module)
+    problems = [] if type(inner).__name__ == there.kind else [f"the optimizer was {there.kind} and is {type(inner).__name__}"]
+    problems += _group_problems(there.groups, members)
+    computes_in_main = isinstance(optimizer, DistributedOptimizer)
+    for param, name in names.items():
+        dtype = main_dtype(param.dtype) if computes_in_main else param.dtype
+        for entry in there.state.get(name, ()):
+            if entry.kind == "elements":
+                tensor = state_name(name, entry.key)
+                wanted = there.dtype_of(name, entry, stored, dtype)
+                found = find_difference(stored.tensors.get(tensor), tensor, param, wanted, cast=cast)
+                problems += [found] if found else []
+            elif entry.kind in ("other", "plain") and computes_in_main:
+                problems.append(
+                    f"{entry.key!r} of {name!r} is neither one value per element nor a number, which a DistributedOptimizer "
+                    "cannot hold"
+                )
+    return problems
+
+
+def _group_problems(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> list[str]:
+    problems = []
+    if len(there) != len(here):
+        problems.append(f"the checkpoint has {len(there)} parameter groups, the optimizer has {len(here)}")
+    for index, (names, own) in enumerate(zip_longest(there, here, fillvalue=())):
+        missing, unknown = sorted(set(own) - set(names)), sorted(set(names) - set(own))
+        problems += [f"group {index} of the optimizer has {name_list(missing)}, that of the checkpoint has not"] * bool(missing)
+        problems += [f"group {index} of the checkpoint has {name_list(unknown)}, that of the optimizer has not"] * bool(unknown)
+    return problems
+
+
+def stage_optimizer(staging: Staging, optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+    """Want all of an optimizer's state."""
+    there = StoredOptimizer.read(staging.stored.values["optimizer"])
+    # What the checkpoint does not know of, an option of a later torch, say, stays as it is.
+    groups = [
+        {**_without_params(own), **{key: decode(value, staging.want_stored) for key, value in of_group.items()}}
+        for own, of_group in zip(optimizer.param_groups, there.hyperparameters, strict=True)
+    ]
+    if isinstance(optimizer, DistributedOptimizer):
+        _stage_shards(staging, optimizer, there, groups)
+        return
+    state: dict[torch.Tensor, dict[str, Any]] = {}
+    for param, name in members_by_name(members_of(optimizer), module)[1].items():
+        if name in there.state:
+            state[param] = _stage_whole(staging, there, name, param, param.dtype)
+
+    def finish() -> None:
+        for param in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
+            del optimizer.state[param]
+        optimizer.state.update(state)
+        set_groups(optimizer, groups)
+
+    staging.finish.append(finish)
+
+
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _stage_shards(
+    staging: Staging, optimizer: DistributedOptimizer, there: StoredOptimizer, groups: Sequence[dict[str, Any]]
+) -> None:
+    sharding = optimizer.sharding
+    signature_of = {
+        name: (there.state.get(canonical_name(name)), there.computed_in.get(canonical_name(name)))
+        for name in optimizer.ddp.param_names.values()
+    }
+    state = {shard: _stage_shard(staging, there, shard, groups[shard.run.group]) for shard in sharding.plan_load(signature_of)}
+    others = _stage_others(staging, optimizer, there)
+
+    def finish() -> None:
+        sharding.take_loaded(state, groups, others)
+        optimizer.note_values_are_loaded()
+
+    staging.finish.append(finish)
+
+
+def _stage_shard(staging: Staging, there: StoredOptimizer, shard: MainShard, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Want one shard's main values and state; return the state."""
+    first = canonical_name(shard.run.params[0])
+    state: dict[str, Any] = {}
+    for entry in there.state.get(first, ()):
+        if entry.kind == "elements":
+            dtype = there.dtype_of(first, entry, staging.stored, shard.main.dtype)
+            state[entry.key] = torch.zeros_like(shard.main, dtype=dtype, requires_grad=False)  # gaps stay zero
+        else:
+            state[entry.key] = _number(entry, shard.main.device, group)
+    for piece in shard.pieces():
+        like, name = shard.buffer.slots[piece.param].view, canonical_name(piece.param)
+        keys = [entry.key for entry in there.state.get(name, ()) if entry.kind == "elements"]
+        flats = {state_name(name, key): state[key] for key in keys}
+        if shard.has_own_values:
+            flats[source_of(staging.stored.tensors, name, shard.main.dtype)] = shard.main.detach()
+        for source, values in flats.items():
+            staging.want(source, like, piece.in_param.start, values[piece.in_run.start : piece.in_run.stop])
+    return state
+
+
+def _stage_others(staging: Staging, optimizer: DistributedOptimizer, there: StoredOptimizer) -> WholeState:
+    """Want the state of parameters without a shard: frozen ones, which may be unfrozen later."""
+    members, names = members_by_name(optimizer.sharding.members, optimizer.ddp.module)
+    in_groups = {name for group in members for name in group}
+    values: dict[torch.Tensor, dict[str, Any]] = {}
+    mains: dict[torch.Tensor, torch.Tensor] = {}
+    dtypes: dict[torch.Tensor, torch.dtype] = {}
+    for param, name in names.items():
+        if param in optimizer.ddp.param_names or name not in in_groups:
+            continue
+        dtypes[param] = dtype_named(there.computed_in.get(name, dtype_name(param.dtype)))
+        if name in there.state:
+            dtypes[param] = main_dtype(param.dtype)
+            values[param] = _stage_whole(staging, there, name, param, dtypes[param])
+        if f"{MAIN_PREFIX}{name}" in staging.stored.tensors and main_dtype(param.dtype) != param.dtype:
+            mains[param] = staging.want_like(f"{MAIN_PREFIX}{name}", param, main_dtype(param.dtype))
+    return WholeState(values, mains, dtypes)
+
+
+def _stage_whole(
+    staging: Staging, there: StoredOptimizer, name: str, param: torch.Tensor, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Want the state of one whole parameter and return it."""
+    hyperparameters = there.hyperparameters[there.group_of[name]]
+    state: dict[str, Any] = {}
+    for entry in there.state[name]:
+        if entry.kind == "elements":
+            wanted = there.dtype_of(name, entry, staging.stored, dtype)
+            state[entry.key] = staging.want_like(state_name(name, entry.key), param, wanted)
+        elif entry.kind == "other":
+            state[entry.key] = staging.want_stored(state_name(name, entry.key)).to(param.device)
+        elif entry.kind == "plain":
+            state[entry.key] = decode(json.loads(entry.number[1]), staging.want_stored)
+        else:
+            state[entry.key] = _number(entry, param.device, hyperparameters)
+    return state
+
+
+def _number(entry: StateEntry, device: torch.device, group: Mapping[str, Any]) -> Any:
+    """Return a number where the optimizer wants it. Step counts are on the device only for kernels that count there."""
+    number = number_in(entry, device)
+    if entry.key == "step" and isinstance(number, torch.Tensor) and not (group.get("capturable") or group.get("fused")):
+        return number.cpu()
+    return number

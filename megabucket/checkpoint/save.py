@@ -10,30 +10,40 @@
 ``begin``, ``vote`` and ``conclude`` are collective; ``write`` and ``publish`` are not, and may run in another thread.
 Whatever fails on a rank is said in the next exchange, so all ranks raise the same error and nothing is committed. A process
 may die at any call: what was committed before is never touched, and a name appears in the root only for a whole checkpoint.
+
+In the background, a thread writes, hashes, waits for the disk, renames and removes; the exchanges are made by ``save``,
+``poll`` and ``close`` of ``BackgroundWriter``, which every rank calls at the same places. So no collective of a save can ever
+meet one of training in another order on another rank.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megabucket.checkpoint.catalog import LOCK, MAX_STEP, Latest, StepDirectory
-from megabucket.checkpoint.commit import CheckpointWarning, RootDirectory, latest_if_any, merge_reports
-from megabucket.checkpoint.cut import DEFAULT_FILE_BYTES, FileCutter
-from megabucket.checkpoint.data_files import Content, FileFailedError, content_of
+from megabucket.checkpoint.catalog import LOCK, MAX_STEP, CheckpointWarning, Latest, RootDirectory, StepDirectory, latest_if_any
+from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, content_of
 from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, remove_tree
-from megabucket.checkpoint.manifest import StoredFile, encode_manifest
-from megabucket.checkpoint.pieces import Json, Snapshot
+from megabucket.checkpoint.format import (
+    Manifest,
+    Snapshot,
+    StoredFile,
+    StoredTensor,
+    TensorInfo,
+    encode_manifest,
+    json_text,
+)
+from megabucket.checkpoint.plan import StoredRange
 from megabucket.checkpoint.ranks import Ranks, as_error, written
-from megabucket.checkpoint.strict_json import check_json
-from megabucket.errors import CheckpointNotSavedError, InvariantError, MegabucketError
+from megabucket.errors import CheckpointNotSavedError, MegabucketError
 
-__all__ = ["CheckpointWarning", "Save", "SaveSettings", "content_from", "save_content", "save_now", "write_checkpoint"]
+WhenBusy = Literal["wait", "skip"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +51,10 @@ class SaveSettings:
     """How checkpoints are saved.
 
     Args:
-        keep_last: how many are kept, counting the one that is saved; None keeps all.
+        keep_last: how many are kept, counting the one that is saved; None keeps all. Those of later steps (before a
+            rollback) are neither counted nor removed.
         key: sign manifests with it.
-        overwrite: a step that was saved already may be saved again.
+        overwrite: a step that ``latest`` names or that is older may be saved again; the old one is there until the new one is.
     """
 
     keep_last: int | None = 2
@@ -57,62 +68,22 @@ class SaveSettings:
             raise ValueError(f"keep_last is {self.keep_last}; the checkpoint just saved is one to keep")
 
 
-def write_checkpoint(
-    root: Path | str,
-    step: int,
-    snapshot: Snapshot,
-    ranks: Ranks,
-    *,
-    keep_last: int | None = 2,
-    max_file_bytes: int = DEFAULT_FILE_BYTES,
-    key: bytes | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Save a checkpoint of all ranks and return its directory; a collective.
+def save_snapshot(root: Path | str, step: int, snapshot: Snapshot, ranks: Ranks, settings: SaveSettings | None = None) -> Path:
+    """Save what every rank gives, and return the directory; a collective.
 
     Args:
         root: one directory that every rank can reach.
-        keep_last: how many checkpoints to keep, counting this one; None keeps all. Those of later steps (before a
-            rollback) are neither counted nor removed.
-        overwrite: allow a step that ``latest`` names or that is older; the old one is there until the new one is.
 
     Raises:
         CheckpointNotSavedError: something failed on some rank. Nothing was committed, and every rank raises this.
     """
-    settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key, overwrite=overwrite)
-    return save_now(Path(root), step, snapshot, ranks, settings)
-
-
-def save_now(root: Path, step: int, snapshot: Snapshot, ranks: Ranks, settings: SaveSettings) -> Path:
-    """Save a checkpoint; see ``write_checkpoint``."""
-    return save_taken(root, step, lambda: snapshot, ranks, settings)
-
-
-def save_taken(root: Path, step: int, take: Callable[[], Snapshot], ranks: Ranks, settings: SaveSettings) -> Path:
-    """Save what ``take`` gives, which is no collective; see ``write_checkpoint``.
-
-    Raises:
-        MegabucketError: what ``take`` has raised on some rank, too.
-    """
-    return save_content(root, step, lambda: content_from(take(), ranks, settings), ranks, settings)
+    settings = settings or SaveSettings()
+    return Save(Path(root), step, ranks, settings).run(lambda: content_from(snapshot, ranks, settings))
 
 
 def content_from(snapshot: Snapshot, ranks: Ranks, settings: SaveSettings) -> Content:
     """Return what this rank writes for its snapshot; see ``content_of``."""
-    return content_of(snapshot, rank=ranks.rank, size=ranks.size, cutter=FileCutter(settings.max_file_bytes))
-
-
-def save_content(root: Path, step: int, take: Callable[[], Content], ranks: Ranks, settings: SaveSettings) -> Path:
-    """Save what ``take`` gives; see ``write_checkpoint``."""
-    save = Save(root, step, ranks, settings)
-    try:
-        save.begin(take)
-        save.write()
-        save.vote()
-        save.publish()
-        return save.conclude()
-    finally:
-        save.release()
+    return content_of(snapshot, rank=ranks.rank, size=ranks.size, max_file_bytes=settings.max_file_bytes)
 
 
 class Save:
@@ -126,11 +97,22 @@ class Save:
         self._staging = root
         self._latest: Latest | None = None
         self._last_good_step = -1
-        self._content: Content | None = None
+        self._content = Content({}, 0, (), lambda _file_system, _directory: [])
         self._written: list[StoredFile] = []
         self._reports: Sequence[Mapping[str, Any]] = ()
-        self._published: str | None = None
-        self._failure: tuple[Path, Exception] | None = None
+        self._published: StepDirectory | None = None
+        self._failure: Exception | None = None
+
+    def run(self, take: Callable[[], Content]) -> Path:
+        """Do all of it, and return the directory; a collective, which raises what its parts raise."""
+        try:
+            self.begin(take)
+            self.write()
+            self.vote()
+            self.publish()
+            return self.conclude()
+        finally:
+            self.release()
 
     def begin(self, take: Callable[[], Content]) -> None:
         """Take what is to be saved, check all that can be checked, and make the staging directory; a collective.
@@ -153,15 +135,12 @@ class Save:
     def write(self) -> None:
         """Write this rank's files. What fails is kept for ``vote``."""
         try:
-            self._written = self._taken.write(self._files, self._staging)
-        except FileFailedError as error:
-            path, cause = error.path, error.cause
-            if isinstance(cause, FileNotFoundError):
-                hint = "the directory that rank 0 made is not there: do all ranks see the same file system?"
-                cause = ValueError(f"{reason_of(cause)}; {hint}")
-            self._failure = path, cause
+            self._written = self._content.write(self._files, self._staging)
+        except FileNotFoundError as error:
+            hint = "the directory that rank 0 made is not there: do all ranks see the same file system?"
+            self._failure = OSError(error.errno, f"{error.strerror}; {hint}", error.filename)
         except Exception as error:  # a thread has nobody to raise to
-            self._failure = self._staging, error
+            self._failure = error
 
     def vote(self) -> None:
         """Hear whether every rank has written its part; a collective.
@@ -176,9 +155,11 @@ class Save:
         if self._ranks.rank != 0:
             return
         try:
-            self._published = self._publish(self._reports)
+            manifest = merge_reports(self.step, self._content, self._reports)
+            raw = encode_manifest(manifest, key=self._settings.key)
+            self._published = self._root_directory.publish(self._staging, self.step, raw, before=self._latest)
         except Exception as error:  # a thread has nobody to raise to
-            self._failure = _path_of(error, self._staging), error
+            self._failure = error
             return
         if self._settings.keep_last is not None:
             with suppress(CheckpointWarning):  # an error, to some; but the checkpoint is there, and all ranks go on
@@ -190,9 +171,9 @@ class Save:
         Raises:
             CheckpointNotSavedError: rank 0 could not commit it.
         """
-        done = self._agree(self._outcome)
+        names = self._agree(lambda: self._published.name if self._published is not None else "")
         self.release()
-        return self._root / str(done[0]["name"])
+        return self._root / str(names[0])
 
     def release(self) -> None:
         """Let go of the lock, if this rank holds it."""
@@ -206,7 +187,7 @@ class Save:
 
     # What each rank says, and what all conclude
 
-    def _agree(self, act: Callable[[], Mapping[str, Any]], *, keeps_errors: bool = False) -> list[dict[str, Any]]:
+    def _agree(self, act: Callable[[], Any], *, keeps_errors: bool = False) -> list[Any]:
         """Return what ``act`` gave on each rank, or raise the same error on all if it failed on any.
 
         Args:
@@ -215,11 +196,13 @@ class Save:
         said: dict[str, Any] = {}
         own: Exception | None = None
         try:
+            if self._failure is not None:
+                raise self._failure  # noqa: TRY301 - said as what act() raises
             said["facts"] = act()
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             own = error
-            path, cause = self._failure or (_path_of(error, self._staging), error)
-            said["failure"] = [str(path), reason_of(cause)]
+            path = error.filename if isinstance(error, OSError) else None
+            said["failure"] = [str(path or self._staging), reason_of(error)]
             if keeps_errors and isinstance(error, MegabucketError):
                 said["error"] = written(error, self._ranks.rank)
         said["last_good_step"] = self._last_good_step
@@ -247,8 +230,6 @@ class Save:
                 attempt(lambda: remove_tree(self._files, self._staging))
             self.release()
 
-    # begin
-
     def _plan(self, take: Callable[[], Content]) -> dict[str, Any]:
         self._files.make_root(self._root)  # whoever comes first
         if self._ranks.rank == 0:
@@ -256,12 +237,11 @@ class Save:
         if type(self.step) is not int or not 0 <= self.step <= MAX_STEP:
             raise ValueError(f"step {self.step!r} is not a whole number from 0 to {MAX_STEP}")
         self._content = content = take()
-        check_json(content.values, what="values")
         return {
             "staging": self._staging.name,
             "step": self.step,
             "world_size": content.num_writers,
-            "values": _digest(content.values) if self._ranks.size > 1 else "",  # alone, nobody wants others
+            "values": hashlib.sha256(json_text(content.values, sort_keys=True).encode()).hexdigest()[:16],
             "needs": content.bytes_bound,
             "free": self._files.free_bytes(self._root),
         }
@@ -274,51 +254,139 @@ class Save:
             self._lock = files.lock(root / LOCK)
         except BlockingIOError:
             raise ValueError("another save into this directory is going on") from None
-        names = files.names(root.resolve())
+        names = files.names(root)
         is_saved = any(found is not None and found.step == self.step for found in map(StepDirectory.parse, names))
         if is_saved and self.step <= self._last_good_step and not self._settings.overwrite:
             raise ValueError(f"step {self.step} is saved already; overwrite=True saves it again")
         self._staging = self._root_directory.stage(self.step, names)
 
-    # commit
-
     def _report(self) -> dict[str, Any]:
-        if self._failure is not None:
-            raise self._failure[1]
-        tensors: dict[str, dict[str, Any]] = {}
-        for index, file in enumerate(self._taken.files):
-            for part in file.parts:
-                info = part.info
-                fields = {"dtype": info.dtype, "shape": info.shape, "order": info.order, "pieces": []}
-                tensors.setdefault(info.name, fields)["pieces"].append([index, part.start, part.stop])
-        files = [[file.name, file.num_bytes, file.sha256] for file in self._written]
-        return {"files": files, "tensors": tensors}
+        parts = [
+            [part.info.name, part.info.dtype, part.info.shape, part.info.order, index, part.start, part.stop]
+            for index, file in enumerate(self._content.files)
+            for part in file.parts
+        ]
+        return {"files": [[file.name, file.num_bytes, file.sha256] for file in self._written], "parts": parts}
+
+
+def merge_reports(step: int, content: Content, reports: Sequence[Mapping[str, Any]]) -> Manifest:
+    """Return the manifest of what all ranks have written.
+
+    Raises:
+        ValueError: ranks describe a tensor differently.
+    """
+    files: list[StoredFile] = []
+    infos: dict[str, TensorInfo] = {}
+    ranges: dict[str, list[StoredRange]] = {}
+    for rank, report in enumerate(reports):
+        first = len(files)
+        files.extend(StoredFile(*fields) for fields in report["files"])
+        for name, dtype, shape, order, index, start, stop in report["parts"]:
+            info = TensorInfo(name, dtype, tuple(shape), tuple(order))
+            if infos.setdefault(name, info) != info:
+                raise ValueError(f"{name!r} is {info} on rank {rank} and {infos[name]} on a rank before it")
+            ranges.setdefault(name, []).append(StoredRange(first + index, start, stop))
+    tensors = {
+        name: StoredTensor(info, tuple(sorted(ranges[name], key=lambda part: part.start)))
+        for name, info in sorted(infos.items())
+    }
+    return Manifest(step, content.num_writers, tuple(files), tensors, content.values)
+
+
+class BackgroundWriter:
+    """Saves one checkpoint at a time in the background; all methods are collective.
+
+    Args:
+        when_busy: what ``save`` does while the one before is being written: wait for it, or skip this one.
+    """
+
+    def __init__(self, root: Path | str, ranks: Ranks, settings: SaveSettings, *, when_busy: WhenBusy = "wait") -> None:
+        if when_busy not in {"wait", "skip"}:
+            raise ValueError(f"when_busy is {when_busy!r}, and can be 'wait' or 'skip'")
+        self._root, self._ranks, self._settings, self._when_busy = Path(root), ranks, settings, when_busy
+        self._save: Save | None = None
+        self._is_voted = False
+        self._thread: threading.Thread | None = None
 
     @property
-    def _taken(self) -> Content:
-        if self._content is None:
-            raise InvariantError("a save was written before it was begun; please report this")
-        return self._content
+    def step(self) -> int | None:
+        """The step that is being saved, or None."""
+        return self._save.step if self._save is not None else None
 
-    def _outcome(self) -> dict[str, Any]:
-        if self._failure is not None:
-            raise self._failure[1]
-        if self._ranks.rank == 0 and self._published is None:
-            raise InvariantError("a save was concluded before it was published; please report this")
-        return {"name": self._published}
+    def save(self, step: int, take: Callable[[], Snapshot], *, overwrite: bool = False) -> bool:
+        """Begin to save, and return whether it was begun: not when another is under way and this one is skipped.
 
-    def _publish(self, reports: Sequence[Mapping[str, Any]]) -> str:
-        """Write the manifest and make the checkpoint appear; return its name."""
-        manifest = merge_reports(self.step, self._taken.num_writers, reports, self._taken.values)
-        raw = encode_manifest(manifest, key=self._settings.key)
-        return self._root_directory.publish(self._staging, self.step, raw, before=self._latest)
+        Args:
+            take: gives the values as they are now, in memory that nobody else writes until the save is done. Called
+                only if the save is begun; no collective.
+            overwrite: whether a step that was saved already may be saved again, also where the settings say no.
 
+        Raises:
+            CheckpointNotSavedError: of the save before, which is over then and can be made anew, or of this one.
+            MegabucketError: what ``take`` has raised on some rank.
+        """
+        is_writing = self._save is not None and not self._is_voted
+        if is_writing and self._when_busy == "skip" and not self._is_over_everywhere():
+            return False
+        self.close()
+        settings = replace(self._settings, overwrite=overwrite or self._settings.overwrite)
+        save = Save(self._root, step, self._ranks, settings)
+        try:
+            save.begin(lambda: content_from(take(), self._ranks, settings))
+        except BaseException:
+            save.release()
+            raise
+        self._save, self._is_voted = save, False
+        self._do(save.write)
+        return True
 
-def _digest(values: Mapping[str, Json]) -> str:
-    text = json.dumps(values, sort_keys=True, default=lambda value: dict(value) if isinstance(value, Mapping) else list(value))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    def _do(self, act: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=act, name="megabucket-save", daemon=True)
+        self._thread.start()
 
+    def poll(self) -> Path | None:
+        """Go on with the save that is under way as far as that takes no waiting; return its directory once it is committed.
 
-def _path_of(error: Exception, default: Path) -> Path:
-    named = error.filename if isinstance(error, OSError) else None
-    return Path(named) if isinstance(named, str) else default
+        Raises:
+            CheckpointNotSavedError: it failed on some rank.
+        """
+        path = None
+        while self._save is not None and self._is_over_everywhere():
+            path = self._go_on(self._save)
+        return path
+
+    def close(self) -> Path | None:
+        """Wait for the save that is under way, commit it, and return its directory.
+
+        Raises:
+            CheckpointNotSavedError: it failed on some rank.
+        """
+        path = None
+        while self._save is not None:
+            path = self._go_on(self._save)
+        return path
+
+    def _is_over_everywhere(self) -> bool:
+        is_busy = self._thread is not None and self._thread.is_alive()
+        return all(said == b"0" for said in self._ranks.exchange(b"1" if is_busy else b"0"))
+
+    def _go_on(self, save: Save) -> Path | None:
+        """Take the next step of a save: the vote when this rank has written, its end when all is done."""
+        if self._thread is not None:
+            self._thread.join()  # interrupted here, the save stays under way: the thread goes on with it
+        try:
+            if self._is_voted:
+                path = save.conclude()
+                self._forget(save)
+                return path
+            save.vote()
+        except BaseException:
+            self._forget(save)
+            raise
+        self._is_voted = True
+        self._do(save.publish)
+        return None
+
+    def _forget(self, save: Save) -> None:
+        save.release()
+        self._save = self._thread = None

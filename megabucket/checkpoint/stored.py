@@ -1,4 +1,4 @@
-"""A checkpoint on the disk, opened: what it holds, whether it is whole, and ranges of it read into tensors.
+"""A checkpoint on the disk: found and opened, verified, and ranges of it read into tensors.
 
 Everything here is local: each rank opens and reads for itself, only the files it needs. Nothing is unpickled and no code
 of a checkpoint is run.
@@ -6,30 +6,48 @@ of a checkpoint is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from megabucket.checkpoint.catalog import StepDirectory, whole_steps
-from megabucket.checkpoint.cut import Part
-from megabucket.checkpoint.dtypes import ITEM_BYTES
-from megabucket.checkpoint.file_system import FileSystem
-from megabucket.checkpoint.header import Entry, decode_header
-from megabucket.checkpoint.manifest import Manifest, SealedManifest, StoredFile
-from megabucket.checkpoint.pieces import Json, Piece, TensorInfo
-from megabucket.checkpoint.plan import Copy, StoredRange, WantedRange, files_of, plan_reads
-from megabucket.checkpoint.verified import DamagedFileError, for_each_verified
-from megabucket.errors import CheckpointInvalidError, CheckpointMismatchError
+from megabucket.buffer import dtype_named
+from megabucket.checkpoint.catalog import (
+    LATEST,
+    CheckpointWarning,
+    Latest,
+    StepDirectory,
+    read_latest,
+    read_manifest,
+    step_directories,
+    whole_steps,
+)
+from megabucket.checkpoint.data_files import Part
+from megabucket.checkpoint.file_system import FileSystem, num_file_threads, reason_of
+from megabucket.checkpoint.format import (
+    ITEM_BYTES,
+    MANIFEST_NAME,
+    Json,
+    Piece,
+    SealedManifest,
+    StoredFile,
+    TensorInfo,
+    first_bytes,
+)
+from megabucket.checkpoint.plan import StoredRange, WantedRange, files_of, plan_reads
+from megabucket.errors import CheckpointError, CheckpointInvalidError, CheckpointMismatchError, CheckpointMissingError
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A stored range, with the tensor it is of."""
+class _DamagedFileError(Exception):
+    """Which file is not as it must be, and why; the reader makes an error for users of it."""
 
-    info: TensorInfo
-    range: StoredRange
+    def __init__(self, file: str, problem: str) -> None:
+        self.file, self.problem = file, problem
+        super().__init__(f"{file}: {problem}")
 
 
 class StoredCheckpoint:
@@ -47,7 +65,7 @@ class StoredCheckpoint:
     """
 
     def __init__(self, root: Path, directory: StepDirectory, sealed: SealedManifest, file_system: FileSystem) -> None:
-        manifest: Manifest = sealed.manifest
+        manifest = sealed.manifest
         self.path = root / directory.name
         self.step, self.world_size = manifest.step, manifest.world_size
         self.seal, self.signed = sealed.seal, sealed.signed
@@ -56,10 +74,6 @@ class StoredCheckpoint:
         self.files: tuple[StoredFile, ...] = manifest.files
         self.ranges: Mapping[str, tuple[StoredRange, ...]] = {name: t.ranges for name, t in manifest.tensors.items()}
         self._root, self._directory, self._file_system = root, directory, file_system
-        self._held: list[list[_Held]] = [[] for _ in manifest.files]
-        for tensor in manifest.tensors.values():
-            for part in tensor.ranges:
-                self._held[part.file].append(_Held(tensor.info, part))
 
     def verify(self, *, part: int = 0, parts: int = 1) -> None:
         """Read every file and compare it with the manifest; or every ``parts``-th from ``part`` on, to share the work.
@@ -67,22 +81,38 @@ class StoredCheckpoint:
         Raises:
             CheckpointInvalidError: the first file that is not what was written.
         """
-        chosen = [(index, self.files[index]) for index in range(part, len(self.files), parts)]
-        try:
-            for_each_verified(self._file_system, self.path, chosen, self._check_file)
-        except DamagedFileError as error:
-            raise self._invalid(error) from None
+        for error in self._damage(self.files[part::parts]):
+            raise self._invalid(error)
 
     def problems(self) -> list[str]:
         """Return what is wrong with each file that is not what was written: nothing, for a whole checkpoint."""
-        return [problem for index in range(len(self.files)) if (problem := self._problem(index)) is not None]
+        return [str(error) for error in self._damage(self.files)]
 
-    def _problem(self, index: int) -> str | None:
+    def _damage(self, files: Sequence[StoredFile]) -> Iterator[_DamagedFileError]:
+        def check(file: StoredFile) -> _DamagedFileError | None:
+            try:
+                self._verified(file)
+            except _DamagedFileError as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(num_file_threads(), "megabucket-load") as pool:
+            yield from (error for error in pool.map(check, files) if error is not None)
+
+    def _verified(self, file: StoredFile) -> memoryview:
+        """Return the contents of a file, once the SHA-256 of these bytes was found right."""
         try:
-            for_each_verified(self._file_system, self.path, [(index, self.files[index])], self._check_file)
-        except DamagedFileError as error:
-            return str(error)
-        return None
+            contents = self._file_system.read(self.path / file.name)
+        except FileNotFoundError:
+            raise _DamagedFileError(file.name, "it is missing") from None
+        except OSError as error:
+            raise _DamagedFileError(file.name, f"it cannot be read: {reason_of(error)}") from None
+        if len(contents) != file.num_bytes:
+            raise _DamagedFileError(file.name, f"it has {len(contents)} bytes, and the manifest says {file.num_bytes}")
+        digest = hashlib.sha256(contents).hexdigest()
+        if digest != file.sha256:
+            raise _DamagedFileError(file.name, f"its SHA-256 is {digest}, and the manifest says {file.sha256}")
+        return contents
 
     def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:
         """Fill the values of each piece from the files; only files that hold some of it are read, each once.
@@ -103,20 +133,21 @@ class StoredCheckpoint:
         problems = [problem for piece in wanted for problem in self._mismatches(piece, cast=cast)]
         if problems:
             raise CheckpointMismatchError(path=str(self.path), problems=problems)
-        targets: list[tuple[TensorInfo, int, int, torch.Tensor]] = []
+        targets: list[tuple[WantedRange, torch.Tensor]] = []
         reordered: dict[str, torch.Tensor] = {}
         for piece in wanted:
             info = self.tensors[piece.info.name]
             if _same_order(piece.info, info) or piece.start == piece.stop:
-                targets.append((info, piece.start, piece.stop, piece.values.detach()))
+                targets.append((WantedRange(info.name, piece.start, piece.stop), piece.values.detach()))
             elif info.name not in reordered:
-                reordered[info.name] = torch.empty(info.numel, dtype=getattr(torch, info.dtype))
-                targets.append((info, 0, info.numel, reordered[info.name]))
+                reordered[info.name] = torch.empty(info.numel, dtype=dtype_named(info.dtype))
+                targets.append((WantedRange(info.name, 0, info.numel), reordered[info.name]))
         self._fill(targets)
         for piece in wanted:
             info = self.tensors[piece.info.name]
             if info.name in reordered and not _same_order(piece.info, info):
-                flat = _in_order(reordered[info.name], info, piece.info.order)
+                stored = reordered[info.name].view([info.shape[dim] for dim in info.order])
+                flat = stored.permute([info.order.index(dim) for dim in piece.info.order]).reshape(-1)
                 copy_checked(flat[piece.start : piece.stop], piece.values.detach(), info.name)
 
     def _mismatches(self, piece: Piece, *, cast: bool) -> list[str]:
@@ -131,74 +162,36 @@ class StoredCheckpoint:
             found.append(f"{wanted.name!r} {piece.start}:{piece.stop} is wanted into {tuple(piece.values.shape)} elements")
         if str(piece.values.dtype) != f"torch.{wanted.dtype}":
             found.append(f"{wanted.name!r} is wanted as {wanted.dtype} into values of {piece.values.dtype}")
-        elif wanted.dtype != info.dtype:
-            found.extend(_cast_problems(info, piece.values.dtype, cast=cast))
+        elif not torch.can_cast(dtype_named(info.dtype), piece.values.dtype):
+            found.append(f"{info.name!r} is {info.dtype} in the checkpoint, which is never made {piece.values.dtype}")
+        elif wanted.dtype != info.dtype and not cast:
+            found.append(
+                f"{info.name!r} is {info.dtype} in the checkpoint and {piece.values.dtype} is wanted; cast=True converts"
+            )
         return found
 
-    def _fill(self, targets: Sequence[tuple[TensorInfo, int, int, torch.Tensor]]) -> None:
-        def use(copy: Copy, values: torch.Tensor) -> None:
-            target = targets[copy.target][3][copy.target_start : copy.target_start + copy.numel]
-            copy_checked(values, target, copy.name)
+    def _fill(self, targets: Sequence[tuple[WantedRange, torch.Tensor]]) -> None:
+        by_file = files_of(plan_reads(self.ranges, [wanted for wanted, _ in targets]))
 
-        self.stream([WantedRange(info.name, start, stop) for info, start, stop, _ in targets], use)
-
-    def stream(self, wanted: Sequence[WantedRange], use: Callable[[Copy, torch.Tensor], None]) -> None:
-        """Hand each stored stretch of the wanted ranges to ``use``, in the order of the files, each file read once.
-
-        Memory is that of a few files, however much is wanted. ``use`` is called in several threads, with values that are
-        valid during the call only.
-
-        Raises:
-            CheckpointInvalidError: a file is not what was written; ``use`` never sees anything of it.
-        """
-        by_file = files_of(plan_reads(self.ranges, wanted))
-
-        def use_file(index: int, contents: torch.Tensor) -> None:
-            entries = self._entries(index, contents)
+        def fill(index: int) -> None:
+            contents = self._verified(self.files[index])
+            begins = first_bytes(contents)
             for copy in by_file[index]:
-                use(copy, _values(contents, entries, copy, self.tensors[copy.name]))
+                info, item_bytes = self.tensors[copy.name], ITEM_BYTES[self.tensors[copy.name].dtype]
+                begin = begins[Part(info, copy.source.start, copy.source.stop).key] + copy.source_start * item_bytes
+                values = torch.frombuffer(contents, dtype=dtype_named(info.dtype), count=copy.numel, offset=begin)
+                target = targets[copy.target][1]
+                copy_checked(values, target[copy.target_start : copy.target_start + copy.numel], copy.name)
 
         try:
-            for_each_verified(self._file_system, self.path, [(index, self.files[index]) for index in by_file], use_file)
-        except DamagedFileError as error:
+            with ThreadPoolExecutor(num_file_threads(), "megabucket-load") as pool:
+                list(pool.map(fill, by_file))  # after a failure those that have not begun are cancelled
+        except _DamagedFileError as error:
             raise self._invalid(error) from None
 
-    def _check_file(self, index: int, contents: torch.Tensor) -> None:
-        self._entries(index, contents)
-
-    def _entries(self, index: int, contents: torch.Tensor) -> dict[str, Entry]:
-        """Return what a file says it holds, which must be what the manifest says it holds."""
-        file = self.files[index]
-        try:
-            entries = decode_header(contents.numpy().data, file.num_bytes)
-        except ValueError as error:
-            raise DamagedFileError(file.name, str(error)) from None
-        parts = [Part(held.info, held.range.start, held.range.stop, 0) for held in self._held[index]]
-        expected = {part.key: (part.info.dtype, part.shape) for part in parts}
-        found = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
-        if len(parts) != len(expected) or found != expected:
-            differing = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
-            raise DamagedFileError(
-                file.name, f"the manifest and the file differ about {len(differing)} tensors, such as {differing[:1]!r:.200}"
-            )
-        return entries
-
-    def _invalid(self, error: DamagedFileError) -> CheckpointInvalidError:
+    def _invalid(self, error: _DamagedFileError) -> CheckpointInvalidError:
         steps = whole_steps(self._file_system, self._root, but=self._directory)
         return CheckpointInvalidError(path=str(self.path), file=error.file, problem=error.problem, steps=steps)
-
-
-def _values(contents: torch.Tensor, entries: Mapping[str, Entry], copy: Copy, info: TensorInfo) -> torch.Tensor:
-    """Return the stored elements that ``copy`` takes, in the memory of the file."""
-    entry = entries[Part(info, copy.source.start, copy.source.stop, 0).key]
-    item_bytes = ITEM_BYTES[info.dtype]
-    begin = entry.start_byte + copy.source_start * item_bytes
-    raw = contents[begin : begin + copy.numel * item_bytes]
-    if info.dtype == "bool" and bool((raw > 1).any()):
-        raise CheckpointMismatchError(path=info.name, problems=[f"{info.name!r} is bool and has bytes other than 0 and 1"])
-    if begin % item_bytes:  # other writers need not align
-        raw = raw.clone()
-    return raw.view(getattr(torch, info.dtype))
 
 
 def copy_checked(source: torch.Tensor, target: torch.Tensor, name: str) -> None:
@@ -224,23 +217,143 @@ def _is_finite(values: torch.Tensor) -> torch.Tensor:
     return wide.isfinite().cpu()
 
 
-def _cast_problems(info: TensorInfo, wanted: torch.dtype, *, cast: bool) -> list[str]:
-    stored = getattr(torch, info.dtype)
-    if not torch.can_cast(stored, wanted):
-        return [f"{info.name!r} is {info.dtype} in the checkpoint, which is never made {wanted}"]
-    return [] if cast else [f"{info.name!r} is {info.dtype} in the checkpoint and {wanted} is wanted; cast=True converts"]
-
-
 def _same_order(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether both lay out the same shape alike; dimensions of one element are laid out anyhow."""
-    return _effective(one) == _effective(other) or one.numel <= 1
+    first, second = ([dim for dim in info.order if info.shape[dim] != 1] for info in (one, other))
+    return first == second or one.numel <= 1
 
 
-def _effective(info: TensorInfo) -> list[int]:
-    return [dim for dim in info.order if info.shape[dim] != 1]
+def open_checkpoint(
+    root: Path | str,
+    step: Literal["latest"] | int = "latest",
+    *,
+    key: bytes | None = None,
+    allow_fallback: bool = False,
+    file_system: FileSystem | None = None,
+) -> StoredCheckpoint:
+    """Return a checkpoint whose manifest is whole and whose files are all there; their contents are verified when read.
+
+    Local: ranks that open for themselves may see different things when a disk fails on one of them. Let one rank open
+    and the others name its step.
+
+    Args:
+        key: demand a signature made with it.
+        allow_fallback: verify all of it first, and take the newest older checkpoint that is whole if this one is not;
+            warns when it does.
+
+    Raises:
+        CheckpointMissingError: there is none.
+        CheckpointInvalidError: it is damaged, and no other may be taken or none is whole.
+    """
+    opener = _Opener(Path(root), key, file_system or FileSystem())
+    if allow_fallback:
+        return opener.newest_whole(step)
+    return opener.newest() if step == "latest" else opener.of_step(step)
 
 
-def _in_order(flat: torch.Tensor, info: TensorInfo, order: Sequence[int]) -> torch.Tensor:
-    """Return the elements of a tensor stored as ``info`` says, flat in another order."""
-    stored = flat.view([info.shape[dim] for dim in info.order])
-    return stored.permute([info.order.index(dim) for dim in order]).reshape(-1)
+def open_at(path: Path, *, step: int | None = None, key: bytes | None = None) -> StoredCheckpoint:
+    """Return the checkpoint that a user means by a path: a run's root (its newest, or ``step``), or one of its directories.
+
+    Raises:
+        CheckpointError: see ``open_checkpoint``.
+    """
+    directory = StepDirectory.parse(path.absolute().name)
+    if directory is None or step is not None:
+        return open_checkpoint(path, "latest" if step is None else step, key=key)
+    return _Opener(path.absolute().parent, key, FileSystem()).open(directory)
+
+
+class _Opener:
+    def __init__(self, root: Path, key: bytes | None, file_system: FileSystem) -> None:
+        self._root, self._key, self._files = root, key, file_system
+
+    def newest(self) -> StoredCheckpoint:
+        latest = self._latest()
+        while True:
+            try:
+                stored = self.open(latest.directory)
+                break
+            except CheckpointError:
+                # A save may have replaced and removed it since ``latest`` was read.
+                again = self._latest()
+                if again == latest:
+                    raise
+                latest = again
+        if stored.seal != latest.seal:
+            problem = f"it names {latest.directory.name} with another seal: one of the two was changed"
+            raise self._invalid(self._root, LATEST, problem)
+        return stored
+
+    def of_step(self, step: int) -> StoredCheckpoint:
+        directories = [directory for directory in step_directories(self._files, self._root) if directory.step == step]
+        if not directories:
+            raise self._missing(f"step {step}")
+        return self.open(directories[-1])
+
+    def newest_whole(self, step: Literal["latest"] | int) -> StoredCheckpoint:
+        problems: list[CheckpointError] = []
+        for candidate in self._candidates(step, problems):
+            try:
+                stored = self.open(candidate)
+                stored.verify()
+            except CheckpointError as error:
+                problems.append(error)
+                continue
+            if problems:
+                text = f"falling back to the checkpoint of step {stored.step} ({stored.path}): {problems[0]}"
+                warnings.warn(text, CheckpointWarning, stacklevel=3)
+            return stored
+        raise problems[0] if problems else self._missing(str(step))
+
+    def _candidates(self, step: Literal["latest"] | int, problems: list[CheckpointError]) -> Iterator[StepDirectory]:
+        directories = step_directories(self._files, self._root)[::-1]
+        if step != "latest":
+            if not any(directory.step == step for directory in directories):
+                problems.append(self._missing(f"step {step}"))
+            yield from (directory for directory in directories if directory.step <= step)
+            return
+        try:
+            first = self._latest().directory
+        except CheckpointError as error:
+            problems.append(error)  # nobody can say which are of an abandoned run
+            yield from directories
+            return
+        try:
+            self.newest()
+        except CheckpointError as error:
+            problems.append(error)
+        yield from (directory for directory in directories if directory <= first)
+
+    def _latest(self) -> Latest:
+        try:
+            return read_latest(self._files, self._root)
+        except FileNotFoundError:
+            raise self._missing(f"{LATEST!r}, which is not there") from None
+        except (OSError, ValueError) as error:
+            raise self._invalid(self._root, LATEST, reason_of(error)) from None
+
+    def open(self, directory: StepDirectory) -> StoredCheckpoint:
+        path = self._root / directory.name
+        try:
+            names = set(self._files.names(path))
+        except FileNotFoundError:
+            raise self._missing(directory.name) from None
+        except OSError as error:
+            raise self._invalid(path, ".", f"the directory cannot be read: {reason_of(error)}", directory) from None
+        try:
+            sealed = read_manifest(self._files, path, directory, key=self._key)
+        except (OSError, ValueError) as error:
+            problem = "it is missing" if isinstance(error, FileNotFoundError) else reason_of(error)
+            raise self._invalid(path, MANIFEST_NAME, problem, directory) from None
+        missing = [file.name for file in sealed.manifest.files if file.name not in names]
+        if missing:
+            problem = "it is missing" if len(missing) == 1 else f"it and {len(missing) - 1} other files are missing"
+            raise self._invalid(path, missing[0], problem, directory)
+        return StoredCheckpoint(self._root, directory, sealed, self._files)
+
+    def _missing(self, wanted: str) -> CheckpointMissingError:
+        return CheckpointMissingError(root=str(self._root), wanted=wanted, steps=whole_steps(self._files, self._root))
+
+    def _invalid(self, path: Path, file: str, problem: str, but: StepDirectory | None = None) -> CheckpointInvalidError:
+        steps = whole_steps(self._files, self._root, but=but)
+        return CheckpointInvalidError(path=str(path), file=file, problem=problem, steps=steps)

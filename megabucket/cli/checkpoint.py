@@ -132,7 +132,7 @@ def convert(
     if to is _Format.SAFETENSORS:
         import torch
 
-        from megabucket.checkpoint.doors.huggingface import export_weights
+        from megabucket.checkpoint.convert.huggingface import export_weights
 
         wanted = None if dtype is None else getattr(torch, dtype.value)
         for path in export_weights(_open(source, step, key_file), out, dtype=wanted):
@@ -141,7 +141,7 @@ def convert(
     if dtype is not None:
         raise ConfigError("--dtype is for --to safetensors; a checkpoint keeps its dtypes, and loads with cast=True")
     from megabucket.checkpoint.catalog import read_key
-    from megabucket.checkpoint.doors.weights_in import import_weights
+    from megabucket.checkpoint.convert.huggingface import import_weights
     from megabucket.checkpoint.save import SaveSettings
 
     settings = SaveSettings(keep_last=None, key=None if key_file is None else read_key(key_file))
@@ -180,7 +180,7 @@ def can_load(
 
 def _open(path: Path, step: int | None, key_file: Path | None) -> StoredCheckpoint:
     from megabucket.checkpoint.catalog import read_key
-    from megabucket.checkpoint.opening import open_at
+    from megabucket.checkpoint.stored import open_at
 
     return open_at(path, step=step, key=None if key_file is None else read_key(key_file))
 
@@ -213,7 +213,7 @@ def _described(stored: StoredCheckpoint) -> dict[str, object]:
 
 
 def _lines(stored: StoredCheckpoint) -> Iterator[str]:
-    from megabucket.checkpoint.dtypes import ITEM_BYTES
+    from megabucket.checkpoint.format import ITEM_BYTES
     from megabucket.cli.text_table import text_table
     from megabucket.errors import printable
     from megabucket.units import format_count

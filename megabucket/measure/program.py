@@ -24,9 +24,9 @@ from typing import Any, Protocol, get_type_hints
 import torch
 
 from megabucket.checkpoint.capture import TrainingParts
-from megabucket.checkpoint.plain_values import decode
 from megabucket.checkpoint.restore import mismatches
 from megabucket.checkpoint.stored import StoredCheckpoint
+from megabucket.checkpoint.values import decode
 from megabucket.comm import Communicator, LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
@@ -149,7 +149,7 @@ def load_problems(workload: WorkloadFunction, config: RunConfig, stored: StoredC
     finally:
         trainee.ddp.detach()
     try:
-        position = decode(stored.values.get("data_position"), {})
+        position = decode(stored.values.get("data_position"))
     except (ValueError, KeyError, TypeError):  # with tensors in it, which are not read
         position = None
     return [*problems, *trainee.program.check_resume(stored.step, position)]

@@ -27,14 +27,13 @@ import torch
 from paired import interleave, ratio, timed
 
 import megabucket as mb
-from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.capture import TrainingParts, capture
 from megabucket.checkpoint.file_system import num_file_threads
-from megabucket.checkpoint.opening import open_checkpoint
-from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.reshard import reshard
-from megabucket.checkpoint.save import SaveSettings, save_now
+from megabucket.checkpoint.save import BackgroundWriter, SaveSettings, save_snapshot
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.units import MIB
 
 FILE_BYTES = 64 * MIB
@@ -116,7 +115,7 @@ def save_and_load(base: Path, total_bytes: int, repetitions: int) -> None:
     settings, step = SaveSettings(keep_last=1), iter(range(10**6))
 
     def save() -> None:
-        save_now(base / "ours", next(step), snapshot, AloneRanks(), settings)
+        save_snapshot(base / "ours", next(step), snapshot, AloneRanks(), settings)
 
     def plain(threads: int) -> Callable[[], None]:
         return lambda: plain_write(base / f"plain-{threads}", blobs, threads=threads)
@@ -233,7 +232,7 @@ def resharded(base: Path, gib: float) -> None:
     chunk = torch.randn(64 * 2**20 // 4)
     infos = [TensorInfo(f"optim.state.layers.{i}.exp_avg", "float32", (chunk.numel(),), (0,)) for i in range(int(gib * 16))]
     pieces = [Piece(info, 0, chunk.numel(), chunk) for info in infos]
-    save_now(base / "large", 1, Snapshot(pieces, {}), AloneRanks(), SaveSettings())
+    save_snapshot(base / "large", 1, Snapshot(pieces, {}), AloneRanks(), SaveSettings())
     source = open_checkpoint(base / "large")
     held = peak_rss_bytes()
     reset_peak()

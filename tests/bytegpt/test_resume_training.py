@@ -16,11 +16,10 @@ from examples.bytegpt.model import ByteGPT
 from examples.bytegpt.report import Progress
 from examples.bytegpt.task import learning_rate
 from examples.bytegpt.train import run_training
-from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.catalog import StepDirectory
 from megabucket.checkpoint.compare import compare
-from megabucket.checkpoint.opening import open_checkpoint
-from megabucket.checkpoint.save import Save
+from megabucket.checkpoint.save import BackgroundWriter, Save
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import (
     CheckpointInvalidError,
     CheckpointMissingError,
@@ -76,7 +75,7 @@ def nothing_is_pending(monkeypatch):
 
     def begin_and_wait(writer, act):
         begin(writer, act)
-        writer._task.wait()
+        writer._thread.join()
 
     monkeypatch.setattr(BackgroundWriter, "_do", begin_and_wait)
 
@@ -387,7 +386,7 @@ def full_at(monkeypatch):
         def fail_or_write(save):
             write(save)
             if save.step in steps:
-                save._failure = save._staging, OSError(28, "No space left on device")
+                save._failure = OSError(28, "No space left on device")
 
         monkeypatch.setattr(Save, "write", fail_or_write)
 

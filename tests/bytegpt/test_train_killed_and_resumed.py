@@ -14,7 +14,7 @@ import yaml
 from train_ranks import LIMIT_S, Job
 
 from megabucket.checkpoint.compare import compare
-from megabucket.checkpoint.opening import open_checkpoint
+from megabucket.checkpoint.stored import open_checkpoint
 
 pytestmark = pytest.mark.dist
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from megabucket.checkpoint.canonical import order_of
-from megabucket.checkpoint.staging import in_shape
+from megabucket.checkpoint.canonical import in_shape, order_of
 
 
 class KeptInMemory:

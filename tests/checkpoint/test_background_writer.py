@@ -12,12 +12,11 @@ import torch
 from faults.checkpoints import sample
 from faults.checkpoints.faulty import FaultyFileSystem
 from faults.checkpoints.threads import in_threads
-from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.file_system import FileSystem
-from megabucket.checkpoint.opening import open_checkpoint
-from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.save import SaveSettings, write_checkpoint
+from megabucket.checkpoint.save import BackgroundWriter, SaveSettings, save_snapshot
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import CheckpointNotSavedError
 
 
@@ -227,10 +226,10 @@ def test_a_save_in_the_background_keeps_others_out_until_it_is_over(tmp_path):
     writer.save(1, sample_of(1))
 
     with pytest.raises(CheckpointNotSavedError, match="another save into this directory is going on"):
-        write_checkpoint(tmp_path, 2, sample_of(2)(), AloneRanks())
+        save_snapshot(tmp_path, 2, sample_of(2)(), AloneRanks())
     files.gate.set()
     writer.close()
-    write_checkpoint(tmp_path, 2, sample_of(2)(), AloneRanks())
+    save_snapshot(tmp_path, 2, sample_of(2)(), AloneRanks())
 
     assert sample.loaded_step(tmp_path) == 2
 
@@ -246,7 +245,7 @@ def test_a_writer_that_is_forgotten_keeps_nobody_out(tmp_path):
     for thread in threading.enumerate():
         if thread.name.startswith("megabucket-save"):
             thread.join(30)
-    write_checkpoint(tmp_path, 2, sample_of(2)(), AloneRanks())
+    save_snapshot(tmp_path, 2, sample_of(2)(), AloneRanks())
 
     assert sample.loaded_step(tmp_path) == 2
 

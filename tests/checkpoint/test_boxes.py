@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.checkpoint.boxes import boxes_of
+from megabucket.checkpoint.convert.dcp import boxes_of
 
 
 @st.composite

@@ -625,11 +625,6 @@ def changed(*path, to):
 
 
 NO_STATE_OF_AN_OPTIMIZER = {
-    "no rate": (changed("groups", 0, "hyperparameters", "lr", to=None), "'lr' of group 0 was None and is 0.1"),
-    "a text": (changed("groups", 0, "hyperparameters", "lr", to="x"), "'lr' of group 0 was 'x' and is 0.1"),
-    "one beta": (changed("groups", 0, "hyperparameters", "betas", to=3), r"'betas' of group 0 was 3 and is \(0.9, 0.999\)"),
-    "no state": (changed("state", to=[]), "the checkpoint holds 'optim.state.*', of which its optimizer says nothing"),
-    "no entries": (changed("state", 0, "entries", to=[]), "'optim.state.*', of which its optimizer says nothing"),
     "no groups": (changed("groups", to=None), "what the checkpoint says of its optimizer cannot be read: TypeError"),
     "no class": (lambda optimizer: optimizer.pop("class"), "cannot be read: KeyError: 'class'"),
     "no entry": (changed("state", 0, "entries", 0, to=[1]), "cannot be read: ValueError"),

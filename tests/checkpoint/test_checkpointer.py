@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megabucket as mb
-from megabucket.checkpoint.save import CheckpointWarning
+from megabucket.checkpoint.catalog import CheckpointWarning
 from megabucket.errors import (
     CallMismatchError,
     CheckpointError,
@@ -193,7 +193,7 @@ def contents(root):
     """Everything a checkpoint holds but random numbers and running statistics of single ranks."""
     stored = mb.open_checkpoint(root)
     names = sorted(name for name in stored.tensors if not name.startswith(("rng.", "local.")))
-    from megabucket.checkpoint.pieces import Piece
+    from megabucket.checkpoint.format import Piece
 
     pieces = []
     for name in names:
@@ -521,7 +521,7 @@ class TestCheckpointer:
             checkpointer.save(1)
             checkpointer.close()
             checkpointer.save(2)
-            checkpointer._writer._task.wait()
+            checkpointer._writer._thread.join()
             barrier.wait()
             if run.rank == 0:
                 for staged in tmp_path.glob(".tmp-*"):

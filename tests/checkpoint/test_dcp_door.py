@@ -10,11 +10,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import megabucket as mb
-from megabucket.checkpoint.boxes import boxes_of
 from megabucket.checkpoint.canonical import info_of
-from megabucket.checkpoint.doors.dcp import load_dcp, save_dcp
-from megabucket.checkpoint.doors.flat_range import FlatRange
-from megabucket.checkpoint.pieces import Piece
+from megabucket.checkpoint.convert.dcp import FlatRange, boxes_of, load_dcp, save_dcp
+from megabucket.checkpoint.format import Piece
 from megabucket.comm import LocalCommunicator
 from megabucket.errors import CheckpointError, CheckpointMismatchError, ConfigError
 from megabucket.testing import LoopbackWorld

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.checkpoint.cut import MAX_FILE_BYTES, cut_into_files
-from megabucket.checkpoint.dtypes import ITEM_BYTES
-from megabucket.checkpoint.header import encode_header
-from megabucket.checkpoint.pieces import TensorInfo
+from megabucket.checkpoint.data_files import cut_into_files
+from megabucket.checkpoint.format import ITEM_BYTES, TensorInfo, encode_header
 
 
 @st.composite
@@ -83,8 +81,3 @@ def test_two_parts_with_one_key_go_to_two_files():
 def test_a_limit_without_room_for_one_element_is_refused_by_name():
     with pytest.raises(ValueError, match="max_file_bytes is 100, too few for one element of 'w'"):
         cut_into_files([(TensorInfo("w", "float32", (100,), (0,)), 0, 100)], 100)
-
-
-def test_a_limit_above_four_gibibytes_is_refused():
-    with pytest.raises(ValueError, match="the limit is 4294967296"):
-        cut_into_files([], MAX_FILE_BYTES + 1)

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from test_capture_and_restore import SHAPES, captured
 
-from megabucket.checkpoint.doors.huggingface import INDEX_NAME, export_weights
+from megabucket.checkpoint.convert.huggingface import INDEX_NAME, export_weights
 from megabucket.errors import ConfigError
 
 

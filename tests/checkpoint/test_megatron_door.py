@@ -8,7 +8,7 @@ from kept_in_memory import KeptInMemory
 
 import megabucket as mb
 from megabucket.checkpoint.capture import TrainingParts, capture, to_host
-from megabucket.checkpoint.doors.megatron import DpZeroState, import_dp_zero, load_dp_zero
+from megabucket.checkpoint.convert.megatron import DpZeroState, import_dp_zero, load_dp_zero
 from megabucket.comm import LocalCommunicator
 from megabucket.errors import CheckpointMismatchError
 from megabucket.testing import LoopbackWorld

@@ -13,7 +13,7 @@ from megatron_states import CASES, LATER, SHAPES, STEPS, Weights
 
 import megabucket as mb
 from megabucket.checkpoint.capture import TrainingParts, capture, to_host
-from megabucket.checkpoint.doors.megatron import DpZeroState, import_dp_zero, load_dp_zero
+from megabucket.checkpoint.convert.megatron import DpZeroState, import_dp_zero, load_dp_zero
 from megabucket.errors import CheckpointMismatchError
 from megabucket.testing import LoopbackWorld
 

@@ -12,12 +12,12 @@ import torch
 import megabucket.checkpoint
 from faults.checkpoints import sample
 from faults.checkpoints.threads import in_threads
-from megabucket.checkpoint.opening import open_checkpoint
 from megabucket.checkpoint.save import SaveSettings
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import CheckpointError
 
 PACKAGE = Path(megabucket.checkpoint.__file__).parent
-DOOR = PACKAGE / "doors" / "dcp.py"  # torch's own format, for files one trusts
+DOOR = PACKAGE / "convert" / "dcp.py"  # torch's own format, for files one trusts
 
 
 class _Payload:

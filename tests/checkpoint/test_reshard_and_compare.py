@@ -9,11 +9,11 @@ from faults.checkpoints import sample
 from faults.checkpoints.faulty import FaultyFileSystem, fail_at, nothing
 from faults.checkpoints.threads import in_threads
 from megabucket.checkpoint.compare import compare
-from megabucket.checkpoint.opening import open_checkpoint
-from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.reshard import reshard
-from megabucket.checkpoint.save import SaveSettings, save_now
+from megabucket.checkpoint.save import SaveSettings, save_snapshot
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import CheckpointNotSavedError
 
 
@@ -29,7 +29,7 @@ def saved_values(root, values, extras):
         for name, value in values.items()
     }
     pieces = [Piece(infos[name], 0, value.numel(), value.reshape(-1)) for name, value in values.items()]
-    save_now(root, 1, Snapshot(pieces, extras), AloneRanks(), SaveSettings())
+    save_snapshot(root, 1, Snapshot(pieces, extras), AloneRanks(), SaveSettings())
     return open_checkpoint(root)
 
 
@@ -160,6 +160,6 @@ def test_a_tensor_of_another_order_in_memory_is_the_same(tmp_path):
         for order, flat in (((0, 1), values), ((1, 0), values.view(2, 3).t().reshape(-1)))
     ]
     for name, piece in zip("ab", pieces, strict=True):
-        save_now(tmp_path / name, 1, Snapshot([piece], {}), AloneRanks(), SaveSettings())
+        save_snapshot(tmp_path / name, 1, Snapshot([piece], {}), AloneRanks(), SaveSettings())
 
     assert compare(open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")).is_equal

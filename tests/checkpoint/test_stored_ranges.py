@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faults.checkpoints.faulty import FaultyFileSystem
-from megabucket.checkpoint.dtypes import ITEM_BYTES
-from megabucket.checkpoint.opening import open_checkpoint
-from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import ITEM_BYTES, Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.save import write_checkpoint
+from megabucket.checkpoint.save import SaveSettings, save_snapshot
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import CheckpointMismatchError
 
 WEIGHT = torch.arange(60.0).reshape(3, 4, 5)
@@ -28,7 +27,7 @@ def stored_as(root, tensor, order=None, **options):
     order = tuple(range(tensor.dim())) if order is None else order
     info = TensorInfo("w", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), order)
     pieces = [Piece(info, 0, tensor.numel(), flat_in(tensor, order))]
-    write_checkpoint(root, 1, Snapshot(pieces, {}), AloneRanks(), **options)
+    save_snapshot(root, 1, Snapshot(pieces, {}), AloneRanks(), SaveSettings(**options))
     return open_checkpoint(root)
 
 
@@ -76,9 +75,9 @@ def test_only_the_files_that_hold_some_of_it_are_read(in_many_files):
     class Watched(FaultyFileSystem):
         __slots__ = ()
 
-        def open_file(self, path):
+        def read(self, path):
             opened.append(path.name)
-            return super().open_file(path)
+            return super().read(path)
 
     stored = open_checkpoint(in_many_files.path.parent, file_system=Watched(lambda _index, _name: None))
     opened.clear()
@@ -199,7 +198,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype, shape):
     raw = torch.randint(0, 2 if dtype == "bool" else 256, (numel * item_bytes,), dtype=torch.uint8)
     info = TensorInfo("w", dtype, shape, tuple(range(len(shape))))
     pieces = [Piece(info, 0, numel, raw.view(getattr(torch, dtype)))]
-    write_checkpoint(tmp_path, 1, Snapshot(pieces, {}), AloneRanks())
+    save_snapshot(tmp_path, 1, Snapshot(pieces, {}), AloneRanks())
 
     values = read(open_checkpoint(tmp_path), info, 0, numel)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megabucket as mb
-from megabucket.checkpoint.doors.huggingface import export_weights
+from megabucket.checkpoint.convert.huggingface import export_weights
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 

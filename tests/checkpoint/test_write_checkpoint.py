@@ -12,17 +12,17 @@ import torch
 from faults.checkpoints import sample
 from faults.checkpoints.faulty import FaultyFileSystem
 from faults.checkpoints.threads import in_threads
-from megabucket.checkpoint.catalog import whole_steps
+from megabucket.checkpoint.catalog import CheckpointWarning, whole_steps
 from megabucket.checkpoint.file_system import FileSystem
-from megabucket.checkpoint.opening import open_checkpoint
-from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.save import CheckpointWarning, Save, SaveSettings, content_from, save_now, write_checkpoint
+from megabucket.checkpoint.save import Save, SaveSettings, content_from, save_snapshot
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import CheckpointNotSavedError
 
 
 def save(root, step, **options):
-    return write_checkpoint(root, step, sample.snapshot(step, rank=0, size=1), AloneRanks(), **options)
+    return save_snapshot(root, step, sample.snapshot(step, rank=0, size=1), AloneRanks(), SaveSettings(**options))
 
 
 def save_on_ranks(root, step, *, size, snapshot=None, **options):
@@ -30,7 +30,7 @@ def save_on_ranks(root, step, *, size, snapshot=None, **options):
 
     def act(ranks):
         mine = (snapshot or sample.snapshot)(step, rank=ranks.rank, size=ranks.size)
-        return save_now(root, step, mine, ranks, SaveSettings(max_file_bytes=sample.FILE_BYTES, **options))
+        return save_snapshot(root, step, mine, ranks, SaveSettings(max_file_bytes=sample.FILE_BYTES, **options))
 
     return in_threads(size, act)
 
@@ -226,7 +226,7 @@ def test_values_that_are_not_what_their_piece_says_are_refused(tmp_path, values,
     piece = Piece(TensorInfo("w", "float32", (4,), (0,)), 0, 4, values)
 
     with pytest.raises(CheckpointNotSavedError, match=problem):
-        write_checkpoint(tmp_path, 1, Snapshot([piece], {}), AloneRanks())
+        save_snapshot(tmp_path, 1, Snapshot([piece], {}), AloneRanks())
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_values_that_are_not_what_their_piece_says_are_refused(tmp_path, values,
     [
         ({"step": -1}, "step -1 is not a whole number"),
         ({"step": True}, "step True is not a whole number"),
-        ({"values": {"a": float("nan")}}, "values: nan"),
+        ({"values": {"a": float("nan")}}, "Out of range float"),
         ({"dtype": "float7"}, "float7"),
         ({"order": (0, 0)}, "has order"),
     ],
@@ -244,7 +244,7 @@ def test_what_could_not_be_read_again_is_refused(tmp_path, options, problem):
     snapshot = Snapshot([Piece(info, 0, 4, torch.zeros(4))], options.get("values", {}))
 
     with pytest.raises(CheckpointNotSavedError, match=problem):
-        write_checkpoint(tmp_path, options.get("step", 1), snapshot, AloneRanks())
+        save_snapshot(tmp_path, options.get("step", 1), snapshot, AloneRanks())
 
 
 class FullDisk(FaultyFileSystem):
@@ -334,7 +334,7 @@ def test_files_larger_than_a_chunk_hold_what_was_given(tmp_path):
     large = torch.randn(3 * 2**18 + 5)  # 3 MiB and a bit
     pieces = [vector("a", torch.arange(9)), vector("b", large), vector("c", torch.zeros(3))]
 
-    write_checkpoint(tmp_path, 1, Snapshot(pieces, {}), AloneRanks())
+    save_snapshot(tmp_path, 1, Snapshot(pieces, {}), AloneRanks())
     read = torch.empty_like(large)
     open_checkpoint(tmp_path).read([Piece(pieces[1].info, 0, large.numel(), read)])
 
@@ -342,7 +342,7 @@ def test_files_larger_than_a_chunk_hold_what_was_given(tmp_path):
 
 
 def test_a_checkpoint_of_values_only_has_no_files(tmp_path):
-    write_checkpoint(tmp_path, 1, Snapshot([], {"a": 1}), AloneRanks())
+    save_snapshot(tmp_path, 1, Snapshot([], {"a": 1}), AloneRanks())
 
     stored = open_checkpoint(tmp_path)
 
@@ -353,7 +353,7 @@ def test_a_checkpoint_of_values_only_has_no_files(tmp_path):
 def test_parameters_that_need_gradients_are_saved_and_filled(tmp_path):
     weight = torch.nn.Parameter(torch.randn(5))
     info = TensorInfo("w", "float32", (5,), (0,))
-    write_checkpoint(tmp_path, 1, Snapshot([Piece(info, 0, 5, weight)], {}), AloneRanks())
+    save_snapshot(tmp_path, 1, Snapshot([Piece(info, 0, 5, weight)], {}), AloneRanks())
     other = torch.nn.Parameter(torch.zeros(5))
 
     open_checkpoint(tmp_path).read([Piece(info, 0, 5, other)])

@@ -15,10 +15,10 @@ from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.model import next_byte_loss
 from examples.bytegpt.task import initial_model, make_optimizer
 from megabucket.checkpoint.compare import compare
-from megabucket.checkpoint.opening import open_checkpoint
-from megabucket.checkpoint.pieces import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.save import SaveSettings, save_now
+from megabucket.checkpoint.save import SaveSettings, save_snapshot
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.cli.main import app
 
 
@@ -29,7 +29,7 @@ def save(root, step, *, weight=0.0, lr=0.1, key=None):
         for name, t in tensors.items()
     ]
     settings = SaveSettings(keep_last=None, max_file_bytes=1_300, key=key)
-    return save_now(root, step, Snapshot(pieces, {"lr": lr, "note": "a\x1bb"}), AloneRanks(), settings)
+    return save_snapshot(root, step, Snapshot(pieces, {"lr": lr, "note": "a\x1bb"}), AloneRanks(), settings)
 
 
 @pytest.fixture
@@ -159,9 +159,7 @@ def test_a_key_file_demands_its_signature(tmp_path):
     assert "its signature was not made with the key" in wrong.stderr
 
 
-@pytest.mark.parametrize(
-    ("contents", "problem"), [(b"short\n", "a key of 5 bytes"), (None, "the key cannot be read"), (b"x" * 5_000, "the limit")]
-)
+@pytest.mark.parametrize(("contents", "problem"), [(b"short\n", "a key of 5 bytes"), (None, "the key cannot be read")])
 def test_a_key_that_is_none_is_wrong_usage(root, tmp_path, contents, problem):
     if contents is not None:
         (tmp_path / "key").write_bytes(contents)
@@ -296,7 +294,7 @@ def test_weights_are_exported_in_another_precision(trained):
     [
         ({}, "no safetensors file"),
         ({"model.safetensors": b""}, "no safetensors file"),
-        ({"model.safetensors": b"12345678" * 4}, "no safetensors file: a header of"),
+        ({"model.safetensors": b"12345678" * 4}, "no safetensors file: Error while deserializing header"),
         ({"model.safetensors.index.json": b"[]"}, "no index of safetensors files"),
         ({"model.safetensors.index.json": b'{"weight_map":{"a":"../b"}}'}, "is no name of a file beside it"),
     ],

@@ -49,9 +49,9 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = [
-    "checkpoint.header",
-    "checkpoint.manifest",
-    "checkpoint.pieces",
+    "checkpoint.file_system",
+    "checkpoint.catalog",
+    "checkpoint.format",
     "checkpoint.plan",
     "config",
     "errors",

@@ -21,10 +21,10 @@ import torch
 from megabucket.checkpoint.capture import TrainingParts, capture
 from megabucket.checkpoint.checkpointer import load_checkpoint
 from megabucket.checkpoint.file_system import FileSystem
-from megabucket.checkpoint.opening import open_checkpoint
+from megabucket.checkpoint.ranks import GroupRanks
 from megabucket.checkpoint.restore import restore
-from megabucket.checkpoint.save import SaveSettings, save_now
-from megabucket.checkpoint.together import GroupRanks
+from megabucket.checkpoint.save import SaveSettings, save_snapshot
+from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import PeerLostError
 
 from .cells import PAIRS, RIGHT, Cell, Combo, Fault, Here, Kind, Mode, Recovery, named
@@ -78,7 +78,7 @@ class _Place:
     def save(self, here: Here, step: int, file_system: FileSystem) -> None:
         """Save what the rank trains."""
         snapshot = capture(TrainingParts(here.ddp, here.optimizer))
-        save_now(self.root, step, snapshot, self.ranks, SaveSettings(file_system=file_system))
+        save_snapshot(self.root, step, snapshot, self.ranks, SaveSettings(file_system=file_system))
 
     def remove(self, *, meets: bool) -> None:
         """Remove the directory, once every rank has looked at it if the ranks can still meet."""
@@ -177,7 +177,7 @@ def _restore_unreadable(here: Here, root: Path) -> None:
     is_open = False
 
     def refuse(_index: int, name: str) -> None:
-        if name == "read_into" and here.is_culprit and is_open:
+        if name == "read" and here.is_culprit and is_open:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     stored = open_checkpoint(root, file_system=FaultyFileSystem(refuse))

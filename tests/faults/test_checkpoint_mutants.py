@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from megabucket.checkpoint import catalog, commit, data_files, file_system, manifest, opening, save, stored, verified
+from megabucket.checkpoint import catalog, file_system, format, save, stored
 {mutation}
 from faults.checkpoints.crash_points import run_crash_points
 from faults.checkpoints.damage import run_damage
@@ -34,29 +34,29 @@ MUTANTS = {
     "latest before the directory": (
         CRASH,
         """
-publish = commit.RootDirectory.publish
+publish = catalog.RootDirectory.publish
 def early(self, staging, step, manifest_bytes, *, before):
-    self._replace_latest(catalog.Latest(catalog.StepDirectory(step), manifest.seal_of(manifest_bytes)))
+    self._replace_latest(catalog.Latest(catalog.StepDirectory(step), format.seal_of(manifest_bytes)))
     return publish(self, staging, step, manifest_bytes, before=before)
-commit.RootDirectory.publish = early
+catalog.RootDirectory.publish = early
 """,
         "CheckpointMissingError",
     ),
     "old removed before the new is named": (
         CRASH,
         """
-replace = commit.RootDirectory._replace_latest
+replace = catalog.RootDirectory._replace_latest
 def removing(self, latest):
-    self.remove_old(latest.directory.name, keep_last=1)
+    self.remove_old(latest.directory, keep_last=1)
     replace(self, latest)
-commit.RootDirectory._replace_latest = removing
+catalog.RootDirectory._replace_latest = removing
 """,
         "CheckpointMissingError",
     ),
     "written in place": (
         CRASH,
         """
-stage = commit.RootDirectory.stage
+stage = catalog.RootDirectory.stage
 def in_place(self, step, names):
     path = self._root / catalog.StepDirectory(step - 1).name
     if not path.exists():
@@ -64,7 +64,7 @@ def in_place(self, step, names):
     for file in path.iterdir():
         file.unlink()
     return path
-commit.RootDirectory.stage = in_place
+catalog.RootDirectory.stage = in_place
 """,
         "CheckpointInvalidError",
     ),
@@ -73,22 +73,22 @@ commit.RootDirectory.stage = in_place
         """
 def remove_old(self, saved, *, keep_last):
     for directory in catalog.step_directories(self._files, self._root):
-        if directory.name != saved:
+        if directory != saved:
             (self._root / catalog.LATEST).write_text(catalog.Latest(directory, "0" * 64).encode().decode())
             file_system.remove_tree(self._files, self._root / directory.name)
-commit.RootDirectory.remove_old = remove_old
+catalog.RootDirectory.remove_old = remove_old
 """,
         "another seal",
     ),
     "SHA-256 not compared": (
         DAMAGE,
         """
-read = verified._read_and_hash
 class Same(str):
-    __eq__ = lambda self, other: True
     __ne__ = lambda self, other: False
-    __hash__ = str.__hash__
-verified._read_and_hash = lambda *arguments: Same(read(*arguments))
+init = format.StoredFile.__init__
+def unhashed(self, name, num_bytes, sha256):
+    init(self, name, num_bytes, Same(sha256))
+format.StoredFile.__init__ = unhashed
 """,
         "WrongStateError",
     ),
@@ -99,7 +99,7 @@ class Every(str):
     __ne__ = lambda self, other: False
 class Unsealed(stored.StoredCheckpoint):
     seal = property(lambda self: Every(), lambda self, value: None)
-opening.StoredCheckpoint = Unsealed
+stored.StoredCheckpoint = Unsealed
 """,
         "step 1 was loaded",
     ),
@@ -107,10 +107,9 @@ opening.StoredCheckpoint = Unsealed
         DAMAGE,
         """
 def read_manifest(files, path, directory, *, key):
-    raw = file_system.read_file(files, path / manifest.MANIFEST_NAME, max_bytes=10**6)
-    return manifest.decode_manifest(raw, key=key)
-opening.read_manifest = read_manifest
-opening._Opener.newest = lambda self: self._open(self._latest().directory)
+    return format.decode_manifest(bytes(files.read(path / format.MANIFEST_NAME)), key=key)
+stored.read_manifest = read_manifest
+stored._Opener.newest = lambda self: self.open(self._latest().directory)
 """,
         "step 1 was loaded",
     ),
@@ -119,8 +118,8 @@ opening._Opener.newest = lambda self: self._open(self._latest().directory)
         """
 def write(self):
     try:
-        self._written = self._taken.write(self._files, self._staging)
-    except data_files.FileFailedError:
+        self._written = self._content.write(self._files, self._staging)
+    except OSError:
         self._written = []
 save.Save.write = write
 """,
@@ -146,7 +145,7 @@ save.Save._agree = alone
         """
 def half(self, directory, staging, before):
     self._files.rename(self._root / directory.name, staging)
-commit.RootDirectory._take_back = half
+catalog.RootDirectory._take_back = half
 """,
         "call ",
     ),

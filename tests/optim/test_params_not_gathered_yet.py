@@ -7,7 +7,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import megabucket as mb
-from megabucket.checkpoint.pieces import Piece
+from megabucket.checkpoint.format import Piece
 from megabucket.errors import PhaseError
 from megabucket.testing import LoopbackWorld
 

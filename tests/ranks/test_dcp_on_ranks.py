@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import megabucket as mb
-from megabucket.checkpoint.doors.dcp import load_dcp, save_dcp
+from megabucket.checkpoint.convert.dcp import load_dcp, save_dcp
 
 pytestmark = pytest.mark.dist
 

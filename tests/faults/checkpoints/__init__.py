@@ -1,4 +1,4 @@
-"""Checkpoints under every fault we could make: crashes at each call, random kills, damaged files, disks that fail, odd bytes.
+"""Checkpoints under every fault we could make: crashes at each call, random kills, damaged files, disks that fail.
 
 ``python -m faults checkpoints`` runs a campaign; ``--help`` lists them. Every campaign judges by loading: what
 is loaded is the old or the new checkpoint bit for bit, or one of our errors. Anything else is a failure.
@@ -12,5 +12,4 @@ is loaded is the old or the new checkpoint bit for bit, or one of our errors. An
     kills          SIGKILL at random moments, in one directory
     io_errors      ENOSPC, EIO, EROFS, EDQUOT at every call on every rank
     damage         flips, truncations, swaps, deletions, copies of files
-    fuzz           bytes for the readers of manifest and header                     no torch
 """

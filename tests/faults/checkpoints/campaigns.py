@@ -70,27 +70,3 @@ def damage(
 
     with tempfile.TemporaryDirectory(dir=where) as base:
         _end(run_damage(Path(base), cases, seed, size=ranks, report=typer.echo).failures)
-
-
-@app.command()
-def fuzz(
-    inputs: Annotated[int, typer.Option(min=1, help="How many inputs to give to the readers.")] = 1_000_000, seed: _Seed = 0
-) -> None:
-    """Give odd bytes to the readers of manifest and header, under a limit of 256 MiB."""
-    from faults.checkpoints.fuzz import limit_memory, run_fuzz
-
-    limit_memory()
-    _end(run_fuzz(inputs, seed, report=typer.echo).failures)
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def atheris(context: typer.Context) -> None:
-    """Let atheris (to be installed apart) choose the bytes; takes libFuzzer's options, such as -runs=1000000 corpus."""
-    import atheris as fuzzer  # type: ignore[import-untyped]
-
-    with fuzzer.instrument_imports(include=["megabucket.checkpoint"]):
-        from faults.checkpoints.fuzz import fuzz_one, limit_memory, structured
-
-    limit_memory()
-    fuzzer.Setup(["megabucket", *context.args], lambda data: fuzz_one(structured(data)))
-    fuzzer.Fuzz()

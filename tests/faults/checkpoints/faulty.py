@@ -55,14 +55,6 @@ class FaultyFileSystem(FileSystem):
         self._before(index, "write")
         return super().write(descriptor, data)
 
-    def open_to_write(self, path: Path) -> int:
-        self._call("open_to_write")
-        return super().open_to_write(path)
-
-    def write_at(self, descriptor: int, data: memoryview, position: int) -> int:
-        self._call("write_at")
-        return super().write_at(descriptor, data, position)
-
     def sync(self, descriptor: int) -> None:
         self._call("sync")
         super().sync(descriptor)
@@ -104,17 +96,9 @@ class FaultyFileSystem(FileSystem):
         super().unlock(descriptor)
         self._call("unlock")
 
-    def open_file(self, path: Path) -> int:
-        self._call("open_file")
-        return super().open_file(path)
-
-    def file_bytes(self, descriptor: int) -> int:
-        self._call("file_bytes")
-        return super().file_bytes(descriptor)
-
-    def read_into(self, descriptor: int, data: memoryview) -> int:
-        self._call("read_into")
-        return super().read_into(descriptor, data)
+    def read(self, path: Path) -> memoryview:
+        self._call("read")
+        return super().read(path)
 
 
 def nothing(_index: int, _name: str) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from faults.checkpoints import sample
 from faults.checkpoints.crash_points import settings_with
 from faults.checkpoints.threads import ThreadRanks, in_threads
-from megabucket.checkpoint.background import BackgroundWriter
 from megabucket.checkpoint.file_system import FileSystem
+from megabucket.checkpoint.save import BackgroundWriter
 from megabucket.errors import MegabucketError
 
 _LONGEST_S = 0.06

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
-from megabucket.checkpoint.opening import open_checkpoint
-from megabucket.checkpoint.pieces import Json, Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import Json, Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import Ranks
-from megabucket.checkpoint.save import SaveSettings, save_now
-from megabucket.checkpoint.stored import StoredCheckpoint
+from megabucket.checkpoint.save import SaveSettings, save_snapshot
+from megabucket.checkpoint.stored import StoredCheckpoint, open_checkpoint
 
 FILE_BYTES = 3_000
 """So small that each rank writes several files."""
@@ -65,7 +64,7 @@ def snapshot(step: int, *, rank: int, size: int) -> Snapshot:
 
 def save(root: Path, step: int, ranks: Ranks, settings: SaveSettings) -> Path:
     """Save the sample of a step."""
-    return save_now(root, step, snapshot(step, rank=ranks.rank, size=ranks.size), ranks, settings)
+    return save_snapshot(root, step, snapshot(step, rank=ranks.rank, size=ranks.size), ranks, settings)
 
 
 def judge(stored: StoredCheckpoint) -> int:

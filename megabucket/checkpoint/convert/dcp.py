@@ -9,28 +9,43 @@ are read without a word. So it is a door for files whose origin you trust; a run
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
-from megabucket.checkpoint.capture import MODEL_PREFIX, TrainingParts, capture, values_of_state
-from megabucket.checkpoint.doors.flat_range import FlatRange
-from megabucket.checkpoint.optim_state import MAIN_PREFIX, STATE_PREFIX, state_name
-from megabucket.checkpoint.pieces import Json, Piece, Snapshot, TensorInfo
-from megabucket.checkpoint.plain_values import decode, encode
+from megabucket.checkpoint.capture import (
+    MAIN_PREFIX,
+    MODEL_PREFIX,
+    STATE_PREFIX,
+    TrainingParts,
+    capture,
+    optimizer_values,
+    state_name,
+    values_of_state,
+)
+from megabucket.checkpoint.format import Json, Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
-from megabucket.checkpoint.together import GroupRanks, together
+from megabucket.checkpoint.values import decode
 from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
@@ -128,7 +143,7 @@ def _numbers(state: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _param_group(group: Any) -> dict[str, Any]:
-    return {"params": list(group["params"]), **{key: decode(value, {}) for key, value in group["hyperparameters"].items()}}
+    return {"params": list(group["params"]), **{key: decode(value) for key, value in group["hyperparameters"].items()}}
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
@@ -250,23 +265,133 @@ def _optimizer_values(
         if isinstance(value, torch.Tensor) or type(value).__name__ in NUMBER_TYPES:
             held.setdefault(param, {})[key] = describe_number(key, value, torch.device("cpu"))
     own = parts.optimizer.torch_optimizer if isinstance(parts.optimizer, DistributedOptimizer) else parts.optimizer
-    return {
-        "class": type(own).__name__,  # torch does not say
-        "groups": [
-            {"params": [canonical_name(name) for name in group.pop("params")], "hyperparameters": _encoded(index, group)}
-            for index, group in sorted(groups.items())
-        ],
-        "state": [
-            {
-                "params": [name],
-                "entries": [[*entry[:4], list(entry.shape), list(entry.number)] for _, entry in sorted(of.items())],
-            }
-            for name, of in held.items()
-        ],
-        "computed_in": {},
-    }
+    named = [([canonical_name(name) for name in group["params"]], group) for _, group in sorted(groups.items())]
+    described = {param: tuple(entry for _, entry in sorted(of.items())) for param, of in held.items()}
+    # Torch does not say of which class its state is. The tensors among hyperparameters have one element, and become plain.
+    return optimizer_values(type(own).__name__, named, described, {}, lambda _name, _tensor: None)
 
 
-def _encoded(index: int, group: Mapping[str, Any]) -> dict[str, Json]:
-    tensors: dict[str, torch.Tensor] = {}  # of one element each, which become plain
-    return {key: encode(value, f"optim.group.{index}.{key}", tensors.__setitem__) for key, value in group.items()}
+# Flat ranges as boxes: that format stores boxes of tensors, so a flat range becomes a few, each a view of the values.
+
+
+class Box(NamedTuple):
+    """A box of a tensor: its elements follow one another in the flat order."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Return boxes that cover the elements ``start:stop`` of a row-major tensor, each once, in flat order.
+
+    At most ``2 * dimensions - 1`` of them (one, for a tensor without dimensions or elements).
+
+    >>> [(box.offsets, box.sizes) for box in boxes_of((4, 3), 2, 10)]
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if not shape or math.prod(shape) == 0:
+        return [Box((0,) * len(shape), tuple(shape))]
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # rows that are whole: first, ..., last - 1
+    if first > last:  # within one row
+        return _in_row(shape, last, start - last * row, stop - last * row)
+    head = _in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else []
+    whole = [Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    tail = _in_row(shape, last, 0, stop - last * row) if last * row < stop else []
+    return [*head, *whole, *tail]
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> list[Box]:
+    return [Box((index, *box.offsets), (1, *box.sizes)) for box in boxes_of(shape[1:], start, stop)]
+
+
+class _Part(NamedTuple):
+    """A box of the tensor, in its own dimensions, and its values."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+    values: torch.Tensor
+
+
+def _parts_of(piece: Piece) -> list[_Part]:
+    info, parts, position = piece.info, [], 0
+    order = list(info.order)
+    back = [order.index(dim) for dim in range(len(order))]
+    # Flat in memory order: boxes of the tensor with its dimensions in that order.
+    for box in boxes_of([info.shape[dim] for dim in order], piece.start, piece.stop):
+        values = piece.values.detach()[position : position + box.numel].view(box.sizes).permute(back)
+        parts.append(_Part(torch.Size(box.offsets[dim] for dim in back), values.shape, values))
+        position += box.numel
+    return parts
+
+
+class FlatRange(torch.Tensor):
+    """Pieces of one tensor, of the tensor's shape and without memory of its own: only good to be saved or loaded.
+
+    Args:
+        pieces: of the same tensor; they do not overlap.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _parts: list[_Part]
+
+    def __new__(cls, pieces: Sequence[Piece]) -> FlatRange:  # noqa: PYI034 - Python 3.10 has no Self
+        """Make a tensor without memory."""
+        info, values = pieces[0].info, pieces[0].values
+        made = torch.Tensor._make_wrapper_subclass(cls, info.shape, dtype=values.dtype, device=values.device)
+        made._parts = [part for piece in pieces for part in _parts_of(piece)]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse to compute.
+
+        Raises:
+            TypeError: always, but for being looked at.
+        """
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise TypeError(f"{func} on a FlatRange, which stands for a part of a tensor and is only good to be saved or loaded")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"FlatRange({len(self._parts)} boxes of {tuple(self.shape)}, {self.dtype})"
+
+    def _properties(self) -> TensorProperties:
+        return TensorProperties(dtype=self.dtype)
+
+    # The protocol of torch.distributed._checkpointable #
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """Return what is to be written of it."""
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, part.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=part.offsets, sizes=part.sizes),
+                    properties=self._properties(),
+                    size=self.shape,
+                ),
+            )
+            for part in self._parts
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return which boxes of it are wanted."""
+        return [ChunkStorageMetadata(offsets=part.offsets, sizes=part.sizes) for part in self._parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the values of one box."""
+        return next(part.values for part in self._parts if part.offsets == index.offset)

@@ -1,6 +1,7 @@
-"""Weights of a checkpoint as Hugging Face libraries read them: safetensors files and, for several, an index.
+"""Weights as Hugging Face libraries keep them, safetensors files and, for several, an index: out of a checkpoint and into one.
 
-Reads and writes tensor by tensor, file by file, without a model and without other ranks: the memory peak is one file.
+Reads and writes file by file, without a model and without other ranks: the memory peak is one file. These files carry no
+digests: what is damaged in a way their header does not show is taken as it is.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from megabucket.buffer import dtype_named
-from megabucket.checkpoint.capture import MODEL_PREFIX
-from megabucket.checkpoint.dtypes import ITEM_BYTES
-from megabucket.checkpoint.restore_model import source_of
-from megabucket.checkpoint.staging import Staging, Stored
+from megabucket.checkpoint.canonical import whole_piece
+from megabucket.checkpoint.capture import MODEL_PREFIX, values_of_state
+from megabucket.checkpoint.format import ITEM_BYTES, Piece, Snapshot
+from megabucket.checkpoint.ranks import AloneRanks
+from megabucket.checkpoint.restore import Staging, Stored, source_of
+from megabucket.checkpoint.save import SaveSettings, save_snapshot
 from megabucket.errors import ConfigError
 
 DEFAULT_FILE_BYTES: Final = 5 * 10**9
@@ -47,8 +52,6 @@ def export_weights(
         ConfigError: two tensors would have the same name.
         CheckpointInvalidError: a file of the checkpoint is not what was written.
     """
-    from safetensors.torch import save_file
-
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     names = _renamed(stored, rename or {})
@@ -116,3 +119,50 @@ def _plan_files(
         chosen.append(name)
         num_bytes += info.numel * item_bytes
     yield chosen
+
+
+def import_weights(source: Path | str, root: Path | str, *, step: int = 0, settings: SaveSettings | None = None) -> Path:
+    """Write the weights of a safetensors file, or of a directory of them, as a checkpoint, and return its directory.
+
+    It has no optimizer state: load it with ``optimizer=None``. Files are mapped into memory, not read into it.
+
+    Args:
+        source: a file, or a directory with ``model.safetensors`` or an index that names the files.
+
+    Raises:
+        ConfigError: a file cannot be read, is no safetensors file, or has a tensor that another has, too.
+        CheckpointNotSavedError: the checkpoint cannot be written.
+    """
+    pieces: dict[str, Piece] = {}
+    for path in _files(Path(source)):
+        for piece in _pieces(path):
+            if piece.info.name in pieces:
+                raise ConfigError(f"{path}: {piece.info.name.removeprefix(MODEL_PREFIX)!r} is in another file, too")
+            pieces[piece.info.name] = piece
+    snapshot = Snapshot([pieces[name] for name in sorted(pieces)], values_of_state())
+    return save_snapshot(root, step, snapshot, AloneRanks(), settings)
+
+
+def _files(source: Path) -> list[Path]:
+    if not source.is_dir():
+        return [source]
+    index = source / INDEX_NAME
+    if not index.exists():
+        return [source / "model.safetensors"]
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: no index of safetensors files: {error}") from None
+    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if wrong:
+        raise ConfigError(f"{index}: {wrong[0]!r:.200} is no name of a file beside it")
+    return [source / name for name in names]
+
+
+def _pieces(path: Path) -> Iterator[Piece]:
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                yield whole_piece(f"{MODEL_PREFIX}{name}", file.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: no safetensors file: {error}") from None

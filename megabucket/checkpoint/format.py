@@ -1,0 +1,288 @@
+"""What the files of a checkpoint say: tensors by name, headers of data files, and the sealed manifest. Pure, no torch.
+
+The manifest is one JSON object::
+
+    {"format":"megabucket-checkpoint","version":1,"step":..,"world_size":..,"files":[..],"tensors":{..},"values":{..},"seal":"<hex>"[,"hmac":"<hex>"]}
+
+The seal is the SHA-256 of every byte before ``,"seal":``, and is checked before the rest is parsed. The manifest holds the
+SHA-256 of every data file, so a file that passes both checks is what was written, and its contents are not questioned again.
+The HMAC, with a key that both sides have, proves who wrote it.
+
+A data file is a safetensors file: 8 bytes of header length (little-endian), the header (JSON), and the values of all tensors
+one after another without gaps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from megabucket.checkpoint.plan import StoredRange, coverage_problem
+
+if TYPE_CHECKING:
+    import torch
+
+MANIFEST_NAME: Final = "manifest.json"
+MIN_KEY_BYTES: Final = 16
+_ALIGNMENT: Final = 8
+_FORMAT: Final = "megabucket-checkpoint"
+_VERSION: Final = 1
+_LENGTH_BYTES: Final = 8
+_METADATA_KEY: Final = "__metadata__"
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TAIL: Final = re.compile(rb',"seal":"(?P<seal>[0-9a-f]{64})"(?:,"hmac":"(?P<hmac>[0-9a-f]{64})")?}\n')
+
+_CODES: Final = {
+    1: {"bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+    2: {"uint16": "U16", "int16": "I16", "float16": "F16", "bfloat16": "BF16"},
+    4: {"uint32": "U32", "int32": "I32", "float32": "F32"},
+    8: {"uint64": "U64", "int64": "I64", "float64": "F64", "complex64": "C64"},
+}
+CODE_OF: Final = MappingProxyType({name: code for codes in _CODES.values() for name, code in codes.items()})
+"""The code in a safetensors header of each dtype that a checkpoint can hold, by torch's name."""
+
+ITEM_BYTES: Final = MappingProxyType({name: item_bytes for item_bytes, codes in _CODES.items() for name in codes})
+"""Bytes per element of each dtype."""
+
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+"""What JSON can hold; nan and the infinities excepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One canonical tensor of a checkpoint. Its name says what it is, never where it was: no rank, bucket or padding.
+
+    Args:
+        dtype: torch's name without ``torch.``: "float32", "bfloat16", "uint8", "bool", ...
+        order: the dimensions from slowest to fastest as the flat values are stored; ``(0, 1, ...)`` is row-major.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements; 1 for a tensor without dimensions."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """The elements ``start:stop`` of a tensor, flat in the order of its ``info``.
+
+    Args:
+        values: 1D, contiguous, ``stop - start`` elements, on any device.
+    """
+
+    info: TensorInfo
+    start: int
+    stop: int
+    values: torch.Tensor  # 1D, info.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What one rank writes.
+
+    Args:
+        pieces: over all ranks they cover each tensor exactly once; a tensor without elements has one piece ``0:0``.
+        values: everything that is not a tensor, as JSON; the same on every rank.
+    """
+
+    pieces: Sequence[Piece]
+    values: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One data file, as it must be."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor and where it lies: ranges in order that cover it exactly once."""
+
+    info: TensorInfo
+    ranges: tuple[StoredRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that a checkpoint holds; ``world_size`` is the number of ranks that wrote it."""
+
+    step: int
+    world_size: int
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class SealedManifest:
+    """A manifest and what proves it.
+
+    Args:
+        signed: an HMAC is there; it was checked if a key was given.
+    """
+
+    manifest: Manifest
+    seal: str
+    signed: bool
+
+
+def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
+    """Return length and header for tensors ``(key, dtype, shape)`` in the order of their values.
+
+    Padded with spaces to a multiple of 8 bytes, so that values of any dtype can start aligned.
+    """
+    # transformers loads a file only if it names the framework.
+    entries: dict[str, object] = {_METADATA_KEY: {"format": "pt"}}
+    offset = 0
+    for key, dtype, shape in tensors:
+        end = offset + math.prod(shape) * ITEM_BYTES[dtype]
+        entries[key] = {"dtype": CODE_OF[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def first_bytes(contents: memoryview) -> dict[str, int]:
+    """Return where in a verified data file the values of each tensor begin, by key."""
+    begin = _LENGTH_BYTES + int.from_bytes(contents[:_LENGTH_BYTES], "little")
+    entries = json.loads(bytes(contents[_LENGTH_BYTES:begin]))
+    return {key: begin + entry["data_offsets"][0] for key, entry in entries.items() if key != _METADATA_KEY}
+
+
+def encode_manifest(manifest: Manifest, *, key: bytes | None = None) -> bytes:
+    """Return the bytes of ``manifest.json``, sealed, and signed if there is a key.
+
+    Raises:
+        ValueError: what the reader would refuse, or values that JSON cannot hold.
+    """
+    fields = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "files": [{"name": file.name, "bytes": file.num_bytes, "sha256": file.sha256} for file in manifest.files],
+        "tensors": {name: _tensor_fields(tensor) for name, tensor in manifest.tensors.items()},
+        "values": manifest.values,
+    }
+    raw = seal_body(json_text(fields)[:-1].encode("ascii"), key=key)
+    decode_manifest(raw, key=key)
+    return raw
+
+
+def json_text(value: object, *, sort_keys: bool = False) -> str:
+    """Return JSON of values among which are mappings and sequences that are not dict and list.
+
+    Raises:
+        ValueError: a number is not finite.
+        TypeError: something is of a kind that JSON does not have.
+    """
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, sort_keys=sort_keys, default=_plain)
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is nothing that JSON has")
+
+
+def _tensor_fields(tensor: StoredTensor) -> dict[str, object]:
+    info = tensor.info
+    pieces = [[part.file, part.start, part.stop] for part in tensor.ranges]
+    return {"dtype": info.dtype, "shape": info.shape, "order": info.order, "pieces": pieces}
+
+
+def seal_body(body: bytes, *, key: bytes | None = None) -> bytes:
+    """Return a manifest from its text without the closing brace."""
+    tail = f',"seal":"{hashlib.sha256(body).hexdigest()}"'
+    if key is not None:
+        tail += f',"hmac":"{_signature(body, key)}"'
+    return body + tail.encode("ascii") + b"}\n"
+
+
+def seal_of(raw: bytes) -> str:
+    """Return the seal at the end of a manifest, unchecked.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _tail(raw)["seal"].decode()
+
+
+def _tail(raw: bytes) -> re.Match[bytes]:
+    cut = raw.rfind(b',"seal":')
+    tail = _TAIL.fullmatch(raw, cut) if cut >= 0 else None
+    if tail is None:
+        raise ValueError("it does not end with a seal: it was cut off or changed")
+    return tail
+
+
+def decode_manifest(raw: bytes, *, key: bytes | None = None) -> SealedManifest:
+    """Return the manifest, when its seal is right.
+
+    Args:
+        key: demand an HMAC made with it.
+
+    Raises:
+        ValueError: a broken seal, a missing or wrong signature, or what is no manifest of this version.
+    """
+    tail = _tail(raw)
+    body = raw[: tail.start()]
+    if hashlib.sha256(body).hexdigest() != tail["seal"].decode():
+        raise ValueError("its seal is not the SHA-256 of its text")
+    if key is not None and tail["hmac"] is None:
+        raise ValueError("it is not signed, and a key was given to check its signature")
+    if key is not None and not hmac.compare_digest(tail["hmac"].decode(), _signature(body, key)):
+        raise ValueError("its signature was not made with the key that was given")
+    try:
+        manifest = _manifest(json.loads(body + b"}"))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError(f"it is no manifest of a checkpoint: {type(error).__name__}: {error}") from None
+    return SealedManifest(manifest, tail["seal"].decode(), tail["hmac"] is not None)
+
+
+def _signature(body: bytes, key: bytes) -> str:
+    if len(key) < MIN_KEY_BYTES:
+        raise ValueError(f"a key of {len(key)} bytes; it takes {MIN_KEY_BYTES} or more")
+    return hmac.new(key, body, "sha256").hexdigest()
+
+
+def _manifest(fields: Any) -> Manifest:
+    if (fields["format"], fields["version"]) != (_FORMAT, _VERSION):
+        raise ValueError(f"it is {fields['format']!r} {fields['version']!r}; this library reads {_FORMAT!r} {_VERSION}")
+    files = tuple(StoredFile(file["name"], file["bytes"], file["sha256"]) for file in fields["files"])
+    for file in files:
+        if not _FILE_NAME.fullmatch(file.name):  # no name leads out of the directory
+            raise ValueError(f"{file.name!r} is no name for a data file")
+    tensors = {name: _tensor(name, of, len(files)) for name, of in fields["tensors"].items()}
+    return Manifest(int(fields["step"]), int(fields["world_size"]), files, tensors, dict(fields["values"]))
+
+
+def _tensor(name: str, fields: Any, num_files: int) -> StoredTensor:
+    info = TensorInfo(name, fields["dtype"], tuple(fields["shape"]), tuple(fields["order"]))
+    if info.dtype not in ITEM_BYTES:
+        raise ValueError(f"{name!r} has the dtype {info.dtype!r}, which is none of {', '.join(ITEM_BYTES)}")
+    if sorted(info.order) != list(range(len(info.shape))):
+        raise ValueError(f"{name!r} has order {info.order} for {len(info.shape)} dimensions")
+    ranges = tuple(StoredRange(*numbers) for numbers in fields["pieces"])
+    problem = coverage_problem(ranges, info.numel)
+    if problem is not None or any(not 0 <= part.file < num_files for part in ranges):
+        raise ValueError(f"the pieces of {name!r}: {problem or 'they are in files that are not listed'}")
+    return StoredTensor(info, tuple(sorted(ranges, key=lambda part: part.start)))

@@ -1,0 +1,191 @@
+"""What a run holds beside the state of its parameters: plain Python values as JSON, and random numbers as bytes.
+
+State dicts of schedulers, scalers and users come back exactly as they were.
+
+JSON has no tuples, no keys but text, no nan; each of them becomes an object with one key that begins with ``!``. Tensors are
+handed to the caller, by name, and only named in the JSON. Values of other kinds are refused: to read them back would mean to
+run code that a file names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from megabucket.buffer import dtype_name, dtype_named
+from megabucket.checkpoint.format import Json
+from megabucket.errors import ConfigError
+
+RNG_PREFIX: Final = "rng."
+"""Before a rank and a generator. Each rank has its own, so they are read back only by as many ranks as have written them."""
+
+_PLAIN_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
+_MAX_SAFE_INT: Final = 1 << 53
+
+Keep = Callable[[str, torch.Tensor], None]
+"""Receives a tensor and its name."""
+
+Find = Callable[[str], torch.Tensor]
+"""Gives a tensor by its name."""
+
+
+def encode(value: Any, name: str, keep: Keep) -> Json:
+    """Return JSON from which ``decode`` makes an equal value.
+
+    Args:
+        name: of the value; tensors in it are named after it and their place.
+        keep: called with every tensor of more than one element.
+
+    Raises:
+        ConfigError: something in it is no plain value; the text says what and where.
+
+    >>> encode({"a": (1, float("inf"))}, "x", lambda *_: None)
+    {'a': {'!tuple': [1, {'!float': 'inf'}]}}
+    """
+    encoded: Json
+    if value is None or isinstance(value, bool | str):
+        encoded = value
+    elif type(value) is int:
+        encoded = value if abs(value) <= _MAX_SAFE_INT else {"!int": str(value)}
+    elif isinstance(value, float):
+        encoded = float(value) if math.isfinite(value) else {"!float": str(float(value))}
+    elif isinstance(value, bytes):
+        encoded = {"!bytes": value.hex()}
+    elif isinstance(value, torch.Tensor):
+        encoded = _encode_tensor(value, name, keep)
+    elif isinstance(value, Mapping | list | tuple):
+        encoded = _encode_items(value, name, keep)
+    else:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise ConfigError(
+            f"{name} cannot be saved in a checkpoint: it is a {kind}. A checkpoint holds numbers, text, bytes, None, tensors, "
+            "and lists, tuples and dicts of them: nothing that would run code when it is read."
+        )
+    return encoded
+
+
+def _encode_items(value: Any, name: str, keep: Keep) -> Json:
+    if isinstance(value, Mapping):
+        if type(value) not in _PLAIN_DICTS:
+            raise ConfigError(f"{name} cannot be saved in a checkpoint: it is a {type(value).__name__}; make a dict of it")
+        if all(isinstance(key, str) and not key.startswith("!") for key in value):
+            return {key: encode(item, f"{name}.{key}", keep) for key, item in value.items()}
+        return {"!dict": [[encode(key, name, keep), encode(item, f"{name}.{key}", keep)] for key, item in value.items()]}
+    items = [encode(item, f"{name}.{index}", keep) for index, item in enumerate(value)]
+    return items if isinstance(value, list) else {"!tuple": items}
+
+
+def _encode_tensor(value: torch.Tensor, name: str, keep: Keep) -> Json:
+    if value.numel() == 1 and not value.is_complex():
+        number = encode(value.item(), name, keep)
+        return {"!number": [dtype_name(value.dtype), list(value.shape), number]}
+    keep(name, value.detach())
+    return {"!tensor": name}
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise KeyError(name)
+
+
+def decode(value: Json, find: Find = _no_tensor) -> Any:
+    """Return the value that ``encode`` was given; subclasses of ``dict`` become dicts.
+
+    Args:
+        find: gives the tensors that ``encode`` gave away, by name.
+
+    Raises:
+        KeyError: a tensor is not there.
+        ValueError: the JSON is not of ``encode``.
+    """
+    if isinstance(value, str) or not isinstance(value, Mapping | list):
+        return value
+    if isinstance(value, list):
+        return [decode(item, find) for item in value]
+    tag = next(iter(value), "")
+    if len(value) == 1 and tag.startswith("!"):
+        return _decode_tagged(tag, value[tag], find)
+    return {key: decode(item, find) for key, item in value.items()}
+
+
+def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
+    readers: dict[str, Callable[[Any], Any]] = {
+        "!int": int,
+        "!float": float,
+        "!bytes": bytes.fromhex,
+        "!tuple": lambda items: tuple(decode(item, find) for item in items),
+        "!dict": lambda items: {decode(key, find): decode(item, find) for key, item in items},
+        "!number": lambda parts: torch.full(parts[1], decode(parts[2], find), dtype=dtype_named(parts[0])),
+        "!tensor": find,
+        "!json": lambda text: decode(json.loads(text), find),  # deep values, by earlier versions
+    }
+    if tag not in readers:
+        raise ValueError(f"unknown kind of value {tag!r}")
+    return readers[tag](content)
+
+
+def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the state of each generator as bytes, by what it is of.
+
+    Args:
+        device: where the parameters are.
+    """
+    found = {"torch": torch.get_rng_state(), "python": _text(random.getstate()), "numpy": _text(_numpy_state())}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def check_rng(states: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
+    """Return what is wrong with states that were read: they are set, and set back, so nothing changes."""
+    before, problems = capture_rng(device), []
+    try:
+        restore_rng(states, device)
+    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, OverflowError) as error:
+        problems.append(f"the state of the random number generators cannot be used: {error}")
+    restore_rng(before, device)
+    return problems
+
+
+def restore_rng(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Set the generators to states that ``capture_rng`` has returned."""
+    setters: dict[str, Callable[[torch.Tensor], None]] = {
+        "torch": torch.set_rng_state,
+        "python": lambda state: random.setstate(_tuples(_value(state))),
+        "numpy": lambda state: _set_numpy_state(_value(state)),
+    }
+    if device.type == "cuda":
+        setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, device)
+    for what, state in states.items():
+        if what in setters:
+            setters[what](state)
+
+
+def _numpy_state() -> list[Any]:
+    # The generator behind np.random.rand and its like; generators that a program makes itself are its own business.
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = state
+    return [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)]
+
+
+def _set_numpy_state(state: list[Any]) -> None:
+    name, keys, position, has_gauss, cached = state
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def _text(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _value(state: torch.Tensor) -> Any:
+    return json.loads(bytes(state.tolist()))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
