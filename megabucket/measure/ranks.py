@@ -100,12 +100,7 @@ def joined_ranks(launch: Launch, fabric: FabricConfig | None = None) -> Iterator
         return
     backend = _start_group(fabric, device)
     try:
-        yield Ranks(
-            rank=launch.rank,
-            num_ranks=launch.num_ranks,
-            device=device,
-            backend=backend,
-        )
+        yield Ranks(launch.rank, launch.num_ranks, device, backend)
     finally:
         # The group's threads live as long as anything holds it, and wrappers are full of reference cycles. A thread that still
         # releases the tensors of the last collective while the interpreter shuts down would abort the process.

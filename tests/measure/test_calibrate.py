@@ -177,7 +177,6 @@ def test_under_torchrun_a_wrong_file_is_found_first_and_a_right_one_holds_a_usab
     printed, _, codes = done.stdout.rpartition("codes ")
     assert json.loads(codes) == [2, 0]
     assert done.stderr.count(f"error: --out {tmp_path}: cannot be written: it is a directory") == 2  # on both ranks
-    assert done.stderr.count("round 2/2") == 1  # of the second command, on the first rank
     data = json.loads(printed)
     assert [(table["operation"], table["dtype"]) for table in data["tables"]] == [
         ("all_reduce", "bfloat16"),

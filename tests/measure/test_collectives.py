@@ -50,30 +50,23 @@ def test_every_buffer_is_made_of_equal_shards_and_comes_once(kinds, dtypes, max_
 
 
 def run(world, cells, repetitions, communicator_of=lambda communicator: communicator):
-    rounds = [[] for _ in range(world.size)]
-    results = world.run(
-        lambda rank: time_collectives(
-            cells,
-            communicator_of(world.communicator(rank)),
-            device=torch.device("cpu"),
-            repetitions=repetitions,
-            on_round=rounds[rank].append,
-        )
-    )
-    return results, rounds
+    def measure(rank):
+        communicator = communicator_of(world.communicator(rank))
+        return time_collectives(cells, communicator, device=torch.device("cpu"), repetitions=repetitions)
+
+    return world.run(measure)
 
 
 def test_all_ranks_launch_the_same_and_get_the_same_timings():
     world = LoopbackWorld(3)
     cells = cells_of(KINDS, ("float32", "bfloat16"), 5000, 3)
 
-    results, rounds = run(world, cells, repetitions=3)
+    results = run(world, cells, repetitions=3)
 
     assert results[0] == results[1] == results[2]
     assert [timing.cell for timing in results[0]] == list(cells)
     assert {len(timing.seconds) for timing in results[0]} == {3}
     assert all(seconds > 0 for timing in results[0] for seconds in timing.seconds)
-    assert rounds == [[1, 2, 3]] * 3
 
 
 def test_repetitions_go_through_all_cells_in_orders_of_their_own():
@@ -124,7 +117,7 @@ def test_the_slowest_rank_counts():
     world = LoopbackWorld(3)
     cells = cells_of((CollectiveKind.ALL_REDUCE,), ("float32",), 2000, 3)
 
-    results, _ = run(world, cells, 2, lambda inner: SlowCommunicator(inner, 0.01 if inner.rank == 2 else 0.0))
+    results = run(world, cells, 2, lambda inner: SlowCommunicator(inner, 0.01 if inner.rank == 2 else 0.0))
 
     assert all(seconds >= 0.01 for timing in results[0] for seconds in timing.seconds)
 
