@@ -72,9 +72,12 @@ def name_list(names: Sequence[str]) -> str:
     >>> name_list([str(i) for i in range(7)])
     "'0', '1', '2', '3', '4' and 2 more"
     """
-    shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
-    hidden = len(names) - _NAMES_SHOWN
-    return f"{shown} and {hidden} more" if hidden > 0 else shown
+    return _first_few([repr(name) for name in names])
+
+
+def _first_few(words: Sequence[str]) -> str:
+    hidden = len(words) - _NAMES_SHOWN
+    return ", ".join(words[:_NAMES_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -83,9 +86,7 @@ def rank_list(ranks: Sequence[int]) -> str:
     >>> rank_list([1]), rank_list([0, 2]), rank_list(range(8))
     ('rank 1', 'ranks 0, 2', 'ranks 0, 1, 2, 3, 4 and 3 more')
     """
-    shown = ", ".join(str(rank) for rank in ranks[:_NAMES_SHOWN])
-    hidden = len(ranks) - _NAMES_SHOWN
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}" + (f" and {hidden} more" if hidden > 0 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_first_few([str(rank) for rank in ranks])}"
 
 
 def values_by_rank(values: Sequence[object]) -> str:
@@ -497,14 +498,12 @@ class NonFiniteGradientError(MegabucketError, ArithmeticError):
         self.step, self.rank, self.param, self.finding, self.num_others = step, rank, param, finding, num_others
         self.bucket, self.num_buckets = bucket, num_buckets
         others = f" (and {num_others} more parameters)" if num_others else ""
-        whose, why, remedy = (
-            f"on rank {rank}",
-            "Reduced, it would reach every rank",
-            "Look at the loss and the data of that rank",
-        )
-        if rank is None:  # nobody's alone
+        if rank is None:  # of no rank alone
             whose, why = "summed over all ranks", "Each rank's part is finite, but 16 bits do not hold their sum"
             remedy = "Reduce in float32 (grad_reduce_in_fp32=True, the default) or make the loss smaller"
+        else:
+            whose, why = f"on rank {rank}", "Reduced, it would reach every rank"
+            remedy = "Look at the loss and the data of that rank"
         super().__init__(
             f"step {step}: the gradient of {param!r} {whose} (bucket {bucket} of {num_buckets}, counted from 0) has "
             f"{finding}{others}. {why}. No optimizer step was taken on any rank. {remedy}; set "
@@ -592,14 +591,13 @@ class PeerFailedError(MegabucketError, RuntimeError):
 class PeerLostError(MegabucketError, RuntimeError):
     """A rank died, froze, or did not arrive in time. The process group is of no use any more."""
 
-    def __init__(self, *, ranks: Sequence[int], states: Sequence[str], during: str, recorder: str = "") -> None:
-        self.ranks, self.states, self.during, self.recorder = tuple(ranks), tuple(states), during, recorder
+    def __init__(self, *, ranks: Sequence[int], states: Sequence[str], during: str) -> None:
+        self.ranks, self.states, self.during = tuple(ranks), tuple(states), during
         findings = "; ".join(f"rank {rank} {state}" for rank, state in zip(self.ranks, self.states, strict=True))
         super().__init__(
             f"{findings or 'a rank went away, and it cannot be told which'} ({during}). The process group cannot be used any "
             "more: gradients of this step are lost, parameters are those of the last step. End this process, or destroy the "
             "group, and start again from the last checkpoint with the ranks that are left."
-            + (f" {recorder}" if recorder else "")
         )
 
 

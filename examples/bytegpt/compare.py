@@ -95,7 +95,7 @@ def compare_with_torch(
 
 def describe_comparison(comparison: Comparison) -> str:
     """Return the comparison in a few lines, ours beside the reference."""
-    lines = [f"compared with {comparison.reference}: same seed, data and steps{'ours':>18}{'reference':>16}"]
+    lines = [f"compared with {comparison.reference}: same seed, data and steps", f"  {'':<27}{'ours':>16}{'reference':>16}"]
     for name, (ours, theirs) in (("held-out bits/byte", comparison.held_out_bits), ("steps/s", comparison.steps_per_s)):
         lines.append(f"  {name:<27}{ours:>16.6f}{theirs:>16.6f}")
     difference, where = comparison.max_abs_difference, f", in {comparison.max_abs_difference_at}"

@@ -20,7 +20,7 @@ from megabucket.buffer.grad_slot import GradSlot, GradState, WithheldGrad
 from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
 from megabucket.buffer.phases import GradPhase, ParamPhase, enter
 from megabucket.buffer.streams import GradStreams
-from megabucket.comm import AllGather, AllReduce, Communicator, Handle, ReduceOp, ReduceScatter
+from megabucket.comm import AllGather, AllReduce, Call, Communicator, Handle, ReduceOp, ReduceScatter
 from megabucket.config.resolve import StepPolicy
 
 LARGE_BYTES: Final = 128 << 10
@@ -153,13 +153,15 @@ class _ParamAndGradBucketGroup:
         self.param_phase = ParamPhase.GATHERED
         """Who may touch the parameters."""
         self._grad_handle: Handle | None = None
-        self._grad_gather: Handle | None = None
         self._param_handle: Handle | None = None
         self._values = [param.data for param in self.params]
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
         self.param_values = self._values
         """What each parameter must look at now."""
         self._is_everywhere = False  # what was reduced, not only this rank's shard of it
+        self._divided_before: list[tuple[torch.Tensor, float]] = []
+        self.grad_shards: list[torch.Tensor] = []
+        """Of this rank, by bucket, where gradients are reduce-scattered."""
         # It knows the group weakly: nothing may lead back to a parameter from its .grad, where no garbage collector looks.
         accumulates = functools.partial(_is_accumulating, weakref.ref(self))
         for slot in self.slots:
@@ -173,38 +175,31 @@ class _ParamAndGradBucketGroup:
         communicator, policy, rank = self.communicator, self.policy, self.communicator.rank
         num_ranks = communicator.size if policy.averages and not policy.averages_in_collective else 1
         op = ReduceOp.AVG if policy.averages_in_collective else ReduceOp.SUM
-        scales = [grad_scale(num_ranks, bucket.grad_data.dtype) for bucket in self.buckets]
-        self._divided_before = [
-            (bucket.grad_data, before) for bucket, (before, _) in zip(self.buckets, scales, strict=True) if before != 1
-        ]
-        grads = [(bucket.grad_data, after) for bucket, (_, after) in zip(self.buckets, scales, strict=True)]
-        self._reduce_calls = communicator.prepare([AllReduce(grad, op, divisor) for grad, divisor in grads])
-        self.grad_shards = [bucket.shard(bucket.grad_data, rank) for bucket in self.buckets] if policy.is_sharded else []
-        if policy.is_sharded:
-            self._scatter_calls = communicator.prepare(
-                [
-                    ReduceScatter(
-                        shard,
-                        grad,
-                        op,
-                        in_fp32=policy.accumulates_in_fp32 and shard.element_size() == 2,
-                        in_place=policy.reduces_in_place,
-                        divisor=divisor,
-                    )
-                    for shard, (grad, divisor) in zip(self.grad_shards, grads, strict=True)
-                ]
-            )
-            self._gather_calls = communicator.prepare(
-                [AllGather(bucket.param_data, bucket.shard(bucket.param_data, rank)) for bucket in self.buckets]
-            )
-        # A float32 gradient (bfloat16 and float64 have as much room) whose sum over the ranks could be infinite is as good as
-        # infinite itself. Gradients that a float16 can hold, but not their sum, are common; so the sum is tested, too.
-        is_half = [bucket.grad_data.dtype == torch.float16 and communicator.size > 1 for bucket in self.buckets]
-        headrooms = [
-            1.0 if half else max(2.0 ** (communicator.size - 1).bit_length() / before, 1.0)
-            for half, (before, _) in zip(is_half, scales, strict=True)
-        ]
-        halves = [bucket for bucket, half in zip(self.buckets, is_half, strict=True) if half]
+        reductions: list[Call] = []
+        gathers: list[Call] = []
+        headrooms: list[float] = []
+        halves: list[_ParamAndGradBucket] = []
+        for bucket in self.buckets:
+            grad, param = bucket.grad_data, bucket.param_data
+            before, after = grad_scale(num_ranks, grad.dtype)
+            if before != 1:
+                self._divided_before.append((grad, before))
+            if policy.is_sharded:
+                shard, in_fp32 = bucket.shard(grad, rank), policy.accumulates_in_fp32 and grad.itemsize == 2
+                is_in_place = policy.reduces_in_place
+                reductions.append(ReduceScatter(shard, grad, op, in_fp32=in_fp32, in_place=is_in_place, divisor=after))
+                gathers.append(AllGather(param, bucket.shard(param, rank)))
+                self.grad_shards.append(shard)
+            else:
+                reductions.append(AllReduce(grad, op, after))
+            # A float32 gradient (bfloat16 and float64 have as much room) whose sum over the ranks could be infinite is as good
+            # as infinite itself. Gradients that a float16 can hold, but not their sum, are common; so the sum is tested, too.
+            if grad.dtype == torch.float16 and communicator.size > 1:
+                halves.append(bucket)
+                headrooms.append(1.0)
+            else:
+                headrooms.append(max(2.0 ** (communicator.size - 1).bit_length() / before, 1.0))
+        self._grad_calls, self._gather_calls = communicator.prepare(reductions), communicator.prepare(gathers)
         self.finite_test = FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets], headrooms)
         """Of what is sent."""
         half_slots = [slot for bucket in halves for slot in bucket.slots]
@@ -403,9 +398,8 @@ class _ParamAndGradBucketGroup:
         self.missing, self.cleared = tuple(missing), tuple(cleared)
 
     def _launch_grads(self) -> None:
-        self._is_everywhere, self._grad_gather = not self.policy.is_sharded, None
-        calls = self._reduce_calls if self._is_everywhere else self._scatter_calls
-        self._grad_handle = self.communicator.handle(calls, label=self.label)
+        self._is_everywhere = not self.policy.is_sharded
+        self._grad_handle = self.communicator.handle(self._grad_calls, label=self.label)
         self._grad_handle.start()
 
     def finish_grad_sync(self) -> None:
@@ -416,8 +410,6 @@ class _ParamAndGradBucketGroup:
         """
         if self.grad_phase is GradPhase.REDUCED:
             return
-        if self.grad_phase is GradPhase.IN_FLIGHT and self._grad_handle is None:
-            self._launch_grads()  # an interrupt has kept it from being sent
         if self._grad_handle is not None:
             self._grad_handle.wait()
             self.sum_test.found, self.sum_test.flag = (), None
@@ -429,18 +421,15 @@ class _ParamAndGradBucketGroup:
     def gather_grads(self) -> None:
         """Collect the reduced shards of all ranks, for ``force_all_reduce``. The ranks have agreed that all of them do so.
 
-        Does nothing when they are here already. May be called again when a wait was interrupted.
+        Does nothing when they are here already.
         """
         if self._is_everywhere:
             return
-        if self._grad_gather is None:
-            calls = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self.grad_shards, strict=True)]
-            self._grad_gather = self.communicator.handle(calls, label=f"gradient gather {self.index}")
-        self._grad_gather.start()
-        self._grad_gather.wait()
+        calls = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self.grad_shards, strict=True)]
+        self.communicator.launch(calls, label=f"gradient gather {self.index}").wait()
         if self.policy.tests_finite:
             self.sum_test.run()
-        self._is_everywhere, self._grad_gather = True, None
+        self._is_everywhere = True
 
     def publish(self) -> None:
         """Show the reduced gradients as ``param.grad``, where all of them are here.

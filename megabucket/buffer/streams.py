@@ -9,17 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class Stream(Protocol):
-    """A queue of a device: ``torch.cuda.Stream``, or what works alike."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Let what is queued here from now on begin after what is queued there by now."""
-        ...
 
 
 class GradStreams:
@@ -36,12 +28,12 @@ class GradStreams:
     def __init__(
         self,
         current_handle: Callable[[], int],
-        current: Callable[[], Stream],
+        current: Callable[[], Any],
         on: Callable[[Any], AbstractContextManager[object]],
     ) -> None:
         self._current_handle, self._current, self._on = current_handle, current, on
         self._last_handle: int | None = None
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Any] = {}
 
     @staticmethod
     def of(device: torch.device) -> GradStreams | None:

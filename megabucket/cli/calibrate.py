@@ -11,8 +11,6 @@ import typer
 if TYPE_CHECKING:
     from megabucket.measure.calibrate import Calibration
 
-_WIDTH_WITHOUT_TERMINAL = 160
-
 
 class Operation(str, Enum):
     """What ``--operations`` may name."""
@@ -60,14 +58,10 @@ def calibrate(
         max_bytes=largest,
         repetitions=repetitions,
     )
-    run(
-        plan,
-        launch=read_launch(os.environ),
-        out=out,
-        fabric=settings.fabric,
-        on_round=lambda number: typer.echo(f"round {number}/{repetitions}", err=True),
-        use=lambda calibration: _print(calibration, out, as_json=json),
-    )
+    launch = read_launch(os.environ)
+    calibration = run(plan, launch=launch, out=out, fabric=settings.fabric)
+    if launch.rank == 0:
+        _print(calibration, out, as_json=json)
 
 
 def _print(calibration: Calibration, out: Path, *, as_json: bool) -> None:
@@ -76,15 +70,6 @@ def _print(calibration: Calibration, out: Path, *, as_json: bool) -> None:
 
         typer.echo(json.dumps(calibration.to_dict(), indent=2))
         return
-    from rich.console import Console
-
-    from megabucket.measure.link_table import describe_fits, link_tables
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH_WITHOUT_TERMINAL)
-    for table in link_tables(calibration):
-        console.print(table)
-    for line in describe_fits(calibration):
+    for line in calibration.describe():
         typer.echo(line)
     typer.echo(f"use it with: link: {{path: {out}}}")

@@ -11,7 +11,7 @@ import typer
 from megabucket.cli.workload import ConfigFile, WorkloadName, open_workload
 
 if TYPE_CHECKING:
-    from megabucket.measure.profile import WorkloadProfile
+    from megabucket.measure.profile_steps import WorkloadProfile
 
 _TENSORS_SHOWN = 5
 
@@ -36,7 +36,7 @@ def profile(
     """Measure when gradients are ready and parameters needed; start several ranks with torchrun -m megabucket profile ..."""
     import os
 
-    from megabucket.measure.profile_program import ProfilePlan, profile_program
+    from megabucket.measure.profile import ProfilePlan, profile_program
     from megabucket.measure.ranks import read_launch
 
     function, run = open_workload(workload, config, overrides)

@@ -38,8 +38,7 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
     import os
 
     from megabucket.measure.ranks import read_launch
-    from megabucket.measure.tune import TunePlan, tune_program
-    from megabucket.measure.tuned import write_tuning
+    from megabucket.measure.tune import TunePlan, tune_program, write_tuning
 
     function, run = open_workload(workload, config, overrides)
     plan = TunePlan(
@@ -50,13 +49,12 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
         all_modes=modes is Modes.BOTH,
     )
 
-    def use(tuning: Tuning) -> str:
-        _print(tuning, out=out, evidence=evidence, as_json=json)
-        return write_tuning(run, tuning, out=out, evidence=evidence)
-
     launch = read_launch(os.environ)
     note = lambda text: typer.echo(text, err=True)  # noqa: E731
-    tune_program(function, run, plan, launch=launch, outputs=(out, evidence), note=note, use=use)
+    tuning = tune_program(function, run, plan, launch=launch, outputs=(out, evidence), note=note)
+    if launch.rank == 0:
+        _print(tuning, out=out, evidence=evidence, as_json=json)
+        write_tuning(run, tuning, out=out, evidence=evidence)
 
 
 def _print(tuning: Tuning, *, out: Path, evidence: Path, as_json: bool) -> None:
@@ -65,7 +63,7 @@ def _print(tuning: Tuning, *, out: Path, evidence: Path, as_json: bool) -> None:
 
         typer.echo(json.dumps(tuning.to_dict(), indent=1))
         return
-    from megabucket.measure.tuned import describe
+    from megabucket.measure.tune import describe
 
     for line in describe(tuning):
         typer.echo(line)

@@ -255,19 +255,24 @@ def _scatter_plan(calls: Sequence[ReduceScatter], *, rank: int, size: int) -> Pl
     anchor = Anchor()
     starts: list[Start] = []
     after: list[Operation] = []
-    # Where gloo all-reduces several tensors as one, their order of addition is that of all of them, end to end.
-    numels: dict[tuple[torch.dtype, ReduceOp], int] = {}
-    for call in calls:
-        numels[call.full.dtype, call.op] = numels.get((call.full.dtype, call.op), 0) + call.full.numel()
-    before = dict.fromkeys(numels, 0)
-    for call in calls:
-        key = call.full.dtype, call.op
+    for call, (first, numel) in zip(calls, places_in_sums(calls), strict=True):
         start, parts = _exchange(call, anchor, rank=rank, size=size)
         starts.append(start)
-        offset = before[key] + rank * call.shard.numel()
-        after += _additions(parts, rank=rank, start=offset, numel=numels[key])
-        before[key] += call.full.numel()
+        after += _additions(parts, rank=rank, start=first + rank * call.shard.numel(), numel=numel)
     return Plan(starts, after=[*after, *divisions(calls, averages_over=size)], keeps=anchor.views)
+
+
+def places_in_sums(calls: Sequence[Call]) -> list[tuple[int, int]]:
+    """Return where each call begins in the tensor that gloo would all-reduce, and how many elements that one has.
+
+    Gloo all-reduces several tensors as one, whose order of addition is that of all of them, end to end.
+    """
+    keys = [(call.full.dtype, getattr(call, "op", None)) for call in calls]
+    starts, numels = [], dict.fromkeys(keys, 0)
+    for key, call in zip(keys, calls, strict=True):
+        starts.append(numels[key])
+        numels[key] += call.full.numel()
+    return [(start, numels[key]) for start, key in zip(starts, keys, strict=True)]
 
 
 def _exchange(call: ReduceScatter, anchor: Anchor, *, rank: int, size: int) -> tuple[Start, list[torch.Tensor]]:

@@ -34,7 +34,7 @@ from datetime import timedelta
 from logging import getLogger
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from typing_extensions import Self
@@ -106,7 +106,7 @@ class Liveness:
         """Return settings that are in order with the time limit of the group (``None``: unknown, and not looked at).
 
         Raises:
-            ConfigError: a rank would be called dead between two beats, or only after the group has given up.
+            ConfigError: a rank would be called dead only after the group has given up.
 
         >>> Liveness(is_default=True).fitted_to(10.0).dead_after_s
         5.0
@@ -116,11 +116,6 @@ class Liveness:
             dead_after_s = group_timeout_s / 2
             heartbeat_s = None if self.heartbeat_s is None else min(self.heartbeat_s, dead_after_s / 4)
             fitted = replace(self, dead_after_s=dead_after_s, heartbeat_s=heartbeat_s)
-        if fitted.heartbeat_s is not None and fitted.dead_after_s <= 2 * fitted.heartbeat_s:
-            raise ConfigError(
-                f"dead_after_s={fitted.dead_after_s:g} must be more than twice heartbeat_s={fitted.heartbeat_s:g}: a rank "
-                "whose last sign of life is one beat old is not dead"
-            )
         if group_timeout_s is not None and fitted.dead_after_s >= group_timeout_s:
             raise ConfigError(
                 f"dead_after_s={fitted.dead_after_s:g} must be less than the time limit of the process group, which is "
@@ -161,12 +156,11 @@ def identify_this_process() -> ProcessIdentity:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = f"{boot} {Path('/proc/self/ns/pid').readlink()}"  # containers of one host share the boot, not the ids
-        number, _, start_ticks = _read_stat(pid)
-        if (number, start_ticks) != (_read_stat("self")[0], _read_stat("self")[2]):
-            return ProcessIdentity(host, pid, 0, "")  # /proc belongs to another container
+        if str(Path("/proc/self").readlink()) != str(pid):
+            raise ProcessLookupError("/proc belongs to another container")
+        return ProcessIdentity(host, pid, _read_stat(pid)[1], space)
     except (OSError, ValueError, IndexError):
         return ProcessIdentity(host, pid, 0, "")
-    return ProcessIdentity(host, pid, start_ticks, space)
 
 
 def look_at(process: ProcessIdentity, *, from_space: str) -> ProcessState:
@@ -174,7 +168,7 @@ def look_at(process: ProcessIdentity, *, from_space: str) -> ProcessState:
     if not from_space or process.pid_space != from_space:
         return ProcessState.UNKNOWN
     try:
-        _, letter, start_ticks = _read_stat(process.pid)
+        letter, start_ticks = _read_stat(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return ProcessState.DEAD
     except (OSError, ValueError, IndexError):
@@ -184,12 +178,11 @@ def look_at(process: ProcessIdentity, *, from_space: str) -> ProcessState:
     return ProcessState.STOPPED if letter in "Tt" else ProcessState.RUNNING
 
 
-def _read_stat(pid: int | Literal["self"]) -> tuple[int, str, int]:
-    """Return the fields 1, 3 and 22 of what proc(5) says about a process: id, letter of its state, ticks at its start."""
+def _read_stat(pid: int) -> tuple[str, int]:
+    """Return the fields 3 and 22 of what proc(5) says about a process: the letter of its state and the ticks at its start."""
     # The name of the program, field 2, is in parentheses and may contain anything, parentheses too.
-    number, _, rest = Path(f"/proc/{pid}/stat").read_bytes().partition(b"(")
-    fields = rest.rpartition(b")")[2].split()
-    return int(number), fields[0].decode("ascii"), int(fields[19])
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return fields[0].decode("ascii"), int(fields[19])
 
 
 # What stands in the store #
@@ -326,14 +319,9 @@ class Heartbeat:
         # can end: see stop(). Usually this takes a millisecond.
         is_ready.wait(_START_S)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request waits for the store, or will wait for ever."""
-        return self._num_requests != self.num_answers
-
     def request(self) -> None:
         """Have ``view`` renewed soon, unless that is under way."""
-        if not self.is_busy:
+        if self._num_requests == self.num_answers:
             self._post(_Request(is_urgent=False))
 
     def block(self, label: str | None) -> None:
@@ -628,13 +616,17 @@ class Observations:
         self._longest_gap_s = max(_LONGEST_GAP_S, 2 * read_every_s)
         self._peers: dict[int, _Peer] = {}
         self._looked_at_s = self._asked_at_s = 0.0
+        self._view: View | None = None
+        self.store_silent_s = 0.0
+        """How long the store has not answered: there was no new view."""
 
     def note(self, view: View, at_s: float) -> None:
         """Take a look at the processes and note what the store said."""
         # A long gap between two looks counts as a short one: then it was this process that was stopped, and others may live.
         gap_s = min(at_s - self._looked_at_s, _LONGEST_GAP_S)
         view_gap_s = min(view.asked_at_s - self._asked_at_s, self._longest_gap_s)
-        self._looked_at_s, self._asked_at_s = at_s, view.asked_at_s
+        self.store_silent_s = self.store_silent_s + gap_s if view is self._view else 0.0
+        self._looked_at_s, self._asked_at_s, self._view = at_s, view.asked_at_s, view
         for rank, beat in view.beats.items():
             peer = self._peers.get(rank)
             if peer is None:
@@ -708,12 +700,8 @@ class _LongWait:
     """One wait that takes long."""
 
     label: str
-    number: int
     seen: Observations
     started_s: float = field(default_factory=time.monotonic)
-    looked_at_s: float = field(default_factory=time.monotonic)
-    num_answers: int = -1
-    store_silent_s: float = 0.0
     is_on_board: bool = False
     has_warned: bool = False
 
@@ -723,7 +711,6 @@ class PeerWatch:
 
     Args:
         group_timeout_s: time limit of the process group, for texts; ``None``: unknown.
-        flight_record: returns torch's account of the last collectives.
         on_loss: called when nothing can be launched any more.
     """
 
@@ -734,7 +721,6 @@ class PeerWatch:
         *,
         progress: Progress,
         group_timeout_s: float | None,
-        flight_record: Callable[[], str],
         on_loss: Callable[[], None],
     ) -> None:
         self.finding: Finding | None = None
@@ -743,7 +729,6 @@ class PeerWatch:
         self._liveness = liveness
         self._progress = progress
         self._group_timeout_s = group_timeout_s
-        self._flight_record = flight_record
         self._on_loss = on_loss
 
     def wait(self, works: Iterable[Work], *, label: str, number: int) -> None:
@@ -804,7 +789,7 @@ class PeerWatch:
             look_at=lambda process: look_at(process, from_space=heartbeat.process.pid_space),
             read_every_s=heartbeat.read_every_s,
         )
-        return _LongWait(label, number, seen)
+        return _LongWait(label, seen)
 
     def _look(self, wait: _LongWait) -> None:
         """Look at the other ranks once.
@@ -819,9 +804,6 @@ class PeerWatch:
             return  # the communicator was closed: this wait goes on without a view of the others
         heartbeat.request()
         wait.seen.note(heartbeat.view, now_s)
-        is_silent = heartbeat.is_busy and heartbeat.num_answers == wait.num_answers
-        wait.store_silent_s = wait.store_silent_s + min(now_s - wait.looked_at_s, _LONGEST_GAP_S) if is_silent else 0.0
-        wait.num_answers, wait.looked_at_s = heartbeat.num_answers, now_s
         finding = self.finding or heartbeat.view.finding or self._find_cause(wait)
         if finding is not None:
             raise self._conclude(finding)
@@ -837,8 +819,8 @@ class PeerWatch:
             if states := wait.seen.gone():
                 return self._settle(wait, states)
         if states := wait.seen.frozen(dead_after_s):
-            return self._settle(wait, states, recorder=self._flight_record())
-        if wait.store_silent_s >= dead_after_s:
+            return self._settle(wait, states)
+        if wait.seen.store_silent_s >= dead_after_s:
             reason = self._heartbeat.failure or "its host may be gone or frozen"
             silence = f"the store of the process group has not answered for {dead_after_s:g} s: {reason}"
             return PeerLostError(ranks=(), states=(), during=self._during(wait, silence))
@@ -879,27 +861,24 @@ class PeerWatch:
 
         Which rank it was, gloo does not say. A process that dies closes its connections before it is seen to be dead.
         """
-        seen, started_s = wait.seen, time.monotonic()
         patience_s = max(_DIAGNOSIS_S, _DIAGNOSIS_BEATS * (self._heartbeat.every_s or 0.0))
-        finding = self.finding or self._refresh(wait)
-        while finding is None:
-            waited_s = time.monotonic() - started_s
-            if states := seen.gone():
+        deadline_s = time.monotonic() + patience_s
+        while (finding := self.finding or self._refresh(wait)) is None:
+            if states := wait.seen.gone():
                 return self._settle(wait, states)
             if is_time_limit(failure):
                 return self._too_late(wait)
-            if waited_s > patience_s:
+            if time.monotonic() > deadline_s:
                 silent_s = patience_s - (self._heartbeat.every_s or 0.0)
-                return self._settle(wait, seen.vanished(silent_s), _first_sentence(failure))
+                return self._settle(wait, wait.seen.vanished(silent_s), _first_sentence(failure))
             time.sleep(0.02)
-            finding = self._refresh(wait)
         return finding
 
     def _too_late(self, wait: _LongWait) -> Finding:
         states = {rank: f"did not come in time: it {state}" for rank, state in wait.seen.late().items()}
         limit = "" if self._group_timeout_s is None else f" ({self._group_timeout_s:g} s)"
         reason = f"the time limit of the process group{limit} was over"
-        return self._settle(wait, states, reason, recorder=self._flight_record())
+        return self._settle(wait, states, reason)
 
     def _refresh(self, wait: _LongWait) -> Finding | None:
         """Look again, with what the store says now, and return what another rank has found."""
@@ -909,17 +888,17 @@ class PeerWatch:
 
     def _ask(self, wait: _LongWait, what: Finding | None = None, wrappers: Iterable[str] = ()) -> View | None:
         """Return what the store says, or ``None`` when it does not answer, or has not for a while."""
-        if wait.store_silent_s >= _LONGEST_GAP_S:
+        if wait.seen.store_silent_s >= _LONGEST_GAP_S:
             return None
         view = self._heartbeat.ask(_ANSWER_S, what, wrappers)
         if view is None:
-            wait.store_silent_s += _ANSWER_S
+            wait.seen.store_silent_s += _ANSWER_S
         return view
 
-    def _settle(self, wait: _LongWait, states: Mapping[int, str], reason: str = "", *, recorder: str = "") -> Finding:
+    def _settle(self, wait: _LongWait, states: Mapping[int, str], reason: str = "") -> Finding:
         """Return the finding that ranks are lost, or what another rank has found before."""
         ranks, during = tuple(states), self._during(wait, reason)
-        return self._first(wait, PeerLostError(ranks=ranks, states=tuple(states.values()), during=during, recorder=recorder))
+        return self._first(wait, PeerLostError(ranks=ranks, states=tuple(states.values()), during=during))
 
     def _first(self, wait: _LongWait, finding: Finding, wrappers: Iterable[str] = ()) -> Finding:
         view = self._ask(wait, finding, wrappers)

@@ -37,7 +37,16 @@ import torch
 
 from megabucket.comm.communicator import AllGather, AllReduce, Batch, Call, Communicator, Handle, ReduceOp, ReduceScatter
 from megabucket.comm.exchange import exchange
-from megabucket.comm.gloo import Operation, Plan, additions_of, can_exchange_among, divisions, lies_in_place, ring_blocks
+from megabucket.comm.gloo import (
+    Operation,
+    Plan,
+    additions_of,
+    can_exchange_among,
+    divisions,
+    lies_in_place,
+    places_in_sums,
+    ring_blocks,
+)
 from megabucket.comm.liveness import identify_this_process
 from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle, backend_of
 from megabucket.errors import WrapperBrokenError
@@ -133,6 +142,10 @@ def _is_readable(call: Call) -> bool:
     return isinstance(call, AllGather)
 
 
+_Action = tuple[Operation, int, int]
+"""What is done, the rank that is read, and the bytes that a read returns if it went well; none for what is no read."""
+
+
 class _Copies:
     """How one rank does one batch by copying. The thread runs it; it is planned again when a rank's tensors have moved."""
 
@@ -144,8 +157,7 @@ class _Copies:
         # Equal on all ranks if they do the same; then where the tensors lie.
         self._words = [zlib.crc32(repr(kinds).encode()), *(call.full.data_ptr() for call in calls)]
         self._addresses: list[list[int]] = []
-        self._stages: list[list[Operation]] = []
-        self._expected: list[list[tuple[int, int]]] = []  # by stage and read: rank, bytes
+        self._stages: list[list[_Action]] = []
         own_parts = [(self._part(call.full.data, rank), call.shard.data) for call in calls if isinstance(call, AllGather)]
         self.plan = Plan((), [(target, source) for target, source in own_parts if target.data_ptr() != source.data_ptr()])
         """What comes first: gathers need this rank's own part in its place."""
@@ -159,36 +171,34 @@ class _Copies:
         if addresses != self._addresses:
             self._addresses = addresses
             self._make_stages()
-        for operations, expected in zip(self._stages, self._expected, strict=True):
-            results = [result for result in map(_run, operations) if isinstance(result, int)]
-            unread = [rank for (rank, nbytes), number in zip(expected, results, strict=True) if number != nbytes]
+        for actions in self._stages:
+            unread = []
+            for operation, rank, nbytes in actions:
+                result = operation()
+                if nbytes and result != nbytes:
+                    unread.append(rank)
             words = self._sockets.exchange([1 + unread[0] if unread else 0], must_stop)
             if states := {word - 1: reader for reader, (word,) in enumerate(words) if word}:
                 return {rank: f"is there, but rank {reader} could not read its memory" for rank, reader in states.items()}
         return {}
 
     def _make_stages(self) -> None:
-        self._expected, self._stages = [], []
-        if isinstance(self._calls[0], AllReduce | ReduceScatter):
-            self._add_stage(self._sum)
-        if isinstance(self._calls[0], AllReduce | AllGather):
-            self._add_stage(self._gather)
-
-    def _add_stage(self, steps: Callable[[], Iterator[Operation]]) -> None:
-        self._expected.append([])
-        self._stages.append(list(steps()))
+        first = self._calls[0]
+        self._stages = []
+        if isinstance(first, AllReduce | ReduceScatter):
+            self._stages.append(list(self._sum()))
+        if isinstance(first, AllReduce | AllGather):
+            self._stages.append(list(self._gather()))
 
     def _part(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the part of a buffer that a rank adds up, or owns."""
         numel = full.numel()
         return full.view(-1)[rank * numel // self._size : (rank + 1) * numel // self._size]
 
-    def _read(self, target: torch.Tensor, rank: int, address: int) -> Iterator[Operation]:
-        for operation, nbytes in self._memory.reads(target, rank, address):
-            self._expected[-1].append((rank, nbytes))
-            yield operation
+    def _read(self, target: torch.Tensor, rank: int, address: int) -> Iterator[_Action]:
+        yield from ((operation, rank, nbytes) for operation, nbytes in self._memory.reads(target, rank, address))
 
-    def _gather(self) -> Iterator[Operation]:
+    def _gather(self) -> Iterator[_Action]:
         """Yield what brings the parts of all other ranks, each to its place."""
         for index, call in enumerate(self._calls):
             full = call.full.data
@@ -196,19 +206,12 @@ class _Copies:
                 part = self._part(full, rank)
                 yield from self._read(part, rank, self._addresses[rank][index] + part.data_ptr() - full.data_ptr())
 
-    def _sum(self) -> Iterator[Operation]:
+    def _sum(self) -> Iterator[_Action]:
         """Yield what adds up this rank's part of each call, in the order of gloo's ring, and divides it."""
-        # Where gloo all-reduces several tensors as one, their order of addition is that of all of them, end to end.
-        numels: dict[tuple[torch.dtype, object], int] = {}
-        keys = [(call.full.dtype, getattr(call, "op", None)) for call in self._calls]
-        for key, call in zip(keys, self._calls, strict=True):
-            numels[key] = numels.get(key, 0) + call.full.numel()
-        starts = dict.fromkeys(numels, 0)
-        for index, (key, call) in enumerate(zip(keys, self._calls, strict=True)):
-            yield from self._sum_one(call, [of_rank[index] for of_rank in self._addresses], starts[key], numels[key])
-            starts[key] += call.full.numel()
+        for index, (call, (start, numel)) in enumerate(zip(self._calls, places_in_sums(self._calls), strict=True)):
+            yield from self._sum_one(call, [of_rank[index] for of_rank in self._addresses], start, numel)
 
-    def _sum_one(self, call: Call, addresses: Sequence[int], start: int, numel: int) -> Iterator[Operation]:
+    def _sum_one(self, call: Call, addresses: Sequence[int], start: int, numel: int) -> Iterator[_Action]:
         full = call.full.data
         own, itemsize = self._part(full, self._rank), full.element_size()
         offset = (own.data_ptr() - full.data_ptr()) // itemsize
@@ -227,12 +230,10 @@ class _Copies:
                     piece = self._memory.block(rank, full.dtype)[: piece.numel()]
                     yield from self._read(piece, rank, addresses[rank] + (offset + block.start) * itemsize)
                 pieces.append(piece)
-            yield from additions_of(pieces, block.ranks, own_rank=self._rank)
-            yield from divisions([call], averages_over=self._size, result=own[block.start : block.stop])
-
-
-def _run(operation: Operation) -> object:
-    return operation()
+            additions = additions_of(pieces, block.ranks, own_rank=self._rank)
+            result = own[block.start : block.stop]
+            for operation in (*additions, *divisions([call], averages_over=self._size, result=result)):
+                yield operation, self._rank, 0
 
 
 # Memory of other processes #

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import operator
 import os
 import queue
@@ -58,8 +57,6 @@ _BACKGROUND_BYTES: Final = 1 << 18  # of a batch that a thread completes; smalle
 _RELEASE_S: Final = 0.2
 _JOIN_S: Final = 1.0
 _TIME_LIMIT_S: Final = 1800.0  # torch's, where a group does not say its own
-_RECORDER_CHARS: Final = 300
-_RECORDER_ENTRIES: Final = 4
 
 _call: Final = operator.methodcaller("__call__")
 
@@ -211,7 +208,6 @@ class Link:
         store, cpu = store_of(group), torch.device("cpu")
         if self.size > 1 and store is not None and backend_of(group, cpu) in ("gloo", FABRIC):
             liveness = (liveness or Liveness(heartbeat_s=None, is_default=True)).fitted_to(self.timeout_s)
-            given_name = str(group.group_name)
             self.heartbeat = Heartbeat(
                 store,
                 rank=self.rank,
@@ -219,14 +215,13 @@ class Link:
                 progress=self.progress,
                 every_s=liveness.heartbeat_s,
                 is_wanted=existence_of(group),
-                group_name=given_name,
+                group_name=str(group.group_name),
             )
             self.watch = PeerWatch(
                 self.heartbeat,
                 liveness,
                 progress=self.progress,
                 group_timeout_s=self.timeout_s,
-                flight_record=lambda: flight_record([given_name, *(str(own.group_name) for own in self.own_groups)]),
                 on_loss=self._abandon,
             )
 
@@ -589,21 +584,3 @@ def use_count(tensor: torch.Tensor) -> int:
     """Return how often C++ holds a tensor, all of Python being one holder."""
     count = getattr(tensor, "_use_count", None)
     return 1 if count is None else int(count())
-
-
-def flight_record(group_names: Sequence[str]) -> str:
-    """Return torch's record of the last collectives of some groups in one line, or nothing where there is none."""
-    try:
-        dump: dict[str, Any] = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
-        entries = [entry for entry in dump["entries"] if entry["process_group"][0] in group_names]
-        lines = [_describe_entry(entry) for entry in entries[-_RECORDER_ENTRIES:]]
-    except Exception:
-        return ""  # a private format: whatever it is by now, it must not replace the error it is a part of
-    return f"Last collectives: {', '.join(lines)}."[:_RECORDER_CHARS] if lines else ""
-
-
-def _describe_entry(entry: dict[str, Any]) -> str:
-    name = entry["profiling_name"].rpartition(":")[2]
-    # Gloo's entries stay "scheduled" and are retired when they end.
-    state = "ended" if entry["retired"] else entry["state"]
-    return f"#{entry['collective_seq_id']} {name} {entry['input_sizes']} {state}"

@@ -269,9 +269,8 @@ class StepCounters:
         Args:
             is_over: whether the step was dropped; then what its forwards had begun is over.
         """
-        self.forget_grads()
-        self.num_updates = self._num_dropped_steps = self._num_loads = 0
-        self._missed_update = ""
+        self.num_microbatches = self.num_updates = self._num_dropped_steps = self._num_loads = 0
+        self.kept, self._grad_scale, self._missed_update = (), 1.0, ""
         self._updates.clear()
         self.problems.clear()
         if is_over:

@@ -155,8 +155,9 @@ class ModelWatch:
         in_order = tuple(name for name in self._trainable if name in values_of)
         param, values = self._trainable[in_order[0]], values_of[in_order[0]]
         has_other_form = (param.shape, param.stride()) != (values.shape, values.stride())
-        found = f"{_kind(param)}{_form(param) if has_other_form else ''}{_place(param, values)}"
-        expected = f"{_kind(values)}{_form(values) if has_other_form else ''} at its place"
+        place = "at its place" if param.data_ptr() == values.data_ptr() else "in memory of its own"
+        found = _described(param, place, with_form=has_other_form)
+        expected = _described(values, "at its place", with_form=has_other_form)
         return Problem(StorageMovedError.__name__, {"params": list(in_order), "found": found, "expected": expected})
 
     def _detached_grads(self) -> Iterator[str]:
@@ -167,29 +168,19 @@ class ModelWatch:
 
 def is_set_to(param: torch.Tensor, values: torch.Tensor) -> bool:
     """Return whether a parameter looks at the memory of ``values``, in the same shape and memory order."""
-    try:
-        return param.is_set_to(values)
-    except RuntimeError:  # not even comparable: on another device, say
-        return False
+    return _are_set_to((param,), (values,))
 
 
 def _are_set_to(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
     try:
         return all(map(torch.Tensor.is_set_to, params, values))
-    except RuntimeError:
+    except RuntimeError:  # not even comparable: on another device, say
         return False
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)} on {tensor.device}"
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f" of shape {tuple(tensor.shape)} with strides {tensor.stride()}"
-
-
-def _place(param: torch.Tensor, values: torch.Tensor) -> str:
-    return " at its place" if param.data_ptr() == values.data_ptr() else " in memory of its own"
+def _described(tensor: torch.Tensor, place: str, *, with_form: bool) -> str:
+    form = f" of shape {tuple(tensor.shape)} with strides {tensor.stride()}" if with_form else ""
+    return f"{dtype_name(tensor.dtype)} on {tensor.device}{form} {place}"
 
 
 # By which numbers does an optimizer update? #

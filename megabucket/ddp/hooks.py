@@ -64,13 +64,8 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
     few functions for all parameters, not one for each: thousands of functions do not stay in the cache.
     """
     # None of them leads to a parameter.
-    reference, index, position_of, staging, streams = (
-        weakref.ref(sync),
-        group.index,
-        group.position_of,
-        group.staging,
-        group.streams,
-    )
+    reference, index, position_of = weakref.ref(sync), group.index, group.position_of
+    staging, streams = group.staging, group.streams
 
     def receive(param: torch.Tensor) -> None:
         sync = reference()

@@ -29,7 +29,8 @@ class ParamGather:
         self._overlaps = overlaps
         self._called: set[torch.nn.Module] = set()
         self._needed: dict[torch.nn.Module, list[_ParamAndGradBucketGroup]] | None = None
-        self._handles: list[RemovableHandle] = list(self._register_hooks(module))
+        self.handles = list(self._register_hooks(module))
+        """Of the forward hooks."""
 
     def start(self) -> None:
         """Launch the gather of every group."""
@@ -44,12 +45,6 @@ class ParamGather:
                 break
         for group in reversed(self._groups):
             group.finish_param_sync()
-
-    def remove(self) -> None:
-        """Remove the forward hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def _register_hooks(self, module: torch.nn.Module) -> Iterator[RemovableHandle]:
         # Plain functions, not bound methods: a deepcopy of the module (to average weights) keeps functions as they are,

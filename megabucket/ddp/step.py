@@ -296,10 +296,10 @@ class GradSync:
         self._is_taking, self._is_last = True, self._no_sync_depth == 0
         # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
         self._may_stage = not (torch.is_grad_enabled() or any(self._backward_hooks))
-        if self.state is not StepState.LAUNCHING:
-            self.enter(StepState.OPEN)
         if self._is_last:
             self.enter(StepState.LAUNCHING)
+        elif self.state is not StepState.LAUNCHING:
+            self.enter(StepState.OPEN)
         return True
 
     def _start_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> MegabucketError | None:
@@ -317,11 +317,13 @@ class GradSync:
         if self.policy.is_sharded or (not self.policy.averages and kept):
             self._note_late(group, position)
             kept = []
-        error = self._vote_to_drop()
-        if error is None:
-            self._reopen()
-            self.counters.kept = tuple(slot.name for slot in kept)
-        return error
+        try:
+            self._vote_to_drop()
+        except MegabucketError as error:
+            return error
+        self._reopen()
+        self.counters.kept = tuple(slot.name for slot in kept)
+        return None
 
     def _reopen(self) -> None:
         for group in self.groups:
@@ -373,12 +375,8 @@ class GradSync:
         if is_odd and (counts or has_changed):
             # The others wait for this rank: it takes part when an optimizer or the caller asks for gradients.
             if self.is_reduced:
-                error = self._vote_to_drop()
-                if error is not None:
-                    raise error
+                self._vote_to_drop()
                 self._reopen()
-            if self.state is not StepState.LAUNCHING:
-                self.enter(StepState.OPEN)
             self.enter(StepState.LAUNCHING)
         return has_changed
 
@@ -430,28 +428,20 @@ class GradSync:
             self._communicator.progress.enter(self.step, "fence")
         if self.state is StepState.AGREED and is_committing and self.policy.is_sharded:
             # The fence was at ``finish_grad_sync()``, and not every rank that was there need be here.
-            error = self._vote(is_committing=True)
-            if error is not None:
-                raise error
+            self._vote(is_committing=True)
         with self.leaving_no_mess("the gradient sync", UPDATING if is_committing else CALLING):
             if not self.is_reduced:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
-                error = self._take_verdict()
-                if error is not None:
-                    raise error
+                self._take_verdict()
             for group in self.groups:
                 group.finish_grad_sync()
                 yield group
             if self.state is StepState.FENCED:
-                error = self._conclude_whole()
-                if error is not None:
-                    raise error
+                self._conclude_whole()
 
     def _flush(self) -> None:
         """Launch all groups that were not launched yet, complete or not."""
-        if self.state is not StepState.LAUNCHING:
-            self.enter(StepState.OPEN)
-            self.enter(StepState.LAUNCHING)
+        self.enter(StepState.LAUNCHING)
         while self._num_launched < len(self.groups):
             self._launch_next()
 
@@ -507,8 +497,12 @@ class GradSync:
         counts = {"num_buckets": len(self.groups), "num_others": len(found) - 1}
         return {"param": first.param, "bucket": bucket, "finding": first.finding, **counts}
 
-    def _take_verdict(self, *, is_vote: bool = False) -> MegabucketError | None:
-        """Wait for the fence; return the error that all ranks raise. Then the step is over, and forgotten, on all of them."""
+    def _take_verdict(self, *, is_vote: bool = False) -> None:
+        """Wait for the fence.
+
+        Raises:
+            MegabucketError: what all ranks raise. The step is over, and forgotten, on all of them.
+        """
 
         def name_culprits() -> Report:
             self._note_nonfinite()
@@ -516,7 +510,7 @@ class GradSync:
 
         reports = self._fence.take(name_culprits)
         if not reports:
-            return None
+            return
         error = resolve_error(self.step - is_vote, len(self.groups), reports)
         if error is None:
             raise InvariantError(
@@ -524,9 +518,9 @@ class GradSync:
             )
         if isinstance(error, NonFiniteGradientError) and self.policy.skips_nonfinite:
             self.skip_reason = str(error)
-            return None
+            return
         self._drop(error, takes_part=any(report.sent_buckets for report in reports), is_vote=is_vote)
-        return error
+        raise error
 
     def _drop(self, error: MegabucketError, *, takes_part: bool, is_vote: bool = False) -> None:
         """Forget a step together with all ranks.
@@ -553,8 +547,12 @@ class GradSync:
         self._forget()
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
 
-    def _conclude_whole(self) -> MegabucketError | None:
-        """Make reduced gradients of what all ranks have agreed on, or return why the sum is of no use."""
+    def _conclude_whole(self) -> None:
+        """Make reduced gradients of what all ranks have agreed on.
+
+        Raises:
+            NonFiniteGradientError: the sum is of no use, on all ranks.
+        """
         if self.force_all_reduce and self.policy.is_sharded:  # on all ranks: the fence has compared it
             for group in self.groups:
                 group.gather_grads()
@@ -562,7 +560,7 @@ class GradSync:
             error = NonFiniteGradientError(step=self.step, rank=None, **fields)
             if not self.policy.skips_nonfinite:
                 self._drop(error, takes_part=False)
-                return error
+                raise error
             self.skip_reason = str(error)
         self.step += 1
         self.counters.start_step()
@@ -575,25 +573,21 @@ class GradSync:
                 group.publish()
         self.enter(StepState.AGREED)
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
-        return None
 
-    def _vote(self, *, is_committing: bool) -> MegabucketError | None:
+    def _vote(self, *, is_committing: bool) -> None:
         """Ask once more, after the sync: either every rank steps, or every rank drops the step."""
         with self.leaving_no_mess("the gradient sync"):
             self._fence.send(self._report(is_committing=is_committing))
             self.enter(StepState.FENCED)
-            error = self._take_verdict(is_vote=True)
-            if error is None:
-                self.counters.start_step()
-                self.enter(StepState.AGREED)
-            return error
+            self._take_verdict(is_vote=True)
+            self.counters.start_step()
+            self.enter(StepState.AGREED)
 
-    def _vote_to_drop(self) -> MegabucketError | None:
+    def _vote_to_drop(self) -> None:
         """Say that this rank does not step on the gradients it has finished, in case others do."""
-        if self.state is not StepState.AGREED or not self.policy.is_sharded:
-            return None
-        self.counters.note_dropped_step()
-        return self._vote(is_committing=False)
+        if self.state is StepState.AGREED and self.policy.is_sharded:
+            self.counters.note_dropped_step()
+            self._vote(is_committing=False)
 
     def end_update(self) -> None:
         """Note that nothing is left to agree on: the optimizer has updated its shards, or no rank does."""
@@ -616,17 +610,14 @@ class GradSync:
                 for group in self.groups:
                     group.readiness.end_step()
                 self._send_fence()
-                error = self._take_verdict()
-                if error is None:
-                    for group in self.groups:
-                        group.finish_grad_sync()
-                    self.step += 1
-                    self.counters.start_step()
-                    self._communicator.progress.enter(self.step, BETWEEN_STEPS)
+                self._take_verdict()
+                for group in self.groups:
+                    group.finish_grad_sync()
+                self.step += 1
+                self.counters.start_step()
+                self._communicator.progress.enter(self.step, BETWEEN_STEPS)
         else:
-            error = self._vote_to_drop()
-        if error is not None:
-            raise error
+            self._vote_to_drop()
         self._forget()
         self.counters.forget_grads()
         self.dropped = None
@@ -715,10 +706,13 @@ class GradSync:
             self._send_failure()
             if self.broken is not None:
                 raise self.broken.copy()
-            error = self._take_verdict(is_vote=is_vote)
-        if error is None:
-            raise InvariantError("a step that was given up cannot be whole")
-        return error
+            try:
+                self._take_verdict(is_vote=is_vote)
+            except MegabucketError as error:
+                if error is self.last_error:
+                    return error
+                raise
+        raise InvariantError("a step that was given up cannot be whole")
 
     def conclude_if_sent(self) -> None:
         """Wait for the others, if this rank has given up its step and has told them so."""
@@ -746,6 +740,8 @@ class GradSync:
     def leaving_no_mess(self, phase: str, final: Sequence[StepState] = CALLING) -> Iterator[None]:
         """Whatever ends the block, an interrupt for instance, leaves this rank in a state that the others know.
 
+        Before the fence this rank gives up its step; after it all is over.
+
         Args:
             final: states that cannot be left by giving up the step: the others go on with this rank.
         """
@@ -754,22 +750,14 @@ class GradSync:
         except GeneratorExit:
             raise  # whoever goes through the groups that come out of ``agree`` says why it goes no further
         except BaseException as error:
-            self._fall_out(phase, error, final)
+            if isinstance(error, _GROUP_ERRORS):
+                self.state, self.broken = StepState.BROKEN, self.broken or error
+            elif self.state in final or (self._fence.is_sent and self.state not in (StepState.GIVING_UP, StepState.BROKEN)):
+                self.break_off(phase, describe(error))
+            elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.policy.is_sharded):
+                self.fail(phase, error)
+            # Otherwise all ranks have agreed on the error, and the step was dropped by then.
             raise
-
-    def _fall_out(self, phase: str, error: BaseException, final: Sequence[StepState]) -> None:
-        """Note that an exception leaves this package: before the fence this rank gives up its step, after it all is over.
-
-        An error that all ranks have agreed on changes nothing: the step was dropped by then.
-        """
-        if isinstance(error, _GROUP_ERRORS):
-            self.state, self.broken = StepState.BROKEN, self.broken or error
-        elif self.state is StepState.BROKEN:
-            return
-        elif self.state in final or (self._fence.is_sent and self.state is not StepState.GIVING_UP):
-            self.break_off(phase, describe(error))
-        elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.policy.is_sharded):
-            self.fail(phase, error)
 
     def break_off(self, phase: str, cause: str) -> None:
         """Note that this rank cannot go on where others do: nothing is sent any more, and they hear so within two seconds."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.hooks import RemovableHandle
 
 import megabucket
 from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, dtype_name
@@ -61,41 +59,18 @@ class FollowsRebuild(Protocol):
 # Which parameters are held #
 
 
-@dataclass(frozen=True)
-class DiscoveredParams:
-    """The parameters of one module, in registration order."""
-
-    trainable: Mapping[str, torch.nn.Parameter]
-    """By first name: a tied parameter stands here once."""
-    frozen: tuple[str, ...]
-
-    @property
-    def specs(self) -> list[ParamSpec]:
-        """Descriptions for ``build_layout``."""
-        return [
-            ParamSpec(
-                name=name,
-                shape=tuple(param.shape),
-                dtype=dtype_name(param.dtype),
-                shared_embedding=bool(getattr(param, "shared_embedding", False)),
-            )
-            for name, param in self.trainable.items()
-        ]
-
-
-def discover_params(module: torch.nn.Module) -> DiscoveredParams:
-    """Return the parameters of ``module`` that buffers will hold.
+def discover_params(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of ``module`` that buffers will hold, by first name: a tied parameter stands there once.
 
     Raises:
         NoTrainableParametersError: nothing requires a gradient.
         UnsupportedParameterError: a trainable parameter cannot live in a buffer.
         AlreadyWrappedError: a wrapper holds some of the parameters already.
     """
-    params = dict(module.named_parameters())  # a tied parameter comes once, under its first name
-    frozen = tuple(name for name, param in params.items() if not param.requires_grad)
+    params = dict(module.named_parameters())
     trainable = {name: param for name, param in params.items() if param.requires_grad}
     if not trainable:
-        raise NoTrainableParametersError(module=type(module).__name__, frozen=frozen)
+        raise NoTrainableParametersError(module=type(module).__name__, frozen=list(params))
 
     wrapped = [name for name, param in trainable.items() if getattr(param, "main_grad", None) is not None]
     if wrapped:
@@ -105,7 +80,20 @@ def discover_params(module: torch.nn.Module) -> DiscoveredParams:
         for reason, remedy in _obstacles(param, first, first_name):
             raise UnsupportedParameterError(param=name, reason=reason, remedy=remedy)
     _check_disjoint_memory(module, trainable)
-    return DiscoveredParams(trainable, frozen)
+    return trainable
+
+
+def _specs(params: Mapping[str, torch.nn.Parameter]) -> list[ParamSpec]:
+    """Describe parameters for ``build_layout``."""
+    return [
+        ParamSpec(
+            name=name,
+            shape=tuple(param.shape),
+            dtype=dtype_name(param.dtype),
+            shared_embedding=bool(getattr(param, "shared_embedding", False)),
+        )
+        for name, param in params.items()
+    ]
 
 
 def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name: str) -> Iterator[tuple[str, str]]:
@@ -268,9 +256,9 @@ class Wrapping:
         on_load: Callable[[], None],
     ) -> None:
         self.module, self.policy = module, resolve_step(config)
-        found, self.layout = _agree_on_model(module, config, communicator)
-        self.param_names = {param: name for name, param in found.trainable.items()}
-        self.buffers = _attach(self.layout, found, communicator)
+        params, self.layout = _agree_on_model(module, config, communicator)
+        self.param_names = {param: name for name, param in params.items()}
+        self.buffers = _attach(self.layout, params, communicator)
         self._is_attached = True
         try:
             self.groups = _make_groups(self.layout, self.buffers, self.policy, communicator)
@@ -278,13 +266,13 @@ class Wrapping:
             for buffer in self.buffers:
                 buffer.detach()
             raise
-        watch = ModelWatch(module, found.trainable, self.groups) if self.policy.watches_model else None
+        watch = ModelWatch(module, params, self.groups) if self.policy.watches_model else None
         modules = list(module.modules())
         backward_hooks = [hooks for part in modules for hooks in (part._backward_hooks, part._backward_pre_hooks)]
         self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks)
         self.gather = ParamGather(self.groups, module, overlaps=self.policy.overlaps_params)
-        self._guard = PlainOptimizerGuard(found.trainable, self.sync, rank=communicator.rank)
-        self._handles: list[RemovableHandle] = register_hooks(module, self.groups, self.sync, on_load)
+        self._guard = PlainOptimizerGuard(params, self.sync, rank=communicator.rank)
+        self._handles = [*self.gather.handles, *register_hooks(module, self.groups, self.sync, on_load)]
 
     def check_is_wrapped(self, module: torch.nn.Module) -> None:
         """Refuse to call a module that was put in the place of the wrapped one.
@@ -339,8 +327,6 @@ class Wrapping:
         finally:  # a lost peer is no reason to keep the module
             for handle in self._handles:
                 handle.remove()
-            self._handles = []
-            self.gather.remove()
             self._guard.remove()
             for group in self.groups:
                 group.show_params()
@@ -448,7 +434,7 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
 
 def _agree_on_model(
     module: torch.nn.Module, config: DistributedDataParallelConfig, communicator: Communicator
-) -> tuple[DiscoveredParams, ModelLayout]:
+) -> tuple[dict[str, torch.nn.Parameter], ModelLayout]:
     """Return the parameters and the layout of a module that is the same on all ranks.
 
     Raises:
@@ -457,16 +443,16 @@ def _agree_on_model(
         MegabucketError: what ``discover_params`` and ``build_layout`` raise, where all ranks raise it alike.
     """
     entries: list[Entry] = []
-    found, layout, failure = None, None, None
+    params, layout, failure = None, None, None
     try:
-        found = discover_params(module)
-        layout = build_layout(found.specs, config, dp_size=communicator.size)
+        params = discover_params(module)
+        layout = build_layout(_specs(params), config, dp_size=communicator.size)
         entries = model_entries(module, config)
     except Exception as error:
         failure = error
     _agree(communicator, "wrap", entries, failure, exchange_device(module))
-    assert found is not None and layout is not None  # noqa: S101, PT018 - otherwise there was a failure
-    return found, layout
+    assert params is not None and layout is not None  # noqa: S101, PT018 - otherwise there was a failure
+    return params, layout
 
 
 def _agree(
@@ -481,20 +467,22 @@ def _agree(
 _NO_STEP: Final = resolve_step(DistributedDataParallelConfig())
 
 
-def _attach(layout: ModelLayout, found: DiscoveredParams, communicator: Communicator) -> list[ParamAndGradBuffer]:
+def _attach(
+    layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], communicator: Communicator
+) -> list[ParamAndGradBuffer]:
     """Move the parameters into buffers, on all ranks or on none."""
     buffers: list[ParamAndGradBuffer] = []
-    failure = None
-    try:
+    device = next(iter(params.values())).device
+    with ExitStack() as undo:
+        failure = None
         try:
-            buffers.extend(ParamAndGradBuffer(buffer, found.trainable) for buffer in layout.buffers)
+            for buffer_layout in layout.buffers:
+                buffers.append(ParamAndGradBuffer(buffer_layout, params))
+                undo.callback(buffers[-1].detach)
         except Exception as error:
             failure = error
-        _agree(communicator, "wrap: buffers", [], failure, next(iter(found.trainable.values())).device)
-    except BaseException:
-        for buffer in buffers:
-            buffer.detach()
-        raise
+        _agree(communicator, "wrap: buffers", [], failure, device)
+        undo.pop_all()
     return buffers
 
 

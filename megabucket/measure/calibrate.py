@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,22 +14,22 @@ from typing import Any, Final
 import torch
 
 from megabucket import __version__
-from megabucket.comm import discover_communicator
+from megabucket.comm import Communicator, discover_communicator
 from megabucket.errors import ConfigError
 from megabucket.measure.collectives import Timing, cells_of, time_collectives
-from megabucket.measure.out_file import check_writable, not_writable, raise_on_all
-from megabucket.measure.ranks import Launch, Ranks, joined_ranks
+from megabucket.measure.ranks import Launch, Ranks, check_writable, joined_ranks
 from megabucket.planning.fit import AffineFit, fit_affine
 from megabucket.planning.inputs import write_link
 from megabucket.planning.links import MeasuredLink, TableKey
 from megabucket.planning.simulation_config import FabricConfig
 from megabucket.trace import CollectiveKind
+from megabucket.units import format_bytes, format_seconds
 
 POOR_RESIDUAL: Final = 0.25
 """A line that is further than this from a point, as a fraction of the measured time, does not describe the table."""
 
-MAX_BYTES: Final = 2**36
-"""The largest buffer that is measured."""
+_IN_FLIGHT_BYTES: Final = 8 * 2**20  # of larger collectives the rest is a small part
+_UNDISTURBED_ROUNDS: Final = 7
 
 Fact = bool | int | float | str | None
 
@@ -60,8 +61,6 @@ class CalibrationPlan:
                 raise ConfigError(f"what to measure must be given, each once; {name} are {given}")
         if self.repetitions < 1:
             raise ConfigError(f"--repetitions={self.repetitions} measures nothing; give 1 or more")
-        if self.max_bytes > MAX_BYTES:
-            raise ConfigError(f"--max-bytes={self.max_bytes} is more than {MAX_BYTES}, the largest buffer that is measured")
         cells_of(self.kinds, self.dtypes, self.max_bytes, 1)  # refuses what has no second size, and unknown dtypes
 
 
@@ -76,7 +75,8 @@ class Calibration:
     @property
     def link(self) -> MeasuredLink:
         """The medians as a link for the simulator."""
-        return MeasuredLink({key: tuple(_point(each) for each in rows) for key, rows in self.tables.items()}, self.num_ranks)
+        points = {key: tuple((float(row.cell.num_bytes), row.median_s) for row in rows) for key, rows in self.tables.items()}
+        return MeasuredLink(points, self.num_ranks)
 
     @property
     def tables(self) -> dict[TableKey, tuple[Timing, ...]]:
@@ -112,6 +112,24 @@ class Calibration:
                 )
         return tuple(found)
 
+    def describe(self) -> Iterator[str]:
+        """Yield a line for each operation and each of its sizes, and what has to be known to use the lines.
+
+        Of each size: median, quartiles, and how far the line is from the median.
+        """
+        facts = self.facts
+        where = f"{facts['backend']} on {facts['device']}, {self.num_ranks} ranks"
+        yield f"{where}: median of {facts['repetitions']} (quartiles), line against median"
+        for key, fit in self.fits.items():
+            bandwidth = f"{1e-9 / fit.seconds_per_byte:.3g} GB/s" if fit.seconds_per_byte else "any bandwidth"
+            line = f"{format_seconds(fit.latency_s)} + bytes / ({bandwidth}), median {fit.residual:.1%} off"
+            yield f"{key[0].value} {key[1]}: {line}"
+            for timing, residual in zip(self.tables[key], self.residuals(key), strict=True):
+                lower, upper = (f"{quartile / timing.median_s - 1:+.0%}" for quartile in timing.quartiles_s)
+                median = f"{format_bytes(timing.cell.num_bytes):>12}{format_seconds(timing.median_s):>12}"
+                yield f"{median}  ({lower} {upper})  {residual:+.0%}"
+        yield from self.remarks
+
     def write(self, path: Path) -> None:
         """Write ``link.yaml``: points, quartiles, fits and facts, as ``link: {path: link.yaml}`` reads them.
 
@@ -123,23 +141,22 @@ class Calibration:
         try:
             write_link(path, self.link, fits=self.fits, spreads_s=spreads_s, facts=facts)
         except OSError as error:
-            raise ConfigError(not_writable(path, error.strerror or str(error))) from None
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, with every repetition, ready for JSON."""
-        tables = []
-        for key, rows in self.tables.items():
-            points = [
-                {"bytes": row.cell.num_bytes, "median_s": row.median_s, "quartiles_s": row.quartiles_s, "seconds": row.seconds}
-                for row in rows
-            ]
-            for point, residual in zip(points, self.residuals(key), strict=True):
-                point["residual"] = residual
-            fit = asdict(self.fits[key])
-            kind, dtype = key
-            tables.append(
-                {"operation": kind.value, "dtype": dtype, "fit": fit, "is_affine": self.is_affine(key), "points": points}
-            )
+        tables = [
+            {
+                "operation": key[0].value,
+                "dtype": key[1],
+                "fit": asdict(self.fits[key]),
+                "is_affine": self.is_affine(key),
+                "points": [
+                    row.to_dict() | {"residual": residual} for row, residual in zip(rows, self.residuals(key), strict=True)
+                ],
+            }
+            for key, rows in self.tables.items()
+        ]
         return {"num_ranks": self.num_ranks, "facts": self.facts, "remarks": self.remarks, "tables": tables}
 
 
@@ -149,16 +166,12 @@ def calibrate(
     launch: Launch,
     out: Path,
     fabric: FabricConfig | None = None,
-    on_round: Callable[[int], None] = lambda _: None,
-    use: Callable[[Calibration], None] = lambda _: None,
 ) -> Calibration:
     """Start the ranks' group, measure, and write the file. Every process of the run calls it.
 
     Args:
         out: the file; looked at before anything is measured, and written by the first rank after everything.
         fabric: an emulated link to measure instead of the machine's own.
-        on_round: called on the first rank after each round.
-        use: called on the first rank before the file is written, so that nothing is lost when that fails.
 
     Raises:
         ConfigError: there is one rank only, the file cannot be written, or the buffers do not fit.
@@ -170,16 +183,9 @@ def calibrate(
         )
     with joined_ranks(launch, fabric) as ranks:
         check_writable(ranks, [out])
-        calibration = measure_link(plan, ranks, fabric=fabric, on_round=on_round if ranks.rank == 0 else lambda _: None)
-        failure = ""
+        calibration = measure_link(plan, ranks, fabric=fabric)
         if ranks.rank == 0:
-            use(calibration)
-            try:
-                calibration.write(out)
-            except ConfigError as error:
-                failure = str(error)
-        # torchrun ends the other ranks as soon as one has failed; none may leave before the file is out.
-        raise_on_all(ranks, failure)
+            calibration.write(out)
     return calibration
 
 
@@ -188,23 +194,42 @@ def measure_link(
     ranks: Ranks,
     *,
     fabric: FabricConfig | None = None,
-    on_round: Callable[[int], None] = lambda _: None,
 ) -> Calibration:
     """Measure on ranks that have joined; equal on all of them. Every rank calls it."""
-    communicator = discover_communicator(None)
-    try:
-        cells = cells_of(plan.kinds, plan.dtypes, plan.max_bytes, ranks.num_ranks)
-        timings = time_collectives(cells, communicator, device=ranks.device, repetitions=plan.repetitions, on_round=on_round)
-    finally:
-        communicator.close()
+    cells = cells_of(plan.kinds, plan.dtypes, plan.max_bytes, ranks.num_ranks)
+    with closing(discover_communicator(None)) as communicator:
+        timings = time_collectives(cells, communicator, device=ranks.device, repetitions=plan.repetitions)
     hosts = ranks.gather(platform.node())
     return Calibration(ranks.num_ranks, timings, _facts(plan, ranks, hosts, fabric))
+
+
+def pipelined_link(calibration: Calibration, communicator: Communicator, *, device: torch.device) -> MeasuredLink:
+    """Return what collectives take on the lane when nothing disturbs them: a table for buckets that queue up. Collective call.
+
+    A calibration launches and waits one by one, so each of its points holds a launch and a waking thread, and nothing that a
+    back-end does side by side shows. Of buckets in a queue only the lane's time counts; the host's part is counted by
+    ``HostCosts``. So collectives are measured once more, several in flight, and the lower quartile of the rounds counts, of
+    whichever kind is shorter: the other rounds show how long threads of the back-end stood in line for a core.
+    """
+    cells = [timing.cell for timing in calibration.timings]
+    in_flight = time_collectives(
+        cells, communicator, device=device, repetitions=_UNDISTURBED_ROUNDS, in_flight_bytes=_IN_FLIGHT_BYTES
+    )
+    undisturbed_s = {
+        alone.cell: min(alone.quartiles_s[0], together.quartiles_s[0])
+        for alone, together in zip(calibration.timings, in_flight, strict=True)
+    }
+    tables = {
+        key: tuple((float(timing.cell.num_bytes), undisturbed_s[timing.cell]) for timing in timings)
+        for key, timings in calibration.tables.items()
+    }
+    return MeasuredLink(tables, calibration.num_ranks)
 
 
 def _facts(plan: CalibrationPlan, ranks: Ranks, hosts: Sequence[str], fabric: FabricConfig | None) -> dict[str, Fact]:
     is_cuda = ranks.device.type == "cuda"
     facts: dict[str, Fact] = {
-        "origin": "measured",
+        "origin": "measured" if fabric is None else "measured on an emulated fabric",
         "backend": ranks.backend,
         "device": torch.cuda.get_device_name(ranks.device) if is_cuda else platform.machine(),
         "ranks": ranks.num_ranks,
@@ -216,11 +241,4 @@ def _facts(plan: CalibrationPlan, ranks: Ranks, hosts: Sequence[str], fabric: Fa
         "python": platform.python_version(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    if fabric is not None:
-        facts |= {"origin": "measured on an emulated fabric"}
-        facts |= {f"fabric_{name}": value for name, value in fabric.model_dump().items()}
-    return facts
-
-
-def _point(timing: Timing) -> tuple[float, float]:
-    return float(timing.cell.num_bytes), timing.median_s
+    return facts | {f"fabric_{name}": value for name, value in (fabric.model_dump() if fabric is not None else {}).items()}

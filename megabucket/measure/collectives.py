@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -59,6 +59,11 @@ class Timing:
         lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return lower, upper
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return size and times as plain data."""
+        times = {"median_s": self.median_s, "quartiles_s": self.quartiles_s, "seconds": self.seconds}
+        return {"bytes": self.cell.num_bytes, **times}
+
 
 def sizes_up_to(max_bytes: int) -> tuple[int, ...]:
     """Return the sizes that are measured: 1 KiB and four times as much each time, ending at ``max_bytes`` itself.
@@ -97,7 +102,6 @@ def time_collectives(
     device: torch.device,
     repetitions: int,
     in_flight_bytes: int = 0,
-    on_round: Callable[[int], None] = lambda _: None,
 ) -> tuple[Timing, ...]:
     """Measure collectives. All ranks call it with the same arguments.
 
@@ -108,7 +112,6 @@ def time_collectives(
         repetitions: rounds; 1 or more.
         in_flight_bytes: with 0 each collective is waited for before the next. Otherwise up to eight of a kind are launched
             before the first wait, as many as these bytes hold and one at least; a collective takes its part of the whole.
-        on_round: called after each round with its number, from 1.
 
     Returns:
         The timings in the order of ``cells``, equal on all ranks.
@@ -117,7 +120,7 @@ def time_collectives(
         ConfigError: the buffers do not fit into memory.
     """
     calls = _make_calls(cells, communicator, device, in_flight_bytes)
-    sync = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     counts = _count_calls(calls, communicator, device, sync)
     own: list[list[float]] = [[] for _ in cells]
     meeting = communicator.prepare([AllReduce(torch.zeros(1, device=device))])
@@ -125,8 +128,7 @@ def time_collectives(
         for index in random.Random(number).sample(range(len(cells)), len(cells)):  # noqa: S311 - alike on all ranks
             communicator.launch(meeting, label="meet").wait()  # nobody starts long before the others
             own[index].append(_time_calls(calls[index], counts[index], communicator, sync))
-        on_round(number + 1)
-    everybody = _exchange(own, communicator, device)
+    everybody = exchange_numbers(own, communicator, device)
     return tuple(
         Timing(cell, tuple(max(times) for times in zip(*(rank[index] for rank in everybody), strict=True)))
         for index, cell in enumerate(cells)
@@ -177,7 +179,7 @@ def _count_calls(
     for batches in calls:
         _time_calls(batches, _WARMUPS, communicator, sync)
         own.append(_time_calls(batches, 1, communicator, sync) * len(batches))
-    everybody = _exchange([own], communicator, device)
+    everybody = exchange_numbers([own], communicator, device)
     slowest = [max(times) for times in zip(*(rank[0] for rank in everybody), strict=True)]
     return [min(max(math.ceil(_SAMPLE_S / max(seconds, 1e-9)), 1), _MAX_CALLS) for seconds in slowest]
 
@@ -193,10 +195,7 @@ def _time_calls(batches: Sequence[Sequence[Call]], count: int, communicator: Com
     return (time.perf_counter() - start_s) / (count * len(batches))
 
 
-def _exchange(own: list[list[float]], communicator: Communicator, device: torch.device) -> list[list[list[float]]]:
+def exchange_numbers(own: Any, communicator: Communicator, device: torch.device) -> list[Any]:
+    """Return what every rank gave, in rank order: lists of numbers. Collective call."""
     payloads = exchange(communicator, json.dumps(own).encode(), device=device, label="timings")
     return [json.loads(payload) for payload in payloads]
-
-
-def _nothing() -> None:
-    pass

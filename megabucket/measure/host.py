@@ -7,7 +7,6 @@ buckets and one with many, tell what a bucket costs from what a step costs.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -16,15 +15,14 @@ from typing import Final
 
 import torch
 
-from megabucket.comm import AllReduce, Communicator, exchange
+from megabucket.comm import AllReduce, Communicator
 from megabucket.ddp import DistributedDataParallel
+from megabucket.measure.collectives import exchange_numbers
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.host import HostCosts
 from megabucket.planning.links import Link
 from megabucket.planning.simulate import FENCE
-from megabucket.trace import CollectiveKind
 
-_NUM_PROBES: Final = 9
 _WARMUPS: Final = 2
 
 
@@ -83,27 +81,6 @@ def time_phases(
         num_buckets=ddp.layout.num_buckets,
         grad_bytes=sum(buffer.grad_data.nbytes for buffer in ddp.param_and_grad_buffers),
     )
-
-
-def time_wake(communicator: Communicator, link: Link, num_bytes: int, *, device: torch.device) -> float:
-    """Return how late a thread goes on that waits for a collective: seconds beyond its launch and the link. Collective call.
-
-    Args:
-        num_bytes: of the all-reduce; as large as a bucket, because what a back-end adds to a small one is hidden in a
-            large one.
-    """
-    numel = max(num_bytes // 4, 1)
-    probe = communicator.prepare([AllReduce(torch.zeros(numel, device=device))])
-    meet = meeting(communicator, device=device)
-    late_s = []
-    link_s = link.collective_s(CollectiveKind.ALL_REDUCE, numel * 4, communicator.size)
-    for _ in range(_NUM_PROBES):
-        meet()
-        handle = communicator.launch(probe, label="probe")
-        launched_s = time.perf_counter()
-        handle.wait()
-        late_s.append(time.perf_counter() - launched_s - link_s)
-    return max(0.0, *slowest([statistics.median(late_s)], communicator, device=device))
 
 
 def host_costs(few: PhaseTimes, many: PhaseTimes, link: Link, *, num_ranks: int, is_sharded: bool, wake_s: float) -> HostCosts:
@@ -169,5 +146,4 @@ def _timed_after(meet: Callable[[], None], phase: Callable[[], None]) -> float:
 
 def slowest(own: list[float], communicator: Communicator, *, device: torch.device) -> list[float]:
     """Return the largest of all ranks' numbers, place by place. Collective call."""
-    payloads = exchange(communicator, json.dumps(own).encode(), device=device, label="timings")
-    return [max(column) for column in zip(*(json.loads(payload) for payload in payloads), strict=True)]
+    return [max(column) for column in zip(*exchange_numbers(own, communicator, device), strict=True)]

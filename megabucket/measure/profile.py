@@ -1,15 +1,16 @@
-"""``profile_workload``: what a training program's steps compute, tensor by tensor, measured with hooks around its own loop.
+"""What a training program's steps compute, tensor by tensor: a ``Workload`` and the facts of how it was measured.
 
-The program runs as it is; nothing is sent, changed or waited for. What comes out is a ``Workload`` and the facts of how it was
-measured, in one JSON file.
+``profile_workload`` measures with hooks around a program's own loop, which runs as it is; nothing is sent, changed or waited
+for. ``profile_program`` takes the steps of a ``TrainingProgram`` itself.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,57 +20,22 @@ from typing_extensions import Self
 
 import megabucket
 from megabucket.buffer import dtype_name
-from megabucket.comm import Communicator, exchange
+from megabucket.comm import Communicator, LocalCommunicator, exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import resolve_grad_dtype
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError, PhaseError
 from megabucket.layout import ParamSpec
-from megabucket.measure.profile_events import EventKind, ModelFacts, Reduction, reduce_steps, split_steps
 from megabucket.measure.profile_hooks import ProfileHooks
+from megabucket.measure.profile_steps import WorkloadProfile, reduce_steps
+from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction
+from megabucket.measure.ranks import Launch, check_writable, joined_ranks
 from megabucket.optim import DistributedOptimizer
-from megabucket.planning.inputs import write_workload
-from megabucket.planning.workload import Workload
+from megabucket.planning.run_config import RunConfig
 from megabucket.planning.workload_match import model_fingerprint
 from megabucket.units import dtype_bytes
 
 WhichRank = Literal["slowest", "median"]
-
-
-@dataclass(frozen=True)
-class WorkloadProfile:
-    """A measured workload and the facts of its measurement."""
-
-    workload: Workload
-    facts: Mapping[str, Any]
-    """Plain data: versions, device, model fingerprint, how many steps, what the hooks cost."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the workload as ``Workload.to_dict`` gives it, with the facts beside it under ``facts``."""
-        return {**self.workload.to_dict(), "facts": dict(self.facts)}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> WorkloadProfile:
-        """Read what ``to_dict`` wrote.
-
-        Raises:
-            ConfigError: not such data.
-        """
-        facts = data.get("facts", {})
-        if not isinstance(facts, Mapping):
-            raise ConfigError(f"workload.facts must be a mapping, got {type(facts).__name__}")
-        return WorkloadProfile(Workload.from_dict(data), facts)
-
-    def write(self, path: str | Path) -> None:
-        """Write JSON, making the directory.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        try:
-            write_workload(Path(path), self.workload, facts=self.facts)
-        except OSError as error:
-            raise ConfigError(f"the workload {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 class WorkloadProfiler:
@@ -104,13 +70,10 @@ class WorkloadProfiler:
         if not self._params:
             raise ConfigError(f"{type(self._module).__name__} has no trainable parameter, so there is nothing to profile")
         self._hooks: ProfileHooks | None = None
-        self._reduction: Reduction | None = None
-        self._facts: dict[str, Any] = {}
 
     def start(self) -> None:
         """Put the hooks on the model, forgetting what was measured before."""
         self.stop()
-        self._reduction = None
         self._hooks = ProfileHooks(self._module, self._params, counts_optimizer=self._counts)
 
     def stop(self) -> None:
@@ -128,20 +91,15 @@ class WorkloadProfiler:
     def end_step(self) -> None:
         """Say that a step is over, for loops whose optimizer is none of torch's. A callback for the end of a step."""
         self._started.learn()
-        self._started.note(EventKind.STEP_END)
+        self._started.notes.end_step()
 
     def optimizer_step(self) -> AbstractContextManager[None]:
         """Return a context whose whole time counts as the optimizer's, instead of what torch's optimizers take inside."""
-        return self._started.span(EventKind.OPTIMIZER, EventKind.OPTIMIZER_END)
+        return self._started.notes.optimizer()
 
     def handing_over(self) -> AbstractContextManager[None]:
         """Return a context for handing gradients to collectives outside of backward, where training does it within."""
-        return self._started.span(EventKind.BUCKETS, EventKind.BUCKETS_END)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that have ended, the ones that warm up included."""
-        return 0 if self._hooks is None else sum(step.has_ended for step in split_steps(self._hooks.events()))
+        return self._started.notes.handing_over()
 
     def profile(self) -> WorkloadProfile:
         """Return the workload of this process's steps.
@@ -149,11 +107,35 @@ class WorkloadProfiler:
         Raises:
             PhaseError: no step was seen besides those that warm up.
         """
-        if self._reduction is None:
-            self._reduce()
-        if self._reduction is None:
-            raise PhaseError("nothing was profiled")
-        return WorkloadProfile(self._reduction.workload, self._facts)
+        steps, params = self._started.steps(), self._params
+        if steps and len(steps) <= self._warmup_steps:
+            raise PhaseError(
+                f"only {len(steps)} step(s) were profiled, and {self._warmup_steps} do not count (warmup_steps); run "
+                "more steps inside the context."
+            )
+        specs = [ParamSpec(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in params.items()]
+        numels = Counter[str]()
+        for spec in specs:
+            numels[spec.dtype] += spec.numel
+        ((commonest, _),) = numels.most_common(1)
+        grad_dtype = resolve_grad_dtype(self._config or DistributedDataParallelConfig(), commonest)
+        reduced = reduce_steps(
+            steps[self._warmup_steps :],
+            specs,
+            module_params=self._started.module_params,
+            grad_bytes=dtype_bytes(grad_dtype),
+            param_bytes=dtype_bytes(commonest),
+        )
+        device = next(iter(params.values())).device
+        facts = {
+            "megabucket": megabucket.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})",
+            "num_threads": torch.get_num_threads(),
+            "model_fingerprint": model_fingerprint(specs),
+        }
+        return WorkloadProfile(reduced.workload, {**facts, **reduced.facts})
 
     def write(
         self, path: str | Path, *, communicator: Communicator | None = None, which_rank: WhichRank = "slowest"
@@ -193,56 +175,15 @@ class WorkloadProfiler:
         known = set(map(id, self._params.values()))
         return any(id(param) in known for group in optimizer.param_groups for param in group["params"])
 
-    def _reduce(self) -> None:
-        hooks = self._started
-        steps = split_steps(hooks.events())
-        if steps and len(steps) <= self._warmup_steps:
-            raise PhaseError(
-                f"only {len(steps)} step(s) were profiled, and {self._warmup_steps} do not count (warmup_steps); run "
-                "more steps inside the context."
-            )
-        device = next(iter(self._params.values())).device
-        facts = ModelFacts(
-            specs=tuple(ParamSpec(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in self._params.items()),
-            module_params=tuple(hooks.module_params),
-            grad_bytes=self._grad_bytes(),
-            param_bytes=dtype_bytes(self._commonest_dtype()),
-        )
-        self._reduction = reduce_steps(steps[self._warmup_steps :], facts)
-        self._facts = _describe(self._reduction, facts, device)
 
-    def _commonest_dtype(self) -> str:
-        numels: dict[str, int] = {}
-        for param in self._params.values():
-            name = dtype_name(param.dtype)
-            numels[name] = numels.get(name, 0) + param.numel()
-        return max(numels, key=lambda name: numels[name])
+profile_workload = WorkloadProfiler
+"""The profiler as a function would be called::
 
-    def _grad_bytes(self) -> int:
-        config = self._config if self._config is not None else DistributedDataParallelConfig()
-        return dtype_bytes(resolve_grad_dtype(config, self._commonest_dtype()))
-
-
-def profile_workload(
-    model: torch.nn.Module,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    warmup_steps: int = 1,
-    config: DistributedDataParallelConfig | None = None,
-) -> WorkloadProfiler:
-    """Return a context manager that measures the training steps taken inside it; the arguments are ``WorkloadProfiler``'s.
-
-    ::
-
-        with megabucket.profile_workload(model) as profile:
-            for batch in batches:
-                train_step(model, batch)
-        profile.write("workload.json")
-
-    Raises:
-        ConfigError: the model has nothing to train.
-    """
-    return WorkloadProfiler(model, optimizer=optimizer, warmup_steps=warmup_steps, config=config)
+    with megabucket.profile_workload(model) as profile:
+        for batch in batches:
+            train_step(model, batch)
+    profile.write("workload.json")
+"""
 
 
 class ProfileCallback:
@@ -297,21 +238,68 @@ def choose_rank(profiles: Sequence[WorkloadProfile], which: WhichRank) -> Worklo
     return WorkloadProfile(profiles[rank].workload, facts)
 
 
-def _describe(reduction: Reduction, facts: ModelFacts, device: torch.device) -> dict[str, Any]:
-    steps_s = sorted(reduction.step_compute_s)
-    return {
-        "megabucket": megabucket.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})",
-        "num_threads": torch.get_num_threads(),
-        "model_fingerprint": model_fingerprint(facts.specs),
-        "num_steps": reduction.num_steps,
-        "num_microbatches_seen": reduction.num_microbatches_seen,
-        "step_compute_s": {"min": steps_s[0], "median": steps_s[len(steps_s) // 2], "max": steps_s[-1]},
-        "forward_s": reduction.workload.forward_s,
-        "backward_s": reduction.workload.backward_s,
-        "is_forward_in_registration_order": reduction.is_forward_in_order,
-        "unused": list(reduction.unused),
-        "handing_over_s_in_backward": reduction.handing_over_s,
-    }
+@dataclass(frozen=True, slots=True)
+class ProfilePlan:
+    """How long to measure, and whose figures count.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    num_steps: int = 10
+    num_warmup_steps: int = 3
+    which_rank: WhichRank = "slowest"
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1 or self.num_warmup_steps < 1:
+            raise ConfigError(
+                f"at least one step must count and one must warm up, got steps={self.num_steps} and "
+                f"warmup={self.num_warmup_steps}"
+            )
+
+
+def profile_program(
+    workload: WorkloadFunction, config: RunConfig, plan: ProfilePlan, *, launch: Launch, out: Path | None = None
+) -> WorkloadProfile:
+    """Return what the steps of a workload compute; the same on every rank. Every process of the run calls it.
+
+    Args:
+        out: a file; looked at before anything is measured, and written by the first rank after everything.
+
+    Raises:
+        ConfigError: the config cannot be honoured, or the file cannot be written.
+    """
+    with joined_ranks(launch) as ranks:
+        check_writable(ranks, [] if out is None else [out])
+        own = profile_steps(workload(config, ranks), config.ddp, plan)
+        profile = choose_rank(ranks.gather(own), plan.which_rank)
+        if out is not None and ranks.rank == 0:
+            profile.write(out)
+    return profile
+
+
+def profile_steps(
+    program: TrainingProgram, config: DistributedDataParallelConfig, plan: ProfilePlan, *, counts_launches: bool = True
+) -> WorkloadProfile:
+    """Return the workload of this rank's steps, with nothing sent.
+
+    Each rank takes its steps alone, at the same time as the others, so they share the machine as they do in training. Buffers,
+    hooks, checks and optimizer are those of training; gradients are handed over after backward, so that no collective is in the
+    way, and what that takes is counted where training does it, in backward.
+
+    Args:
+        counts_launches: whether handing gradients over is counted in backward; not, when it is measured by bucket elsewhere.
+    """
+    quiet = config.model_copy(update={"overlap_param_gather": False, "step_traces": False})
+    trainee = Trainee(program, quiet, LocalCommunicator())
+    with WorkloadProfiler(trainee.ddp, optimizer=trainee.optimizer, warmup_steps=plan.num_warmup_steps) as profiler:
+        for _ in range(plan.num_warmup_steps + plan.num_steps):
+            trainee.accumulate(program.num_microbatches)
+            with profiler.handing_over() if counts_launches else nullcontext():
+                trainee.ddp.start_grad_sync()
+            with profiler.optimizer_step():
+                trainee.update()
+            profiler.end_step()
+    profile = profiler.profile()
+    trainee.ddp.detach()
+    return profile

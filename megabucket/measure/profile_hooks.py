@@ -1,21 +1,19 @@
-"""Hooks that note when a model needs its parameters and when its gradients are ready. Decides nothing: ``profile_events`` does.
+"""Hooks that note when a model needs its parameters and when its gradients are ready.
 
-A hook appends one moment to a list. On a GPU the moment is an event in the device's queue, so nothing waits, and the list is
-read when profiling is over.
+On a GPU a moment is an event in the device's queue, so nothing waits, and moments are read when profiling is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from megabucket.measure.profile_events import Event, EventKind
-from megabucket.trace.clock import Clock, DeviceClock, HostClock, Stamp
+from megabucket.measure.profile_steps import Step, StepNotes
+from megabucket.trace.clock import DeviceClock, HostClock
 
 
 class ProfileHooks:
@@ -35,12 +33,11 @@ class ProfileHooks:
         counts_optimizer: Callable[[torch.optim.Optimizer], bool],
     ) -> None:
         device = next(iter(params.values())).device
-        self.clock: Clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if device.type == "cuda" else HostClock()
+        self._is_on_gpu = device.type == "cuda"
+        self.notes = StepNotes(DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if self._is_on_gpu else HostClock())
         self._module = module
         self._counts_optimizer = counts_optimizer
-        self._noted: list[tuple[EventKind, int, Stamp]] = []
         self._in_forward = False
-        self._in_optimizer = 0
         self._owners = _owners(module, params)
         self.module_params: list[tuple[int, ...]] = []
         """By module index: what it needs, as indices into ``params``. Filled once it is known what is called."""
@@ -48,30 +45,11 @@ class ProfileHooks:
         self._has_run = self._is_learned = False
         self._handles = self._register(params)
 
-    def note(self, kind: EventKind, index: int = -1) -> None:
-        """Note this moment."""
-        self._noted.append((kind, index, self.clock.stamp()))
-
-    @contextmanager
-    def span(self, kind: EventKind, end: EventKind) -> Iterator[None]:
-        """Note the beginning and the end of what runs inside; optimizers inside are a part of it."""
-        self._in_optimizer += 1
-        self.note(kind)
-        try:
-            yield
-        finally:
-            self.note(end)
-            self._in_optimizer -= 1
-
-    def events(self) -> list[Event]:
+    def steps(self) -> list[Step]:
         """Return what was noted. On a GPU this waits for it."""
-        if isinstance(self.clock, DeviceClock) and self._noted:
+        if self._is_on_gpu:
             torch.cuda.synchronize()
-        return [
-            Event(kind, moment_s, index)
-            for kind, index, stamp in self._noted
-            if (moment_s := self.clock.seconds(stamp)) is not None
-        ]
+        return self.notes.steps()
 
     def remove(self) -> None:
         """Take all hooks off. A second call does nothing."""
@@ -87,26 +65,19 @@ class ProfileHooks:
             self._module.register_forward_hook(self._after_model, always_call=True),
         ]
         handles += [
-            param.register_post_accumulate_grad_hook(self._ready_hook(index)) for index, param in enumerate(params.values())
+            param.register_post_accumulate_grad_hook(lambda _, index=index: self.notes.ready(index))
+            for index, param in enumerate(params.values())
         ]
         self._learning = [
             submodule.register_forward_pre_hook(self._note_called, prepend=True) for submodule in self._module.modules()
         ]
         return handles + self._learning
 
-    def _ready_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        noted, stamp, kind = self._noted, self.clock.stamp, EventKind.READY
-
-        def on_ready(_: torch.Tensor) -> None:
-            noted.append((kind, index, stamp()))
-
-        return on_ready
-
     def _need_hook(self, index: int) -> Callable[..., None]:
         def on_need(*_: Any) -> None:
             # Not what activation checkpointing runs again inside a backward; its time belongs to the gradient after it.
             if (self._in_forward or torch.is_grad_enabled()) and torch._C._current_graph_task_id() < 0:
-                self.note(EventKind.NEED, index)
+                self.notes.need(index)
 
         return on_need
 
@@ -118,12 +89,12 @@ class ProfileHooks:
         if self._has_run:
             self.learn()
         self._in_forward = True
-        self.note(EventKind.FORWARD)
+        self.notes.forward()
 
     def _after_model(self, *_: Any) -> None:
         if self._in_forward:
             self._in_forward, self._has_run = False, True
-            self.note(EventKind.FORWARD_END)
+            self.notes.forward_end()
 
     # Which modules need which parameters #
 
@@ -152,13 +123,13 @@ class ProfileHooks:
     # The optimizer #
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._in_optimizer and self._counts_optimizer(optimizer):
+        if self._counts_optimizer(optimizer):
             self.learn()
-            self.note(EventKind.OPTIMIZER)
+            self.notes.begin_optimizer()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._in_optimizer and self._counts_optimizer(optimizer):
-            self.note(EventKind.OPTIMIZER_END)
+        if self._counts_optimizer(optimizer):
+            self.notes.end_optimizer()
 
 
 def _owners(module: torch.nn.Module, params: Mapping[str, torch.nn.Parameter]) -> list[list[tuple[torch.nn.Module, ...]]]:

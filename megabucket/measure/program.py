@@ -142,7 +142,7 @@ def load_problems(workload: WorkloadFunction, config: RunConfig, stored: StoredC
     Raises:
         ConfigError: the config cannot be honoured.
     """
-    ranks = Ranks(rank=0, num_ranks=1, device=torch.device("cpu"), backend="none", are_on_one_host=True)
+    ranks = Ranks(rank=0, num_ranks=1, device=torch.device("cpu"), backend="none")
     trainee = Trainee(workload(config, ranks), config.ddp, LocalCommunicator())
     try:
         problems = mismatches(stored, TrainingParts(trainee.ddp, trainee.optimizer), cast=cast)

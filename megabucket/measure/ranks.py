@@ -7,10 +7,12 @@ small facts between ranks. One process without torchrun is a run like any other.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
@@ -49,7 +51,6 @@ class Ranks:
     device: torch.device
     backend: str
     """``gloo``, ``nccl``, ``megabucket_fabric``, or ``none`` for one process on its own."""
-    are_on_one_host: bool
 
     def gather(self, value: T) -> list[T]:
         """Return the ``value`` of every rank, in rank order. All ranks must call it."""
@@ -95,7 +96,7 @@ def joined_ranks(launch: Launch, fabric: FabricConfig | None = None) -> Iterator
     if has_gpus:
         torch.cuda.set_device(device)
     if not launch.is_launched:
-        yield Ranks(rank=0, num_ranks=1, device=device, backend="none", are_on_one_host=True)
+        yield Ranks(rank=0, num_ranks=1, device=device, backend="none")
         return
     backend = _start_group(fabric, device)
     try:
@@ -104,7 +105,6 @@ def joined_ranks(launch: Launch, fabric: FabricConfig | None = None) -> Iterator
             num_ranks=launch.num_ranks,
             device=device,
             backend=backend,
-            are_on_one_host=launch.num_local_ranks == launch.num_ranks,
         )
     finally:
         # The group's threads live as long as anything holds it, and wrappers are full of reference cycles. A thread that still
@@ -132,3 +132,27 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         given = "is not set" if text is None else f"is {text!r}"
         raise ConfigError(f"the launcher's variable {name} {given}, but must be a number; start with torchrun")
     return int(text)
+
+
+def check_writable(ranks: Ranks, paths: Sequence[Path]) -> None:
+    """Look whether the first rank can write files, before minutes of measuring. All ranks must call it.
+
+    Raises:
+        ConfigError: on every rank, if a file cannot be written.
+    """
+    found = ranks.gather("".join(_why_not_writable(path) for path in paths) if ranks.rank == 0 else "")[0]
+    if found:
+        raise ConfigError(found)
+
+
+def _why_not_writable(path: Path) -> str:
+    reason = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            reason = "it is a directory"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = "permission denied"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    return f"--out {path}: cannot be written: {reason}" if reason else ""

@@ -6,35 +6,39 @@ the workload's own steps, in turn and in changing order, so that a slow moment o
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import yaml
+
+from megabucket import __version__
 from megabucket.buffer import dtype_name
 from megabucket.comm import discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, printable
 from megabucket.layout import ParamSpec
-from megabucket.measure.calibrate import CalibrationPlan, measure_link
+from megabucket.measure.calibrate import CalibrationPlan, measure_link, pipelined_link
 from megabucket.measure.host import host_costs, meeting, optimizer_s, time_phases
-from megabucket.measure.out_file import check_writable, raise_on_all
-from megabucket.measure.pipelined import pipelined_link
-from megabucket.measure.profile import WorkloadProfile, choose_rank
-from megabucket.measure.profile_program import ProfilePlan, profile_steps
+from megabucket.measure.profile import ProfilePlan, choose_rank, profile_steps
 from megabucket.measure.program import Trainee, WorkloadFunction
-from megabucket.measure.ranks import Launch, Ranks, joined_ranks
+from megabucket.measure.ranks import Launch, Ranks, check_writable, joined_ranks
 from megabucket.planning.links import Link
 from megabucket.planning.run_config import RunConfig
 from megabucket.planning.simulate import FENCE, Mode
 from megabucket.planning.tune import (
+    DEFAULT,
     SIZE_FIELDS,
     Candidate,
+    Comparison,
     Decision,
     Measured,
     decide,
@@ -43,8 +47,11 @@ from megabucket.planning.tune import (
     mode_of,
     pick,
 )
+from megabucket.units import format_seconds
 
 _CUTTING: Final = frozenset({*SIZE_FIELDS, "bucket_order", "bucket_groups"})
+_CHOSEN: Final = (*SIZE_FIELDS, "bucket_order", "bucket_groups", "overlap_grad_reduce", "overlap_param_gather")
+"""Fields of ``ddp`` that the tuned config has from the chosen plan."""
 _WARM_STEPS: Final = 2
 """Steps before those that count in each turn: the first one shows what forward needs, the second fills the pipeline."""
 _QUIET: Final = MappingProxyType({"init_sync": False})
@@ -138,17 +145,15 @@ def tune_program(
     launch: Launch,
     outputs: Sequence[Path] = (),
     note: Callable[[str], None] = lambda _: None,
-    use: Callable[[Tuning], str] = lambda _: "",
 ) -> Tuning:
     """Tune the ``ddp`` section of a config for a workload on the ranks of this run. Every process calls it.
 
     Args:
-        outputs: files that ``use`` will write; looked at before anything is measured.
+        outputs: files that the first rank will write; looked at before anything is measured.
         note: called on the first rank with what happens next.
-        use: called on the first rank with the result, before any rank leaves; returns why it could not be used, or nothing.
 
     Raises:
-        ConfigError: one rank only, a config that cannot be honoured, or what ``use`` returned.
+        ConfigError: one rank only, a config that cannot be honoured, or a file that cannot be written.
     """
     if launch.num_ranks == 1:
         raise ConfigError(
@@ -158,9 +163,7 @@ def tune_program(
     say = note if launch.rank == 0 else lambda _: None
     with joined_ranks(launch, config.fabric) as ranks:
         check_writable(ranks, outputs)
-        tuning = _Tuner(workload, config, ranks, until_s=time.monotonic() + plan.max_s).tune(plan, say)
-        raise_on_all(ranks, use(tuning) if ranks.rank == 0 else "")
-    return tuning
+        return _Tuner(workload, config, ranks, until_s=time.monotonic() + plan.max_s).tune(plan, say)
 
 
 class _Tuner:
@@ -212,8 +215,7 @@ class _Tuner:
     def _measure_mode(self, ddp: DistributedDataParallelConfig, link: Link, wake_s: float) -> Measured:
         plan = ProfilePlan(num_steps=6, num_warmup_steps=2)
         own = profile_steps(self._workload(self._config, self._ranks), ddp, plan, counts_launches=False)
-        profiles = [WorkloadProfile.from_dict(data) for data in self._ranks.gather(own.to_dict())]
-        workload = choose_rank(profiles, "median").workload
+        workload = choose_rank(self._ranks.gather(own), "median").workload
         base = ddp.model_copy(update=dict.fromkeys((*SIZE_FIELDS, "bucket_order")))
         trainee, phases = self._trainee_of(base), []
         for numel in (sum(spec.numel for spec in self._specs), 1):
@@ -266,3 +268,72 @@ def _turn(trainee: Trainee, ddp: DistributedDataParallelConfig, num_steps: int) 
 def _mode_facts(known: Measured) -> dict[str, Any]:
     seconds = {name: getattr(known.workload, name) for name in ("forward_s", "backward_s", "optimizer_s")}
     return {"host": known.host.to_dict(), **seconds}
+
+
+# What the command leaves behind: a config with the evidence in its comments, and the evidence as JSON. #
+
+
+def write_tuning(config: RunConfig, tuning: Tuning, *, out: Path, evidence: Path) -> None:
+    """Write the config with the chosen plan, and the evidence as JSON.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    texts = {out: tuned_text(config, tuning), evidence: json.dumps(tuning.to_dict(), indent=1, allow_nan=False) + "\n"}
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+
+
+def tuned_text(config: RunConfig, tuning: Tuning) -> str:
+    """Return the config with the chosen plan as YAML, the evidence in comments before it."""
+    header = [f"megabucket tune {__version__}, {datetime.now(timezone.utc).isoformat(timespec='seconds')}", *describe(tuning)]
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in header)
+    return comments + "\n" + yaml.safe_dump(tuned_data(config, tuning.choice), sort_keys=False, allow_unicode=True)
+
+
+def tuned_data(config: RunConfig, choice: Candidate) -> dict[str, Any]:
+    """Return the config as plain data, with the chosen fields of ``ddp`` in place of its own; the default changes nothing."""
+    data: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
+    if choice.name == DEFAULT:
+        return data
+    replaced = (*_CHOSEN, "use_distributed_optimizer")
+    ddp = {name: value for name, value in data.pop("ddp", {}).items() if name not in replaced}
+    chosen = choice.ddp.model_dump(mode="json", include=set(_CHOSEN))
+    ddp |= {name: chosen[name] for name in _CHOSEN if name in chosen and chosen[name] is not None}
+    is_sharded = choice.mode is Mode.REDUCE_SCATTER
+    data.pop("mode", None)
+    return {"mode": "reduce_scatter" if is_sharded else "all_reduce", **data, "ddp": ddp}
+
+
+def describe(tuning: Tuning) -> list[str]:
+    """Return what was found, a line for each plan that was run and one for the decision."""
+    facts, comparisons = tuning.facts, {each.name: each for each in tuning.decision.comparisons}
+    counts = f"{len(tuning.candidates)} plans predicted, {len(tuning.seconds)} run"
+    lines = [f"{facts['num_ranks']} ranks, {facts['backend']}; {counts}"]
+    for name in sorted(tuning.seconds, key=tuning.measured_s):
+        each, measured_s = tuning.candidate(name), tuning.measured_s(name)
+        text = (
+            f"{printable(name)} ({each.num_buckets} buckets): predicted {format_seconds(each.predicted_s)}, measured "
+            f"{format_seconds(measured_s)} (error {each.predicted_s / measured_s - 1:+.1%})"
+        )
+        lines.append(f"  {text}{_gain(comparisons[name])}" if name in comparisons else f"  {text}")
+    return [*lines, _verdict(tuning)]
+
+
+def _gain(found: Comparison) -> str:
+    interval = f"{found.low:+.1%} to {found.high:+.1%}" if found.low > -1 else "too few rounds for an interval"
+    return f", {found.gain:+.1%} against the default ({interval}; faster in {found.num_faster} of {found.num_rounds} rounds)"
+
+
+def _verdict(tuning: Tuning) -> str:
+    found = tuning.decision.chosen
+    if found is None:
+        return "no candidate is better than the default beyond noise; the config stays as it is"
+    return (
+        f"{printable(found.name)} is faster than the default by {found.gain:.1%} (95 % interval over all candidates: "
+        f"{found.low:.1%} to {found.high:.1%}, sign test p = {found.p_value:.2g})"
+    )

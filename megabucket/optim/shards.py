@@ -368,9 +368,7 @@ class Sharding:
         if not self._buffers:
             return
         state = self._optimizer.state
-        found = unshard(
-            self.shards, state, ShardHolder(self._buffers, self._ddp.sync, self._ddp.communicator, self._is_sharded)
-        )
+        found = unshard(self.shards, state, self.holder)
         for shard in self.shards:
             state.pop(shard.main, None)
         state.update({**found.values, **state_of_empty_params(found, self.members)})
@@ -604,15 +602,12 @@ class Sharding:
 
 def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> list[Entry]:
     """Return a checksum of all values per element of each parameter, which ranks compare."""
-    return [
-        (f"checksum of the state of {name!r}:", *(checksum(value) for value in _tensors_of(whole, param)))
-        for param, name in names.items()
-    ]
-
-
-def _tensors_of(whole: WholeState, param: torch.nn.Parameter) -> list[torch.Tensor]:
-    held = [*(whole.values.get(param) or {}).values(), whole.main_values.get(param)]
-    return [value for value in held if isinstance(value, torch.Tensor) and value.numel()]
+    entries: list[Entry] = []
+    for param, name in names.items():
+        held = [*(whole.values.get(param) or {}).values(), whole.main_values.get(param)]
+        sums = [checksum(value) for value in held if isinstance(value, torch.Tensor) and value.numel()]
+        entries.append((f"checksum of the state of {name!r}:", *sums))
+    return entries
 
 
 def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:

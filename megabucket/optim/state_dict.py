@@ -148,17 +148,13 @@ class StateCutter:
         return f"{key}={value!r}"
 
     def _state_of(self, name: str) -> Mapping[str, Any]:
-        return self._whole.values.get(self._params[name]) or {}
+        return _state_of(self._whole, self._params[name])
 
     @torch.no_grad()
     def state_of(self, shard: MainShard) -> ShardState:
         """Return the state of one shard, whose parameters have the same signature; empty when they have none."""
         state = self._state_of(shard.run.params[0])
-        return {key: self._number(value) if key in self.numbers else self._cut(shard, key) for key, value in state.items()}
-
-    @staticmethod
-    def _number(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        return {key: copy.deepcopy(value) if key in self.numbers else self._cut(shard, key) for key, value in state.items()}
 
     def _cut(self, shard: MainShard, key: str) -> torch.Tensor:
         """Return the pieces of values per element in the shard's order; gaps between parameters are zero, as theirs are."""

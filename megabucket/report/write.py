@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from megabucket.errors import ConfigError
+from megabucket.report.chrome import write_chrome_trace
 from megabucket.report.collect import Report
 from megabucket.report.page import render_page
-from megabucket.trace import write_chrome_trace
 
 
 def write_report(report: Report, path: Path) -> tuple[Path, ...]:

@@ -1,16 +1,21 @@
-"""What steps did, as data: intervals, collectives, overlap, and a file that Perfetto opens. No torch."""
+"""What steps did, as data: intervals, collectives, and overlap. No torch."""
 
 from importlib import import_module
 from typing import Any
 
-from megabucket.trace.chrome import chrome_trace, write_chrome_trace
 from megabucket.trace.clock import Clock, DeviceClock, HostClock
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Interval, Lane, Launch, Recorder
 from megabucket.trace.step_recorder import StepRecorder
 from megabucket.trace.step_trace import LaunchTimes, StepTrace
 
-_LOGS = ("StepTraceLog", "TensorBoardLog", "step_figures")
-"""What writes traces to files and dashboards: public here, part of the report, and loaded when asked for."""
+_FILES = {
+    "StepTraceLog": "step_log",
+    "TensorBoardLog": "step_log",
+    "chrome_trace": "chrome",
+    "step_figures": "step_log",
+    "write_chrome_trace": "chrome",
+}
+"""What writes traces to files and dashboards: public here, a part of the report, and loaded when it is asked for."""
 
 __all__ = [
     "Clock",
@@ -34,6 +39,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LOGS:
-        return getattr(import_module("megabucket.report.step_log"), name)
+    if name in _FILES:
+        return getattr(import_module(f"megabucket.report.{_FILES[name]}"), name)
     raise AttributeError(f"module 'megabucket.trace' has no attribute {name!r}")

@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 
 import megabucket
-from megabucket.comm import LocalCommunicator, discover_communicator
+from megabucket.comm import AllReduce, Communicator, LocalCommunicator, discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
-from megabucket.measure.calibrate import CalibrationPlan, measure_link
-from megabucket.measure.host import host_costs, meeting, optimizer_s, time_phases, time_wake
-from megabucket.measure.pipelined import pipelined_link
-from megabucket.measure.profile import WorkloadProfile, WorkloadProfiler, choose_rank
+from megabucket.measure.calibrate import CalibrationPlan, measure_link, pipelined_link
+from megabucket.measure.host import host_costs, meeting, optimizer_s, slowest, time_phases
+from megabucket.measure.profile import WorkloadProfiler, choose_rank
+from megabucket.measure.profile_steps import WorkloadProfile
 from megabucket.measure.ranks import Ranks
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.cuts import plan_of_layout
@@ -197,6 +197,27 @@ def measure(arms: list[Arm], *, turns: int, steps: int, key: str) -> dict[str, l
     return {name: [max(both) for both in zip(*(one[name] for one in everybody), strict=True)] for name in own}
 
 
+def time_wake(communicator: Communicator, link: Link, num_bytes: int, *, device: torch.device) -> float:
+    """Return how late a thread goes on that waits for a collective: seconds beyond its launch and the link. Collective call.
+
+    Args:
+        num_bytes: of the all-reduce; as large as a bucket, because what a back-end adds to a small one is hidden in a
+            large one.
+    """
+    numel = max(num_bytes // 4, 1)
+    probe = communicator.prepare([AllReduce(torch.zeros(numel, device=device))])
+    meet = meeting(communicator, device=device)
+    late_s = []
+    link_s = link.collective_s(CollectiveKind.ALL_REDUCE, numel * 4, communicator.size)
+    for _ in range(9):
+        meet()
+        handle = communicator.launch(probe, label="probe")
+        launched_s = time.perf_counter()
+        handle.wait()
+        late_s.append(time.perf_counter() - launched_s - link_s)
+    return max(0.0, *slowest([statistics.median(late_s)], communicator, device=device))
+
+
 def run_cell(rows: list[Row], workload: Workload, link: Link, mode: Mode, options, key: str) -> dict:
     base, num_ranks, is_sharded = base_config(mode), dist.get_world_size(), mode is Mode.REDUCE_SCATTER
     numel = sum(row[0] for row in rows)
@@ -272,7 +293,7 @@ def start(fabric: str, name: str, scale: float) -> Link:
 
 def table() -> MeasuredLink:
     """Return what collectives take when others are in flight, as ``megabucket tune`` measures it."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", are_on_one_host=True)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     calibration = measure_link(CalibrationPlan(max_bytes=4 * 2**20, repetitions=5), ranks)
     with closing(discover_communicator(None)) as communicator:
         return pipelined_link(calibration, communicator, device=ranks.device)

@@ -12,7 +12,7 @@ from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.workload import workload as demo
 from megabucket.cli.main import app
 from megabucket.errors import ConfigError
-from megabucket.measure.profile_program import ProfilePlan, profile_program
+from megabucket.measure.profile import ProfilePlan, profile_program
 from megabucket.measure.ranks import Launch
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.workload import Workload

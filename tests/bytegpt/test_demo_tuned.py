@@ -14,8 +14,7 @@ from examples.bytegpt.workload import workload as demo
 from megabucket.cli.main import app
 from megabucket.errors import ConfigError
 from megabucket.measure.ranks import Launch
-from megabucket.measure.tune import TunePlan, Tuning, tune_program
-from megabucket.measure.tuned import describe, tuned_text, write_tuning
+from megabucket.measure.tune import TunePlan, Tuning, describe, tune_program, tuned_text, write_tuning
 from megabucket.planning.tune import DEFAULT, Candidate, decide
 from megabucket.report.measured import read_measured
 
@@ -81,7 +80,7 @@ def test_the_tuned_config_is_the_old_one_with_the_chosen_plan(config_path, tmp_p
     switches = {"use_distributed_optimizer": is_sharded, "overlap_param_gather": is_sharded}
     tuning = tuning_of(config, FASTER, **switches, **update)
 
-    assert write_tuning(config, tuning, out=tmp_path / "tuned.yaml", evidence=tmp_path / "e.json") == ""
+    write_tuning(config, tuning, out=tmp_path / "tuned.yaml", evidence=tmp_path / "e.json")
 
     tuned = load_demo_config(tmp_path / "tuned.yaml", [])
     assert tuned.ddp == tuning.choice.ddp
@@ -113,9 +112,8 @@ def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
 def test_a_file_that_cannot_be_written_is_named(config_path, tmp_path):
     config = load_demo_config(config_path, [])
 
-    problem = write_tuning(config, tuning_of(config, NOISE), out=tmp_path, evidence=tmp_path / "e.json")
-
-    assert problem.startswith(f"{tmp_path}: cannot be written")
+    with pytest.raises(ConfigError, match=f"{tmp_path}: cannot be written"):
+        write_tuning(config, tuning_of(config, NOISE), out=tmp_path, evidence=tmp_path / "e.json")
 
 
 def test_one_rank_is_refused(config_path):

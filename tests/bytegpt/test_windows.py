@@ -61,7 +61,7 @@ def batches_of(tiny_run, step, *, num_ranks, microbatch_size, num_microbatches):
     config = tiny_run(train={"microbatch_size": microbatch_size, "num_microbatches": num_microbatches, "seed": 3})
     by_rank = []
     for rank in range(num_ranks):
-        ranks = Ranks(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"), backend="none", are_on_one_host=True)
+        ranks = Ranks(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"), backend="none")
         batches = make_task(config, config.model, ranks).microbatches(step)
         by_rank.append([[bytes(row.tolist()) for row in inputs] for inputs, _ in batches])
     return by_rank

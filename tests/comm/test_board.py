@@ -57,7 +57,6 @@ class Wrapper:
                 PATIENT,
                 progress=progress,
                 group_timeout_s=None,
-                flight_record=str,
                 on_loss=lambda: None,
             )
 
@@ -192,7 +191,7 @@ def test_an_interrupted_rank_ends_the_waits_of_the_others_in_its_words(wrappers)
 
 def test_a_rank_that_never_wraps_is_named_when_the_time_of_the_group_is_over():
     heartbeat = Heartbeat(dist.HashStore(), rank=0, members=(0, 1), progress=Progress(), every_s=0.2, is_wanted=lambda: True)
-    watch = PeerWatch(heartbeat, PATIENT, progress=Progress(), group_timeout_s=0.5, flight_record=str, on_loss=lambda: None)
+    watch = PeerWatch(heartbeat, PATIENT, progress=Progress(), group_timeout_s=0.5, on_loss=lambda: None)
     started_s = time.monotonic()
 
     with pytest.raises(PeerLostError) as caught:

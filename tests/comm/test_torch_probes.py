@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.torch import backend_of, existence_of, flight_record, store_of, timeout_s_of
+from megabucket.comm.torch import backend_of, existence_of, store_of, timeout_s_of
 
 
 @pytest.fixture
@@ -38,17 +38,3 @@ def test_a_group_exists_until_it_is_destroyed_and_another_default_group_is_anoth
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert (default(), subgroup()) == (False, False)
     dist.destroy_process_group()
-
-
-def test_the_flight_record_is_a_line_about_the_last_collectives_of_the_group(group):
-    for _ in range(6):
-        dist.all_reduce(torch.ones(3))
-    line = flight_record([group.group_name])
-
-    assert line.startswith("Last collectives: #")
-    assert line.count("all_reduce [[3]]") == 4
-    assert len(line) <= 300
-
-
-def test_there_is_no_flight_record_of_an_unknown_group(group):
-    assert flight_record(["no such group"]) == ""

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from megabucket.comm import Handle
-from megabucket.measure.calibrate import Calibration
+from megabucket.measure.calibrate import Calibration, pipelined_link
 from megabucket.measure.collectives import Cell, Timing, time_collectives
-from megabucket.measure.pipelined import pipelined_link
 from megabucket.testing import LoopbackWorld
 from megabucket.trace import CollectiveKind
 

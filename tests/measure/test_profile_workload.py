@@ -11,8 +11,8 @@ import megabucket as mb
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError, PhaseError
 from megabucket.layout import ParamSpec
-from megabucket.measure.profile import WorkloadProfile, choose_rank
-from megabucket.measure.profile_events import EventKind
+from megabucket.measure.profile import choose_rank
+from megabucket.measure.profile_steps import WorkloadProfile
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.planning.workload_match import check_workload_matches, model_fingerprint
 from megabucket.testing import LoopbackWorld
@@ -89,11 +89,11 @@ def test_afterwards_the_model_is_as_it_was():
     model = torch.nn.Sequential(Layer(), Layer())
     with mb.profile_workload(model) as profiler:
         train(model, 2)
-    num_events = len(profiler._hooks.events())
+    before = profiler._hooks.steps()
 
     train(model, 1)
 
-    assert len(profiler._hooks.events()) == num_events
+    assert profiler._hooks.steps() == before
     assert all(not module._forward_pre_hooks and not module._forward_hooks for module in model.modules())
 
 
@@ -178,8 +178,7 @@ def test_only_optimizers_of_the_model_count():
     with mb.profile_workload(model) as profiler:
         train(model, 3, after_step=other_optimizer.step)
 
-    kinds = [event.kind for event in profiler._hooks.events()]
-    assert (kinds.count(EventKind.OPTIMIZER), kinds.count(EventKind.OPTIMIZER_END)) == (3, 3)
+    assert [len(step.optimizer) for step in profiler._hooks.steps()] == [1, 1, 1]
 
 
 def test_an_optimizer_that_calls_another_one_counts_as_a_whole():
@@ -194,7 +193,7 @@ def test_an_optimizer_that_calls_another_one_counts_as_a_whole():
         train(model, optimizer=SlowSgd(model.parameters(), lr=0.1))
 
     assert profiler.profile().workload.optimizer_s > 0.9 * LONG_S
-    assert profiler.num_steps == 3
+    assert profiler.profile().facts["num_steps"] == 2
 
 
 @pytest.mark.parametrize("switches", [{}, {"use_distributed_optimizer": True}], ids=["all-reduce", "reduce-scatter"])

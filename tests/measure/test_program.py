@@ -12,7 +12,7 @@ from megabucket.cli.main import app
 from megabucket.comm import LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
-from megabucket.measure.profile_program import ProfilePlan, profile_program
+from megabucket.measure.profile import ProfilePlan, profile_program
 from megabucket.measure.program import Trainee, TrainingProgram, load_workload, load_workload_config
 from megabucket.measure.ranks import Launch
 from megabucket.planning import RunConfig

