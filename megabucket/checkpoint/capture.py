@@ -199,7 +199,7 @@ def take(
     if isinstance(parts.optimizer, DistributedOptimizer):
         held = hold_shards(parts.optimizer, module, told.described)
     else:
-        held = hold_nothing(module) if parts.optimizer is None else hold_plain(parts.optimizer, module)
+        held = HeldState(names=_names_in(module)) if parts.optimizer is None else hold_plain(parts.optimizer, module)
     shared = {f"{MODEL_PREFIX}{name}": param.detach() for param, name in held.names.items() if not param.is_meta}
     shared |= held.shared
     keep = shared.__setitem__
@@ -318,11 +318,6 @@ def members_of(optimizer: torch.optim.Optimizer) -> Sequence[Sequence[torch.Tens
     if isinstance(optimizer, DistributedOptimizer):
         return optimizer.sharding.members
     return [group["params"] for group in optimizer.param_groups]
-
-
-def hold_nothing(module: torch.nn.Module) -> HeldState:
-    """Return the state of no optimizer."""
-    return HeldState(names=_names_in(module))
 
 
 def hold_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> HeldState:

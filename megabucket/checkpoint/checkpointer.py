@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 
 from megabucket.checkpoint.capture import Stateful, TrainingParts, name_schedulers, take, tell_state, to_host
-from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES
+from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, content_of
 from megabucket.checkpoint.format import Snapshot
 from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, mismatches, restore
-from megabucket.checkpoint.save import BackgroundWriter, Save, SaveSettings, WhenBusy, content_from
+from megabucket.checkpoint.save import BackgroundWriter, Save, SaveSettings, WhenBusy
 from megabucket.checkpoint.stored import StoredCheckpoint, open_checkpoint
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointInvalidError
@@ -65,7 +65,7 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
     parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
     told = tell_state(parts)
     return Save(Path(root), step, told.ranks, settings).run(
-        lambda: content_from(take(parts, told, data_position=data_position, extras=extras), told.ranks, settings)
+        lambda: content_of(take(parts, told, data_position=data_position, extras=extras), told.ranks, max_file_bytes)
     )
 
 
@@ -212,7 +212,7 @@ class Checkpointer:
         if self._is_asynchronous:
             return self._writer.save(step, lambda: self._copy(taken()), overwrite=overwrite)
         settings = replace(self._settings, overwrite=overwrite)
-        Save(self.root, step, self._ranks, settings).run(lambda: content_from(taken(), self._ranks, settings))
+        Save(self.root, step, self._ranks, settings).run(lambda: content_of(taken(), self._ranks, settings.max_file_bytes))
         return True
 
     def _copy(self, snapshot: Snapshot) -> Snapshot:

@@ -21,6 +21,7 @@ import torch
 from megabucket.buffer import dtype_name
 from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_file
 from megabucket.checkpoint.format import ITEM_BYTES, Json, Snapshot, StoredFile, TensorInfo, encode_header
+from megabucket.checkpoint.ranks import Ranks
 from megabucket.units import MIB
 
 DEFAULT_FILE_BYTES: Final = 64 * MIB
@@ -152,8 +153,8 @@ def _parts_that_fit(index: int, info: TensorInfo, start: int, stop: int, room: i
 # Write
 
 
-def content_of(snapshot: Snapshot, *, rank: int, size: int, max_file_bytes: int) -> Content:
-    """Return what ``rank`` of ``size`` writes for its snapshot.
+def content_of(snapshot: Snapshot, ranks: Ranks, max_file_bytes: int) -> Content:
+    """Return what this rank writes for its snapshot.
 
     Raises:
         ValueError: pieces that are not what they say, or that no file can hold.
@@ -165,13 +166,13 @@ def content_of(snapshot: Snapshot, *, rank: int, size: int, max_file_bytes: int)
             raise ValueError(f"{named} has values of shape {tuple(values.shape)}, stride {values.stride()}")
         if dtype_name(values.dtype) != piece.info.dtype:
             raise ValueError(f"{named} says {piece.info.dtype} and has {values.dtype}")
-    files = files_of_rank(rank, [(piece.info, piece.start, piece.stop) for piece in pieces], max_file_bytes)
+    files = files_of_rank(ranks.rank, [(piece.info, piece.start, piece.stop) for piece in pieces], max_file_bytes)
 
     def values_of(part: Part) -> torch.Tensor:
         piece = pieces[part.piece]
         return piece.values[part.start - piece.start : part.stop - piece.start]
 
-    return Content(snapshot.values, size, files, partial(write_files, files, values_of))
+    return Content(snapshot.values, ranks.size, files, partial(write_files, files, values_of))
 
 
 def write_files(

@@ -78,12 +78,7 @@ def save_snapshot(root: Path | str, step: int, snapshot: Snapshot, ranks: Ranks,
         CheckpointNotSavedError: something failed on some rank. Nothing was committed, and every rank raises this.
     """
     settings = settings or SaveSettings()
-    return Save(Path(root), step, ranks, settings).run(lambda: content_from(snapshot, ranks, settings))
-
-
-def content_from(snapshot: Snapshot, ranks: Ranks, settings: SaveSettings) -> Content:
-    """Return what this rank writes for its snapshot; see ``content_of``."""
-    return content_of(snapshot, rank=ranks.rank, size=ranks.size, max_file_bytes=settings.max_file_bytes)
+    return Save(Path(root), step, ranks, settings).run(lambda: content_of(snapshot, ranks, settings.max_file_bytes))
 
 
 class Save:
@@ -332,7 +327,7 @@ class BackgroundWriter:
         settings = replace(self._settings, overwrite=overwrite or self._settings.overwrite)
         save = Save(self._root, step, self._ranks, settings)
         try:
-            save.begin(lambda: content_from(take(), self._ranks, settings))
+            save.begin(lambda: content_of(take(), self._ranks, settings.max_file_bytes))
         except BaseException:
             save.release()
             raise

@@ -13,10 +13,11 @@ from faults.checkpoints import sample
 from faults.checkpoints.faulty import FaultyFileSystem
 from faults.checkpoints.threads import in_threads
 from megabucket.checkpoint.catalog import CheckpointWarning, whole_steps
+from megabucket.checkpoint.data_files import content_of
 from megabucket.checkpoint.file_system import FileSystem
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.save import Save, SaveSettings, content_from, save_snapshot
+from megabucket.checkpoint.save import Save, SaveSettings, save_snapshot
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import CheckpointNotSavedError
 
@@ -146,7 +147,7 @@ def test_what_a_dead_save_has_left_is_removed_by_the_next(tmp_path):
 def test_two_saves_into_one_directory_do_not_meet(tmp_path):
     save(tmp_path, 1)
     first = Save(tmp_path, 2, AloneRanks(), SaveSettings())
-    first.begin(lambda: content_from(sample.snapshot(2, rank=0, size=1), AloneRanks(), SaveSettings()))
+    first.begin(lambda: content_of(sample.snapshot(2, rank=0, size=1), AloneRanks(), 10**6))
 
     with pytest.raises(CheckpointNotSavedError, match="another save into this directory is going on"):
         save(tmp_path, 3)
