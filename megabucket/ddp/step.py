@@ -3,7 +3,8 @@
 ::
 
     IDLE      -> OPEN       a training forward or a gradient
-    OPEN      -> LAUNCHING  a gradient of the last microbatch, or a flush; may rest here between backward and step()
+    OPEN      -> LAUNCHING  a gradient of the last microbatch, or a flush (from IDLE, too); may rest here between backward and
+                            step()
     LAUNCHING -> FENCED     the last bucket and the fence are sent
     FENCED    -> AGREED     all ranks are whole and the buckets are drained (an overflow of the sum is found here)
     FENCED    -> IDLE       something is wrong on some rank: drained, forgotten, the same error on all ranks
@@ -641,8 +642,7 @@ class GradSync:
 
         Raises:
             MegabucketError: the wrapper is broken; or a forward or backward has failed inside a ``step()`` block, and the
-            caller
-                has caught the exception there.
+                caller has caught the exception there.
         """
         if self.state in (StepState.FENCED, StepState.CALL) or (self.state is StepState.LAUNCHING and self._fence.is_sent):
             # An interrupt has ended what this rank was in, and another one has kept it from saying so.
