@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megabucket.planning.explain import ResolvedConfig
+    from megabucket.config.resolve import ResolvedConfig
     from megabucket.planning.run_config import RunConfig
 
 
@@ -55,8 +55,8 @@ def _value_text(value: object) -> str:
 
 def _resolve_all(run: RunConfig, dp_size: int) -> list[ResolvedConfig]:
     """Return one answer per parameter dtype of the model, or one for float32 without a model."""
+    from megabucket.config.resolve import resolve
     from megabucket.planning.architecture import param_specs
-    from megabucket.planning.explain import resolve
 
     if run.model is None:
         return [resolve(run.ddp, dp_size=dp_size, param_dtype="float32")]

@@ -128,7 +128,7 @@ class DistributedDataParallelConfig(Section):
     """How gradients are stored, cut into buckets and reduced.
 
     Field names are Megatron's where the meaning is Megatron's. The object is frozen and never changed by its users;
-    ``megabucket explain`` prints the values that depend on the model and the group, each with its reason.
+    ``megabucket.config.resolve`` derives the values that depend on the model and the group, each with its reason.
     """
 
     use_distributed_optimizer: bool = False

@@ -1,15 +1,15 @@
-"""Derive the values a config leaves open.
+"""Derive the values a config leaves open, each with its reason.
 
 Owns every rule that turns a ``DistributedDataParallelConfig`` and a group size into numbers: gradient dtype, bucket
-size, padding, alignment, and what a step does. Changes no config and imports no torch. ``build_layout`` and the wrapper call
-the rules; ``planning.explain`` gives all of them together, each with its reason.
+size, padding, alignment, gradient scale, collective. Changes no config and imports no torch. ``build_layout`` and the
+wrapper call the single rules; ``megabucket explain`` prints all of them through ``resolve``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import ConfigError, LayoutError
@@ -30,7 +30,38 @@ DEFAULT_BUCKET_NUMEL: Final = 40_000_000
 DEFAULT_BUCKET_NUMEL_PER_RANK: Final = 1_000_000
 """Elements per bucket and rank when nothing sizes the buckets and the group is large."""
 
-HALF_PRECISION: Final = frozenset({"bfloat16", "float16"})
+_HALF_PRECISION: Final = frozenset({"bfloat16", "float16"})
+
+Value = int | float | str | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """One derived value and why it is what it is."""
+
+    name: str
+    value: Value
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """Every derived value of one config on one group, in the order a reader needs them."""
+
+    dp_size: int
+    param_dtype: str
+    entries: tuple[Resolved, ...]
+
+    def __getitem__(self, name: str) -> Resolved:
+        """Return the entry called ``name``; ``KeyError`` when there is none."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return name -> value and reason as plain data, ready for JSON."""
+        return {entry.name: {"value": entry.value, "reason": entry.reason} for entry in self.entries}
 
 
 def check_group_size(value: object, *, name: str = "dp_size") -> None:
@@ -49,7 +80,7 @@ def resolve_grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) 
     Raises:
         LayoutError: ``param_dtype`` is not a dtype that a buffer can hold.
     """
-    return explain_grad_dtype(config, param_dtype)[0]
+    return _grad_dtype(config, param_dtype)[0]
 
 
 def resolve_bucket_size(
@@ -71,7 +102,7 @@ def resolve_bucket_size(
     >>> resolve_bucket_size(DistributedDataParallelConfig(), dp_size=512, total_numel=10**9, grad_itemsize_bytes=4)
     512000000
     """
-    size = size_buckets(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=grad_itemsize_bytes)
+    size = _bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=grad_itemsize_bytes)
     return size.numel
 
 
@@ -120,10 +151,47 @@ def overlap_obstacle(config: DistributedDataParallelConfig, *, dp_size: int, is_
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class BucketSize:
-    """The elements that close a bucket, and why; ``None``: no number of elements does."""
+def resolve(
+    config: DistributedDataParallelConfig,
+    *,
+    dp_size: int,
+    total_numel: int | None = None,
+    param_dtype: str = "float32",
+    num_buffers: int = 1,
+) -> ResolvedConfig:
+    """Return every value that ``config`` leaves to the model and the group, each with its reason.
 
+    Args:
+        config: the section as the user wrote it.
+        dp_size: ranks of the data-parallel group.
+        total_numel: elements of all parameters, without padding; ``None`` when the model is not known.
+        param_dtype: dtype of the parameters the answer is for.
+        num_buffers: buffers the model needs; more than one when parameters differ in dtype or group.
+
+    Raises:
+        ConfigError: more buckets were asked for than there are elements.
+        LayoutError: ``dp_size`` is not positive, or no buffer can hold ``param_dtype``.
+    """
+    check_group_size(dp_size)
+    grad_dtype, grad_reason = _grad_dtype(config, param_dtype)
+    size = _bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=dtype_bytes(grad_dtype))
+    return ResolvedConfig(
+        dp_size=dp_size,
+        param_dtype=param_dtype,
+        entries=(
+            Resolved("grad_dtype", grad_dtype, grad_reason),
+            Resolved("bucket_size", size.numel if size.is_known else "unknown", size.reason),
+            _order_entry(config),
+            *_alignment_entries(config, dp_size),
+            *_reduction_entries(config, dp_size, grad_dtype),
+            _finish_entry(config),
+            _overlap_entry(config, dp_size, is_one_bucket=num_buffers == 1 and size.holds(total_numel)),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketSize:
     numel: int | None
     reason: str
     is_known: bool = True
@@ -136,54 +204,59 @@ class BucketSize:
         return self.numel is None or total_numel <= self.numel
 
 
-def explain_grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) -> tuple[str, str]:
-    """Return what ``resolve_grad_dtype`` does, and why."""
+def _grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) -> tuple[str, str]:
     dtype_bytes(param_dtype)
-    if param_dtype not in HALF_PRECISION:
+    if param_dtype not in _HALF_PRECISION:
         return param_dtype, f"{param_dtype} parameters keep {param_dtype} gradients"
     if config.grad_reduce_in_fp32:
         return "float32", f"grad_reduce_in_fp32=True: {param_dtype} gradients are accumulated and reduced in float32"
     return param_dtype, f"grad_reduce_in_fp32=False keeps the dtype of the {param_dtype} parameters"
 
 
-def size_buckets(
+def _bucket_size(
     config: DistributedDataParallelConfig, *, dp_size: int, total_numel: int | None, grad_itemsize_bytes: int
-) -> BucketSize:
-    """Return what ``resolve_bucket_size`` does, and why; it may wait for a model."""
+) -> _BucketSize:
     check_group_size(dp_size)
     if _has_one_bucket(config):
         reason = "layout='megatron' without overlap_grad_reduce: one bucket per buffer, whatever sizes the buckets"
-        return BucketSize(None, reason)
+        return _BucketSize(None, reason)
     if config.bucket_cuts is not None:
         return _size_from_cuts(config.bucket_cuts)
     if config.bucket_size is not None:
-        return BucketSize(config.bucket_size, "bucket_size, as given")
+        return _BucketSize(config.bucket_size, "bucket_size, as given")
     if config.bucket_cap_mb is not None:
         numel = max(1, int(config.bucket_cap_mb * MIB // grad_itemsize_bytes))
         reason = f"bucket_cap_mb={config.bucket_cap_mb:g} MiB of gradients at {grad_itemsize_bytes} bytes per element"
-        return BucketSize(numel, reason)
+        return _BucketSize(numel, reason)
     if config.num_buckets is not None:
         return _size_from_count(config.num_buckets, total_numel)
     per_rank = DEFAULT_BUCKET_NUMEL_PER_RANK * dp_size
     reason = f"default: max({DEFAULT_BUCKET_NUMEL:_}, {DEFAULT_BUCKET_NUMEL_PER_RANK:_} * dp_size={dp_size})"
-    return BucketSize(max(DEFAULT_BUCKET_NUMEL, per_rank), reason)
+    return _BucketSize(max(DEFAULT_BUCKET_NUMEL, per_rank), reason)
 
 
 def _has_one_bucket(config: DistributedDataParallelConfig) -> bool:
     return config.layout == "megatron" and not config.overlap_grad_reduce
 
 
-def _size_from_cuts(cuts: tuple[str, ...]) -> BucketSize:
+def _size_from_cuts(cuts: tuple[str, ...]) -> _BucketSize:
     if not cuts:
-        return BucketSize(None, "bucket_cuts=[]: no parameter closes a bucket, so each buffer is one")
+        return _BucketSize(None, "bucket_cuts=[]: no parameter closes a bucket, so each buffer is one")
     places = "1 named parameter closes a bucket" if len(cuts) == 1 else f"{len(cuts)} named parameters close a bucket each"
-    return BucketSize(None, f"bucket_cuts: {places}", is_cut_by_name=True)
+    return _BucketSize(None, f"bucket_cuts: {places}", is_cut_by_name=True)
 
 
-def _size_from_count(num_buckets: int, total_numel: int | None) -> BucketSize:
+def _order_entry(config: DistributedDataParallelConfig) -> Resolved:
+    name = "buffer_order"
+    if config.bucket_order is None:
+        return Resolved(name, "reversed", "no bucket_order: registration reversed, roughly the order of backward")
+    return Resolved(name, "recorded", f"bucket_order: {len(config.bucket_order)} parameters, the first gradient first")
+
+
+def _size_from_count(num_buckets: int, total_numel: int | None) -> _BucketSize:
     if total_numel is None:
         reason = f"num_buckets={num_buckets}: total elements // {num_buckets}, known once there is a model"
-        return BucketSize(None, reason, is_known=False)
+        return _BucketSize(None, reason, is_known=False)
     # A model without elements still gets its one empty bucket; only a promise that cannot be kept is refused.
     if num_buckets > max(total_numel, 1):
         raise ConfigError(
@@ -191,7 +264,75 @@ def _size_from_count(num_buckets: int, total_numel: int | None) -> BucketSize:
             f"Ask for at most {max(total_numel, 1)}, or give bucket_size instead."
         )
     reason = f"num_buckets={num_buckets}: {total_numel:_} elements // {num_buckets}"
-    return BucketSize(max(1, total_numel // num_buckets), reason)
+    return _BucketSize(max(1, total_numel // num_buckets), reason)
+
+
+def _alignment_entries(config: DistributedDataParallelConfig, dp_size: int) -> tuple[Resolved, ...]:
+    if not is_padded(config):
+        why = "layout='megatron' without use_distributed_optimizer packs parameters back to back"
+        return (
+            Resolved("padded", False, why),
+            Resolved("start_multiple", 1, "not padded: a parameter starts where the one before ends"),
+            Resolved("bucket_end_multiple", 1, "not padded: a bucket ends where its last parameter ends"),
+        )
+    why = (
+        "layout='stable': the same padded layout whatever is switched on"
+        if config.layout == "stable"
+        else "use_distributed_optimizer=True: every rank owns an equal shard of each bucket"
+    )
+    parts = f"dp_size={dp_size}, {BUCKET_END_ALIGNMENT}"
+    if config.pad_buckets_for_high_nccl_busbw:
+        parts += f", {HIGH_BUSBW_ALIGNMENT}"
+    end = bucket_end_multiple(config, dp_size)
+    return (
+        Resolved("padded", True, why),
+        Resolved("start_multiple", START_ALIGNMENT, f"padded: a parameter starts at a multiple of {START_ALIGNMENT}"),
+        Resolved("bucket_end_multiple", end, f"padded: lcm({parts}), so that shards are equal"),
+    )
+
+
+def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int, grad_dtype: str) -> tuple[Resolved, ...]:
+    if config.use_distributed_optimizer:
+        collective = Resolved("collective", "reduce_scatter", "use_distributed_optimizer=True: a rank needs its shard only")
+    else:
+        collective = Resolved("collective", "all_reduce", "use_distributed_optimizer=False: every rank steps on all parameters")
+    if config.grad_reduction == "sum":
+        return (
+            collective,
+            Resolved("reduce_op", "sum", "grad_reduction='sum'"),
+            Resolved("gradient_scale", 1.0, "grad_reduction='sum': the plain sum over the ranks"),
+        )
+    if config.average_in_collective:
+        return (
+            collective,
+            Resolved("reduce_op", "avg", "average_in_collective=True: the collective divides"),
+            Resolved("gradient_scale", 1.0, "average_in_collective=True: no scaling beside the collective"),
+        )
+    if grad_dtype in _HALF_PRECISION:
+        once = "partly before and partly after the sum, so that 16 bits neither overflow nor underflow"
+    else:
+        once = "applied once, after the sum"
+    return (
+        collective,
+        Resolved("reduce_op", "sum", "average_in_collective=False: the mean is a scaled sum"),
+        Resolved("gradient_scale", 1.0 / dp_size, f"grad_reduction='mean': 1 / dp_size={dp_size}, {once}"),
+    )
+
+
+def _finish_entry(config: DistributedDataParallelConfig) -> Resolved:
+    if config.finish == "explicit":
+        return Resolved("finished_by", "finish_grad_sync()", "finish='explicit': the caller ends the gradient sync")
+    if config.use_distributed_optimizer:
+        why = "finish='auto' with reduce-scatter: DistributedOptimizer.step() waits for the gradients"
+        return Resolved("finished_by", "optimizer step", why)
+    why = "finish='auto' with all-reduce: gradients are ready when the last backward returns"
+    return Resolved("finished_by", "end of backward", why)
+
+
+def _overlap_entry(config: DistributedDataParallelConfig, dp_size: int, *, is_one_bucket: bool) -> Resolved:
+    obstacle = overlap_obstacle(config, dp_size=dp_size, is_one_bucket=is_one_bucket)
+    why = "overlap_grad_reduce=True: a bucket is launched as soon as its gradients are complete"
+    return Resolved("overlaps_backward", obstacle is None, obstacle if obstacle is not None else why)
 
 
 # What a step does #
