@@ -8,7 +8,7 @@
 #   VENV      where the environment lives            (default .venv)
 #   PIP_ARGS  extra arguments of pip install         (for example --index-url ... for a CPU build of torch)
 #   RANKS     processes of the demo                  (default 2)
-#   JOBS      tests that run at once                 (default 2)
+#   JOBS      tests that run at once                 (default 3: many of them wait)
 #   BENCH     what `make bench` measures             (default: everything; docs/benchmarks.md; BENCH=--help)
 #   FAULTS    which faults `make faults` makes       (default: every; docs/faults.md)
 #   VENV_BENCH  where the peers of `make bench` live (default .venv-bench)
@@ -17,7 +17,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 RANKS ?= 2
-JOBS ?= 2
+JOBS ?= 3
 VENV_BENCH ?= .venv-bench
 BENCH ?=
 FAULTS ?=
