@@ -306,12 +306,14 @@ class _ParamAndGradBucketGroup:
         """
         copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        clean, held, kernel, staged = GradState.CLEAN, GradState.HELD, GradState.KERNEL, GradState.STAGED  # looked up once
+        slots = self.slots
         for position, grad in zip(positions, grads, strict=True):
-            slot = self.slots[position]
+            slot = slots[position]
             state = slot.state
             # A copy could broadcast if the parameter's shape has changed.
             is_plain = type(grad) is torch.Tensor and not grad.is_sparse and grad.numel() == slot.numel
-            if not is_plain or state is GradState.KERNEL or slot.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            if not is_plain or state is kernel or slot.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
                 _flush(copied, added)  # what comes now may be added to them
                 slot.param.grad = slot.view if slot.param.grad_added_to_main_grad else grad  # type: ignore[attr-defined]
                 if slot.store():
@@ -319,18 +321,18 @@ class _ParamAndGradBucketGroup:
                 if slot.param.grad is not slot.view:
                     continue
                 slot.param.grad = None
-            elif state is GradState.STAGED:  # a second gradient in this backward, which autograd could not add itself
+            elif state is staged:  # a second gradient in this backward, which autograd could not add itself
                 _flush(copied, added)
                 added[0].append(slot.view)
                 added[1].append(grad)
                 continue
             elif grad is not slot.view:
-                if state is GradState.HELD:
+                if state is held:
                     self.interrupted.append(slot.name)
-                targets, sources = added if state is GradState.CLEAN else copied
+                targets, sources = added if state is clean else copied
                 targets.append(slot.view)
                 sources.append(grad)
-            slot.state = GradState.STAGED
+            slot.state = staged
             self._staged.append(slot)
         _flush(copied, added)
 

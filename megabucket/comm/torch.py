@@ -53,7 +53,7 @@ FABRIC: Final = "megabucket_fabric"
 """Name of the emulated fabric among torch's back-ends."""
 
 _ROOM_BYTES: Final = 1 << 25  # for small all-reduces that are launched again and again, all together
-_BACKGROUND_BYTES: Final = 1 << 18  # of a batch that a thread completes; smaller ones take less than handing them over
+_BACKGROUND_BYTES: Final = 1 << 23  # of a batch that a thread completes; of smaller ones the hooks of backward feel the thread
 _RELEASE_S: Final = 0.2
 _JOIN_S: Final = 1.0
 _TIME_LIMIT_S: Final = 1800.0  # torch's, where a group does not say its own
