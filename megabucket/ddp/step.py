@@ -760,7 +760,7 @@ class GradSync:
             raise
 
     def break_off(self, phase: str, cause: str) -> None:
-        """Note that this rank cannot go on where others do: nothing is sent any more, and they hear so within two seconds."""
+        """Note that this rank cannot go on where others do: nothing is sent any more. Their waits hear so in two seconds."""
         step = self.step - (self.state is StepState.AGREED)  # which was counted when the ranks agreed
         broken = WrapperBrokenError(step=step, rank=self._communicator.rank, phase=phase, cause=cause)
         self.state, self.broken = StepState.BROKEN, broken
