@@ -404,6 +404,11 @@ class _ParamAndGradBucketGroup:
         self._grad_handle = self.communicator.handle(self._grad_calls, label=self.label)
         self._grad_handle.start()
 
+    def poll_grad_sync(self) -> None:
+        """Do now what is left to do on what has come from all ranks: additions, on a host. Does not wait."""
+        if self._grad_handle is not None:
+            self._grad_handle.poll()
+
     def finish_grad_sync(self) -> None:
         """Wait for the collective and leave reduced gradients behind. Does nothing when they are there already.
 

@@ -131,6 +131,9 @@ class Handle(ABC):
         Idempotent; a wait that was interrupted may be begun again.
         """
 
+    def poll(self) -> None:  # noqa: B027 - most launches are as good as done
+        """Do what ``wait`` would, where it would not have to wait."""
+
 
 class DoneHandle(Handle):
     """A launch with nobody to talk to: nothing to do, unless a shard is a tensor of its own."""

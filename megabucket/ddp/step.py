@@ -433,6 +433,8 @@ class GradSync:
         with self.leaving_no_mess("the gradient sync", UPDATING if is_committing else CALLING):
             if not self.is_reduced:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
+                for group in self.groups:
+                    group.poll_grad_sync()  # while the others come to their fence
                 self._take_verdict()
             for group in self.groups:
                 group.finish_grad_sync()
@@ -459,12 +461,11 @@ class GradSync:
         problems = self.counters.problems
         if self._watch is not None and (change := self._watch.find_change()) is not None:
             problems["change"] = change
-        has_received = self.state in (StepState.OPEN, StepState.LAUNCHING)
         self._flush()
         flags = []
         for group in self.groups:
             # Without any backward, what the caller wrote into zeroed views counts; what had to be zeroed is unused.
-            unused = group.missing if has_received else group.cleared
+            unused = group.missing if self.counters.num_microbatches else group.cleared
             if unused and unused_counts and not self.policy.unused_is_zero:
                 fields: dict[str, Any] = {"params": [], "bucket": group.index}
                 problems.setdefault("unused", Problem(UnusedParameterError.__name__, fields)).fields["params"] += unused
@@ -483,7 +484,8 @@ class GradSync:
         )
 
     def _note_nonfinite(self) -> None:
-        if fields := self._nonfinite_fields([(group.index, group.finite_test) for group in self.groups]):
+        launched = self.groups[: self._num_launched]  # the others know of the step before
+        if fields := self._nonfinite_fields([(group.index, group.finite_test) for group in launched]):
             self.counters.problems["nonfinite"] = Problem(NonFiniteGradientError.__name__, fields)
 
     def _nonfinite_fields(self, tests: Sequence[tuple[int, FiniteTest]]) -> dict[str, Any]:

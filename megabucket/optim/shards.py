@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -43,6 +43,8 @@ from megabucket.optim.state_dict import (
 )
 
 _params: Final = itemgetter("params")
+_grad: Final = attrgetter("grad")
+_WITHHELD: Final = frozenset({WithheldGrad, type(None)})
 _WITHHELD_BECAUSE: Final = (
     "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction that is "
     "under way, and one rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0), and read the norm over all "
@@ -569,9 +571,11 @@ class Sharding:
                 gradient of a parameter was replaced after it was sent.
         """
         for group in self._ddp.sync.groups if self._is_sharded else ():
-            for slot in group.slots if group.grad_phase is not GradPhase.ACCUMULATING else ():
+            if group.grad_phase is GradPhase.ACCUMULATING or _WITHHELD.issuperset(map(type, map(_grad, group.params))):
+                continue
+            for slot in group.slots:
                 grad = slot.param.grad
-                if not (grad is slot.withheld or grad is None or grad is slot.view or type(grad) is WithheldGrad):
+                if not (grad is None or grad is slot.view or type(grad) is WithheldGrad):
                     raise PhaseError(
                         f"the gradient of {slot.name!r} was replaced when it was sent already, to no effect: gradients are "
                         "reduce-scattered while backward runs, and a DistributedOptimizer steps on what comes of them. With "

@@ -133,7 +133,7 @@ class Expected:
         is_late = False
         if self.is_finished:
             is_late = not self.may_start_unasked()
-            self.kept = frozenset(kept for kept in self.names if self.grads[kept] and self.numels[kept])
+            self.kept = frozenset(kept for kept in self.names if self.grads[kept] is not None and not is_late)
             if is_late:
                 self.note_late(name, "already reduced")
             self.open_step()
