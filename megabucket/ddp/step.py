@@ -675,8 +675,8 @@ class GradSync:
         # Inside a ``step()`` block the exception is known whole at its end, unless the caller catches it before.
         is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
         self.counters.note_failure(phase, "an exception" if is_deferred and error is None else describe(error))
-        if self.is_reduced and (self.state is StepState.IDLE or not self.policy.is_sharded):
-            self._reopen()
+        if self.is_reduced and not (self.state is StepState.AGREED and self.policy.is_sharded):
+            self._reopen()  # a step has begun since
         self.state = StepState.GIVING_UP
         if not is_deferred:
             self._send_failure()
