@@ -31,10 +31,9 @@ from megabucket.optim.state_dict import (
     KNOWN_NUMBERS,
     NUMBER_TYPES,
     Description,
-    ShardHolder,
     StateEntry,
     describe_number,
-    describe_runs,
+    describe_shards,
     main_dtype,
     merge_descriptions,
 )
@@ -150,7 +149,7 @@ def _state_to_tell(parts: TrainingParts, ranks: GroupRanks, unfit: list[Optimize
     described: list[Any] = []
     if isinstance(parts.optimizer, DistributedOptimizer):
         try:
-            described = describe_shards(parts.optimizer)
+            described = describe_shards(parts.optimizer.sharding.shards, parts.optimizer.state)
         except OptimizerParametersError as error:
             unfit.append(error)
     buffers = named_buffers(parts.ddp.module).values() if ranks.size > 1 else ()  # alone, nobody has others
@@ -335,20 +334,6 @@ def hold_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> Hel
     return held
 
 
-def describe_shards(optimizer: DistributedOptimizer) -> list[Any]:
-    """Return what this rank's shards hold, for ``hold_shards`` of all ranks; it may travel as JSON.
-
-    Raises:
-        OptimizerParametersError: some state is neither one value per element nor one number.
-    """
-    sharding = optimizer.sharding
-    return describe_runs(sharding.shards, optimizer.state, sharding.holder, _names_of(sharding.holder))
-
-
-def _names_of(holder: ShardHolder) -> list[list[str]]:
-    return [list(buffer.layout.params) for buffer in holder.buffers]
-
-
 def hold_shards(
     optimizer: DistributedOptimizer,
     module: torch.nn.Module,
@@ -372,8 +357,7 @@ def hold_shards(
     computed_in = {names[param]: dtype_name(dtype) for param, dtype in others.dtypes.items() if param in names}
     # Where nothing is sharded, each rank speaks for itself: that they differ, the digest of all values shows.
     by_rank = described if sharding.holder.is_sharded else [described[sharding.holder.communicator.rank]]
-    for of_buffer in merge_descriptions(by_rank, _names_of(sharding.holder)):
-        by_name.update({canonical_name(name): description for name, description in of_buffer.items()})
+    by_name.update({canonical_name(name): description for name, description in merge_descriptions(by_rank).items()})
     for shard in sharding.shards:
         state = optimizer.state.get(shard.main) or {}
         _hold_shard(shard, state, held, is_sharded=sharding.holder.is_sharded)

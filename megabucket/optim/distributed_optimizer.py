@@ -18,7 +18,7 @@ from megabucket.ddp.step import CALLING, UPDATING, StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
 from megabucket.optim.shards import MainShard, Sharding
-from megabucket.optim.state_dict import pack, unpack
+from megabucket.optim.state_dict import pack
 
 _buffer_grads: Final = attrgetter("buffer_grads")
 
@@ -122,27 +122,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             OptimizerParametersError: one of the parameters is in a group already.
         """
-        self._sharding.add_param_group(param_group)
+        self._sharding.group_members.add_group(param_group)
 
     # The optimizer that does the arithmetic shows through #
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the torch optimizer, holding shards; hyperparameters may be read and written."""
-        return self.torch_optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of the torch optimizer, by shard."""
-        return self.torch_optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the torch optimizer."""
-        return self.torch_optimizer.defaults
-
     def __getattr__(self, name: str) -> Any:
-        """Forward what ``torch.optim.Optimizer`` would have set up in its constructor (hooks and the like)."""
+        """Forward what ``torch.optim.Optimizer`` would have set up in its constructor: groups, state by shard, defaults, hooks.
+
+        ``param_groups`` are those of the torch optimizer, holding shards; hyperparameters may be read and written.
+        """
         if name in ("torch_optimizer", "ddp"):
             raise AttributeError(name)
         return getattr(self.torch_optimizer, name)
@@ -323,8 +311,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PeerFailedError: another rank cannot load it.
         """
         self._settle_together("load_state_dict()")
-        names: dict[torch.Tensor, str] = {param: name for name, param in self.ddp.module.named_parameters()}
-        self._sharding.load(lambda: unpack(self.torch_optimizer, self._sharding.members, names, state_dict))
+        self._sharding.load(state_dict)
         # Main values that do not round to the weights, now or after these were loaded, go at the next step.
         self._num_value_changes = -1
 

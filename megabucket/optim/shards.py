@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -33,12 +33,12 @@ from megabucket.optim.state_dict import (
     ShardHolder,
     ShardState,
     StateCutter,
-    Unpacked,
     WholeState,
     in_memory_order,
     main_dtype,
     set_groups,
     state_of_empty_params,
+    unpack,
     unshard,
 )
 
@@ -81,7 +81,6 @@ class MainShard:
         self.main = torch.nn.Parameter(self._model_values.to(dtype))  # 1D, float32 or float64
         same_dtype = self.buffer_grads.dtype == self.main.dtype
         self.grad = self.buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
-        self._widens_grad = not same_dtype
         self.withheld = WithheldGrad(
             self.grad,
             what=f"the gradient of a flat shard ({name_list(run.params)})",
@@ -99,7 +98,7 @@ class MainShard:
 
     def load_grad(self) -> torch.Tensor:
         """Make ``grad`` the reduced gradient of this step, and return it."""
-        if self._widens_grad:
+        if self.grad is not self.buffer_grads:
             self.grad.copy_(self.buffer_grads)
         return self.grad
 
@@ -196,7 +195,7 @@ class GroupMembers:
         return [tensor for tensor in in_groups if tensor not in self._stand_ins and tensor.requires_grad]
 
     def add_group(self, group: dict[str, object]) -> None:
-        """Add a group to the optimizer.
+        """Add a group to the optimizer; its parameters get shards when the optimizer is sharded next.
 
         Raises:
             OptimizerParametersError: some of its parameters are in a group already.
@@ -260,28 +259,24 @@ class GroupMembers:
         return group_of
 
     def _check_none(self, foreign: Sequence[str], twice: Sequence[str], *, left_out: Sequence[str]) -> None:
-        is_rebuilding = bool(self._once_in_module)
-        if foreign:
-            raise OptimizerParametersError(
-                problem="the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
-                params=foreign,
-                remedy="Put them into the wrapped module, or take them out of the group, and call ddp.rebuild() again."
-                if is_rebuilding
-                else "Build the optimizer over the parameters of the wrapped module, after wrapping it.",
-            )
-        if twice:
-            raise OptimizerParametersError(
-                problem="the optimizer has the same parameter twice", params=twice, remedy="Put each parameter into one group."
-            )
-        if left_out:
-            raise OptimizerParametersError(
-                problem="trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
-                params=left_out,
-                remedy="Add them with optimizer.add_param_group(), or freeze them with requires_grad_(False), and call "
+        if self._once_in_module:
+            put_right = "Put them into the wrapped module, or take them out of the group, and call ddp.rebuild() again."
+            add = (
+                "Add them with optimizer.add_param_group(), or freeze them with requires_grad_(False), and call "
                 "ddp.rebuild() again."
-                if is_rebuilding
-                else "Add them to a group, or freeze them with requires_grad_(False) before wrapping.",
             )
+        else:
+            put_right = "Build the optimizer over the parameters of the wrapped module, after wrapping it."
+            add = "Add them to a group, or freeze them with requires_grad_(False) before wrapping."
+        without_wrapper = "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced"
+        without_group = "trainable parameters of the wrapper are in no group of the optimizer and would never be updated"
+        for problem, params, remedy in (
+            (without_wrapper, foreign, put_right),
+            ("the optimizer has the same parameter twice", twice, "Put each parameter into one group."),
+            (without_group, left_out, add),
+        ):
+            if params:
+                raise OptimizerParametersError(problem=problem, params=params, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,10 +301,10 @@ class Sharding:
         self._optimizer = optimizer
         self._ddp = ddp
         self._is_sharded = ddp.policy.is_sharded
-        self._members = GroupMembers(optimizer)
+        self.group_members = GroupMembers(optimizer)
         # Of parameters that are in no shard, beside the optimizer's own state: see WholeState.
         self._main_values: dict[torch.Tensor, torch.Tensor] = {}
-        self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self._members.by_group() for p in group}
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self.group_members.by_group() for p in group}
         self._numbers = KNOWN_NUMBERS
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
         optimizer.register_step_pre_hook(_refuse_withheld_grads)
@@ -334,7 +329,7 @@ class Sharding:
         return _Cut(shards, state, [(name, f"in group {group_of[name]}", *signature_of[name]) for name in params])
 
     def _group_of(self) -> dict[str, int]:
-        return self._members.by_name(self._ddp.param_names, set(self._ddp.module.parameters()))
+        return self.group_members.by_name(self._ddp.param_names, set(self._ddp.module.parameters()))
 
     def _make_shards(self, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]) -> list[MainShard]:
         rank, is_sharded = self._ddp.communicator.rank, self._is_sharded
@@ -347,8 +342,8 @@ class Sharding:
     def _take(self, cut: _Cut) -> None:
         """Put shards in place of the parameters. Those without a shard keep their state, those gone from the module leave."""
         ddp, state = self._ddp, self._optimizer.state
-        self._members.replace([(shard.run.group, shard.main) for shard in cut.shards], set(ddp.module.parameters()))
-        staying = {param for group in self._members.by_group() for param in group if param not in ddp.param_names}
+        self.group_members.replace([(shard.run.group, shard.main) for shard in cut.shards], set(ddp.module.parameters()))
+        staying = self._others()
         for key in [key for key in state if isinstance(key, torch.Tensor) and key not in staying]:
             del state[key]
         state.update({main: values for main, values in cut.state.items() if values})
@@ -377,7 +372,7 @@ class Sharding:
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
         self._numbers = found.numbers
-        self._members.restore()
+        self.group_members.restore()
         self.shards, self._buffers = [], []
         self.shards_of_group.clear()
 
@@ -398,9 +393,8 @@ class Sharding:
             check_clip_grad(clip_grad)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers))
-            entries = [*cut.entries, (type(self._optimizer).__name__,), (f"clip_grad={float(clip_grad)}",)]
-            entries.append((f"returns_grad_norm={bool(returns_grad_norm)}",))
-            entries += [(text,) for text in texts_of([numbers])]
+            own = (f"clip_grad={float(clip_grad)}", f"returns_grad_norm={bool(returns_grad_norm)}")
+            entries = [*cut.entries, *((text,) for text in (type(self._optimizer).__name__, *own, *texts_of([numbers])))]
         except Exception as error:
             failure = error
         self._ddp.sync.call(label, entries, failure)
@@ -412,17 +406,21 @@ class Sharding:
     @property
     def members(self) -> list[list[torch.nn.Parameter]]:
         """The parameters of each group, in the caller's order."""
-        return self._members.by_group()
+        return self.group_members.by_group()
 
     @property
     def holder(self) -> ShardHolder:
         """Where the shards lie."""
         return ShardHolder(self._buffers, self._ddp.sync, self._ddp.communicator, self._is_sharded)
 
+    def _others(self) -> set[torch.nn.Parameter]:
+        """Return the members of groups that are in no shard: frozen ones, those that were added."""
+        return {param for group in self.members for param in group if param not in self._ddp.param_names}
+
     @property
     def state_of_others(self) -> WholeState:
-        """What is kept for parameters that are in no shard: frozen ones, those that were added."""
-        kept = {param for group in self.members for param in group if param not in self._ddp.param_names}
+        """What is kept for parameters that are in no shard."""
+        kept = self._others()
         state = {param: values for param, values in self._optimizer.state.items() if param in kept}
         mains = {param: values for param, values in self._main_values.items() if param in kept}
         return WholeState(state, mains, self._dtypes, self._numbers)
@@ -444,34 +442,32 @@ class Sharding:
             found.numbers,
         )
 
-    def load(self, unpack: Callable[[], Unpacked]) -> None:
+    def load(self, state_dict: Mapping[str, Any]) -> None:
         """Take state of whole parameters, main values and hyperparameters. A collective call.
 
         Main values are taken as they are. Where there are none, those of now stay.
-
-        Args:
-            unpack: returns what to load, or raises.
 
         Raises:
             CheckpointMismatchError: it does not fit. As with all other errors, nothing was changed.
             LayoutMismatchError: it is not the same on all ranks.
             PeerFailedError: another rank cannot load it.
         """
-        cut, found, failure = None, None, None
+        cut, failure = None, None
         entries: list[Entry] = []
         try:
-            found = unpack()
-            cut = self._cut(found.whole)
-            self._fill_main_values(cut.shards, found.whole)
-            entries = [*cut.entries, *_checksums(found.whole, self._ddp.param_names)]
-            entries += [(text,) for text in texts_of([read_hyperparameters(found.groups, waits=True)])]
+            names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
+            whole, groups = unpack(self._optimizer, self.members, names, state_dict)
+            cut = self._cut(whole)
+            self._fill_main_values(cut.shards, whole)
+            entries = [*cut.entries, *_checksums(whole, self._ddp.param_names)]
+            entries += [(text,) for text in texts_of([read_hyperparameters(groups, waits=True)])]
         except Exception as error:
             failure = error
         self._ddp.sync.call("load_state_dict()", entries, failure)
-        assert cut is not None and found is not None  # noqa: S101, PT018 - otherwise there was a failure
+        assert cut is not None  # noqa: S101 - otherwise there was a failure
         self._take(cut)
-        self._keep_others(found.whole)
-        set_groups(self._optimizer, found.groups)
+        self._keep_others(whole)
+        set_groups(self._optimizer, groups)
 
     def plan_load(self, signature_of: Mapping[str, Hashable]) -> list[MainShard]:
         """Return shards to load state into. They are of no effect until ``take_loaded``; float32 ones lie in the buffers.
@@ -514,21 +510,13 @@ class Sharding:
     def _keep_others(self, whole: WholeState) -> None:
         """Take the state of parameters without a shard, and what belongs to no parameter."""
         state = self._optimizer.state
-        others = {param for group in self.members for param in group if param not in self._ddp.param_names}
+        others = self._others()
         for key in [key for key in state if key in others or not isinstance(key, torch.Tensor)]:
             del state[key]
         for key, values in whole.values.items():
             if key in others or not isinstance(key, torch.Tensor):
                 state[key] = copy.deepcopy(values)  # torch would hold the caller's own tensors
         self._main_values = {param: main.clone() for param, main in whole.main_values.items() if param in others}
-
-    def add_param_group(self, group: dict[str, object]) -> None:
-        """Add parameters that get shards when the optimizer is sharded next.
-
-        Raises:
-            OptimizerParametersError: one of them is in a group already.
-        """
-        self._members.add_group(group)
 
     def refuse_shards_of(self, held: torch.optim.Optimizer, method: str) -> None:
         """Refuse to speak of shards as if they were parameters.
@@ -554,7 +542,7 @@ class Sharding:
                 "the wrapper was rebuilt, but this optimizer was not: a DistributedOptimizer that was built after it has taken "
                 "its place, and what it steps on is no longer part of the module. Use the later one."
             )
-        waiting = self._members.waiting()
+        waiting = self.group_members.waiting()
         if waiting:
             names = {param: name for name, param in self._ddp.module.named_parameters()}
             shown = [names.get(param, f"one of shape {tuple(param.shape)}, not in the module") for param in waiting]

@@ -13,6 +13,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -44,6 +45,10 @@ class WholeState:
     numbers: frozenset[str] = KNOWN_NUMBERS
     """Keys that are known to hold one number per parameter."""
 
+    def of(self, param: torch.Tensor) -> Mapping[str, Any]:
+        """Return what is held for one parameter; nothing for one that was never stepped on."""
+        return self.values.get(param) or {}
+
     def follows_param(self, param: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether a value per element has the dtype its optimizer computed in, and not one it chose for itself."""
         return value.dtype == self.dtypes.get(param, param.dtype)
@@ -59,7 +64,7 @@ def find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) ->
         OptimizerParametersError: some state is neither: a table, say, or moments from before the parameter was resized.
     """
     numbers = set(whole.numbers)
-    entries = [(name, param, key, value) for name, param in params.items() for key, value in _state_of(whole, param).items()]
+    entries = [(name, param, key, value) for name, param in params.items() for key, value in whole.of(param).items()]
     for _, param, key, value in entries:
         if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != param.shape):
             numbers.add(key)
@@ -90,7 +95,7 @@ def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Te
     """
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for group in members:
-        like = next((state for param in group if (state := _state_of(whole, param))), {})
+        like = next((state for param in group if (state := whole.of(param))), {})
         for param in group:
             if param.numel() == 0 and param.requires_grad and like:
                 found[param] = {
@@ -98,10 +103,6 @@ def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Te
                     for key, value in like.items()
                 }
     return found
-
-
-def _state_of(whole: WholeState, param: torch.Tensor) -> Mapping[str, Any]:
-    return whole.values.get(param) or {}
 
 
 def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
@@ -138,7 +139,7 @@ class StateCutter:
         The keys, the values of numbers, and the dtype of values per element where the optimizer has chosen it.
         """
         param = self._params[name]
-        return tuple(sorted(self._describe(param, key, value) for key, value in self._state_of(name).items()))
+        return tuple(sorted(self._describe(param, key, value) for key, value in self._whole.of(param).items()))
 
     def _describe(self, param: torch.nn.Parameter, key: str, value: Any) -> str:
         if key not in self.numbers:
@@ -147,22 +148,21 @@ class StateCutter:
             return f"{key}={value.item()!r} ({dtype_name(value.dtype)}, {tuple(value.shape)}, {value.device.type})"
         return f"{key}={value!r}"
 
-    def _state_of(self, name: str) -> Mapping[str, Any]:
-        return _state_of(self._whole, self._params[name])
-
     @torch.no_grad()
     def state_of(self, shard: MainShard) -> ShardState:
         """Return the state of one shard, whose parameters have the same signature; empty when they have none."""
-        state = self._state_of(shard.run.params[0])
+        state = self._whole.of(self._params[shard.run.params[0]])
         return {key: copy.deepcopy(value) if key in self.numbers else self._cut(shard, key) for key, value in state.items()}
 
     def _cut(self, shard: MainShard, key: str) -> torch.Tensor:
         """Return the pieces of values per element in the shard's order; gaps between parameters are zero, as theirs are."""
-        first = self._state_of(shard.run.params[0])[key]
-        follows = self._whole.follows_param(self._params[shard.run.params[0]], first)
+        param = self._params[shard.run.params[0]]
+        first = self._whole.of(param)[key]
+        follows = self._whole.follows_param(param, first)
         flat = torch.zeros_like(shard.main, dtype=shard.main.dtype if follows else first.dtype)
         for piece in shard.pieces():
-            values = in_memory_order(self._state_of(piece.param)[key], self._params[piece.param], flat)
+            param = self._params[piece.param]
+            values = in_memory_order(self._whole.of(param)[key], param, flat)
             flat[slice(*piece.in_run)] = values[slice(*piece.in_param)]
         return flat
 
@@ -215,15 +215,6 @@ class StateEntry(NamedTuple):
 
 Description = tuple[StateEntry, ...]
 """Of the state of one parameter, in the order of its keys."""
-
-
-def describe_state(values: Mapping[str, Any], shard: MainShard) -> Description:
-    """Return what an optimizer holds for one shard.
-
-    Raises:
-        OptimizerParametersError: some of it is neither one value per element nor one number.
-    """
-    return tuple(_describe_entry(key, value, shard) for key, value in values.items())
 
 
 def _describe_entry(key: str, value: Any, shard: MainShard) -> StateEntry:
@@ -307,82 +298,66 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
             for pieces of one parameter.
         PeerFailedError: some other rank's state is so.
     """
-    names = [list(buffer.layout.params) for buffer in holder.buffers]
+    described = _exchange_descriptions(shards, state, holder)
+    numbers = {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
     values: dict[torch.Tensor, Mapping[str, Any]] = {}
     main_values: dict[torch.Tensor, torch.Tensor] = {}
     dtypes: dict[torch.Tensor, torch.dtype] = {}
-    numbers = set(KNOWN_NUMBERS)
-    for buffer, described in zip(holder.buffers, exchange_descriptions(shards, state, holder, names), strict=True):
+    for buffer in holder.buffers:
         own = [shard for shard in shards if shard.buffer is buffer]
-        numbers |= {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
         for name, whole in _put_together(buffer, own, state, described, holder).items():
             values[buffer.params[name]] = whole
         for name, main in _main_values(buffer, own, holder).items():
             main_values[buffer.params[name]] = main
         dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
-    return WholeState(values, main_values, dtypes, frozenset(numbers))
+    return WholeState(values, main_values, dtypes, KNOWN_NUMBERS | numbers)
 
 
 # What shards hold #
 
 
-def exchange_descriptions(
-    shards: Sequence[MainShard],
-    state: Mapping[torch.Tensor, Mapping[str, Any]],
-    holder: ShardHolder,
-    names: Sequence[Sequence[str]],
-) -> list[dict[str, Description]]:
-    """Return, by buffer and parameter, what the shards of all ranks hold. Parameters that are in no shard are left out."""
+def _exchange_descriptions(
+    shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]], holder: ShardHolder
+) -> dict[str, Description]:
+    """Return, by parameter, what the shards of all ranks hold. Parameters that are in no shard are left out."""
     own, failure = [], None
     try:
-        own = describe_runs(shards, state, holder, names)
+        own = describe_shards(shards, state)
     except OptimizerParametersError as error:
         failure = error
     holder.sync.call(f"{holder.label}: optimizer state", failure=failure)
     texts, device = [json.dumps(own).encode()], holder.buffers[0].param_data.device
     if holder.is_sharded:
         texts = exchange(holder.communicator, texts[0], device=device, label=f"{holder.label}: optimizer state")
-    return merge_descriptions([json.loads(text) for text in texts], names)
+    return merge_descriptions(json.loads(text) for text in texts)
 
 
-def describe_runs(
-    shards: Sequence[MainShard],
-    state: Mapping[torch.Tensor, Mapping[str, Any]],
-    holder: ShardHolder,
-    names: Sequence[Sequence[str]],
-) -> list[Any]:
+def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
     """Return what this rank's shards hold, for ``merge_descriptions``; it may travel as JSON.
-
-    Args:
-        names: of the parameters of each buffer.
 
     Raises:
         OptimizerParametersError: some state is neither one value per element nor one number.
     """
-    own = []
-    for index, buffer in enumerate(holder.buffers):
-        positions = {name: position for position, name in enumerate(names[index])}
-        for shard in (shard for shard in shards if shard.buffer is buffer):
-            members = [positions[name] for name in shard.run.params]
-            own.append((index, members, describe_state(state.get(shard.main) or {}, shard)))
-    return own
+    return [
+        (shard.run.params, [_describe_entry(key, value, shard) for key, value in (state.get(shard.main) or {}).items()])
+        for shard in shards
+    ]
 
 
-def merge_descriptions(answers: Iterable[Any], names: Sequence[Sequence[str]]) -> list[dict[str, Description]]:
-    """Return, by buffer and parameter, what the shards of all ranks hold.
+def merge_descriptions(answers: Iterable[Any]) -> dict[str, Description]:
+    """Return, by parameter, what the shards of all ranks hold.
 
     Args:
-        answers: what ``describe_runs`` has returned on each rank.
+        answers: what ``describe_shards`` has returned on each rank.
 
     Raises:
         OptimizerParametersError: ranks hold different numbers for pieces of one parameter.
     """
-    found: list[dict[str, Description]] = [{} for _ in names]
+    found: dict[str, Description] = {}
     differing: list[str] = []
-    for index, members, entries in (run for answer in answers for run in answer):
-        description = tuple(entry_from_json(fields) for fields in entries)
-        of_run = [names[index][member] for member in members]
-        differing += [name for name in of_run if found[index].setdefault(name, description) != description]
+    for names, entries in chain.from_iterable(answers):
+        description = tuple(map(entry_from_json, entries))
+        differing += [name for name in names if found.setdefault(name, description) != description]
     if differing:
         raise OptimizerParametersError(
             problem="ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter: "
@@ -407,7 +382,7 @@ def _put_together(
     device = buffer.param_data.device
     whole: dict[str, dict[str, Any]] = {}
     holders: dict[StateEntry, list[str]] = {}
-    for name, description in described.items():
+    for name, description in ((name, described[name]) for name in described if name in buffer.params):
         if description:
             # All keys at once, so that they stay in the order in which the optimizer made them.
             whole[name] = {e.key: None if e.kind == "elements" else number_in(e, device) for e in description}
@@ -479,15 +454,6 @@ Members = Sequence[Sequence[torch.nn.Parameter]]
 """The parameters of each group."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Unpacked:
-    """What a ``state_dict`` holds, by parameter."""
-
-    whole: WholeState
-    groups: list[dict[str, Any]]
-    """Hyperparameters by group, without ``params``."""
-
-
 def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) -> dict[str, Any]:
     """Return what ``optimizer.state_dict()`` would be if it held whole parameters."""
     groups = [{**group, "params": list(of_group)} for group, of_group in zip(optimizer.param_groups, members, strict=True)]
@@ -503,8 +469,10 @@ def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) 
 
 def unpack(
     optimizer: torch.optim.Optimizer, members: Members, names: Mapping[torch.Tensor, str], state_dict: Mapping[str, Any]
-) -> Unpacked:
-    """Return what a ``state_dict`` of this library or of plain torch holds. Changes nothing.
+) -> tuple[WholeState, list[dict[str, Any]]]:
+    """Return the state in a ``state_dict`` of this library or of plain torch, and the hyperparameters by group.
+
+    Changes nothing.
 
     Args:
         names: of the parameters, for texts.
@@ -538,7 +506,7 @@ def unpack(
                 for key, value in values[param].items()
             }
     hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in shell.param_groups]
-    return Unpacked(WholeState(values, mains, dtypes), hyperparameters)
+    return WholeState(values, mains, dtypes), hyperparameters
 
 
 def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -598,13 +566,13 @@ def _shape_problems(
         for param, of_param in values.items()
         if isinstance(param, torch.Tensor) and isinstance(of_param, Mapping)
         for key, value in of_param.items()
-        if isinstance(value, torch.Tensor) and (value.numel() != 1 or key not in KNOWN_NUMBERS)
+        if isinstance(value, torch.Tensor) and value.numel() != 1
     ]
     held += [(param, "main parameter", value) for param, value in mains.items()]
     return [
         f"{key} of {names.get(param, '?')!r} has shape {tuple(value.shape)} there and {tuple(param.shape)} here"
         for param, key, value in held
-        if value.shape != param.shape and not (value.numel() == 1 and key != "main parameter")
+        if value.shape != param.shape
     ]
 
 
