@@ -167,7 +167,7 @@ def settle(parts: TrainingParts, operation: str) -> None:
         PhaseError: a step is open.
     """
     if isinstance(parts.optimizer, DistributedOptimizer):
-        parts.optimizer.settle_values(operation)
+        parts.optimizer.sharding.settle(operation)
     else:
         parts.ddp.sync.check_between_steps(operation)
         parts.ddp.finish_param_sync()

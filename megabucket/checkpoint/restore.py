@@ -439,12 +439,7 @@ def _stage_shards(
     }
     state = {shard: _stage_shard(staging, there, shard, groups[shard.run.group]) for shard in sharding.plan_load(signature_of)}
     others = _stage_others(staging, optimizer, there)
-
-    def finish() -> None:
-        sharding.take_loaded(state, groups, others)
-        optimizer.note_values_are_loaded()
-
-    staging.finish.append(finish)
+    staging.finish.append(partial(sharding.take_loaded, state, groups, others))
 
 
 def _stage_shard(staging: Staging, there: StoredOptimizer, shard: MainShard, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
@@ -279,8 +278,7 @@ class GroupMembers:
                 raise OptimizerParametersError(problem=problem, params=params, remedy=remedy)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Cut:
+class _Cut(NamedTuple):
     """Shards and their state, before anything steps on them."""
 
     shards: list[MainShard]
@@ -307,6 +305,7 @@ class Sharding:
         self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self.group_members.by_group() for p in group}
         self._numbers = KNOWN_NUMBERS
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
+        self._num_value_changes = 0  # of the wrapper, when main values last were those of its parameters
         optimizer.register_step_pre_hook(_refuse_withheld_grads)
         itself = weakref.ref(self)
         optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself(), held, "state_dict()"))
@@ -354,6 +353,8 @@ class Sharding:
         index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}
         for shard in cut.shards:
             self.shards_of_group[index_of[shard.run.params[0]]].append(shard)  # no run crosses buckets
+        # Weights loaded after this point reach the main parameters at the next step.
+        self._num_value_changes = ddp.num_value_changes
 
     def undo(self) -> None:
         """Put whole parameters, with their state, back into the groups. A collective call; a second one does nothing.
@@ -400,6 +401,31 @@ class Sharding:
         self._ddp.sync.call(label, entries, failure)
         assert cut is not None  # noqa: S101 - otherwise there was a failure
         self._take(cut)
+
+    # Main values follow the parameters #
+
+    def refresh(self) -> None:
+        """Let parameters and main parameters be what the last step, or a load since, has left."""
+        self._ddp.finish_param_sync()  # a bucket that no forward waited for may still be on its way into the buffer
+        if self._num_value_changes != self._ddp.num_value_changes:
+            self.reload()
+
+    def reload(self) -> None:
+        """Take parameter values over from the model, after somebody else wrote there."""
+        self.check_is_current()
+        for shard in self.shards:
+            shard.reload_values()
+        self._num_value_changes = self._ddp.num_value_changes
+
+    def settle(self, operation: str) -> None:
+        """Make parameters and main parameters what the last step has left, for whoever reads them all.
+
+        Raises:
+            PhaseError: a step is open, or the optimizer is not the current one.
+        """
+        self.check_is_current()
+        self._ddp.sync.check_between_steps(operation)
+        self.refresh()
 
     # State of whole parameters, to save and to load #
 
@@ -449,12 +475,14 @@ class Sharding:
 
         Raises:
             CheckpointMismatchError: it does not fit. As with all other errors, nothing was changed.
+            PhaseError: a step is open, or the optimizer is not the current one.
             LayoutMismatchError: it is not the same on all ranks.
             PeerFailedError: another rank cannot load it.
         """
         cut, failure = None, None
         entries: list[Entry] = []
         try:
+            self.settle("load_state_dict()")
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
             whole, groups = unpack(self._optimizer, self.members, names, state_dict)
             cut = self._cut(whole)
@@ -468,6 +496,8 @@ class Sharding:
         self._take(cut)
         self._keep_others(whole)
         set_groups(self._optimizer, groups)
+        # Main values that do not round to the weights, now or after these were loaded, go at the next step.
+        self._num_value_changes = -1
 
     def plan_load(self, signature_of: Mapping[str, Hashable]) -> list[MainShard]:
         """Return shards to load state into. They are of no effect until ``take_loaded``; float32 ones lie in the buffers.
@@ -480,7 +510,7 @@ class Sharding:
     def take_loaded(
         self, state: Mapping[MainShard, ShardState], groups: Sequence[Mapping[str, Any]], others: WholeState
     ) -> None:
-        """Put shards that were loaded, and their state, in place of those of now.
+        """Put shards that were loaded, and their state, in place of those of now. Parameters were written alike.
 
         Args:
             groups: hyperparameters by group, without ``params``.

@@ -298,38 +298,29 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
             for pieces of one parameter.
         PeerFailedError: some other rank's state is so.
     """
-    described = _exchange_descriptions(shards, state, holder)
+    own, failure, label = [], None, f"{holder.label}: optimizer state"
+    try:
+        own = describe_shards(shards, state)
+    except OptimizerParametersError as error:
+        failure = error
+    holder.sync.call(label, failure=failure)
+    texts = [json.dumps(own).encode()]
+    if holder.is_sharded:
+        texts = exchange(holder.communicator, texts[0], device=holder.buffers[0].param_data.device, label=label)
+    described = merge_descriptions(map(json.loads, texts))
     numbers = {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
     values: dict[torch.Tensor, Mapping[str, Any]] = {}
     main_values: dict[torch.Tensor, torch.Tensor] = {}
     dtypes: dict[torch.Tensor, torch.dtype] = {}
     for buffer in holder.buffers:
-        own = [shard for shard in shards if shard.buffer is buffer]
-        for name, whole in _put_together(buffer, own, state, described, holder).items():
-            values[buffer.params[name]] = whole
-        for name, main in _main_values(buffer, own, holder).items():
-            main_values[buffer.params[name]] = main
+        inside = [shard for shard in shards if shard.buffer is buffer]
+        values |= _put_together(buffer, inside, state, described, holder)
+        main_values |= _main_values(buffer, inside, holder)
         dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
     return WholeState(values, main_values, dtypes, KNOWN_NUMBERS | numbers)
 
 
 # What shards hold #
-
-
-def _exchange_descriptions(
-    shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]], holder: ShardHolder
-) -> dict[str, Description]:
-    """Return, by parameter, what the shards of all ranks hold. Parameters that are in no shard are left out."""
-    own, failure = [], None
-    try:
-        own = describe_shards(shards, state)
-    except OptimizerParametersError as error:
-        failure = error
-    holder.sync.call(f"{holder.label}: optimizer state", failure=failure)
-    texts, device = [json.dumps(own).encode()], holder.buffers[0].param_data.device
-    if holder.is_sharded:
-        texts = exchange(holder.communicator, texts[0], device=device, label=f"{holder.label}: optimizer state")
-    return merge_descriptions(json.loads(text) for text in texts)
 
 
 def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
@@ -345,7 +336,7 @@ def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Ma
 
 
 def merge_descriptions(answers: Iterable[Any]) -> dict[str, Description]:
-    """Return, by parameter, what the shards of all ranks hold.
+    """Return, by parameter, what the shards of all ranks hold. Parameters that are in no shard are left out.
 
     Args:
         answers: what ``describe_shards`` has returned on each rank.
@@ -370,6 +361,9 @@ def merge_descriptions(answers: Iterable[Any]) -> dict[str, Description]:
 
 # Values per element #
 
+ByParam = dict[torch.Tensor, torch.Tensor]
+"""Values per element of whole parameters."""
+
 
 def _put_together(
     buffer: ParamAndGradBuffer,
@@ -377,27 +371,27 @@ def _put_together(
     state: Mapping[torch.Tensor, Mapping[str, Any]],
     described: Mapping[str, Description],
     holder: ShardHolder,
-) -> dict[str, dict[str, Any]]:
-    """Return the state of the parameters of one buffer, by name."""
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the state of the parameters of one buffer."""
     device = buffer.param_data.device
-    whole: dict[str, dict[str, Any]] = {}
+    whole: dict[torch.Tensor, dict[str, Any]] = {}
     holders: dict[StateEntry, list[str]] = {}
     for name, description in ((name, described[name]) for name in described if name in buffer.params):
         if description:
             # All keys at once, so that they stay in the order in which the optimizer made them.
-            whole[name] = {e.key: None if e.kind == "elements" else number_in(e, device) for e in description}
+            whole[buffer.params[name]] = {e.key: None if e.kind == "elements" else number_in(e, device) for e in description}
         for entry in description:
             if entry.kind == "elements":
                 holders.setdefault(entry, []).append(name)
     for entry in sorted(holders):  # the same order on every rank
         own = [(shard.run.span, state[shard.main][entry.key]) for shard in shards if entry.key in state.get(shard.main, {})]
         own = [(span, values) for span, values in own if dtype_name(values.dtype) == entry.dtype]
-        for name, values in _gather(buffer, holders[entry], own, dtype_named(entry.dtype), holder).items():
-            whole[name][entry.key] = values
+        for param, values in _gather(buffer, holders[entry], own, dtype_named(entry.dtype), holder).items():
+            whole[param][entry.key] = values
     return whole
 
 
-def _main_values(buffer: ParamAndGradBuffer, shards: Sequence[MainShard], holder: ShardHolder) -> dict[str, torch.Tensor]:
+def _main_values(buffer: ParamAndGradBuffer, shards: Sequence[MainShard], holder: ShardHolder) -> ByParam:
     dtype = main_dtype(buffer.param_data.dtype)
     if dtype == buffer.param_data.dtype:
         # The buffer itself holds the main values, complete on every rank. They are wanted where the parameter left for 16 bits.
@@ -412,7 +406,7 @@ def _gather(
     own: Iterable[tuple[Span, torch.Tensor]],
     dtype: torch.dtype,
     holder: ShardHolder,
-) -> dict[str, torch.Tensor]:
+) -> ByParam:
     """Return the values of some parameters, each in its shape and memory order.
 
     Args:
@@ -434,11 +428,11 @@ def _gather(
     return _cut_out(buffer, names, flat)
 
 
-def _cut_out(buffer: ParamAndGradBuffer, names: Iterable[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def _cut_out(buffer: ParamAndGradBuffer, names: Iterable[str], flat: torch.Tensor) -> ByParam:
     # The shape and the memory order are those the parameters had when they moved in: the caller may have changed them since.
     views = {name: buffer.slots[name].view for name in names}
     return {
-        name: view_like(flat, buffer.layout.params[name].start, view.shape, view.stride()).clone()
+        buffer.params[name]: view_like(flat, buffer.layout.params[name].start, view.shape, view.stride()).clone()
         for name, view in views.items()
     }
 
@@ -450,7 +444,7 @@ _MAIN_PARAMS: Final = "main_params"
 _COMPUTED_IN: Final = "computed_in"
 _SOURCE: Final = "the dict given to load_state_dict()"
 
-Members = Sequence[Sequence[torch.nn.Parameter]]
+Members = Sequence[Sequence[torch.Tensor]]
 """The parameters of each group."""
 
 
@@ -459,7 +453,7 @@ def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) 
     groups = [{**group, "params": list(of_group)} for group, of_group in zip(optimizer.param_groups, members, strict=True)]
     state = defaultdict(dict, {key: value for key, value in whole.values.items() if value or not isinstance(key, torch.Tensor)})
     packed: dict[str, Any] = _shell(optimizer, groups, state).state_dict()
-    index_of = _indices(members)
+    index_of = {param: index for index, param in enumerate(chain.from_iterable(members))}
     packed[OWN_KEY] = {
         _COMPUTED_IN: {index: dtype_name(whole.dtypes.get(param, param.dtype)) for param, index in index_of.items()},
         _MAIN_PARAMS: {index_of[param]: values for param, values in whole.main_values.items() if param in index_of},
@@ -487,14 +481,10 @@ def unpack(
     groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
     shell = _shell(optimizer, groups, defaultdict(dict))
     shell.load_state_dict(dict(state_dict))
-    param_of = {
-        stand_in: param
-        for of_group, of_params in zip(stand_ins, members, strict=True)
-        for stand_in, param in zip(of_group, of_params, strict=True)
-    }
+    param_at = dict(enumerate(chain.from_iterable(members)))
+    param_of = dict(zip(chain.from_iterable(stand_ins), param_at.values(), strict=True))
     values = {param_of.get(key, key): value for key, value in shell.state.items()}
     own = state_dict.get(OWN_KEY) or {}
-    param_at = {index: param for param, index in _indices(members).items()}
     mains = {param_at[index]: main for index, main in own.get(_MAIN_PARAMS, {}).items() if index in param_at}
     _refuse(_shape_problems(values, mains, names))
     computed_in = {param_at[index]: dtype_named(name) for index, name in own.get(_COMPUTED_IN, {}).items() if index in param_at}
@@ -528,10 +518,6 @@ def _shell(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state
 
 def _stand_in(param: torch.Tensor) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int8, device=param.device).expand(param.shape or (1,))
-
-
-def _indices(members: Members) -> dict[torch.Tensor, int]:
-    return {param: index for index, param in enumerate(param for of_group in members for param in of_group)}
 
 
 def _follow(value: Any, param: torch.Tensor, computed_in: torch.dtype | None, dtype: torch.dtype) -> Any:

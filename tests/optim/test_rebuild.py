@@ -354,7 +354,7 @@ class TestGroups:
         model.b.requires_grad_(False)
         ddp.rebuild()
 
-        kept = [*optimizer.state[model.b].values(), *optimizer._sharding._main_values.values()]
+        kept = [*optimizer.state[model.b].values(), *optimizer.sharding._main_values.values()]
         assert sorted(value.untyped_storage().nbytes() // 4 for value in kept) == [1, 63, 63, 63]  # step, moments, main value
 
     def test_runs_are_cut_where_step_counts_differ_and_only_there(self):
