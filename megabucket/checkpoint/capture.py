@@ -315,7 +315,7 @@ def _names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
 def members_of(optimizer: torch.optim.Optimizer) -> Sequence[Sequence[torch.Tensor]]:
     """Return the whole parameters of each group."""
     if isinstance(optimizer, DistributedOptimizer):
-        return optimizer.sharding.members
+        return optimizer.sharding.members.by_group()
     return [group["params"] for group in optimizer.param_groups]
 
 
@@ -349,7 +349,7 @@ def hold_shards(
         ConfigError: a hyperparameter is of a kind that no file can hold.
     """
     sharding = optimizer.sharding
-    groups, names = members_by_name(sharding.members, module)
+    groups, names = members_by_name(sharding.members.by_group(), module)
     others = sharding.state_of_others
     held = HeldState(names=names)
     by_name = _hold_whole(others.values, names, held.shared)

@@ -121,7 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             OptimizerParametersError: one of the parameters is in a group already.
         """
-        self.sharding.group_members.add_group(param_group)
+        self.sharding.members.add_group(param_group)
 
     # The optimizer that does the arithmetic shows through #
 
@@ -291,7 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except MegabucketError as error:
             failure = error
         self.ddp.sync.call("state_dict()", failure=failure)
-        return pack(self.torch_optimizer, self.sharding.members, self.sharding.whole_state())
+        return pack(self.torch_optimizer, self.sharding.members.by_group(), self.sharding.whole_state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state that ``state_dict`` gave, with any number of ranks, in any mode, or one of plain torch.

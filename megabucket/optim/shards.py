@@ -45,10 +45,19 @@ _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
 _WITHHELD: Final = frozenset({WithheldGrad, type(None)})
 _WITHHELD_BECAUSE: Final = (
-    "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction that is "
-    "under way, and one rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0), and read the norm over all "
-    "ranks from what step() returns; after an all-reduce torch.nn.utils.clip_grad_norm_(ddp.parameters(), ...) is right, too. "
+    "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction, and one "
+    "rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0); its step() returns the norm over all ranks. "
     "Call step() and zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
+)
+
+
+_NOT_IN_WRAPPER: Final = (
+    "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
+    "Build the optimizer over the wrapped parameters; before ddp.rebuild(), put new ones into the module or out of the group.",
+)
+_IN_NO_GROUP: Final = (
+    "trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
+    "Add them with optimizer.add_param_group(), or freeze them with requires_grad_(False), before wrapping or ddp.rebuild().",
 )
 
 
@@ -254,28 +263,15 @@ class GroupMembers:
                     group_of[name] = index
                 elif tensor.requires_grad and not self._has_left(tensor, params):
                     foreign.append(f"group {index}, parameter {position}, shape {tuple(tensor.shape)}")
-        self._check_none(foreign, twice, left_out=[name for name in names.values() if name not in group_of])
-        return group_of
-
-    def _check_none(self, foreign: Sequence[str], twice: Sequence[str], *, left_out: Sequence[str]) -> None:
-        if self._once_in_module:
-            put_right = "Put them into the wrapped module, or take them out of the group, and call ddp.rebuild() again."
-            add = (
-                "Add them with optimizer.add_param_group(), or freeze them with requires_grad_(False), and call "
-                "ddp.rebuild() again."
-            )
-        else:
-            put_right = "Build the optimizer over the parameters of the wrapped module, after wrapping it."
-            add = "Add them to a group, or freeze them with requires_grad_(False) before wrapping."
-        without_wrapper = "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced"
-        without_group = "trainable parameters of the wrapper are in no group of the optimizer and would never be updated"
-        for problem, params, remedy in (
-            (without_wrapper, foreign, put_right),
-            ("the optimizer has the same parameter twice", twice, "Put each parameter into one group."),
-            (without_group, left_out, add),
+        left_out = [name for name in names.values() if name not in group_of]
+        for wrong, problem, remedy in (
+            (foreign, *_NOT_IN_WRAPPER),
+            (twice, "the optimizer has the same parameter twice", "Put each parameter into one group."),
+            (left_out, *_IN_NO_GROUP),
         ):
-            if params:
-                raise OptimizerParametersError(problem=problem, params=params, remedy=remedy)
+            if wrong:
+                raise OptimizerParametersError(problem=problem, params=wrong, remedy=remedy)
+        return group_of
 
 
 class _Cut(NamedTuple):
@@ -299,10 +295,10 @@ class Sharding:
         self._optimizer = optimizer
         self._ddp = ddp
         self._is_sharded = ddp.policy.is_sharded
-        self.group_members = GroupMembers(optimizer)
+        self.members = GroupMembers(optimizer)
         # Of parameters that are in no shard, beside the optimizer's own state: see WholeState.
         self._main_values: dict[torch.Tensor, torch.Tensor] = {}
-        self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self.group_members.by_group() for p in group}
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self.members.by_group() for p in group}
         self._numbers = KNOWN_NUMBERS
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
         self._num_value_changes = 0  # of the wrapper, when main values last were those of its parameters
@@ -328,7 +324,7 @@ class Sharding:
         return _Cut(shards, state, [(name, f"in group {group_of[name]}", *signature_of[name]) for name in params])
 
     def _group_of(self) -> dict[str, int]:
-        return self.group_members.by_name(self._ddp.param_names, set(self._ddp.module.parameters()))
+        return self.members.by_name(self._ddp.param_names, set(self._ddp.module.parameters()))
 
     def _make_shards(self, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]) -> list[MainShard]:
         rank, is_sharded = self._ddp.communicator.rank, self._is_sharded
@@ -341,7 +337,7 @@ class Sharding:
     def _take(self, cut: _Cut) -> None:
         """Put shards in place of the parameters. Those without a shard keep their state, those gone from the module leave."""
         ddp, state = self._ddp, self._optimizer.state
-        self.group_members.replace([(shard.run.group, shard.main) for shard in cut.shards], set(ddp.module.parameters()))
+        self.members.replace([(shard.run.group, shard.main) for shard in cut.shards], set(ddp.module.parameters()))
         staying = self._others()
         for key in [key for key in state if isinstance(key, torch.Tensor) and key not in staying]:
             del state[key]
@@ -369,11 +365,11 @@ class Sharding:
         found = unshard(self.shards, state, self.holder)
         for shard in self.shards:
             state.pop(shard.main, None)
-        state.update({**found.values, **state_of_empty_params(found, self.members)})
+        state.update({**found.values, **state_of_empty_params(found, self.members.by_group())})
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
         self._numbers = found.numbers
-        self.group_members.restore()
+        self.members.restore()
         self.shards, self._buffers = [], []
         self.shards_of_group.clear()
 
@@ -430,18 +426,13 @@ class Sharding:
     # State of whole parameters, to save and to load #
 
     @property
-    def members(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters of each group, in the caller's order."""
-        return self.group_members.by_group()
-
-    @property
     def holder(self) -> ShardHolder:
         """Where the shards lie."""
         return ShardHolder(self._buffers, self._ddp.sync, self._ddp.communicator, self._is_sharded)
 
     def _others(self) -> set[torch.nn.Parameter]:
         """Return the members of groups that are in no shard: frozen ones, those that were added."""
-        return {param for group in self.members for param in group if param not in self._ddp.param_names}
+        return {param for group in self.members.by_group() for param in group if param not in self._ddp.param_names}
 
     @property
     def state_of_others(self) -> WholeState:
@@ -462,7 +453,7 @@ class Sharding:
         kept = self.state_of_others
         beside = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
         return WholeState(
-            {**found.values, **state_of_empty_params(found, self.members), **kept.values, **beside},
+            {**found.values, **state_of_empty_params(found, self.members.by_group()), **kept.values, **beside},
             {**found.main_values, **kept.main_values},
             {**found.dtypes, **kept.dtypes},
             found.numbers,
@@ -484,7 +475,7 @@ class Sharding:
         try:
             self.settle("load_state_dict()")
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
-            whole, groups = unpack(self._optimizer, self.members, names, state_dict)
+            whole, groups = unpack(self._optimizer, self.members.by_group(), names, state_dict)
             cut = self._cut(whole)
             self._fill_main_values(cut.shards, whole)
             entries = [*cut.entries, *_checksums(whole, self._ddp.param_names)]
@@ -494,8 +485,7 @@ class Sharding:
         self._ddp.sync.call("load_state_dict()", entries, failure)
         assert cut is not None  # noqa: S101 - otherwise there was a failure
         self._take(cut)
-        self._keep_others(whole)
-        set_groups(self._optimizer, groups)
+        self._take_others(whole, groups)
         # Main values that do not round to the weights, now or after these were loaded, go at the next step.
         self._num_value_changes = -1
 
@@ -517,9 +507,8 @@ class Sharding:
             others: what belongs to parameters without a shard.
         """
         self._take(_Cut(list(state), {shard.main: values for shard, values in state.items()}, []))
-        self._keep_others(others)
+        self._take_others(others, groups)
         self._dtypes |= others.dtypes
-        set_groups(self._optimizer, groups)
 
     def _fill_main_values(self, shards: Sequence[MainShard], whole: WholeState) -> None:
         """Give new shards the main values that were loaded, and else those that the shards of now hold."""
@@ -537,8 +526,8 @@ class Sharding:
                     if values is not None:
                         shard.main[slice(*piece.in_run)] = values
 
-    def _keep_others(self, whole: WholeState) -> None:
-        """Take the state of parameters without a shard, and what belongs to no parameter."""
+    def _take_others(self, whole: WholeState, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take the state of parameters without a shard, what belongs to no parameter, and hyperparameters by group."""
         state = self._optimizer.state
         others = self._others()
         for key in [key for key in state if key in others or not isinstance(key, torch.Tensor)]:
@@ -547,6 +536,7 @@ class Sharding:
             if key in others or not isinstance(key, torch.Tensor):
                 state[key] = copy.deepcopy(values)  # torch would hold the caller's own tensors
         self._main_values = {param: main.clone() for param, main in whole.main_values.items() if param in others}
+        set_groups(self._optimizer, groups)
 
     def refuse_shards_of(self, held: torch.optim.Optimizer, method: str) -> None:
         """Refuse to speak of shards as if they were parameters.
@@ -555,11 +545,8 @@ class Sharding:
             CheckpointUnavailableError: the optimizer is the one that holds them.
         """
         if held is self._optimizer and self._buffers:
-            communicator = self._ddp.communicator
-            num_shards = communicator.size if self._is_sharded else 1
-            raise CheckpointUnavailableError(
-                optimizer=type(held).__name__, method=method, rank=communicator.rank, num_shards=num_shards
-            )
+            rank, num_shards = self._ddp.communicator.rank, self._ddp.communicator.size if self._is_sharded else 1
+            raise CheckpointUnavailableError(optimizer=type(held).__name__, method=method, rank=rank, num_shards=num_shards)
 
     def check_is_current(self) -> None:
         """Refuse to go on with shards that are not the whole of what is trained.
@@ -572,7 +559,7 @@ class Sharding:
                 "the wrapper was rebuilt, but this optimizer was not: a DistributedOptimizer that was built after it has taken "
                 "its place, and what it steps on is no longer part of the module. Use the later one."
             )
-        waiting = self.group_members.waiting()
+        waiting = self.members.waiting()
         if waiting:
             names = {param: name for name, param in self._ddp.module.named_parameters()}
             shown = [names.get(param, f"one of shape {tuple(param.shape)}, not in the module") for param in waiting]
@@ -616,9 +603,8 @@ class Sharding:
         if touched is not None:
             raise PhaseError(
                 f"the gradient of a flat shard ({name_list(touched.run.params)}) was cleared or replaced between two steps, "
-                "to no effect: a DistributedOptimizer steps on what the gradient sync has left in the buffers. If it was "
-                "zero_grad() of the torch optimizer in it, call that of the DistributedOptimizer instead; set gradients of the "
-                "model's parameters, before the sync, rather than those of shards."
+                "to no effect: a DistributedOptimizer steps on what the gradient sync has left in the buffers. Call its own "
+                "zero_grad(), not that of the torch optimizer in it; set gradients of the model's parameters, before the sync."
             )
 
 

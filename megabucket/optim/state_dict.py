@@ -54,20 +54,14 @@ class WholeState:
         return value.dtype == self.dtypes.get(param, param.dtype)
 
 
-def find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
-    """Return the keys that hold one number per parameter; all others hold a value per element.
-
-    Args:
-        params: the parameters whose state is looked at, by name.
-
-    Raises:
-        OptimizerParametersError: some state is neither: a table, say, or moments from before the parameter was resized.
-    """
-    numbers = set(whole.numbers)
+def _find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """Return the keys that hold one number per parameter; all others hold a value per element."""
     entries = [(name, param, key, value) for name, param in params.items() for key, value in whole.of(param).items()]
-    for _, param, key, value in entries:
-        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != param.shape):
-            numbers.add(key)
+    numbers = whole.numbers | {
+        key
+        for _, param, key, value in entries
+        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != param.shape)
+    }
     misfits = [
         f"{key} of {name}: shape {tuple(value.shape)} for {tuple(param.shape)}"
         for name, param, key, value in entries
@@ -81,7 +75,7 @@ def find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) ->
             remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False; or, where the parameter was "
             "resized, drop its state (optimizer.state.pop(param)) to start anew.",
         )
-    return frozenset(numbers)
+    return numbers
 
 
 def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Tensor]]) -> dict[torch.Tensor, dict[str, Any]]:
@@ -124,13 +118,14 @@ class StateCutter:
         params: the parameters in the buffers, by name.
 
     Raises:
-        OptimizerParametersError: some state belongs neither to elements nor to parameters.
+        OptimizerParametersError: some state is neither one value per element nor one number: a table, say, or moments from
+            before the parameter was resized.
     """
 
     def __init__(self, whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> None:
         self._whole = whole
         self._params = params
-        self.numbers = find_numbers(whole, params)
+        self.numbers = _find_numbers(whole, params)
         """The keys that hold one number per parameter."""
 
     def signature(self, name: str) -> tuple[str, ...]:
@@ -421,9 +416,8 @@ def _gather(
         for bucket in (buffer.layout.buckets[index] for index in wanted):
             shard = buffer.layout.shard_span(bucket=bucket.index, rank=holder.communicator.rank)
             # As bytes: whatever dtype an optimizer chose for its state, every backend can move it.
-            calls.append(
-                AllGather(flat[bucket.start : bucket.stop].view(torch.uint8), flat[shard.start : shard.stop].view(torch.uint8))
-            )
+            whole, own_part = (flat[one.start : one.stop].view(torch.uint8) for one in (bucket, shard))
+            calls.append(AllGather(whole, own_part))
         holder.communicator.launch(calls, label="optimizer state values").wait()
     return _cut_out(buffer, names, flat)
 
