@@ -514,7 +514,14 @@ def machine(numels, *, sharded, unused_parameters):
 
 
 ORDERS = ([0, 1, 2, 3, 4],) * 3
-WHOLE_STEP = {"completions": [], "amount": 0, "microbatches": 1, "orders": ORDERS, "ways": ["step"] * 3, "start": ["zero_grad"] * 3}
+WHOLE_STEP = {
+    "completions": [],
+    "amount": 0,
+    "microbatches": 1,
+    "orders": ORDERS,
+    "ways": ["step"] * 3,
+    "start": ["zero_grad"] * 3,
+}
 
 
 def test_start_and_finish_without_a_backward_count_nothing_as_unused():
