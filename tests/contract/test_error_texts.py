@@ -34,7 +34,7 @@ TEXTS = {
     ),
     "CallMismatchError": (
         "step 3: ranks are in different calls: save() on rank 0; step() on rank 1. Each of them needs every rank: make it on "
-        "all of them, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these calls "
+        "all, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these calls "
         "has done anything, a step that was open was dropped on all ranks, and the next call of all ranks may run."
     ),
     "StepMismatchError": (
