@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -32,18 +31,7 @@ _SMALL_GATHER_BYTES: Final = 1 << 18
 _BLOCK_NUMEL: Final = 1 << 16  # added up at a time from three ranks on, so that partial sums stay in the cache
 _SEGMENT_BYTES: Final = 1 << 20  # gloo's default
 
-_REDUCE_OPS: Final = MappingProxyType(
-    {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
-)
-# torch 2.13 renamed these methods of groups; 2.11 has only the old names.
-_METHODS: Final = frozenset(dir(dist.ProcessGroup))
-_ALL_GATHER: Final = "all_gather_single" if "all_gather_single" in _METHODS else "_allgather_base"
-_REDUCE_SCATTER: Final = "reduce_scatter_single" if "reduce_scatter_single" in _METHODS else "_reduce_scatter_base"
-_ALL_TO_ALL: Final = "all_to_all_single" if "all_to_all_single" in _METHODS else "alltoall_base"
-_ALL_GATHERS: Final = f"{_ALL_GATHER}_coalesced" if "all_gather_single" in _METHODS else "allgather_into_tensor_coalesced"
-_REDUCE_SCATTERS: Final = (
-    f"{_REDUCE_SCATTER}_coalesced" if "reduce_scatter_single" in _METHODS else "reduce_scatter_tensor_coalesced"
-)
+ALL_TO_ALL: Final = "alltoall_base"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Operation = Callable[[], object]
@@ -141,11 +129,13 @@ def _start_of(calls: Sequence[Call], anchor: Anchor | None) -> Start:
         options = _options(c10d.AllreduceCoalescedOptions if len(calls) > 1 else c10d.AllreduceOptions, op=first.op)
         return Start("allreduce_coalesced" if len(calls) > 1 else "allreduce", (fulls, options), tuple(fulls))
     shards = [held(call.shard) for call in calls if isinstance(call, AllGather | ReduceScatter)]
+    # Names of torch 2.11, which later ones keep beside their own.
     if isinstance(first, AllGather):
-        options, names, places = _options(c10d.AllgatherOptions), (_ALL_GATHER, _ALL_GATHERS), (fulls, shards)
+        options, names = _options(c10d.AllgatherOptions), ("_allgather_base", "allgather_into_tensor_coalesced")
+        places = (fulls, shards)
     else:
-        options, names = _options(c10d.ReduceScatterOptions, op=first.op), (_REDUCE_SCATTER, _REDUCE_SCATTERS)
-        places = (shards, fulls)
+        options = _options(c10d.ReduceScatterOptions, op=first.op)
+        names, places = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), (shards, fulls)
     if len(calls) > 1:
         return Start(names[1], (*places, options), (*fulls, *shards))
     return Start(names[0], (places[0][0], places[1][0], options), (*fulls, *shards))
@@ -155,7 +145,7 @@ def _options(kind: Callable[[], Any], *, op: ReduceOp | None = None, **values: o
     options = kind()
     options.asyncOp = True
     if op is not None:
-        options.reduceOp = _REDUCE_OPS[op]
+        options.reduceOp = getattr(dist.ReduceOp, op.name)
     for name, value in values.items():
         setattr(options, name, value)
     return options
@@ -164,7 +154,7 @@ def _options(kind: Callable[[], Any], *, op: ReduceOp | None = None, **values: o
 def _all_to_all(sent: torch.Tensor, received: torch.Tensor, sizes: Sequence[int], anchor: Anchor) -> Start:
     """Return the exchange in which this rank sends and receives so many bytes to and from each rank, in rank order."""
     source, target = anchor.bytes_of(sent), anchor.bytes_of(received)
-    return Start(_ALL_TO_ALL, (target, source, list(sizes), list(sizes), _options(c10d.AllToAllOptions)), (source, target))
+    return Start(ALL_TO_ALL, (target, source, list(sizes), list(sizes), _options(c10d.AllToAllOptions)), (source, target))
 
 
 def divisions(calls: Iterable[Call], *, averages_over: int = 1, result: torch.Tensor | None = None) -> list[Operation]:

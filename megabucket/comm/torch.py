@@ -35,7 +35,7 @@ from megabucket.comm.communicator import (
     Progress,
     ReduceScatter,
 )
-from megabucket.comm.gloo import Operation, Plan, fp32_plan, gloo_plan, plain_plan, small_room_bytes
+from megabucket.comm.gloo import ALL_TO_ALL, Operation, Plan, fp32_plan, gloo_plan, plain_plan, small_room_bytes
 from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, wait_slice
 from megabucket.errors import (
     CollectiveError,
@@ -113,7 +113,7 @@ class _Channel(Communicator):
         if rest and self._backend(device) == "gloo":
             room_bytes = self._room_bytes if is_kept else None
             plan += gloo_plan(rest, rank=self.rank, size=self.size, room_bytes=room_bytes)
-            if is_kept and isinstance(rest[0], AllReduce) and plan.starts[0].method.startswith("all_to_all"):
+            if is_kept and isinstance(rest[0], AllReduce) and plan.starts[0].method == ALL_TO_ALL:
                 # All ranks launch the same batches in the same order, so they run out of room at the same one.
                 self._room_bytes -= small_room_bytes(rest[0], size=self.size)
         elif rest:
@@ -202,7 +202,7 @@ class Link:
         self.heartbeat: Heartbeat | None = None
         self.watch: PeerWatch | None = None
         self._finding: MegabucketError | None = None
-        self._given = weakref.ref(group)
+        self._given, self._exists = weakref.ref(group), existence_of(group)
         self._pid = os.getpid()
         self.timeout_s = timeout_s_of(group)
         store, cpu = store_of(group), torch.device("cpu")
@@ -214,16 +214,10 @@ class Link:
                 members=dist.get_process_group_ranks(group),
                 progress=self.progress,
                 every_s=liveness.heartbeat_s,
-                is_wanted=existence_of(group),
+                is_wanted=self._exists,
                 group_name=str(group.group_name),
             )
-            self.watch = PeerWatch(
-                self.heartbeat,
-                liveness,
-                progress=self.progress,
-                group_timeout_s=self.timeout_s,
-                on_loss=self._abandon,
-            )
+            self.watch = PeerWatch(self.heartbeat, liveness, group_timeout_s=self.timeout_s, on_loss=self._abandon)
 
     def clock(self, *, on_device: bool) -> Clock:
         """Return the clock of the host, or that of the current CUDA device, which is made when it is first asked for.
@@ -248,7 +242,7 @@ class Link:
             raise finding.copy()
         if os.getpid() != self._pid:
             raise ForkedProcessError(rank=self.rank, operation=f"{label} was launched")
-        if self._given() not in dist.distributed_c10d._world.pg_map:
+        if not self._exists():
             raise GroupDestroyedError(rank=self.rank, operation=f"{label} was launched")
 
     def break_off(self, error: PeerLostError | WrapperBrokenError) -> None:
@@ -441,15 +435,13 @@ class Job:
     def __init__(self, run: Callable[[Callable[[], bool]], None]) -> None:
         self._run: Callable[[Callable[[], bool]], None] | None = run
         self._is_done = threading.Event()
-        self._failure: MegabucketError | str | None = None
+        self._failure: str | None = None
 
     def run(self, must_stop: Callable[[], bool]) -> None:
         """Do it. Never raises; ``wait`` does."""
         try:
             if self._run is not None:
                 self._run(must_stop)
-        except MegabucketError as error:
-            self._failure = error
         except Exception as error:
             self._failure = str(error) or repr(error)
         self._run = None  # it leads back here
@@ -467,8 +459,6 @@ class Job:
         """
         if not self._is_done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")  # gloo's text, which waits in slices look for
-        if isinstance(self._failure, MegabucketError):
-            raise self._failure.copy()
         if self._failure is not None:
             raise RuntimeError(self._failure)
         return True
@@ -577,17 +567,15 @@ def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float
         options._timeout = timedelta(seconds=timeout_s or _TIME_LIMIT_S)
     except (AttributeError, RuntimeError):
         return []
-    return [_gloo_group(PrefixStore(name, store), group.rank(), group.size(), options, name) for name in names]
-
-
-def _gloo_group(store: Store, rank: int, size: int, options: Any, name: str) -> dist.ProcessGroup:
-    group = dist.ProcessGroup(store, rank, size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, options))
-    group._set_group_name(cast("Any", name))
-    group._set_group_desc(name)
-    return group
+    made, kind = [], dist.ProcessGroup.BackendType.GLOO
+    for name in names:
+        place = (PrefixStore(name, store), group.rank(), group.size())
+        made.append(dist.ProcessGroup(*place))
+        made[-1]._set_default_backend(kind)
+        made[-1]._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(*place, options))
+        made[-1]._set_group_name(cast("Any", name))
+        made[-1]._set_group_desc(name)
+    return made
 
 
 def use_count(tensor: torch.Tensor) -> int:
