@@ -107,12 +107,10 @@ class Exchange:
         if len(payload) > capacity_bytes:
             raise ValueError(f"{label}: {len(payload)} bytes do not fit into {capacity_bytes}")
         roots = range(communicator.size) if speakers is None else speakers
-        rows = torch.zeros(len(roots), _LENGTH_BYTES + capacity_bytes, dtype=torch.uint8, device=device)
+        row = (len(payload).to_bytes(_LENGTH_BYTES, "little") + payload).ljust(_LENGTH_BYTES + capacity_bytes, b"\0")
+        rows = self._rows = torch.zeros(len(roots), len(row), dtype=torch.uint8, device=device)
         if communicator.rank in roots:
-            record = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
-            own = rows[roots.index(communicator.rank)]
-            own[: len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        self._capacity_bytes, self._rows = capacity_bytes, rows
+            rows[roots.index(communicator.rank)].copy_(torch.frombuffer(bytearray(row), dtype=torch.uint8))
         calls: list[Call] = [Broadcast(row, root) for row, root in zip(rows.unbind(), roots, strict=True)]
         if speakers is None:
             calls = [AllGather(rows.view(-1), rows[communicator.rank])]
@@ -127,8 +125,7 @@ class Exchange:
         self._handle.start()
         self._handle.wait()
         rows = [row.tobytes() for row in self._rows.cpu().numpy()]
-        lengths = [min(int.from_bytes(row[:_LENGTH_BYTES], "little"), self._capacity_bytes) for row in rows]
-        return [row[_LENGTH_BYTES : _LENGTH_BYTES + length] for row, length in zip(rows, lengths, strict=True)]
+        return [row[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(row[:_LENGTH_BYTES], "little")] for row in rows]
 
 
 def exchange(

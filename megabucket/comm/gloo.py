@@ -97,38 +97,33 @@ class Anchor:
 # Any back-end #
 
 
-def plain_plan(calls: Sequence[Call], *, can_coalesce_gathers: bool = True, is_anchored: bool = False) -> Plan:
+def plain_plan(calls: Sequence[Call], *, can_coalesce_gathers: bool = True) -> Plan:
     """Return the plan that does what like calls say, in as few collectives as torch allows.
 
     Args:
         can_coalesce_gathers: not over gloo, whose heap a coalesced gather breaks (docs/decisions/gloo-coalesced-gather.md).
-        is_anchored: whether the tensors handed over shall be owned by C++, too.
     """
-    anchor = Anchor() if is_anchored else None
+    anchor = Anchor()
     alone = isinstance(calls[0], Broadcast) or (isinstance(calls[0], AllGather) and not can_coalesce_gathers)
     batches: dict[object, list[Call]] = {}
     for index, call in enumerate(calls):
         # Torch coalesces one reduce op and one dtype at a time.
         batches.setdefault(index if alone else (call.full.dtype, getattr(call, "op", None)), []).append(call)
     starts = [_start_of(batch, anchor) for batch in batches.values()]
-    return Plan(starts, after=divisions(calls), keeps=anchor.views if anchor is not None else ())
+    return Plan(starts, after=divisions(calls), keeps=anchor.views)
 
 
-def _start_of(calls: Sequence[Call], anchor: Anchor | None) -> Start:
+def _start_of(calls: Sequence[Call], anchor: Anchor) -> Start:
     """Return one collective for calls of one kind, dtype and reduce op."""
-
-    def held(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if anchor is None else anchor.alias(tensor)
-
     first = calls[0]
     if isinstance(first, Broadcast):
-        tensor = (anchor or Anchor()).bytes_of(first.tensor)
+        tensor = anchor.bytes_of(first.tensor)
         return Start("broadcast", ([tensor], _options(c10d.BroadcastOptions, rootRank=first.root)), (tensor,))
-    fulls = [held(call.full) for call in calls]
+    fulls = [anchor.alias(call.full) for call in calls]
     if isinstance(first, AllReduce):
         options = _options(c10d.AllreduceCoalescedOptions if len(calls) > 1 else c10d.AllreduceOptions, op=first.op)
         return Start("allreduce_coalesced" if len(calls) > 1 else "allreduce", (fulls, options), tuple(fulls))
-    shards = [held(call.shard) for call in calls if isinstance(call, AllGather | ReduceScatter)]
+    shards = [anchor.alias(call.shard) for call in calls if isinstance(call, AllGather | ReduceScatter)]
     # Names of torch 2.11, which later ones keep beside their own.
     if isinstance(first, AllGather):
         options, names = _options(c10d.AllgatherOptions), ("_allgather_base", "allgather_into_tensor_coalesced")
@@ -221,7 +216,7 @@ def gloo_plan(calls: Sequence[Call], *, rank: int, size: int, room_bytes: int | 
             return _scatter_plan([call for call in calls if isinstance(call, ReduceScatter)], rank=rank, size=size)
         if isinstance(first, AllReduce) and len(calls) == 1 and _is_small(first, room_bytes, size=size):
             return _small_plan(first, rank=rank, size=size)
-    return plain_plan([_in_place(call) for call in calls], can_coalesce_gathers=False, is_anchored=True)
+    return plain_plan([_in_place(call) for call in calls], can_coalesce_gathers=False)
 
 
 def lies_in_place(call: ReduceScatter) -> bool:

@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from types import MappingProxyType
@@ -237,8 +238,6 @@ class View(NamedTuple):
     asked_at_s: float = 0.0  # time.monotonic() before the store was asked for ``beats``
     beats: Mapping[int, Beat] = MappingProxyType({})
     finding: Finding | None = None
-    circle: Mapping[int, Block] = MappingProxyType({})  # ranks of the program that wait for one another, this one among them
-    num_circles: int = 0  # how often in a row there was one: what stands on the board may be a moment old
 
 
 def decode_beat(raw: bytes) -> Beat:
@@ -290,7 +289,6 @@ class Heartbeat:
         self.name = self._token = ""
         """Of the wrapper, the same on all ranks."""
         self.process = identify_this_process()
-        self.read_every_s = max(_READ_EVERY_S, _READ_S_PER_RANK * len(members))
         self.view = View()
         self.failure = ""
         """Why the thread ended, when the store was the reason."""
@@ -300,6 +298,7 @@ class Heartbeat:
         self._num_beats = 0
         self._known: set[int] = set()  # ranks that have ever written
         self._block: Block | None = None  # of this rank, as it stands on the board
+        self._circle: dict[int, Block] = {}  # that was seen last
         # SimpleQueue, because the garbage collector may end a communicator at any moment, in this thread, too: a put from
         # there must not need a lock that the interrupted code holds.
         self._mailbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
@@ -322,10 +321,9 @@ class Heartbeat:
         """Have the board say what this rank waits for, or that it waits no more."""
         self._mailbox.put(_Request(lambda board: self._write_block(board, label)))
 
-    def post(self, finding: Finding, tokens: Iterable[str] = ()) -> None:
-        """Have a finding written for this wrapper and others, unless there is one."""
-        keys = [f"finding/{token}" for token in sorted({self._token, *tokens})]
-        self._mailbox.put(_Request(lambda board: _write_first(board, keys, encode_finding(finding))))
+    def post(self, finding: Finding) -> None:
+        """Have a finding written, unless there is one."""
+        self._mailbox.put(_Request(lambda board: self._write_finding(board, finding)))
 
     def ask(self, timeout_s: float) -> View | None:
         """Return what the store says when all requests before are done, or ``None`` when it does not answer in time."""
@@ -396,14 +394,19 @@ class Heartbeat:
     def _answer(self, store: Store, board: Store, request: _Request) -> None:
         if request.write is not None:
             request.write(board)
-        view, now_s, key = self.view, time.monotonic(), f"finding/{self._token}"
-        finding = decode_finding(board.get(key)) if board.check([key]) else None
-        if request.answered is not None or now_s - view.asked_at_s >= self.read_every_s:
-            circle = self._find_circle(board)
-            view = View(now_s, self._read_beats(store), finding, circle, view.num_circles + 1 if circle else 0)
-        self.view = view._replace(finding=finding)
+        view, key = self.view, f"finding/{self._token}"
+        if request.answered is not None or time.monotonic() - view.asked_at_s >= read_every_s(len(self.members)):
+            view = View(time.monotonic(), self._read_beats(store))
+            self._report_circle(board)
+        self.view = view._replace(finding=decode_finding(board.get(key)) if board.check([key]) else None)
         if request.answered is not None:
             request.answered.set()
+
+    def _write_finding(self, board: Store, finding: Finding, tokens: Iterable[str] = ()) -> None:
+        """Write a finding for this wrapper and others: for all of them the one that was there first, in the first of them."""
+        text = encode_finding(finding)
+        for token in sorted({self._token, *tokens}):
+            text = board.compare_set(f"finding/{token}", "", text).decode()
 
     def _write_block(self, board: Store, label: str | None) -> None:
         wrapper = f"{self.name} over group {self._group_name!r} of ranks {list(self.members)}"
@@ -413,6 +416,18 @@ class Heartbeat:
     def _read_beats(self, store: Store) -> dict[int, Beat]:
         self._known |= _written(store, set(range(len(self.members))) - self._known)
         return {rank: decode_beat(value) for rank, value in _read(store, self._known - {self.rank}).items()}
+
+    def _report_circle(self, board: Store) -> None:
+        """Write to all ranks of a circle that no wait of it ends. It counts when it is seen twice: the board may be old."""
+        circle, self._circle = self._circle, self._find_circle(board)
+        if circle and circle == self._circle:
+            places = [f"rank {rank} waits for {block.label} of {block.wrapper}" for rank, block in sorted(circle.items())]
+            cause = (
+                f"ranks wait for one another: {'; '.join(places)}. Every rank must use its wrappers, and make collective "
+                "calls, in the same order"
+            )
+            error = WrapperBrokenError(step=self.progress.step, rank=None, phase=self.progress.phase, cause=cause)
+            self._write_finding(board, error, [block.token for block in circle.values()])
 
     def _find_circle(self, board: Store) -> dict[int, Block]:
         """Return ranks of the program that wait for one another, each in another wrapper than the one before; this rank first.
@@ -459,10 +474,9 @@ def _read(store: Store, ranks: set[int]) -> dict[int, bytes]:
     return dict(zip(sorted(ranks), store.multi_get(keys) if keys else [], strict=True))
 
 
-def _write_first(board: Store, keys: Sequence[str], text: str) -> None:
-    """Write a finding for several wrappers, all of them the one that was the first in the first of them."""
-    for key in keys:
-        text = board.compare_set(key, "", text).decode()
+def read_every_s(num_ranks: int) -> float:
+    """Return how long a view of the store is new enough for a rank that waits: all may wait at once."""
+    return max(_READ_EVERY_S, _READ_S_PER_RANK * num_ranks)
 
 
 def _rank_key(rank: int) -> str:
@@ -517,11 +531,9 @@ class Work(Protocol):
 
     def wait(self, timeout: timedelta = ...) -> bool:
         """Return when it is done, or raise a ``RuntimeError``: it has failed, or the time is over and it goes on."""
-        ...
 
     def is_completed(self) -> bool:
         """Return whether it is done or has failed."""
-        ...
 
 
 def wait_slice(work: Work) -> bool:
@@ -579,21 +591,14 @@ class Observations:
     """
 
     def __init__(
-        self,
-        label: str,
-        *,
-        number: int,
-        rank: int,
-        size: int,
-        look_at: Callable[[ProcessIdentity], ProcessState],
-        read_every_s: float,
+        self, label: str, *, number: int, rank: int, size: int, look_at: Callable[[ProcessIdentity], ProcessState]
     ) -> None:
         self.label, self.started_s = label, time.monotonic()
         self.is_on_board = self.has_warned = False
         self._number = number
         self._others = [other for other in range(size) if other != rank]
         self._look_at = look_at
-        self._longest_gap_s = max(_LONGEST_GAP_S, 2 * read_every_s)
+        self._longest_gap_s = max(_LONGEST_GAP_S, 2 * read_every_s(size))
         self._peers: dict[int, _Peer] = {}
         self._looked_at_s = self._asked_at_s = 0.0
         self._view: View | None = None
@@ -734,6 +739,10 @@ class PeerWatch:
         finally:
             self._leave_board(wait)
 
+    def lose(self, states: Mapping[int, str], *, label: str, number: int) -> Finding:
+        """Return the error to raise because ranks cannot be reached in another way than over gloo. All ranks know the same."""
+        return self._conclude(self._settle(self._begin(label, number), states))
+
     def break_off(self, finding: Finding) -> None:
         """Let the other ranks know why this one launches nothing more. Does not wait."""
         if self.finding is None:
@@ -741,15 +750,9 @@ class PeerWatch:
             self._conclude(finding)
 
     def _begin(self, label: str, number: int) -> Observations:
-        heartbeat = self._heartbeat
-        return Observations(
-            label,
-            number=number,
-            rank=heartbeat.rank,
-            size=len(heartbeat.members),
-            look_at=lambda process: look_at(process, from_space=heartbeat.process.pid_space),
-            read_every_s=heartbeat.read_every_s,
-        )
+        rank, size = self._heartbeat.rank, len(self._heartbeat.members)
+        look = partial(look_at, from_space=self._heartbeat.process.pid_space)
+        return Observations(label, number=number, rank=rank, size=size, look_at=look)
 
     def _look(self, wait: Observations) -> None:
         """Look at the other ranks once.
@@ -781,17 +784,7 @@ class PeerWatch:
         if wait.store_silent_s >= dead_after_s:
             reason = self._heartbeat.failure or "its host may be gone or frozen"
             return self._settle(wait, {}, f"the store of the process group has not answered for {dead_after_s:g} s: {reason}")
-        return self._settle_circle(wait) if self._heartbeat.view.num_circles > 1 else None
-
-    def _settle_circle(self, wait: Observations) -> Finding:
-        circle = self._heartbeat.view.circle
-        places = [f"rank {rank} waits for {block.label} of {block.wrapper}" for rank, block in sorted(circle.items())]
-        cause = (
-            f"ranks wait for one another: {'; '.join(places)}. Every rank must use its wrappers, and make collective calls, in "
-            "the same order"
-        )
-        error = WrapperBrokenError(step=self._progress.step, rank=None, phase=self._progress.phase, cause=cause)
-        return self._first(wait, error, [block.token for block in circle.values()])
+        return None
 
     def _warn_of_stragglers(self, wait: Observations, waited_s: float) -> None:
         limit_s = self._liveness.straggler_warning_s
@@ -847,10 +840,8 @@ class PeerWatch:
     def _settle(self, wait: Observations, states: Mapping[int, str], reason: str = "") -> Finding:
         """Return the finding that ranks are lost, or what another rank has found before."""
         during = f"noticed while waiting for {self._waiting_for(wait)}" + (f": {reason}" if reason else "")
-        return self._first(wait, PeerLostError(ranks=tuple(states), states=tuple(states.values()), during=during))
-
-    def _first(self, wait: Observations, finding: Finding, tokens: Iterable[str] = ()) -> Finding:
-        self._heartbeat.post(finding, tokens)
+        finding = PeerLostError(ranks=tuple(states), states=tuple(states.values()), during=during)
+        self._heartbeat.post(finding)
         return self._refresh(wait) or finding
 
     def _waiting_for(self, wait: Observations) -> str:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -117,7 +117,7 @@ class _Channel(Communicator):
                 # All ranks launch the same batches in the same order, so they run out of room at the same one.
                 self._room_bytes -= small_room_bytes(rest[0], size=self.size)
         elif rest:
-            plan += plain_plan(rest, is_anchored=self._has_gloo_works(device))
+            plan += plain_plan(rest)
         return replace(plan, is_gloo=self._has_gloo_works(device))
 
     def _backend(self, device: torch.device) -> str:
@@ -251,13 +251,6 @@ class Link:
             self.watch.break_off(error)
         self._finding = self._finding or error
 
-    def lose(self, states: Mapping[int, str], label: str) -> PeerLostError:
-        """Return the error to raise because ranks cannot be reached in another way than over gloo. All ranks know the same."""
-        during = f"noticed while waiting for {label} of step {self.progress.step} ({self.progress.phase})"
-        error = PeerLostError(ranks=tuple(states), states=tuple(states.values()), during=during)
-        self.break_off(error)
-        return error.copy()
-
     def _abandon(self) -> None:
         self.worker.give_up()
         # The destructor of a gloo group joins threads that wait for the other ranks, up to the time limit of the group: with a
@@ -373,8 +366,8 @@ class WorkHandle(Handle):
         else:
             for work in works:
                 work.wait()  # over NCCL: the current stream waits, not the host
-        if self._unread:
-            raise link.lose(self._unread, self._label)
+        if self._unread and link.watch is not None:
+            raise link.watch.lose(self._unread, label=self._label, number=self._sent[0])
         self._complete(plan)
         self._plan = None
         if self._passing:
