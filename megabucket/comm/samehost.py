@@ -158,8 +158,9 @@ class _Copies:
         self._addresses: list[list[int]] = []
         self._stages: list[list[_Action]] = []
         own_parts = [(self._part(call.full.data, rank), call.shard.data) for call in calls if isinstance(call, AllGather)]
-        self.plan = Plan((), [(target, source) for target, source in own_parts if target.data_ptr() != source.data_ptr()])
+        self.plan = Plan(rank=rank, size=size)
         """What comes first: gathers need this rank's own part in its place."""
+        self.plan.copies += [pair for pair in own_parts if pair[0].data_ptr() != pair[1].data_ptr()]
 
     def run(self, must_stop: Callable[[], bool]) -> dict[int, str]:
         """Do the batch with all ranks. Return what is the matter with ranks that could not be read: the same on all ranks."""

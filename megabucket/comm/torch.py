@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, cast
@@ -27,7 +26,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megabucket.comm.communicator import (
-    AllReduce,
     Batch,
     Communicator,
     Handle,
@@ -35,7 +33,7 @@ from megabucket.comm.communicator import (
     Progress,
     ReduceScatter,
 )
-from megabucket.comm.gloo import ALL_TO_ALL, Operation, Plan, fp32_plan, gloo_plan, plain_plan, small_room_bytes
+from megabucket.comm.gloo import Operation, Plan
 from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, wait_slice
 from megabucket.errors import (
     CollectiveError,
@@ -52,6 +50,7 @@ from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
 FABRIC: Final = "megabucket_fabric"
 """Name of the emulated fabric among torch's back-ends."""
 
+_GLOO_LIKE: Final = ("gloo", FABRIC)
 _ROOM_BYTES: Final = 1 << 25  # for small all-reduces that are launched again and again, all together
 _BACKGROUND_BYTES: Final = 1 << 23  # of a batch that a thread completes; of smaller ones the hooks of backward feel the thread
 _RELEASE_S: Final = 0.2
@@ -106,27 +105,22 @@ class _Channel(Communicator):
         return WorkHandle(self.link, self._group, plan, record, is_kept=is_kept)
 
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
+        backend = self._backend(batch[0].full.device)
+        plan = Plan(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE)
         wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
         rest = [call for call in batch if call not in wide]
-        plan = fp32_plan(wide, rank=self.rank, size=self.size)
-        device = batch[0].full.device
-        if rest and self._backend(device) == "gloo":
-            room_bytes = self._room_bytes if is_kept else None
-            plan += gloo_plan(rest, rank=self.rank, size=self.size, room_bytes=room_bytes)
-            if is_kept and isinstance(rest[0], AllReduce) and plan.starts[0].method == ALL_TO_ALL:
-                # All ranks launch the same batches in the same order, so they run out of room at the same one.
-                self._room_bytes -= small_room_bytes(rest[0], size=self.size)
+        plan.add_in_fp32(wide)
+        if rest and backend == "gloo":
+            # All ranks launch the same batches in the same order, so they run out of room at the same one.
+            self._room_bytes -= plan.add_for_gloo(rest, room_bytes=self._room_bytes if is_kept else None)
         elif rest:
-            plan += plain_plan(rest)
-        return replace(plan, is_gloo=self._has_gloo_works(device))
+            plan.add_plain(rest)
+        return plan
 
     def _backend(self, device: torch.device) -> str:
         if device.type not in self._backends:
             self._backends[device.type] = backend_of(self._group or cast("dist.ProcessGroup", dist.group.WORLD), device)
         return self._backends[device.type]
-
-    def _has_gloo_works(self, device: torch.device) -> bool:
-        return self._backend(device) in ("gloo", FABRIC)
 
     def break_off(self, error: WrapperBrokenError) -> None:
         """Launch nothing more, and write the reason into the store of the group, where the waits of the others find it."""
@@ -134,7 +128,7 @@ class _Channel(Communicator):
 
     def clock_for(self, device: torch.device) -> Clock:
         """Return the clock by which this group's collectives on a device are timed: its own where they run in its queue."""
-        return self.link.clock(on_device=device.type == "cuda" and not self._has_gloo_works(device))
+        return self.link.clock(on_device=device.type == "cuda" and self._backend(device) not in _GLOO_LIKE)
 
 
 class ProcessGroupCommunicator(_Channel):
@@ -206,7 +200,7 @@ class Link:
         self._pid = os.getpid()
         self.timeout_s = timeout_s_of(group)
         store, cpu = store_of(group), torch.device("cpu")
-        if self.size > 1 and store is not None and backend_of(group, cpu) in ("gloo", FABRIC):
+        if self.size > 1 and store is not None and backend_of(group, cpu) in _GLOO_LIKE:
             liveness = (liveness or Liveness(heartbeat_s=None, is_default=True)).fitted_to(self.timeout_s)
             self.heartbeat = Heartbeat(
                 store,
