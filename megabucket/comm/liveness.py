@@ -35,7 +35,6 @@ from datetime import timedelta
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -103,8 +102,8 @@ class Liveness:
             is_default="dead_after_s" not in config.model_fields_set,
         )
 
-    def fitted_to(self, group_timeout_s: float | None) -> Liveness:
-        """Return settings that are in order with the time limit of the group (``None``: unknown, and not looked at).
+    def fitted_to(self, group_timeout_s: float) -> Liveness:
+        """Return settings that are in order with the time limit of the group.
 
         Raises:
             ConfigError: a rank would be called dead only after the group has given up.
@@ -113,11 +112,11 @@ class Liveness:
         5.0
         """
         fitted = self
-        if self.is_default and group_timeout_s is not None and self.dead_after_s > group_timeout_s / 2:
+        if self.is_default and self.dead_after_s > group_timeout_s / 2:
             dead_after_s = group_timeout_s / 2
             heartbeat_s = None if self.heartbeat_s is None else min(self.heartbeat_s, dead_after_s / 4)
             fitted = replace(self, dead_after_s=dead_after_s, heartbeat_s=heartbeat_s)
-        if group_timeout_s is not None and fitted.dead_after_s >= group_timeout_s:
+        if fitted.dead_after_s >= group_timeout_s:
             raise ConfigError(
                 f"dead_after_s={fitted.dead_after_s:g} must be less than the time limit of the process group, which is "
                 f"{group_timeout_s:g} s: otherwise the group gives up first, and nothing can say which rank froze. Lower "
@@ -235,8 +234,8 @@ class _Request(NamedTuple):
 class View(NamedTuple):
     """What the store said at one moment."""
 
-    asked_at_s: float = 0.0  # time.monotonic() before the store was asked for ``beats``
-    beats: Mapping[int, Beat] = MappingProxyType({})
+    asked_at_s: float  # time.monotonic() before the store was asked for ``beats``
+    beats: Mapping[int, Beat]
     finding: Finding | None = None
 
 
@@ -289,7 +288,7 @@ class Heartbeat:
         self.name = self._token = ""
         """Of the wrapper, the same on all ranks."""
         self.process = identify_this_process()
-        self.view = View()
+        self.view = View(0.0, {})
         self.failure = ""
         """Why the thread ended, when the store was the reason."""
         self.is_stopped = False
@@ -679,21 +678,16 @@ class PeerWatch:
     """Waits for the works of one communicator and says why when they do not end.
 
     Args:
-        group_timeout_s: time limit of the process group, for texts; ``None``: unknown.
+        group_timeout_s: time limit of the process group.
         on_loss: called when nothing can be launched any more.
     """
 
     def __init__(
-        self,
-        heartbeat: Heartbeat,
-        liveness: Liveness,
-        *,
-        group_timeout_s: float | None,
-        on_loss: Callable[[], None],
+        self, heartbeat: Heartbeat, liveness: Liveness, *, group_timeout_s: float, on_loss: Callable[[], None]
     ) -> None:
         self.finding: Finding | None = None
         """Set when ranks were lost or interrupted; nothing can be launched from then on."""
-        self._heartbeat, self._progress = heartbeat, heartbeat.progress
+        self.heartbeat, self._progress = heartbeat, heartbeat.progress
         self._liveness = liveness
         self._group_timeout_s = group_timeout_s
         self._on_loss = on_loss
@@ -729,9 +723,9 @@ class PeerWatch:
         Raises:
             MegabucketError: as ``wait``.
         """
-        wait, deadline_s = self._begin(label, 0), time.monotonic() + (self._group_timeout_s or float("inf"))
+        wait, deadline_s = self._begin(label, 0), time.monotonic() + self._group_timeout_s
         try:
-            while len(self._heartbeat.view.beats) < len(self._heartbeat.members) - 1:
+            while len(self.heartbeat.view.beats) < len(self.heartbeat.members) - 1:
                 if time.monotonic() > deadline_s:
                     raise self._conclude(self._too_late(wait))
                 self._look(wait)
@@ -746,12 +740,12 @@ class PeerWatch:
     def break_off(self, finding: Finding) -> None:
         """Let the other ranks know why this one launches nothing more. Does not wait."""
         if self.finding is None:
-            self._heartbeat.post(finding)
+            self.heartbeat.post(finding)
             self._conclude(finding)
 
     def _begin(self, label: str, number: int) -> Observations:
-        rank, size = self._heartbeat.rank, len(self._heartbeat.members)
-        look = partial(look_at, from_space=self._heartbeat.process.pid_space)
+        rank, size = self.heartbeat.rank, len(self.heartbeat.members)
+        look = partial(look_at, from_space=self.heartbeat.process.pid_space)
         return Observations(label, number=number, rank=rank, size=size, look_at=look)
 
     def _look(self, wait: Observations) -> None:
@@ -760,7 +754,7 @@ class PeerWatch:
         Raises:
             MegabucketError: the wait cannot end.
         """
-        heartbeat, now_s = self._heartbeat, time.monotonic()
+        heartbeat, now_s = self.heartbeat, time.monotonic()
         if os.getpid() != heartbeat.process.pid:
             raise ForkedProcessError(rank=heartbeat.rank, operation=f"{wait.label} was waited for")
         if heartbeat.is_stopped:
@@ -782,7 +776,7 @@ class PeerWatch:
         if states := wait.gone() or wait.frozen(dead_after_s):
             return self._settle(wait, states)
         if wait.store_silent_s >= dead_after_s:
-            reason = self._heartbeat.failure or "its host may be gone or frozen"
+            reason = self.heartbeat.failure or "its host may be gone or frozen"
             return self._settle(wait, {}, f"the store of the process group has not answered for {dead_after_s:g} s: {reason}")
         return None
 
@@ -793,7 +787,7 @@ class PeerWatch:
         wait.has_warned = True
         findings = [f"rank {rank} {state}" for rank, state in wait.late().items()]
         late = "; ".join(findings[:_RANKS_SHOWN]) or "no rank is known to be late: heartbeats are off, or the transfer is slow"
-        rank = self._heartbeat.rank
+        rank = self.heartbeat.rank
         text = f"[rank {rank}] has waited {waited_s:.3g} s for {self._waiting_for(wait)}: {late}. The wait goes on."
         try:
             warnings.warn(text, StragglerWarning, stacklevel=2)
@@ -802,7 +796,7 @@ class PeerWatch:
 
     def _leave_board(self, wait: Observations | None) -> None:
         if wait is not None and wait.is_on_board:
-            self._heartbeat.block(None)
+            self.heartbeat.block(None)
 
     # When a wait cannot end #
 
@@ -811,7 +805,7 @@ class PeerWatch:
 
         Which rank it was, gloo does not say. A process that dies closes its connections before it is seen to be dead.
         """
-        patience_s = max(_DIAGNOSIS_S, _DIAGNOSIS_BEATS * (self._heartbeat.every_s or 0.0))
+        patience_s = max(_DIAGNOSIS_S, _DIAGNOSIS_BEATS * (self.heartbeat.every_s or 0.0))
         deadline_s = time.monotonic() + patience_s
         while (finding := self.finding or self._refresh(wait)) is None:
             if states := wait.gone():
@@ -819,19 +813,18 @@ class PeerWatch:
             if is_time_limit(failure):
                 return self._too_late(wait)
             if time.monotonic() > deadline_s:
-                silent_s = patience_s - (self._heartbeat.every_s or 0.0)
+                silent_s = patience_s - (self.heartbeat.every_s or 0.0)
                 return self._settle(wait, wait.vanished(silent_s), _first_sentence(failure))
             time.sleep(0.02)
         return finding
 
     def _too_late(self, wait: Observations) -> Finding:
         states = {rank: f"did not come in time: it {state}" for rank, state in wait.late().items()}
-        limit = "" if self._group_timeout_s is None else f" ({self._group_timeout_s:g} s)"
-        return self._settle(wait, states, f"the time limit of the process group{limit} was over")
+        return self._settle(wait, states, f"the time limit of the process group ({self._group_timeout_s:g} s) was over")
 
     def _refresh(self, wait: Observations) -> Finding | None:
         """Look again, with what the store says now, and return what some rank has found. A silent store is not asked again."""
-        heartbeat = self._heartbeat
+        heartbeat = self.heartbeat
         if wait.store_silent_s < _LONGEST_GAP_S and heartbeat.ask(_ANSWER_S) is None:
             wait.store_silent_s += _ANSWER_S
         wait.note(heartbeat.view, time.monotonic())
@@ -841,7 +834,7 @@ class PeerWatch:
         """Return the finding that ranks are lost, or what another rank has found before."""
         during = f"noticed while waiting for {self._waiting_for(wait)}" + (f": {reason}" if reason else "")
         finding = PeerLostError(ranks=tuple(states), states=tuple(states.values()), during=during)
-        self._heartbeat.post(finding)
+        self.heartbeat.post(finding)
         return self._refresh(wait) or finding
 
     def _waiting_for(self, wait: Observations) -> str:

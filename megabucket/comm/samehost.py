@@ -48,7 +48,7 @@ from megabucket.comm.gloo import (
     ring_blocks,
 )
 from megabucket.comm.liveness import identify_this_process
-from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle, backend_of
+from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle
 from megabucket.errors import WrapperBrokenError
 from megabucket.trace.recorder import CollectiveRecord
 
@@ -109,12 +109,10 @@ def with_same_host_copies(communicator: Communicator, device: torch.device) -> C
     Args:
         device: of the buffers.
     """
-    if not isinstance(communicator, ProcessGroupCommunicator) or communicator.size == 1:
+    if not isinstance(communicator, ProcessGroupCommunicator) or device.type != "cpu":
         return communicator
     link = communicator.link
-    if device.type != "cpu" or not link.own_groups or not can_exchange_among(communicator.size):
-        return communicator
-    if backend_of(link.own_groups[0], device) != "gloo":
+    if not link.own_groups or not can_exchange_among(communicator.size):
         return communicator
 
     def tell_all(word: bytes) -> list[bytes]:
@@ -123,7 +121,7 @@ def with_same_host_copies(communicator: Communicator, device: torch.device) -> C
     memory = get_to_know(tell_all, rank=communicator.rank)
     if memory is None:
         return communicator
-    sockets = PeerSockets(tell_all, rank=communicator.rank, size=communicator.size, timeout_s=link.timeout_s or 1800.0)
+    sockets = PeerSockets(tell_all, rank=communicator.rank, size=communicator.size, timeout_s=link.timeout_s)
     return SameHostCommunicator(communicator, memory, sockets)
 
 

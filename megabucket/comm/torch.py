@@ -165,9 +165,9 @@ class ProcessGroupCommunicator(_Channel):
         self.process_group = self._group
         """The group it was made from, also where it works over groups of its own; ``None`` stands for the default one."""
         self._finish = weakref.finalize(self, link.close)
-        if owns_groups and link.watch is not None and link.heartbeat is not None:
+        if owns_groups and link.watch is not None:
             link.watch.wait_for_all_ranks("wrap")
-            names = [f"{link.heartbeat.name} {use}" for use in ("data", "control")]
+            names = [f"{link.watch.heartbeat.name} {use}" for use in ("data", "control")]
             link.own_groups = groups_like(living, names, link.timeout_s)
             if link.own_groups:
                 self._group = link.own_groups[0]
@@ -193,7 +193,6 @@ class Link:
         self.numbers = itertools.count(1)
         """Numbers the launches; ``next`` is part of the one call in C that makes a launch."""
         self.own_groups: list[dist.ProcessGroup] = []
-        self.heartbeat: Heartbeat | None = None
         self.watch: PeerWatch | None = None
         self._finding: MegabucketError | None = None
         self._given, self._exists = weakref.ref(group), existence_of(group)
@@ -202,7 +201,7 @@ class Link:
         store, cpu = store_of(group), torch.device("cpu")
         if self.size > 1 and store is not None and backend_of(group, cpu) in _GLOO_LIKE:
             liveness = (liveness or Liveness(heartbeat_s=None, is_default=True)).fitted_to(self.timeout_s)
-            self.heartbeat = Heartbeat(
+            heartbeat = Heartbeat(
                 store,
                 rank=self.rank,
                 members=dist.get_process_group_ranks(group),
@@ -211,7 +210,7 @@ class Link:
                 is_wanted=self._exists,
                 group_name=str(group.group_name),
             )
-            self.watch = PeerWatch(self.heartbeat, liveness, group_timeout_s=self.timeout_s, on_loss=self._abandon)
+            self.watch = PeerWatch(heartbeat, liveness, group_timeout_s=self.timeout_s, on_loss=self._abandon)
 
     def clock(self, *, on_device: bool) -> Clock:
         """Return the clock of the host, or that of the current CUDA device, which is made when it is first asked for.
@@ -256,8 +255,8 @@ class Link:
     def close(self) -> None:
         """End the threads and groups. Also called when a communicator is dropped, and at the end of the program."""
         self.worker.end(_JOIN_S)
-        if self.heartbeat is not None:
-            self.heartbeat.stop()
+        if self.watch is not None:
+            self.watch.heartbeat.stop()
         self.own_groups = []
 
 
@@ -402,7 +401,7 @@ def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
     """Return when C++ holds the tensors as often as before the launch, or after a fifth of a second.
 
     Nothing else holds the tensors of calls that were not prepared, so a thread of gloo may need Python's lock to let go of
-    them: see ``Anchor``. It gets it here.
+    them: see ``Plan``. It gets it here.
     """
     deadline_s = time.monotonic() + _RELEASE_S
     while any(use_count(tensor) > count for tensor, count in tensors) and time.monotonic() < deadline_s:
@@ -513,12 +512,12 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         return ""
 
 
-def timeout_s_of(group: dist.ProcessGroup) -> float | None:
-    """Return the time limit of a gloo group's collectives, or ``None`` when torch does not tell."""
+def timeout_s_of(group: dist.ProcessGroup) -> float:
+    """Return the time limit of a gloo group's collectives, or torch's own when torch does not tell."""
     try:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
-        return None
+        return _TIME_LIMIT_S
 
 
 def existence_of(group: dist.ProcessGroup) -> Callable[[], bool]:
@@ -535,7 +534,7 @@ def existence_of(group: dist.ProcessGroup) -> Callable[[], bool]:
     return exists
 
 
-def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float | None) -> list[dist.ProcessGroup]:
+def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float) -> list[dist.ProcessGroup]:
     """Return gloo groups of the same ranks in the same order; none where torch does not tell how, or back-ends are not gloo.
 
     All ranks call it together, with the same names, which no group of theirs has had. These groups are not in torch's list of
@@ -551,7 +550,7 @@ def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float
         given: Any = group._get_backend(torch.device("cpu")).options
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads = given._devices, given._threads
-        options._timeout = timedelta(seconds=timeout_s or _TIME_LIMIT_S)
+        options._timeout = timedelta(seconds=timeout_s)
     except (AttributeError, RuntimeError):
         return []
     made, kind = [], dist.ProcessGroup.BackendType.GLOO

@@ -55,7 +55,7 @@ class Wrapper:
             self.watches[member] = PeerWatch(
                 heartbeat,
                 PATIENT,
-                group_timeout_s=None,
+                group_timeout_s=60.0,
                 on_loss=lambda: None,
             )
 
