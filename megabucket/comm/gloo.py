@@ -56,10 +56,12 @@ class Plan:
 
     Args:
         is_gloo: whether works behave as gloo's do: threads of C++ hold their tensors, and a wait may time out without harm.
+        is_kept: whether the batch, and with it the tensors, outlives the launch.
     """
 
-    def __init__(self, *, rank: int, size: int, is_gloo: bool = True) -> None:
-        self._rank, self._size, self.is_gloo = rank, size, is_gloo
+    def __init__(self, *, rank: int, size: int, is_gloo: bool, is_kept: bool) -> None:
+        self._rank, self._size = rank, size
+        self.is_gloo, self.is_kept = is_gloo, is_kept
         self.starts: list[Start] = []
         self.copies: list[Pair] = []
         """Targets and sources, before each launch."""

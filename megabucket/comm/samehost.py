@@ -85,7 +85,7 @@ class SameHostCommunicator(Communicator):
         copies = batch.plan
         if not isinstance(copies, _Copies):
             return self.inner._handle(batch, record, is_kept=is_kept)
-        return WorkHandle(self.inner.link, None, copies.plan, record, is_kept=True, run=copies.run)
+        return WorkHandle(self.inner.link, None, copies.plan, record, run=copies.run)
 
     def break_off(self, error: WrapperBrokenError) -> None:
         """Launch nothing more, and let the others know why."""
@@ -156,7 +156,7 @@ class _Copies:
         self._addresses: list[list[int]] = []
         self._stages: list[list[_Action]] = []
         own_parts = [(self._part(call.full.data, rank), call.shard.data) for call in calls if isinstance(call, AllGather)]
-        self.plan = Plan(rank=rank, size=size)
+        self.plan = Plan(rank=rank, size=size, is_gloo=True, is_kept=True)
         """What comes first: gathers need this rank's own part in its place."""
         self.plan.copies += [pair for pair in own_parts if pair[0].data_ptr() != pair[1].data_ptr()]
 

@@ -57,6 +57,9 @@ _RELEASE_S: Final = 0.2
 _JOIN_S: Final = 1.0
 _TIME_LIMIT_S: Final = 1800.0  # torch's, where a group does not say its own
 
+Run = Callable[[Callable[[], bool]], dict[int, str]]
+"""Does a batch, unless told that it must stop, and returns what is the matter with ranks that could not be read."""
+
 _call: Final = operator.methodcaller("__call__")
 
 
@@ -102,11 +105,11 @@ class _Channel(Communicator):
         plan = batch.plan
         if plan is None:
             plan = batch.plan = self._plan(batch, is_kept=is_kept)
-        return WorkHandle(self.link, self._group, plan, record, is_kept=is_kept)
+        return WorkHandle(self.link, self._group, plan, record)
 
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
         backend = self._backend(batch[0].full.device)
-        plan = Plan(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE)
+        plan = Plan(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE, is_kept=is_kept)
         wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
         rest = [call for call in batch if call not in wide]
         plan.add_in_fp32(wide)
@@ -273,19 +276,11 @@ class WorkHandle(Handle):
 
     Args:
         group: ``None``: the default group.
-        is_kept: whether the batch, and with it the tensors, outlives the launch.
-        run: done by the thread, in place of works. Returns what is the matter with ranks that could not be read.
+        run: done by the thread, in place of works.
     """
 
     def __init__(
-        self,
-        link: Link,
-        group: dist.ProcessGroup | None,
-        plan: Plan,
-        record: CollectiveRecord,
-        *,
-        is_kept: bool,
-        run: Callable[[Callable[[], bool]], dict[int, str]] | None = None,
+        self, link: Link, group: dist.ProcessGroup | None, plan: Plan, record: CollectiveRecord, *, run: Run | None = None
     ) -> None:
         self._link, self._group, self._label = link, group, record.label
         self._plan: Plan | None = plan
@@ -299,7 +294,7 @@ class WorkHandle(Handle):
             is_large = is_large or wants_time  # the thread notes when it is done
         if plan.is_gloo and (is_large or run is not None):
             self._job = Job(self._complete_in_background)
-        is_passing = plan.is_gloo and not is_kept
+        is_passing = plan.is_gloo and not plan.is_kept
         self._passing = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_passing else []
         self._sent: list[Any] = []  # number of the launch, then its works: filled by one call in C
         self._completed: list[None] = []  # not empty when the operations after the works were done
