@@ -130,7 +130,7 @@ class Plan:
         self.after += divisions(calls, averages_over=self._size)
 
     def _add_small(self, call: AllReduce) -> None:
-        full = call.tensor.data.view(-1)
+        full = call.full.data.view(-1)
         if self._size == 2:
             parts = self._exchange_of_two(full, full)
         else:
@@ -192,7 +192,7 @@ class Plan:
         # Names of torch 2.11, which later ones keep beside their own.
         first, is_one = calls[0], len(calls) == 1
         if isinstance(first, Broadcast):
-            tensor = self._bytes_of(first.tensor)
+            tensor = self._bytes_of(first.full)
             return Start("broadcast", ([tensor], _options(c10d.BroadcastOptions, root=first.root)), (tensor,))
         fulls = [self._alias(call.full) for call in calls]
         if isinstance(first, AllReduce):
@@ -256,15 +256,15 @@ def _in_place(call: Call) -> Call:
 
 def _room_bytes(call: AllReduce, *, size: int) -> int:
     """Return what a small all-reduce takes to send from and to receive in."""
-    return call.tensor.nbytes * (1 if size == 2 else 2 * size)
+    return call.full.nbytes * (1 if size == 2 else 2 * size)
 
 
 def _is_small(call: AllReduce, room_bytes: int | None, *, size: int) -> bool:
     if room_bytes is not None and _room_bytes(call, size=size) > room_bytes:
         return False
     # nan is lost or kept by different kernels; integers have none.
-    is_alike = call.op is not ReduceOp.MAX or not call.tensor.is_floating_point()
-    return is_alike and 0 < call.tensor.nbytes <= _SMALL_BYTES
+    is_alike = call.op is not ReduceOp.MAX or not call.full.is_floating_point()
+    return is_alike and 0 < call.full.nbytes <= _SMALL_BYTES
 
 
 # What is done with what was sent #
