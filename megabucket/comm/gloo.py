@@ -316,14 +316,8 @@ def _additions(
     """
     part_numel, num_ranks = parts[0].numel(), len(parts)
     block_numel = _BLOCK_NUMEL if num_ranks > 2 else max(part_numel, 1)  # one addition passes over memory once
-    for block in ring_blocks(
-        start=start,
-        stop=start + part_numel,
-        numel=numel,
-        itemsize_bytes=parts[0].element_size(),
-        num_ranks=num_ranks,
-        block_numel=block_numel,
-    ):
+    elements, itemsize = range(start, start + part_numel), parts[0].element_size()
+    for block in ring_blocks(elements, numel=numel, itemsize_bytes=itemsize, num_ranks=num_ranks, block_numel=block_numel):
         pieces = [parts[source][block.start : block.stop] for source in block.ranks]
         yield from additions_of(pieces, block.ranks, own_rank=rank, add=add)
 
@@ -356,10 +350,8 @@ class Stretch(NamedTuple):
     """In the order in which their values are added."""
 
 
-def ring_blocks(
-    *, start: int, stop: int, numel: int, itemsize_bytes: int, num_ranks: int, block_numel: int
-) -> Iterator[Stretch]:
-    """Yield how gloo's ring adds the elements from ``start`` to ``stop`` of an all-reduced tensor, counted from ``start``.
+def ring_blocks(elements: range, *, numel: int, itemsize_bytes: int, num_ranks: int, block_numel: int) -> Iterator[Stretch]:
+    """Yield how gloo's ring adds some elements of an all-reduced tensor, counted from the first of them.
 
     Floating-point addition does not associate, so from three ranks on the order decides the last bits. Gloo cuts a tensor into
     as many chunks as there are ranks, each made of whole segments. The values of chunk ``c`` start at the rank before ``c`` and
@@ -371,19 +363,19 @@ def ring_blocks(
         itemsize_bytes: of one element.
         block_numel: elements in one stretch at most.
 
-    >>> list(ring_blocks(start=0, stop=6, numel=12, itemsize_bytes=4, num_ranks=3, block_numel=100))
+    >>> list(ring_blocks(range(6), numel=12, itemsize_bytes=4, num_ranks=3, block_numel=100))
     [Stretch(start=0, stop=4, ranks=(2, 1, 0)), Stretch(start=4, stop=6, ranks=(0, 2, 1))]
     """
-    chunk_numel = max(stop, 1)
+    chunk_numel = max(elements.stop, 1)
     if num_ranks > 2:  # one addition has one order
         chunk_numel = _chunk_bytes(numel * itemsize_bytes, itemsize_bytes, num_ranks) // itemsize_bytes
-    first = start
-    while first < stop:
+    first = elements.start
+    while first < elements.stop:
         chunk = first // chunk_numel
-        last = min((chunk + 1) * chunk_numel, stop)
+        last = min((chunk + 1) * chunk_numel, elements.stop)
         ranks = tuple((chunk - hops) % num_ranks for hops in range(1, num_ranks + 1)) if num_ranks > 2 else (0, 1)
         for block in range(first, last, block_numel):
-            yield Stretch(block - start, min(block + block_numel, last) - start, ranks)
+            yield Stretch(block - elements.start, min(block + block_numel, last) - elements.start, ranks)
         first = last
 
 

@@ -295,7 +295,6 @@ class Heartbeat:
         self.progress = progress
         self._is_wanted, self._group_name = is_wanted, group_name
         self._num_beats = 0
-        self._known: set[int] = set()  # ranks that have ever written
         self._block: Block | None = None  # of this rank, as it stands on the board
         self._circle: dict[int, Block] = {}  # that was seen last
         # SimpleQueue, because the garbage collector may end a communicator at any moment, in this thread, too: a put from
@@ -374,10 +373,10 @@ class Heartbeat:
                 self._answer(store, connection.board, request)
                 continue
             self._beat(store)
-            if len(self._known) < len(self.members):
+            if len(self.view.beats) < len(self.members) - 1:
                 # Until all have come: when it matters, the store may be out of reach. A process that is stopped while it
                 # holds the lock of a file store, for instance, stops the store.
-                self.view = self.view._replace(asked_at_s=time.monotonic(), beats=self._read_beats(store))
+                self._read_beats(store)
             is_ready.set()
             next_beat_s = time.monotonic() + (self.every_s or threading.TIMEOUT_MAX)
         self._beat(store, has_left=True)
@@ -393,11 +392,12 @@ class Heartbeat:
     def _answer(self, store: Store, board: Store, request: _Request) -> None:
         if request.write is not None:
             request.write(board)
-        view, key = self.view, f"finding/{self._token}"
-        if request.answered is not None or time.monotonic() - view.asked_at_s >= read_every_s(len(self.members)):
-            view = View(time.monotonic(), self._read_beats(store))
+        if request.answered is not None or time.monotonic() - self.view.asked_at_s >= read_every_s(len(self.members)):
+            self._read_beats(store)
             self._report_circle(board)
-        self.view = view._replace(finding=decode_finding(board.get(key)) if board.check([key]) else None)
+        key = f"finding/{self._token}"
+        # A new view also where nothing is new: it says that the store has answered.
+        self.view = self.view._replace(finding=decode_finding(board.get(key)) if board.check([key]) else None)
         if request.answered is not None:
             request.answered.set()
 
@@ -412,9 +412,11 @@ class Heartbeat:
         self._block = None if label is None else Block(self._token, wrapper, label, self.members)
         board.set(_rank_key(self.members[self.rank]), json.dumps(self._block))
 
-    def _read_beats(self, store: Store) -> dict[int, Beat]:
-        self._known |= _written(store, set(range(len(self.members))) - self._known)
-        return {rank: decode_beat(value) for rank, value in _read(store, self._known - {self.rank}).items()}
+    def _read_beats(self, store: Store) -> None:
+        asked_at_s, others = time.monotonic(), set(range(len(self.members))) - {self.rank}
+        values = _read(store, others, known=set(self.view.beats))
+        beats = {rank: decode_beat(value) for rank, value in values.items()}
+        self.view = self.view._replace(asked_at_s=asked_at_s, beats=beats)
 
     def _report_circle(self, board: Store) -> None:
         """Write to all ranks of a circle that no wait of it ends. It counts when it is seen twice: the board may be old."""
@@ -436,8 +438,8 @@ class Heartbeat:
         if self._block is None:
             return {}
         own = self.members[self.rank]
-        # What stands on the board for a rank that has not come yet was written before a restart.
-        read = {own, *(member for rank, member in enumerate(self.members) if rank not in self._known)}
+        # Nothing is read of this rank, nor of those that have not come yet: what they have there was written before a restart.
+        read = {member for rank, member in enumerate(self.members) if rank not in self.view.beats}
         blocks, ahead = {own: self._block}, deque([own])
         paths: dict[int, tuple[int, ...]] = {own: (own,)}
         while ahead:
@@ -456,21 +458,21 @@ class Heartbeat:
 
 def _read_blocks(board: Store, ranks: set[int]) -> dict[int, Block]:
     """Return those of the ranks that have waited for long."""
-    blocks = {rank: json.loads(value) for rank, value in _read(board, _written(board, ranks)).items()}
+    blocks = {rank: json.loads(value) for rank, value in _read(board, ranks, set()).items()}
     return {rank: Block(*block) for rank, block in blocks.items() if block is not None}
 
 
-def _written(store: Store, ranks: set[int]) -> set[int]:
-    """Return the ranks that have written: a store waits where it is asked for what is not there."""
-    if not ranks or store.check([_rank_key(rank) for rank in ranks]):
-        return ranks
-    return {rank for rank in ranks if store.check([_rank_key(rank)])}
+def _read(store: Store, ranks: set[int], known: set[int]) -> dict[int, bytes]:
+    """Return what ranks have written, in their order. A store waits where it is asked for what is not there.
 
-
-def _read(store: Store, ranks: set[int]) -> dict[int, bytes]:
-    """Return what ranks have written, in their order."""
-    keys = [_rank_key(rank) for rank in sorted(ranks)]
-    return dict(zip(sorted(ranks), store.multi_get(keys) if keys else [], strict=True))
+    Args:
+        known: those that have written, as far as is known.
+    """
+    asked = ranks - known
+    if asked and not store.check([_rank_key(rank) for rank in asked]):
+        ranks = known | {rank for rank in asked if store.check([_rank_key(rank)])}
+    values = store.multi_get([_rank_key(rank) for rank in sorted(ranks)]) if ranks else []
+    return dict(zip(sorted(ranks), values, strict=True))
 
 
 def read_every_s(num_ranks: int) -> float:

@@ -61,7 +61,6 @@ BLOCK_BYTES: Final = 1 << 19
 _MOST_CALLS: Final = 4096  # in a batch: their addresses fit into what a socket keeps until it is read
 _LONGEST_READ_BYTES: Final = 1 << 30  # the kernel's limit is a little below 2 GiB
 _NONCE_BYTES: Final = 16
-_WORD_BYTES: Final = 8
 _SLICE_S: Final = 0.1
 
 
@@ -210,14 +209,8 @@ class _Copies:
         full = call.full.data
         own, itemsize = self._part(full, self._rank), full.element_size()
         offset = (own.data_ptr() - full.data_ptr()) // itemsize
-        for block in ring_blocks(
-            start=start + offset,
-            stop=start + offset + own.numel(),
-            numel=numel,
-            itemsize_bytes=itemsize,
-            num_ranks=self._size,
-            block_numel=BLOCK_BYTES // itemsize,
-        ):
+        elements, block_numel = range(start + offset, start + offset + own.numel()), BLOCK_BYTES // itemsize
+        for block in ring_blocks(elements, numel=numel, itemsize_bytes=itemsize, num_ranks=self._size, block_numel=block_numel):
             pieces = []
             for rank in block.ranks:
                 piece = own[block.start : block.stop]

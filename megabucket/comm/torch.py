@@ -359,9 +359,7 @@ class WorkHandle(Handle):
         self._complete(plan)
         self._plan = None
         if self._passing:
-            del works  # they hold the tensors
-            self._sent = self._sent[:1]
-            works = ()  # a work holds its tensors
+            works, self._sent = (), self._sent[:1]  # works hold the tensors
             _await_release(self._passing)
         if self._launch is not None:
             self._launch.note("wait_stop")
