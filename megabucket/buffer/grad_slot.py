@@ -60,7 +60,6 @@ class GradSlot:
         "settle",
         "state",
         "view",
-        "was_cleared",
         "withheld",
     )
 
@@ -74,8 +73,6 @@ class GradSlot:
         """Whether the view may be written to; ``None``: always. It must not lead back to the parameter."""
         self._needs_zeros = self._kernel_asks = False  # of fused kernels
         self._dummy_address = 0
-        self.was_cleared = False
-        """Whether ``hand_over`` found nothing any more of what this step had brought."""
         self.settle: Callable[[torch.Tensor], None] | None = None
         """Brings here what has come for the parameter and waits elsewhere."""
         self.withheld: WithheldGrad | None = None
@@ -86,49 +83,39 @@ class GradSlot:
         """Whether there is a gradient: of this step, or of the last one, if it was not cleared."""
         return self.param.grad is not None or self.state in (_STAGED, _KERNEL)
 
-    def store(self) -> bool:
+    def store(self) -> None:
         """Bring the gradient that autograd has just left in ``param.grad`` into the buffer.
-
-        Returns whether it takes the place of what earlier backwards of this step had brought: that was cleared or replaced
-        meanwhile.
 
         Raises:
             PhaseError: a fused kernel added its gradient to values of an earlier step.
         """
         if self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self._store_fused()
-            return False
-        had_received = self.state is _HELD
-        # With create_graph=True autograd makes a new sum instead of adding in place.
-        return self._store_grad() and had_received and not torch.is_grad_enabled()
+        elif self.param.grad is not None:
+            self._store_grad(self.param.grad)
 
-    def _store_grad(self) -> bool:
-        """Copy or add a gradient that is not in the view; return whether it takes the place of what was there, if anything."""
-        grad, state = self.param.grad, self.state
-        if grad is None:
-            return False
+    def _store_grad(self, grad: torch.Tensor) -> None:
+        """Copy or add a gradient that is not in the view."""
+        state = self.state
         if grad is self.view or type(grad) is WithheldGrad:  # autograd has added to it, or to what stood in for it
-            self.param.grad = self.view
-            self.state = _HELD
-            return False
+            self.show()
+            return
         if grad.requires_grad:
             grad = grad.detach()  # create_graph=True: the graph must not grow into the buffer
         if state in (_KERNEL, _STAGED):
             self.view.add_(grad)  # the view holds other gradients of this step
             self.param.grad = None
-            return False
+            return
         if state is _CLEAN:
             self.view.add_(grad)
         elif grad.is_sparse:
             self.view.zero_().add_(grad)
         else:
             self.view.copy_(grad)
-        self.state = _HELD
-        self.param.grad = self.view
-        return True
+        self.show()
 
     def show(self) -> None:
-        """Show a gradient that was staged."""
+        """Show a gradient of this step that is in the view."""
         self.state = _HELD
         self.param.grad = self.view
 
@@ -198,18 +185,17 @@ class GradSlot:
         afterwards, unless values were written into a clean view on purpose.
         """
         grad, state = self.param.grad, self.state
-        self.state, self.was_cleared = _STALE, False
+        self.state = _STALE
         if grad is self.view and state is not _KERNEL:  # nearly always
             self.param.grad = None
             return state is _HELD
         is_withheld = isinstance(grad, WithheldGrad)
         if not (grad is None or is_withheld or grad is self.view):  # set by the caller
             self.state = state
-            self._store_grad()
+            self._store_grad(grad)
             self.state, self.param.grad = _STALE, None
             return True
         if grad is None and state in (_STALE, _HELD):
-            self.was_cleared = state is _HELD
             self.view.zero_()
         if not is_withheld:
             self.param.grad = None

@@ -72,8 +72,6 @@ class Report:
     """Loads of weights since the last agreement that no broadcast has followed."""
     kept: tuple[str, ...] = ()
     """Parameters for which the step began on a gradient of the step before that was not cleared."""
-    interrupted: tuple[str, ...] = ()
-    """Parameters whose gradient was cleared or replaced between two backwards of the step; what counts is whether there are."""
     hyperparameters: tuple[Any, ...] = ()
     """By which numbers the optimizer updates: after this fence if ``is_committing``, else since the last one. Sent as texts."""
     is_committing: bool = False
@@ -224,14 +222,8 @@ class StepCounters:
         """Note what kept this rank from an update; it is told if others have made it."""
         self._missed_update = cause
 
-    def report(
-        self, *, is_committing: bool, force_all_reduce: bool, sent_buckets: bool, interrupted: Sequence[str] = ()
-    ) -> Report:
-        """Return this rank's side of the step.
-
-        Args:
-            interrupted: parameters whose gradient was cleared between two backwards.
-        """
+    def report(self, *, is_committing: bool, force_all_reduce: bool, sent_buckets: bool) -> Report:
+        """Return this rank's side of the step."""
         # Two optimizers may step in any order.
         updates = sorted(self._updates, key=str) if len(self._updates) > 1 else list(self._updates)
         if is_committing:
@@ -253,8 +245,7 @@ class StepCounters:
             self._rank,
             problems=tuple(self.problems.values()),
             missed_update=self._missed_update,
-            interrupted=tuple(interrupted),
-            fingerprint=_fingerprint(compared, bool(interrupted)),
+            fingerprint=_fingerprint(compared),
             **compared,
         )
 
@@ -475,10 +466,6 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
     yield from _problems(step, reports, _FIRST_KINDS)
     yield from _disagreements(step, reports)
     yield from _problems(step, reports, (errors.LateGradientError,))
-    if by_rank := _differing(reports, lambda report: bool(report.interrupted)):
-        names = sorted({name for report in reports for name in report.interrupted})
-        what = f"steps whose gradients were cleared or replaced between two backwards ({name_list(names)})"
-        yield errors.StepMismatchError(step=step, what=what, by_rank=by_rank)
     yield from _unused(step, num_buckets, reports)
     yield from _problems(step, reports, (errors.NonFiniteGradientError,))
     if all(report.doing == _END_OF_STEP for report in reports) and (

@@ -27,8 +27,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from itertools import chain
-from operator import attrgetter
 from types import MappingProxyType, TracebackType
 from typing import Any, Final
 
@@ -475,12 +473,8 @@ class GradSync:
         self.enter(StepState.FENCED)
 
     def _report(self, *, is_committing: bool = False, sent_buckets: bool = False) -> Report:
-        interrupted = list(chain.from_iterable(map(attrgetter("interrupted"), self.groups)))
         return self.counters.report(
-            is_committing=is_committing,
-            force_all_reduce=self.force_all_reduce,
-            sent_buckets=sent_buckets,
-            interrupted=interrupted,
+            is_committing=is_committing, force_all_reduce=self.force_all_reduce, sent_buckets=sent_buckets
         )
 
     def _note_nonfinite(self) -> None:

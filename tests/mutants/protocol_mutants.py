@@ -749,14 +749,6 @@ MUTANTS = [
         "raised nothing, expected StepMismatchError",
     ),
     Mutant(
-        "clearing between backwards not compared",
-        blind_to(interrupted=()),
-        SCENARIOS["cleared between microbatches"],
-        SILENT,
-        "",
-        "raised nothing, expected StepMismatchError",
-    ),
-    Mutant(
         "loads not compared",
         blind_to(_num_loads=0),
         SCENARIOS["weights loaded"],
