@@ -524,11 +524,11 @@ class TestBeforeTheWrap:
         [
             (
                 lambda module: module(a=1.0).backward(),
-                "rank 0 has nothing, rank 1 has a with a gradient from before wrapping",
+                "rank 0 has a (100,) float32, rank 1 has a (100,) float32 with a gradient from before wrapping",
             ),
             (
                 lambda module: setattr(module.a, "shared_embedding", True),
-                "rank 0 has nothing, rank 1 has a with shared_embedding",
+                "rank 0 has a (100,) float32, rank 1 has a (100,) float32 with shared_embedding",
             ),
         ],
         ids=["gradient", "shared_embedding"],
