@@ -175,11 +175,6 @@ class StepCounters:
         if is_certain or "failure" not in self.problems:
             self.problems["failure"] = problem
 
-    def note_failure_was_caught(self) -> None:
-        """Note that the caller has caught the exception of a failure and gone on."""
-        fields = self.problems["failure"].fields
-        fields["cause"] += " (caught inside the `with ddp.step():` block, which cannot go on)"
-
     def note_late(self, param: str, *, bucket: int, num_buckets: int, phase: str) -> None:
         """Note a gradient that came after its bucket was sent. The text tells of the bucket of the first one."""
         fields = {"params": [], "bucket": bucket, "num_buckets": num_buckets, "phase": phase}
@@ -318,11 +313,11 @@ class Fence:
             if report.problems:
                 self._start_exchange(report)
 
-    def take(self, name_culprits: Callable[[], Report]) -> Sequence[Report]:
+    def take(self, name_culprits: Callable[[], object]) -> Sequence[Report]:
         """Wait for all ranks; return their reports where something is wrong, and nothing where all of them are whole.
 
         Args:
-            name_culprits: returns this rank's report again, with what a device knew before the host did.
+            name_culprits: adds to the problems of this rank what a device knew before the host did.
 
         Raises:
             MegabucketError: a rank was lost, or interrupted for good.
@@ -337,8 +332,9 @@ class Fence:
         else:
             is_whole = not report.problems and (self._is_nonfinite is None or not bool(self._is_nonfinite))
             self.stop_is_wanted = self.counters.wants_stop
-        if not is_whole and self._exchange is None:
-            report = name_culprits() if self._is_nonfinite is not None and bool(self._is_nonfinite) else report
+        if not is_whole and self._exchange is None and self._is_nonfinite is not None and bool(self._is_nonfinite):
+            name_culprits()
+            report = dataclasses.replace(report, problems=tuple(self.counters.problems.values()))
         reports = [] if is_whole else self._exchange_reports(report)
         self._report = None
         return reports

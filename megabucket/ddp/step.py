@@ -86,6 +86,7 @@ CALLING: Final = (StepState.FENCED, StepState.CALL)
 UPDATING: Final = (StepState.FENCED, StepState.AGREED)
 """States in which the others update and gather, so that an optimizer that fails breaks the wrapper."""
 
+_CAUGHT: Final = " (caught inside the `with ddp.step():` block, which cannot go on)"
 _GROUP_ERRORS: Final = (PeerLostError, WrapperBrokenError, ForkedProcessError, GroupDestroyedError)
 """Errors that say nothing about a step: there is nobody to tell."""
 
@@ -208,35 +209,36 @@ class GradSync:
         if self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.policy.is_sharded):
             self.enter(StepState.OPEN)
 
-    def enter_block(self) -> None:
+    # ``with ddp.step():`` is two methods, not a generator: into one no StopIteration can be thrown, which ends a data loader.
+
+    def __enter__(self) -> None:
         """Begin a ``step()`` block: whatever fails in it belongs to the step."""
         self.begin_step()
         self._num_blocks += 1
 
-    def leave_block(self, error: BaseException | None) -> MegabucketError | None:
-        """End a ``step()`` block; return the error of all ranks about the step that ``error`` has ended, if it has.
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        """End a ``step()`` block: whatever has gone wrong inside ends as the same error on all ranks.
 
         Raises:
-            MegabucketError: a forward or backward has failed in the block, and the caller has caught the exception.
+            MegabucketError: the error all ranks agreed on, from the exception of this rank; also where the caller has caught
+                that of a forward or backward in the block.
         """
         self._num_blocks -= 1
         if error is None:
             self.settle()
-            return None
+            return
         if error is self.last_error or self.state is StepState.BROKEN or isinstance(error, _GROUP_ERRORS):
-            return None
+            return
         if self.state is StepState.GIVING_UP and not self._fence.is_sent:
             self.counters.note_failure(self._communicator.progress.phase, describe(error), is_certain=True)
         elif not self.is_between_steps:
             self.fail(self._communicator.progress.phase, error)
         elif self._awaits_update:
             self.counters.note_missed_update(describe(error))
-        if self.state is not StepState.GIVING_UP:
-            return None
-        if not isinstance(error, Exception):
+        if self.state is StepState.GIVING_UP:
+            if isinstance(error, Exception):
+                raise self.conclude_giving_up() from error
             self._send_failure()  # an interrupt does not wait for other ranks
-            return None
-        return self.conclude_giving_up()
 
     @property
     def _awaits_update(self) -> bool:
@@ -469,12 +471,12 @@ class GradSync:
                 problems.setdefault("unused", Problem(UnusedParameterError.__name__, fields)).fields["params"] += unused
             if group.finite_test.flag is not None:
                 flags.append(group.finite_test.flag)
-        self._fence.send(self._report(is_committing=is_committing, sent_buckets=True), flags)
+        self._fence.send(self._report(is_committing=is_committing), flags)
         self.enter(StepState.FENCED)
 
-    def _report(self, *, is_committing: bool = False, sent_buckets: bool = False) -> Report:
+    def _report(self, *, is_committing: bool = False) -> Report:
         return self.counters.report(
-            is_committing=is_committing, force_all_reduce=self.force_all_reduce, sent_buckets=sent_buckets
+            is_committing=is_committing, force_all_reduce=self.force_all_reduce, sent_buckets=not self.is_reduced
         )
 
     def _note_nonfinite(self) -> None:
@@ -494,18 +496,14 @@ class GradSync:
         counts = {"num_buckets": len(self.groups), "num_others": len(found) - 1}
         return {"param": first.param, "bucket": bucket, "finding": first.finding, **counts}
 
-    def _take_verdict(self, *, is_vote: bool = False) -> None:
+    def _take_verdict(self) -> None:
         """Wait for the fence.
 
         Raises:
             MegabucketError: what all ranks raise. The step is over, and forgotten, on all of them.
         """
-
-        def name_culprits() -> Report:
-            self._note_nonfinite()
-            return self._report(sent_buckets=not is_vote)
-
-        reports = self._fence.take(name_culprits)
+        is_vote = self.is_reduced
+        reports = self._fence.take(self._note_nonfinite)
         if not reports:
             return
         error = resolve_error(self.step - is_vote, len(self.groups), reports)
@@ -519,10 +517,11 @@ class GradSync:
         self._drop(error, takes_part=any(report.sent_buckets for report in reports), is_vote=is_vote)
         raise error
 
-    def _drop(self, error: MegabucketError, *, takes_part: bool, is_vote: bool = False) -> None:
+    def _drop(self, error: MegabucketError | None, *, takes_part: bool = False, is_vote: bool = False) -> None:
         """Forget a step together with all ranks.
 
         Args:
+            error: why; ``None`` where all of them wish it.
             takes_part: whether the buckets of some rank are on their way, and need this rank.
         """
         was_late = self.counters.late_phase == GradPhase.IN_FLIGHT.value
@@ -538,9 +537,10 @@ class GradSync:
                 group.readiness.end_step(unlearns=True)  # the model has changed its ways, probably in other groups, too
         if self._watch is not None:
             self._watch.forget_foreign_grads()
-        self.last_error = self.dropped = error
+        if error is not None:
+            self.last_error = self.dropped = error
         self.step += not is_vote
-        self.counters.start_step(is_over=True)
+        self.counters.start_step(is_over=error is not None)
         self._forget()
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
 
@@ -556,7 +556,7 @@ class GradSync:
         if self._sum_tests and (fields := self._nonfinite_fields(self._sum_tests)):  # on every rank: all hold the same sum
             error = NonFiniteGradientError(step=self.step, rank=None, **fields)
             if not self.policy.skips_nonfinite:
-                self._drop(error, takes_part=False)
+                self._drop(error)
                 raise error
             self.skip_reason = str(error)
         self.step += 1
@@ -576,7 +576,7 @@ class GradSync:
         with self.leaving_no_mess("the gradient sync"):
             self._fence.send(self._report(is_committing=is_committing))
             self.enter(StepState.FENCED)
-            self._take_verdict(is_vote=True)
+            self._take_verdict()
             self.counters.start_step()
             self.enter(StepState.AGREED)
 
@@ -604,18 +604,12 @@ class GradSync:
         if self.state is StepState.LAUNCHING:
             self.counters.note_dropped_step()
             with self.leaving_no_mess("zero_grad()"):
-                for group in self.groups:
-                    group.readiness.end_step()
                 self._send_fence()
                 self._take_verdict()
-                for group in self.groups:
-                    group.finish_grad_sync()
-                self.step += 1
-                self.counters.start_step()
-                self._communicator.progress.enter(self.step, BETWEEN_STEPS)
+                self._drop(None)
         else:
             self._vote_to_drop()
-        self._forget()
+            self._forget()
         self.counters.forget_grads()
         self.dropped = None
         if was_open and self._num_blocks:
@@ -648,7 +642,7 @@ class GradSync:
         if self.state is StepState.GIVING_UP:
             # What a backward has brought before it failed cannot be told apart from what the step had before.
             was_caught = not self._fence.is_sent
-            error = self.conclude_giving_up(was_caught=was_caught)
+            error = self.conclude_giving_up()
             if was_caught or raises_again:
                 raise error
 
@@ -668,7 +662,8 @@ class GradSync:
         self._is_taking = False
         # Inside a ``step()`` block the exception is known whole at its end, unless the caller catches it before.
         is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
-        self.counters.note_failure(phase, "an exception" if is_deferred and error is None else describe(error))
+        cause = "an exception" if is_deferred and error is None else describe(error)
+        self.counters.note_failure(phase, cause + _CAUGHT * is_deferred)
         if self.is_reduced and not (self.state is StepState.AGREED and self.policy.is_sharded):
             self._reopen()  # a step has begun since
         self.state = StepState.GIVING_UP
@@ -677,33 +672,25 @@ class GradSync:
 
     def _send_failure(self) -> None:
         """Send what is left of the schedule and the fence, without waiting. May be called again after an interrupt."""
-        is_vote = self.is_reduced
         try:
-            if not is_vote:
+            if not self.is_reduced:
                 for group in self.groups:
                     group.start_dropped_sync()
             for group in self.groups:
                 group.withdraw_grads()  # this rank is through with the step, so the caller may clear gradients in any way
             if not self._fence.is_sent:
-                self._fence.send(self._report(sent_buckets=not is_vote))
+                self._fence.send(self._report())
         except MegabucketError as cause:  # the group is gone: there is nobody to tell
             self.state, self.broken = StepState.BROKEN, self.broken or cause
 
-    def conclude_giving_up(self, *, was_caught: bool = False) -> MegabucketError:
-        """Wait for the others; return the error that all ranks raise about the step that this rank has given up.
-
-        Args:
-            was_caught: whether the caller has caught the exception inside a ``step()`` block, and gone on.
-        """
-        is_vote = self.is_reduced
-        if was_caught:
-            self.counters.note_failure_was_caught()
+    def conclude_giving_up(self) -> MegabucketError:
+        """Wait for the others; return the error that all ranks raise about the step that this rank has given up."""
         with self.leaving_no_mess("the gradient sync", (StepState.GIVING_UP,)):
             self._send_failure()
             if self.broken is not None:
                 raise self.broken.copy()
             try:
-                self._take_verdict(is_vote=is_vote)
+                self._take_verdict()
             except MegabucketError as error:
                 if error is self.last_error:
                     return error
@@ -858,24 +845,3 @@ class GradSync:
                 f"{operation} would touch the gradients of bucket groups {busy[:5]} while a collective owns them; "
                 "call finish_grad_sync() first."
             )
-
-
-class GuardedStep:
-    """``with ddp.step():`` -- whatever goes wrong inside ends as the same error on all ranks.
-
-    A class, not a generator: into a generator no ``StopIteration`` can be thrown, which is how a data loader ends.
-
-    Raises:
-        MegabucketError: the error all ranks agreed on, from the exception of this rank.
-    """
-
-    def __init__(self, sync: GradSync) -> None:
-        self._sync = sync
-
-    def __enter__(self) -> None:
-        self._sync.enter_block()
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        agreed = self._sync.leave_block(error)
-        if agreed is not None and agreed is not error:
-            raise agreed from error
