@@ -501,7 +501,7 @@ class AgreedStop:
         self._ddp.sync.settle(raises_again=True)
         communicator = self._ddp.communicator
         if self._ddp.policy.has_fence or communicator.size == 1:
-            return self._ddp.sync.stop_is_wanted
+            return self._ddp.sync.counters.stop_is_wanted
         self._num_polls += 1
         if self._num_polls % self._ask_every_steps:
             return False

@@ -148,12 +148,14 @@ class StepCounters:
         """By which the optimizer is going to update; looked at when it commits."""
         self.wants_stop = False
         """Whether this rank was asked to stop. It says so at every fence; what comes of it is the caller's business."""
+        self.stop_is_wanted = False
+        """Whether some rank has said at the last fence that it was asked to stop."""
         self.problems: dict[str, Problem] = {}
         """By what they are about."""
 
     def continue_from(self, other: StepCounters) -> None:
         """Take over what outlives a rebuild: the caller's wishes, and what the next fence has to hear about updates."""
-        self.step_number, self.wants_stop = other.step_number, other.wants_stop
+        self.step_number, self.wants_stop, self.stop_is_wanted = other.step_number, other.wants_stop, other.stop_is_wanted
         self.num_updates, self._missed_update = other.num_updates, other._missed_update
         self._updates = list(other._updates)
 
@@ -282,8 +284,6 @@ class Fence:
         self._exchange: Exchange | None = None
         self.counters = StepCounters(communicator.rank, counts_skipped_forwards=policy.counts_skipped_forwards)
         """What this rank will report."""
-        self.stop_is_wanted = False
-        """Whether some rank has said at the last fence that it was asked to stop."""
 
     @property
     def is_sent(self) -> bool:
@@ -327,11 +327,11 @@ class Fence:
             raise errors.PhaseError("there is no fence to wait for")
         if self._asks and self._gate is not None:
             is_alike, flag, is_nonfinite = self._gate.take()
-            self.stop_is_wanted = flag == _STOP_IS_WANTED
+            self.counters.stop_is_wanted = flag == _STOP_IS_WANTED
             is_whole = is_alike and flag != _IS_BROKEN and not is_nonfinite
         else:
             is_whole = not report.problems and (self._is_nonfinite is None or not bool(self._is_nonfinite))
-            self.stop_is_wanted = self.counters.wants_stop
+            self.counters.stop_is_wanted = self.counters.wants_stop
         if not is_whole and self._exchange is None and self._is_nonfinite is not None and bool(self._is_nonfinite):
             name_culprits()
             report = dataclasses.replace(report, problems=tuple(self.counters.problems.values()))

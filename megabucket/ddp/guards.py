@@ -108,15 +108,6 @@ class ModelWatch:
             return Problem(DetachedGradError.__name__, {"params": list(self._detached_grads())})
         return None
 
-    def forget_foreign_grads(self) -> None:
-        """Drop, with the step, the gradients of parameters that are in no buffer: those that came after wrapping."""
-        if self._has_same_children() and not any(map(_requires_grad, self._frozen)):
-            return
-        held = {id(slot.param) for slot in self._slots}
-        for param in self._module.parameters():
-            if id(param) not in held:
-                param.grad = None
-
     def _has_same_children(self) -> bool:
         # One view at a time: thousands of them in a list would make the garbage collector run.
         children = chain.from_iterable(map(_values, self._children))

@@ -143,13 +143,7 @@ class GradSync:
     def continue_from(self, other: GradSync) -> None:
         """Take over what outlives a rebuild."""
         self.step, self.last_error, self.force_all_reduce = other.step, other.last_error, other.force_all_reduce
-        self._fence.stop_is_wanted = other.stop_is_wanted
         self.counters.continue_from(other.counters)
-
-    @property
-    def stop_is_wanted(self) -> bool:
-        """Whether some rank has said at the last fence that it was asked to stop."""
-        return self._fence.stop_is_wanted
 
     @property
     def is_reduced(self) -> bool:
@@ -535,8 +529,6 @@ class GradSync:
                 group.finish_grad_sync()
             if was_late:
                 group.readiness.end_step(unlearns=True)  # the model has changed its ways, probably in other groups, too
-        if self._watch is not None:
-            self._watch.forget_foreign_grads()
         if error is not None:
             self.last_error = self.dropped = error
         self.step += not is_vote

@@ -232,14 +232,8 @@ class Wrapping:
         self.module, self.policy = module, resolve_step(config)
         params, self.layout = _agree_on_model(module, config, communicator)
         self.param_names = {param: name for name, param in params.items()}
-        self.buffers = _attach(self.layout, params, communicator)
+        self.buffers, self.groups = _attach(self.layout, params, self.policy, communicator)
         self._is_attached = True
-        try:
-            self.groups = _make_groups(self.layout, self.buffers, self.policy, communicator)
-        except BaseException:
-            for buffer in self.buffers:
-                buffer.detach()
-            raise
         watch = ModelWatch(module, params, self.groups) if self.policy.watches_model else None
         modules = list(module.modules())
         backward_hooks = [hooks for part in modules for hooks in (part._backward_hooks, part._backward_pre_hooks)]
@@ -436,10 +430,11 @@ _NO_STEP: Final = resolve_step(DistributedDataParallelConfig())
 
 
 def _attach(
-    layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], communicator: Communicator
-) -> list[ParamAndGradBuffer]:
-    """Move the parameters into buffers, on all ranks or on none."""
+    layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], policy: StepPolicy, communicator: Communicator
+) -> tuple[list[ParamAndGradBuffer], list[_ParamAndGradBucketGroup]]:
+    """Move the parameters into buffers, on all ranks or on none; return these and their bucket groups in launch order."""
     buffers: list[ParamAndGradBuffer] = []
+    groups: list[_ParamAndGradBucketGroup] = []
     device = next(iter(params.values())).device
     with ExitStack() as undo:
         failure = None
@@ -447,22 +442,14 @@ def _attach(
             for buffer_layout in layout.buffers:
                 buffers.append(ParamAndGradBuffer(buffer_layout, params))
                 undo.callback(buffers[-1].detach)
+            buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]
+            for index, batch in enumerate([buckets] if policy.is_one_batch else [[bucket] for bucket in buckets]):
+                groups.append(_ParamAndGradBucketGroup(batch, index=index, communicator=communicator, policy=policy))
         except Exception as error:
             failure = error
         _agree(communicator, "wrap: buffers", [], failure, device)
         undo.pop_all()
-    return buffers
-
-
-def _make_groups(
-    layout: ModelLayout, buffers: list[ParamAndGradBuffer], policy: StepPolicy, communicator: Communicator
-) -> list[_ParamAndGradBucketGroup]:
-    buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]
-    batches = [buckets] if policy.is_one_batch else [[bucket] for bucket in buckets]
-    return [
-        _ParamAndGradBucketGroup(batch, index=index, communicator=communicator, policy=policy)
-        for index, batch in enumerate(batches)
-    ]
+    return buffers, groups
 
 
 def restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:

@@ -75,7 +75,7 @@ class TestWhatHolds:
         fences[1].counters.wants_stop = True
 
         assert taken(world, fences, {}, {}, {}) == [[]] * 3
-        assert [fence.stop_is_wanted for fence in fences] == [True] * 3
+        assert [fence.counters.stop_is_wanted for fence in fences] == [True] * 3
 
     def test_a_fault_is_seen_beside_a_wish_to_stop(self):
         world, fences = ranks_of(2)

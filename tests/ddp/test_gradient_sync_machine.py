@@ -426,7 +426,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
                     values = torch.zeros(bucket.grad_data.numel())  # padding stays zero
                     for name in bucket.layout.params:
                         slot = bucket.buffer.layout.params[name]
-                        start, stop = slot.start - bucket.offset, slot.stop - bucket.offset
+                        start, stop = slot.start - bucket.layout.start, slot.stop - bucket.layout.start
                         values[start:stop] = pattern(stop - start) * float(reduced[name])
                     if self.config.use_distributed_optimizer:
                         assert torch.equal(bucket.shard(bucket.grad_data, at), bucket.shard(values, at))
