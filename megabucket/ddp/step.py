@@ -17,9 +17,9 @@
     IDLE      -> CALL       a collective call outside of a step; and back
     any       -> BROKEN     interrupted after the fence was sent, or a peer was lost; only detach() is left
 
-Hooks never raise about the step and never change the order of launches; they note what they see. Whatever goes wrong, each rank
-sends the same collectives in the same order: all buckets, then the fence. What a state means for memory stands in the phases of
-the buckets (``buffer/phases.py``).
+Hooks never raise about the step that is open and never change the order of launches; they note what they see. Whatever goes
+wrong, each rank sends the same collectives in the same order: all buckets, then the fence. What a state means for memory stands
+in the phases of the buckets (``buffer/phases.py``).
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ class GradSync:
         self._backward = BackwardWatch()
         self._is_taking = False  # it has brought a gradient, and more are wanted
         self._is_last = self._may_stage = self._has_reached_outputs = False
-        self._refusal: MegabucketError | None = None  # raised at its end
 
     def continue_from(self, other: GradSync) -> None:
         """Take over what outlives a rebuild."""
@@ -267,8 +266,8 @@ class GradSync:
             position: of the parameter in the group.
         """
         group = self.groups[index]
-        if not self._is_taking and not self._begin_taking(group, position):
-            return
+        if not self._is_taking:
+            self._begin_taking(group, position)
         if group.grad_phase is not GradPhase.ACCUMULATING:
             self._note_late(group, position)
         elif group.receive(position, counts=self._is_last, may_stage=self._may_stage) and self.policy.overlaps_grads:
@@ -276,18 +275,16 @@ class GradSync:
             while self._num_launched < len(self.groups) and self.groups[self._num_launched].is_complete:
                 self._launch_next()
 
-    def _begin_taking(self, group: _ParamAndGradBucketGroup, position: int) -> bool:
-        """Begin with the first gradient of a backward; return whether the gradient is wanted.
+    def _begin_taking(self, group: _ParamAndGradBucketGroup, position: int) -> None:
+        """Begin with the first gradient of a backward.
 
-        It is not if this rank has dropped a step that others take, which is an error of this whole backward.
+        Raises:
+            StepMismatchError: this rank has dropped a step that others take.
         """
         if not self._backward.is_open:
             self._open_backward()
-        if self._refusal is None and self.is_reduced:
-            self._refusal = self._start_unasked(group, position)
-        if self._refusal is not None:
-            group.slots[position].param.grad = None
-            return False
+        if self.is_reduced:
+            self._start_unasked(group, position)
         self._is_taking, self._is_last = True, self._no_sync_depth == 0
         # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
         self._may_stage = not (torch.is_grad_enabled() or any(self._backward_hooks))
@@ -295,12 +292,9 @@ class GradSync:
             self.enter(StepState.LAUNCHING)
         elif self.state is not StepState.LAUNCHING:
             self.enter(StepState.OPEN)
-        return True
 
-    def _start_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> MegabucketError | None:
+    def _start_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> None:
         """Start a step because a gradient arrives: plain torch code may clear gradients without telling us.
-
-        Returns the error about the last step, if others step on it.
 
         After an all-reduce a cleared gradient (``None``) starts anew. One that was zeroed in place, or kept, is accumulated on
         and reduced again: the mean of equal values is that value, as with torch's own accumulation. A sum would count the
@@ -314,11 +308,12 @@ class GradSync:
             kept = []
         try:
             self._vote_to_drop()
-        except MegabucketError as error:
-            return error
+        except MegabucketError:
+            own.param.grad = None
+            self._backward.is_open = False  # that this backward ends here is about the last step, not the next one
+            raise
         self._reopen()
         self.counters.kept = tuple(slot.name for slot in kept)
-        return None
 
     def _reopen(self) -> None:
         for group in self.groups:
@@ -338,12 +333,8 @@ class GradSync:
         """Finish the sync where the end of a backward does. Called by autograd; what is raised leaves ``backward()``.
 
         Raises:
-            MegabucketError: the step is not whole on some rank, or others take one that this rank has dropped.
+            MegabucketError: the step is not whole on some rank.
         """
-        refusal, self._refusal = self._refusal, None
-        if refusal is not None:
-            self._backward.is_open = False
-            raise refusal
         with self.leaving_no_mess("backward"):
             self._backward.is_open = False
             has_received, self._is_taking = self._is_taking, False
@@ -379,10 +370,8 @@ class GradSync:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
         for group in self.groups:
             group.drop_staged()
-        refusal, self._refusal = self._refusal, None
         self._is_taking = self._backward.is_open = False
-        if refusal is None:
-            self.fail("backward", None)
+        self.fail("backward", None)
 
     def pause(self) -> None:
         """Note that the caller does something of its own now."""
