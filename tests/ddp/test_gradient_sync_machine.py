@@ -489,4 +489,60 @@ class GradientSyncMachine(RuleBasedStateMachine):
 
 
 TestGradientSync = GradientSyncMachine.TestCase
-TestGradientSync.settings = settings(max_examples=100, stateful_step_count=40)  # ranks are threads: slow
+TestGradientSync.settings = settings(stateful_step_count=40)
+
+
+# What the machine has found, once and for all #
+
+
+def machine(numels, *, sharded, unused_parameters):
+    state = GradientSyncMachine()
+    config = DistributedDataParallelConfig(
+        bucket_size=1,
+        bucket_groups="per_bucket",
+        use_distributed_optimizer=sharded,
+        overlap_grad_reduce=False,
+        finish="explicit",
+        unused_parameters=unused_parameters,
+    )
+    state.wrap(size=2, numels=numels, has_two_dtypes=False, config=config, reduction={})
+    return state
+
+
+ORDERS = ([0, 1, 2, 3, 4],) * 3
+WHOLE_STEP = {
+    "completions": [],
+    "amount": 0,
+    "microbatches": 1,
+    "orders": ORDERS,
+    "ways": ["step"] * 3,
+    "start": ["zero_grad"] * 3,
+}
+
+
+def test_start_and_finish_without_a_backward_count_nothing_as_unused():
+    state = machine([1], sharded=False, unused_parameters="error")
+
+    state.all_ranks_finish(completions=[], which=0, amount=0, levels=True, ways=["finish"] * 3)
+
+
+def test_a_nonfinite_gradient_of_a_dropped_step_is_not_counted_in_the_next_one():
+    state = machine([1, 1], sharded=False, unused_parameters="zero")
+    state.one_rank_runs_a_backward(at=0, order=ORDERS[0], amount=0)
+    state.an_infinite_gradient_arrives(at=0, which=1)
+    state.a_gradient_arrives(at=0, which=0, amount=0)
+
+    state.all_ranks_run_a_whole_step(infinite_at=0, **WHOLE_STEP)
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_failures_that_begin_a_step_send_the_same_on_all_ranks_after_a_sharded_step(is_forward):
+    state = machine([1], sharded=True, unused_parameters="zero")
+    state.all_ranks_run_a_whole_step(infinite_at=None, **WHOLE_STEP)
+    if is_forward:
+        state.one_rank_gives_up(at=0, phase="forward")
+
+    state.a_backward_of_one_rank_fails(at=1, order=ORDERS[0], amount=0, fails_after=0)
+
+    state.launched_groups_are_the_expected_prefix_and_phases_agree()
+    state.every_step_of_every_rank_has_the_same_schedule()
