@@ -38,7 +38,6 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
     ├── ForkedProcessError (RuntimeError)      a collective in a forked child
     ├── GroupDestroyedError (RuntimeError)     the process group is gone
     ├── PlainOptimizerError (RuntimeError)     a plain optimizer stepping on reduce-scattered gradients
-    ├── MixedDtypeOptimizerError (RuntimeError) a plain optimizer that cannot mix parameter and gradient dtypes
     ├── CollectiveError (RuntimeError)
     │   ├── MismatchedCollectiveError          ranks launched different collectives
     │   ├── CollectiveDeadlockError            a wait that can never end
@@ -228,20 +227,6 @@ class PlainOptimizerError(MegabucketError, RuntimeError):
             "use_distributed_optimizer=True reduce-scatters the gradients: this rank holds the reduced values of its own "
             "shard only, and the replicas would drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, "
             "ddp); or set use_distributed_optimizer=False."
-        )
-
-
-class MixedDtypeOptimizerError(MegabucketError, RuntimeError):
-    """A plain torch optimizer that cannot step on 16-bit parameters with wider gradients."""
-
-    def __init__(self, *, optimizer: str, param: str, param_dtype: str, grad_dtype: str, rank: int) -> None:
-        self.optimizer, self.param, self.rank = optimizer, param, rank
-        self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
-        super().__init__(
-            f"[rank {rank}] torch's {optimizer} cannot mix dtypes in a step, and {param!r} is {param_dtype} with a "
-            f"{grad_dtype} gradient (grad_reduce_in_fp32=True). Wrap the optimizer: "
-            "megabucket.DistributedOptimizer(optimizer, ddp) works in both modes and keeps float32 main parameters; or set "
-            "grad_reduce_in_fp32=False."
         )
 
 

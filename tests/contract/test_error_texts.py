@@ -157,11 +157,6 @@ TEXTS = {
         " drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp); or set "
         "use_distributed_optimizer=False."
     ),
-    "MixedDtypeOptimizerError": (
-        "[rank 1] torch's AdamW cannot mix dtypes in a step, and 'a' is bfloat16 with a float32 gradient "
-        "(grad_reduce_in_fp32=True). Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp) works in"
-        " both modes and keeps float32 main parameters; or set grad_reduce_in_fp32=False."
-    ),
     "CollectiveError": "text",
     "MismatchedCollectiveError": (
         "collective 4 differs between ranks: rank 0 launched that, rank 1 launched this. On a real process group "

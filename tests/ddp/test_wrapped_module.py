@@ -148,7 +148,7 @@ class TestAgreement:
         ("change", "difference"),
         [
             (lambda model: model.b.requires_grad_(False), "rank 0 has b (100,) float32, rank 1 has b (100,) float32 frozen"),
-            (lambda model: setattr(model, "b", model.a), "rank 0 has nothing, rank 1 has alias b of a"),
+            (lambda model: setattr(model, "b", model.a), "rank 0 has b (100,) float32, rank 1 has b (100,) float32 tied to a"),
             (lambda model: model.bfloat16(), "rank 0 has a (100,) float32, rank 1 has a (100,) bfloat16"),
             (lambda model: model.register_buffer("c", torch.ones(3)), "rank 0 has nothing, rank 1 has c (3,) float32 buffer"),
         ],
