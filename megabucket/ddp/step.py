@@ -417,7 +417,7 @@ class GradSync:
             if not self.is_reduced:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
                 for group in self.groups:
-                    group.poll_grad_sync()  # while the others come to their fence
+                    group.finish_grad_sync(waits=False)  # while the others come to their fence
                 self._take_verdict()
             for group in self.groups:
                 group.finish_grad_sync()
