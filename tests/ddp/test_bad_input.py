@@ -243,8 +243,8 @@ class TestSharedMemory:
 
 class TestWrappingTwice:
     TEXT = (
-        "{} already belong to another DistributedDataParallel wrapper. Two wrappers would move the same storage and reduce the "
-        "same gradients twice. Wrap a module once; call detach() on the first wrapper before wrapping again."
+        "{} already belong to another DistributedDataParallel wrapper. Two of them would move the same storage and reduce the "
+        "same gradients twice. Call detach() on the first one before wrapping again."
     )
 
     def test_the_same_module(self):
