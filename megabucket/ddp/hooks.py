@@ -167,6 +167,10 @@ class BackwardWatch:
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self, running, follower))
         self.running = running
 
+    def is_gone(self) -> bool:
+        """Whether the backward has ended without a word: an interrupt met the destructor that should have said so."""
+        return torch._C._current_graph_task_id() < 0 and threading.current_thread() is self._thread
+
     def check_thread(self, *, rank: int) -> None:
         """Refuse a backward in another thread than that of the one that is open.
 
