@@ -15,7 +15,8 @@ from examples.bytegpt.model import next_byte_loss
 from examples.bytegpt.report import MetricsLog, Progress, Totals
 from examples.bytegpt.task import NATS_PER_BIT, Task
 from megabucket import StepResult
-from megabucket.trace import StepTrace, step_figures
+from megabucket.report import step_figures
+from megabucket.trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True, eq=False)

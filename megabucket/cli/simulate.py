@@ -36,7 +36,7 @@ def simulate(
     setting = setting_of(run, dp_size=dp_size, expert_dp_size=expert_dp_size)
     outlook = outlook_of(setting, run.sweep.bucket_numel)
     if trace is not None:
-        from megabucket.trace import write_chrome_trace
+        from megabucket.report import write_chrome_trace
 
         write_chrome_trace(trace, setting.traces(setting.optimal_plan))
         typer.echo(f"wrote {trace}", err=True)

@@ -3,9 +3,23 @@
 ``collect`` computes, ``write_report`` writes. The page is self-contained and simulates itself what its slider asks for.
 """
 
+from megabucket.report.chrome import chrome_trace, write_chrome_trace
 from megabucket.report.collect import Report, collect
 from megabucket.report.measured import Measured, read_measured
 from megabucket.report.page import render_page
+from megabucket.report.step_log import StepTraceLog, TensorBoardLog, step_figures
 from megabucket.report.write import write_report
 
-__all__ = ["Measured", "Report", "collect", "read_measured", "render_page", "write_report"]
+__all__ = [
+    "Measured",
+    "Report",
+    "StepTraceLog",
+    "TensorBoardLog",
+    "chrome_trace",
+    "collect",
+    "read_measured",
+    "render_page",
+    "step_figures",
+    "write_chrome_trace",
+    "write_report",
+]

@@ -4,8 +4,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megabucket.report import chrome_trace, write_chrome_trace
 from megabucket.report.chrome import assign_tracks
-from megabucket.trace import Interval, Lane, StepTrace, chrome_trace, write_chrome_trace
+from megabucket.trace import Interval, Lane, StepTrace
 
 
 def comm(start_s, stop_s):

@@ -8,8 +8,8 @@ import pytest
 from report_cases import book, report
 
 from megabucket.errors import ConfigError
-from megabucket.report import read_measured
-from megabucket.trace import CollectiveKind, Interval, Lane, LaunchTimes, StepTrace, StepTraceLog, chrome_trace
+from megabucket.report import StepTraceLog, chrome_trace, read_measured
+from megabucket.trace import CollectiveKind, Interval, Lane, LaunchTimes, StepTrace
 
 
 @pytest.fixture

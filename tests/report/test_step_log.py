@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from megabucket.errors import ConfigError
+from megabucket.report import StepTraceLog, TensorBoardLog, step_figures
 from megabucket.trace import (
     CollectiveKind,
     CollectiveRecord,
@@ -11,9 +12,6 @@ from megabucket.trace import (
     Lane,
     LaunchTimes,
     StepTrace,
-    StepTraceLog,
-    TensorBoardLog,
-    step_figures,
 )
 
 
