@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
+from megabucket.comm import Accelerator
 
 # On a host the norm takes two thirds of the time of the extremes. It is at least as large as any element (half the limit is
 # more than rounding can be wrong), and nan and inf pass through it. When it overflows, the extremes decide.
@@ -49,6 +50,7 @@ class FiniteTest:
         self._has_headroom = any(headroom > 1 for headroom in headrooms)
         self.flats = [(flat, limit) for flat, limit in zip(flats, limits, strict=True) if flat.numel()]
         """What is tested, with the largest value there may be."""
+        self._is_on_host = not flats or Accelerator.of(flats[0].device) is None
         self.found: tuple[NonFiniteParam, ...] = ()
         """What the last ``run`` found; on a device only after ``name_culprits``."""
         self.flag: torch.Tensor | None = None  # 0D bool on the device, or None where the host knows already
@@ -57,7 +59,7 @@ class FiniteTest:
         """Test the gradients as they are now: one reading pass."""
         self.found, self.flag = (), None
         for flat, limit in self.flats:
-            if flat.device.type != "cpu":
+            if not self._is_on_host:
                 is_bad = is_beyond(*torch.aminmax(flat), limit)
                 self.flag = is_bad if self.flag is None else self.flag.logical_or_(is_bad)
             elif flat.dtype in _NORM_TELLS and float(torch.linalg.vector_norm(flat)) <= limit / 2:

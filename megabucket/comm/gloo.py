@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
+from megabucket.comm.device import Accelerator
 
 _MOST_RANKS: Final = 8  # with more it has not been measured
 _SMALL_BYTES: Final = 1 << 20
@@ -196,7 +197,7 @@ def fp32_plan(calls: Sequence[ReduceScatter], *, rank: int, size: int) -> Plan:
         starts.append(start)
         numel = call.shard.numel()
         # On a device one kernel for each part; on a host in blocks that stay in the cache.
-        block_numel = numel if call.full.is_cuda else min(numel, _BLOCK_NUMEL)
+        block_numel = min(numel, _BLOCK_NUMEL) if Accelerator.of(call.full.device) is None else numel
         total = torch.empty(block_numel, dtype=torch.float32, device=call.full.device)
         for first in range(0, numel, block_numel):
             pieces = [part[first : first + block_numel] for part in parts]

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from megabucket.comm import AllReduce, Communicator
+from megabucket.comm import Accelerator, AllReduce, Communicator
 from megabucket.errors import ConfigError
 
 _CHUNK_NUMEL: Final = 1 << 17
@@ -30,7 +30,7 @@ class GlobalNorm:
     """
 
     def __init__(self, communicator: Communicator, *, device: torch.device, is_sharded: bool) -> None:
-        self.device = device
+        self.accelerator = Accelerator.of(device)
         self._communicator = communicator
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
         self._calls = communicator.prepare([AllReduce(self._total)]) if is_sharded else []
