@@ -27,7 +27,7 @@ from megabucket.planning.setting import Setting
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.testing import EmulatedFabric
 from megabucket.trace import CollectiveKind, Lane, StepTrace
-from megabucket.trace.spans import difference, length_s, union
+from megabucket.trace.step_trace import length_s
 from megabucket.units import MIB
 
 LARGEST_DIFFERENCE = 1e-5
@@ -309,7 +309,8 @@ class Row:
 
 def busy_s_of(trace: StepTrace) -> float:
     """Return the seconds in which the thread computed or a collective was under way."""
-    return length_s(union((*difference(trace.lane(Lane.COMPUTE), trace.lane(Lane.WAIT)), *trace.lane(Lane.COMM))))
+    comm = trace.lane(Lane.COMM)
+    return length_s(comm) + length_s(trace.lane(Lane.COMPUTE), outside=(*trace.lane(Lane.WAIT), *comm))
 
 
 def climb(below: dist.ProcessGroup, course: Course) -> tuple[list[Row], float]:

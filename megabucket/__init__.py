@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from megabucket.checkpoint.stored import open_checkpoint
     from megabucket.config.ddp import DistributedDataParallelConfig
     from megabucket.ddp import AgreedStop, DistributedDataParallel
-    from megabucket.layout import ModelLayout, ParamSpec, build_layout, check_layout
+    from megabucket.layout import ModelLayout, ParamSpec, build_layout
     from megabucket.measure.profile import ProfileCallback, WorkloadProfiler, profile_workload
     from megabucket.optim import DistributedOptimizer, StepResult
+    from megabucket.testing.invariants import check_layout
 
 __version__ = "0.1.0"
 
@@ -34,7 +35,7 @@ _HOME = {
     "WorkloadProfiler": "megabucket.measure.profile",
     "build_layout": "megabucket.layout",
     "can_load": "megabucket.checkpoint.checkpointer",
-    "check_layout": "megabucket.layout",
+    "check_layout": "megabucket.testing.invariants",
     "load_checkpoint": "megabucket.checkpoint.checkpointer",
     "open_checkpoint": "megabucket.checkpoint.stored",
     "profile_workload": "megabucket.measure.profile",

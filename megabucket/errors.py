@@ -38,7 +38,6 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
     ├── ForkedProcessError (RuntimeError)      a collective in a forked child
     ├── GroupDestroyedError (RuntimeError)     the process group is gone
     ├── PlainOptimizerError (RuntimeError)     a plain optimizer stepping on reduce-scattered gradients
-    ├── MixedDtypeOptimizerError (RuntimeError) a plain optimizer that cannot mix parameter and gradient dtypes
     ├── CollectiveError (RuntimeError)
     │   ├── MismatchedCollectiveError          ranks launched different collectives
     │   ├── CollectiveDeadlockError            a wait that can never end
@@ -193,9 +192,8 @@ class AlreadyWrappedError(MegabucketError, ValueError):
     def __init__(self, *, params: Sequence[str]) -> None:
         self.params = tuple(params)
         super().__init__(
-            f"{name_list(self.params)} already belong to another DistributedDataParallel wrapper. Two wrappers would move "
-            "the same storage and reduce the same gradients twice. Wrap a module once; call detach() on the first "
-            "wrapper before wrapping again."
+            f"{name_list(self.params)} already belong to another DistributedDataParallel wrapper. Two of them would move the "
+            "same storage and reduce the same gradients twice. Call detach() on the first one before wrapping again."
         )
 
 
@@ -232,20 +230,6 @@ class PlainOptimizerError(MegabucketError, RuntimeError):
         )
 
 
-class MixedDtypeOptimizerError(MegabucketError, RuntimeError):
-    """A plain torch optimizer that cannot step on 16-bit parameters with wider gradients."""
-
-    def __init__(self, *, optimizer: str, param: str, param_dtype: str, grad_dtype: str, rank: int) -> None:
-        self.optimizer, self.param, self.rank = optimizer, param, rank
-        self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
-        super().__init__(
-            f"[rank {rank}] torch's {optimizer} cannot mix dtypes in a step, and {param!r} is {param_dtype} with a "
-            f"{grad_dtype} gradient (grad_reduce_in_fp32=True). Wrap the optimizer: "
-            "megabucket.DistributedOptimizer(optimizer, ddp) works in both modes and keeps float32 main parameters; or set "
-            "grad_reduce_in_fp32=False."
-        )
-
-
 class CorpusError(MegabucketError, RuntimeError):
     """The training data cannot be read."""
 
@@ -261,44 +245,27 @@ _GROUPS_SHOWN: Final = 3
 _REBUILD_AGAIN: Final = (
     "Repair it and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept."
 )
+_OWN_WAY: Final = "Each rank would update its shards in its own way."
 # Where ranks agree before any step: what differs, and why it matters and what to do.
 _MISMATCHES: Final = {
     "wrap": (
-        "the model is not the same on all ranks",
+        "the model",
         (
             "Gradients of one parameter would be added to those of another. Build the same module in the same order on every "
-            "rank, with the same dtypes, trainability, config and versions. No rank was wrapped."
+            "rank, with the same dtypes, trainability, config and versions."
         ),
     ),
     "DistributedOptimizer()": (
-        "the optimizer is not the same on all ranks",
-        (
-            "Each rank would update its shards in its own way. Build it with the same groups and hyperparameters on every "
-            "rank, and load its state on all ranks or on none. The optimizer was changed on no rank."
-        ),
+        "the optimizer",
+        f"{_OWN_WAY} Build it with the same groups and hyperparameters on every rank; load its state on all ranks or on none.",
     ),
     "rebuild": (
-        "what is to be rebuilt is not the same on all ranks",
-        (
-            "Each rank would update its shards in its own way. Every rank needs the same optimizer, with the same groups, "
-            f"hyperparameters and state. {_REBUILD_AGAIN}"
-        ),
+        "what is to be rebuilt",
+        f"{_OWN_WAY} Every rank needs the same optimizer, with the same groups, hyperparameters and state.",
     ),
-    "state_dict()": (
-        "what is to be saved is not the same on all ranks",
-        "Call state_dict() on every rank at the same place, between two steps.",
-    ),
-    "save_checkpoint()": (
-        "what is to be saved is not the same on all ranks",
-        "Call save_checkpoint() on every rank at the same place, between two steps. Nothing was saved.",
-    ),
-    "load_state_dict()": (
-        "the optimizer state to load is not the same on all ranks",
-        (
-            "Each rank would update its shards in its own way. Load the same state on every rank. Nothing was loaded on any "
-            "rank."
-        ),
-    ),
+    "state_dict()": ("what is to be saved", "Call state_dict() on every rank at the same place, between two steps."),
+    "save_checkpoint()": ("what is to be saved", "Call save_checkpoint() on every rank at the same place, between two steps."),
+    "load_state_dict()": ("the optimizer state to load", f"{_OWN_WAY} Load the same state on every rank."),
 }
 _SAME_HYPERPARAMETERS: Final = (
     "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, "
@@ -306,9 +273,7 @@ _SAME_HYPERPARAMETERS: Final = (
 )
 # Why weights differ.
 _USUAL_CAUSES: Final = {
-    "update": (
-        "Every rank must step after every sync: look for an exception that was caught around optimizer.step() on one rank."
-    ),
+    "update": "Every rank must step after every sync: look for an exception caught around optimizer.step() on one rank.",
     "hyperparameters": f"Each rank has updated them in its own way. {_SAME_HYPERPARAMETERS}",
     "load": (
         "Load on every rank, or call ddp.broadcast_params() on every rank right after a load on the first; a rank that loads "
@@ -340,7 +305,8 @@ class LayoutMismatchError(RanksDisagreeError):
         more = f"; and {hidden} more" if hidden > 0 else ""
         what, consequence = _MISMATCHES[phase]
         super().__init__(
-            f"{what}: {'; '.join(self.differences)}{more} ({num_different} of {num_entries} entries differ). {consequence}"
+            f"{what} is not the same on all ranks: {'; '.join(self.differences)}{more} "
+            f"({num_different} of {num_entries} entries differ). {consequence} {_AFTER_FAILURE[phase]}"
         )
 
 
@@ -351,9 +317,8 @@ class CallMismatchError(RanksDisagreeError):
         self.step, self.by_rank = step, tuple(by_rank)
         super().__init__(
             f"step {step}: ranks are in different calls: {values_by_rank(self.by_rank)}. Each of them needs every rank: make "
-            "it on all of them, at the same place of the program (`if rank == 0:` around one is the usual cause). None of "
-            "these calls has done anything, a step that was open was dropped on all ranks, and the next call of all ranks may "
-            "run."
+            "it on all, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these calls "
+            "has done anything, a step that was open was dropped on all ranks, and the next call of all ranks may run."
         )
 
 
@@ -376,9 +341,8 @@ class MicrobatchMismatchError(RanksDisagreeError):
     def __init__(self, *, step: int, by_rank: Sequence[int]) -> None:
         self.step, self.by_rank = step, tuple(by_rank)
         super().__init__(
-            f"step {step}: microbatch counts differ between ranks: {values_by_rank(self.by_rank)}. The mean over ranks would "
-            "weigh them unequally. Run as many backwards per step on every rank, all but the last one inside no_sync(). "
-            f"{_DROPPED}"
+            f"step {step}: microbatch counts differ between ranks: {values_by_rank(self.by_rank)}. The mean would weigh "
+            f"them unequally. Run as many backwards per step on every rank, all but the last one inside no_sync(). {_DROPPED}"
         )
 
 
@@ -516,6 +480,10 @@ class ModelChangedError(MegabucketError, RuntimeError):
     """The module is no longer the one that was wrapped."""
 
 
+def _changes(**names_of: Sequence[str]) -> str:
+    return " and ".join(f"{change} {name_list(names)}" for change, names in names_of.items() if names)
+
+
 class StorageMovedError(ModelChangedError):
     """A parameter no longer lives in its buffer, so what the optimizer updates is not what the module computes with."""
 
@@ -523,10 +491,10 @@ class StorageMovedError(ModelChangedError):
         self.step, self.rank, self.params, self.found, self.expected = step, rank, tuple(params), found, expected
         super().__init__(
             f"step {step}: on rank {rank} parameters have left the buffer: {name_list(self.params)} (the first one is {found}, "
-            f"expected {expected}). Something moved parameters after wrapping: "
-            ".to(), .half(), .bfloat16(), load_state_dict(assign=True) or `param.data =`. The optimizer would go on updating "
-            "memory that the module does not read. Convert the module before wrapping and copy values with param.copy_() "
-            f"under no_grad(); ddp.rebuild() takes the module as it is now. {_DROPPED}"
+            f"expected {expected}). Something moved parameters after wrapping: .to(), .half(), .bfloat16(), "
+            "load_state_dict(assign=True) or `param.data =`. The optimizer would go on updating memory that the module does "
+            "not read. Convert the module before wrapping and copy values with param.copy_() under no_grad(); ddp.rebuild() "
+            f"takes the module as it is now. {_DROPPED}"
         )
 
 
@@ -535,11 +503,9 @@ class TrainabilityChangedError(ModelChangedError):
 
     def __init__(self, *, step: int, rank: int, frozen: Sequence[str], unfrozen: Sequence[str]) -> None:
         self.step, self.rank, self.frozen, self.unfrozen = step, rank, tuple(frozen), tuple(unfrozen)
-        changes = [
-            f"{name_list(names)} {what}" for names, what in ((self.frozen, "frozen"), (self.unfrozen, "unfrozen")) if names
-        ]
+        changes = _changes(frozen=self.frozen, unfrozen=self.unfrozen)
         super().__init__(
-            f"step {step}: after wrapping, rank {rank} has {' and '.join(changes)} (requires_grad). A frozen parameter keeps "
+            f"step {step}: after wrapping, rank {rank} has {changes} (requires_grad). A frozen parameter keeps "
             "its place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and replicas "
             f"drift apart. Call ddp.rebuild() on every rank after changing requires_grad. {_DROPPED}"
         )
@@ -551,13 +517,9 @@ class ParametersChangedError(ModelChangedError):
     def __init__(self, *, step: int, rank: int, added: Sequence[str], removed: Sequence[str], replaced: Sequence[str]) -> None:
         self.step, self.rank = step, rank
         self.added, self.removed, self.replaced = tuple(added), tuple(removed), tuple(replaced)
-        changes = [
-            f"{what} {name_list(names)}"
-            for what, names in (("added", self.added), ("removed", self.removed), ("replaced", self.replaced))
-            if names
-        ]
+        changes = _changes(added=self.added, removed=self.removed, replaced=self.replaced)
         super().__init__(
-            f"step {step}: after wrapping, rank {rank} has {' and '.join(changes)}. Gradients of parameters that are not in "
+            f"step {step}: after wrapping, rank {rank} has {changes}. Gradients of parameters that are not in "
             "the buffers are never reduced, and the optimizer still holds the old ones. Call ddp.rebuild() on every rank "
             f"after changing the module. {_DROPPED}"
         )

@@ -4,8 +4,6 @@ from megabucket.buffer.bucket_group import _ParamAndGradBucketGroup
 from megabucket.buffer.grad_slot import WithheldGrad
 from megabucket.buffer.param_and_grad_buffer import (
     ParamAndGradBuffer,
-    _ParamAndGradBucket,
-    dense_strides,
     dtype_name,
     dtype_named,
     view_like,
@@ -17,9 +15,7 @@ __all__ = [
     "ParamAndGradBuffer",
     "ParamPhase",
     "WithheldGrad",
-    "_ParamAndGradBucket",
     "_ParamAndGradBucketGroup",
-    "dense_strides",
     "dtype_name",
     "dtype_named",
     "view_like",

@@ -151,8 +151,6 @@ class _ParamAndGradBucketGroup:
         """Parameters that had no gradient when the group was launched."""
         self.cleared: tuple[str, ...] = ()
         """Those of ``missing`` whose place held values of an earlier step, and zeros are reduced instead."""
-        self.interrupted: list[str] = []
-        """Parameters whose gradient of this step was cleared or replaced before the step was over."""
         small_bytes = [param.nbytes for param in self.params if param.nbytes <= LARGE_BYTES]
         self._most_staged = min(MOST_STAGED, STAGED_BYTES * len(small_bytes) // max(sum(small_bytes), 1))
         self._post_hooks: Sequence[Sized] = ()
@@ -241,8 +239,7 @@ class _ParamAndGradBucketGroup:
         param, grad = slot.param, slot.param.grad
         if not self._limit or param.grad_added_to_main_grad or grad is None:  # type: ignore[attr-defined]
             self._prepare_write(param)
-            if slot.store():
-                self.interrupted.append(slot.name)
+            slot.store()
             is_complete = (counts and self.readiness.mark((position,))) or is_complete
         else:
             self.staging.append(param)
@@ -323,7 +320,7 @@ class _ParamAndGradBucketGroup:
         """
         copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        clean, held, kernel, staged = GradState.CLEAN, GradState.HELD, GradState.KERNEL, GradState.STAGED  # looked up once
+        clean, kernel, staged = GradState.CLEAN, GradState.KERNEL, GradState.STAGED  # looked up once
         slots = self.slots
         for position, grad in zip(positions, grads, strict=True):
             slot = slots[position]
@@ -333,8 +330,7 @@ class _ParamAndGradBucketGroup:
             if not is_plain or state is kernel or slot.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
                 _flush(copied, added)  # what comes now may be added to them
                 slot.param.grad = slot.view if slot.param.grad_added_to_main_grad else grad  # type: ignore[attr-defined]
-                if slot.store():
-                    self.interrupted.append(slot.name)
+                slot.store()
                 if slot.param.grad is not slot.view:
                     continue
                 slot.param.grad = None
@@ -344,8 +340,6 @@ class _ParamAndGradBucketGroup:
                 added[1].append(grad)
                 continue
             elif grad is not slot.view:
-                if state is held:
-                    self.interrupted.append(slot.name)
                 targets, sources = added if state is clean else copied
                 targets.append(slot.view)
                 sources.append(grad)
@@ -412,8 +406,6 @@ class _ParamAndGradBucketGroup:
                 missing.append(slot.name)
                 if not was_clean:
                     cleared.append(slot.name)
-                    if slot.was_cleared:
-                        self.interrupted.append(slot.name)
         self.missing, self.cleared = tuple(missing), tuple(cleared)
 
     def _launch_grads(self) -> None:
@@ -481,7 +473,6 @@ class _ParamAndGradBucketGroup:
         if self.grad_phase is not GradPhase.ACCUMULATING:
             self.grad_phase = enter(self.grad_phase, GradPhase.ACCUMULATING, group=self.index)
         self.is_complete = False
-        self.interrupted.clear()
 
     def reset(self) -> None:
         """Start a step: gradients of the last one are forgotten.

@@ -51,7 +51,6 @@ class GradSlot:
     __slots__ = (
         "__weakref__",
         "_dummy_address",
-        "_kernel_asks",
         "_needs_zeros",
         "accumulates",
         "name",
@@ -60,7 +59,6 @@ class GradSlot:
         "settle",
         "state",
         "view",
-        "was_cleared",
         "withheld",
     )
 
@@ -72,10 +70,8 @@ class GradSlot:
         self.state = _CLEAN
         self.accumulates: Callable[[], bool] | None = None
         """Whether the view may be written to; ``None``: always. It must not lead back to the parameter."""
-        self._needs_zeros = self._kernel_asks = False  # of fused kernels
-        self._dummy_address = 0
-        self.was_cleared = False
-        """Whether ``hand_over`` found nothing any more of what this step had brought."""
+        self._needs_zeros = False  # of fused kernels that do not ask
+        self._dummy_address = 0  # of the dummy that one which has asked has handed to autograd
         self.settle: Callable[[torch.Tensor], None] | None = None
         """Brings here what has come for the parameter and waits elsewhere."""
         self.withheld: WithheldGrad | None = None
@@ -86,49 +82,39 @@ class GradSlot:
         """Whether there is a gradient: of this step, or of the last one, if it was not cleared."""
         return self.param.grad is not None or self.state in (_STAGED, _KERNEL)
 
-    def store(self) -> bool:
+    def store(self) -> None:
         """Bring the gradient that autograd has just left in ``param.grad`` into the buffer.
 
-        Returns whether it takes the place of what earlier backwards of this step had brought: that was cleared or replaced
-        meanwhile.
-
         Raises:
-            PhaseError: a fused kernel added its gradient to values of an earlier step.
+            PhaseError: a fused kernel added its gradient to values of an earlier step, or another one came to its dummy.
         """
         if self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self._store_fused()
-            return False
-        had_received = self.state is _HELD
-        # With create_graph=True autograd makes a new sum instead of adding in place.
-        return self._store_grad() and had_received and not torch.is_grad_enabled()
+        elif self.param.grad is not None:
+            self._store_grad(self.param.grad)
 
-    def _store_grad(self) -> bool:
-        """Copy or add a gradient that is not in the view; return whether it takes the place of what was there, if anything."""
-        grad, state = self.param.grad, self.state
-        if grad is None:
-            return False
+    def _store_grad(self, grad: torch.Tensor) -> None:
+        """Copy or add a gradient that is not in the view."""
+        state = self.state
         if grad is self.view or type(grad) is WithheldGrad:  # autograd has added to it, or to what stood in for it
-            self.param.grad = self.view
-            self.state = _HELD
-            return False
+            self.state, self.param.grad = _HELD, self.view
+            return
         if grad.requires_grad:
             grad = grad.detach()  # create_graph=True: the graph must not grow into the buffer
         if state in (_KERNEL, _STAGED):
             self.view.add_(grad)  # the view holds other gradients of this step
             self.param.grad = None
-            return False
+            return
         if state is _CLEAN:
             self.view.add_(grad)
         elif grad.is_sparse:
             self.view.zero_().add_(grad)
         else:
             self.view.copy_(grad)
-        self.state = _HELD
-        self.param.grad = self.view
-        return True
+        self.state, self.param.grad = _HELD, self.view
 
     def show(self) -> None:
-        """Show a gradient that was staged."""
+        """Show a gradient of this step that is in the view."""
         self.state = _HELD
         self.param.grad = self.view
 
@@ -151,43 +137,31 @@ class GradSlot:
         """Note that a kernel which has asked has added a gradient, and what it hands to autograd in its place."""
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         self.state = _KERNEL
-        self._kernel_asks = True
         self._dummy_address = dummy.data_ptr()
 
     def _store_fused(self) -> None:
-        param = self.param
+        param, grad, dummy_address = self.param, self.param.grad, self._dummy_address
+        holds_zeros = getattr(param, "zero_out_wgrad", False)  # the dummy, so what autograd has added to them counts
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        if self._kernel_asks:
-            self._kernel_asks = False
-            if not getattr(param, "zero_out_wgrad", False):
-                self._check_dummy()
-        else:
+        self._dummy_address = 0
+        if not dummy_address:
             self._needs_zeros = True  # from the next forget() on there are zeros to add to
-        if param.grad is self.view or self.state not in (_CLEAN, _KERNEL):
+        elif not (holds_zeros or grad is None or (grad.data_ptr() == dummy_address and not grad._version)):
+            raise PhaseError(
+                f"{self.name!r} received a gradient through autograd in the same backward in which a fused kernel added its "
+                "own to main_grad: a tied weight, or a term of the loss that reads it. The two were mixed. Set "
+                "zero_out_wgrad = True on the parameter, or use torch.nn.Linear for this layer."
+            )
+        if grad is self.view or self.state not in (_CLEAN, _KERNEL):
             raise PhaseError(
                 f"a fused kernel added the gradient of {self.name!r} to main_grad, which was not prepared for it: "
                 "the first gradient of a parameter that sometimes comes from a fused kernel needs zeros to add to. "
                 "Call zero_grad_buffer() before each step of such a model, and use the fused kernel in every microbatch."
             )
         self.state = _KERNEL
-        if param.grad is not None and getattr(param, "zero_out_wgrad", False):
-            self.view.add_(param.grad.detach())
+        if grad is not None and holds_zeros:
+            self.view.add_(grad.detach())
         param.grad = None
-
-    def _check_dummy(self) -> None:
-        """Refuse a dummy that autograd has added a gradient to.
-
-        Raises:
-            PhaseError: the weight was used in another way, too, and that gradient is lost in the dummy.
-        """
-        grad, address = self.param.grad, self._dummy_address
-        self._dummy_address = 0
-        if address and grad is not None and (grad.data_ptr() != address or grad._version):
-            raise PhaseError(
-                f"{self.name!r} received a gradient through autograd in the same backward in which a fused kernel added its "
-                "own to main_grad: a tied weight, or a term of the loss that reads it. The two were mixed. Set "
-                "zero_out_wgrad = True on the parameter, or use torch.nn.Linear for this layer."
-            )
 
     # Between backward and the next step #
 
@@ -198,18 +172,17 @@ class GradSlot:
         afterwards, unless values were written into a clean view on purpose.
         """
         grad, state = self.param.grad, self.state
-        self.state, self.was_cleared = _STALE, False
+        self.state = _STALE
         if grad is self.view and state is not _KERNEL:  # nearly always
             self.param.grad = None
             return state is _HELD
         is_withheld = isinstance(grad, WithheldGrad)
         if not (grad is None or is_withheld or grad is self.view):  # set by the caller
             self.state = state
-            self._store_grad()
+            self._store_grad(grad)
             self.state, self.param.grad = _STALE, None
             return True
         if grad is None and state in (_STALE, _HELD):
-            self.was_cleared = state is _HELD
             self.view.zero_()
         if not is_withheld:
             self.param.grad = None
@@ -241,7 +214,7 @@ class GradSlot:
         """
         self.param.grad = None
         self.param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        self._kernel_asks = False
+        self._dummy_address = 0
         if self._needs_zeros and not is_zeroed:
             self.view.zero_()
         if self._needs_zeros or is_zeroed:

@@ -22,10 +22,6 @@ class _ParamAndGradBucket:
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         self.layout = layout
         self.buffer = buffer
-        self.bucket_id = layout.index
-        self.offset = layout.start
-        self.numel_unpadded = layout.numel_unpadded
-        self.params = [buffer.params[name] for name in layout.params]
         self.slots = [buffer.slots[name] for name in layout.params]
         self.param_data = buffer.param_data[layout.start : layout.stop]  # 1D, parameter dtype
         self.grad_data = buffer.grad_data[layout.start : layout.stop]  # 1D, gradient dtype

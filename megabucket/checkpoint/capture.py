@@ -31,10 +31,9 @@ from megabucket.optim.state_dict import (
     KNOWN_NUMBERS,
     NUMBER_TYPES,
     Description,
-    ShardHolder,
     StateEntry,
     describe_number,
-    describe_runs,
+    describe_shards,
     main_dtype,
     merge_descriptions,
 )
@@ -150,7 +149,7 @@ def _state_to_tell(parts: TrainingParts, ranks: GroupRanks, unfit: list[Optimize
     described: list[Any] = []
     if isinstance(parts.optimizer, DistributedOptimizer):
         try:
-            described = describe_shards(parts.optimizer)
+            described = describe_shards(parts.optimizer.sharding.shards, parts.optimizer.state)
         except OptimizerParametersError as error:
             unfit.append(error)
     buffers = named_buffers(parts.ddp.module).values() if ranks.size > 1 else ()  # alone, nobody has others
@@ -168,7 +167,7 @@ def settle(parts: TrainingParts, operation: str) -> None:
         PhaseError: a step is open.
     """
     if isinstance(parts.optimizer, DistributedOptimizer):
-        parts.optimizer.settle_values(operation)
+        parts.optimizer.sharding.settle(operation)
     else:
         parts.ddp.sync.check_between_steps(operation)
         parts.ddp.finish_param_sync()
@@ -316,7 +315,7 @@ def _names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
 def members_of(optimizer: torch.optim.Optimizer) -> Sequence[Sequence[torch.Tensor]]:
     """Return the whole parameters of each group."""
     if isinstance(optimizer, DistributedOptimizer):
-        return optimizer.sharding.members
+        return optimizer.sharding.members.by_group()
     return [group["params"] for group in optimizer.param_groups]
 
 
@@ -335,20 +334,6 @@ def hold_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> Hel
     return held
 
 
-def describe_shards(optimizer: DistributedOptimizer) -> list[Any]:
-    """Return what this rank's shards hold, for ``hold_shards`` of all ranks; it may travel as JSON.
-
-    Raises:
-        OptimizerParametersError: some state is neither one value per element nor one number.
-    """
-    sharding = optimizer.sharding
-    return describe_runs(sharding.shards, optimizer.state, sharding.holder, _names_of(sharding.holder))
-
-
-def _names_of(holder: ShardHolder) -> list[list[str]]:
-    return [list(buffer.layout.params) for buffer in holder.buffers]
-
-
 def hold_shards(
     optimizer: DistributedOptimizer,
     module: torch.nn.Module,
@@ -364,7 +349,7 @@ def hold_shards(
         ConfigError: a hyperparameter is of a kind that no file can hold.
     """
     sharding = optimizer.sharding
-    groups, names = members_by_name(sharding.members, module)
+    groups, names = members_by_name(sharding.members.by_group(), module)
     others = sharding.state_of_others
     held = HeldState(names=names)
     by_name = _hold_whole(others.values, names, held.shared)
@@ -372,8 +357,7 @@ def hold_shards(
     computed_in = {names[param]: dtype_name(dtype) for param, dtype in others.dtypes.items() if param in names}
     # Where nothing is sharded, each rank speaks for itself: that they differ, the digest of all values shows.
     by_rank = described if sharding.holder.is_sharded else [described[sharding.holder.communicator.rank]]
-    for of_buffer in merge_descriptions(by_rank, _names_of(sharding.holder)):
-        by_name.update({canonical_name(name): description for name, description in of_buffer.items()})
+    by_name.update({canonical_name(name): description for name, description in merge_descriptions(by_rank).items()})
     for shard in sharding.shards:
         state = optimizer.state.get(shard.main) or {}
         _hold_shard(shard, state, held, is_sharded=sharding.holder.is_sharded)

@@ -439,12 +439,7 @@ def _stage_shards(
     }
     state = {shard: _stage_shard(staging, there, shard, groups[shard.run.group]) for shard in sharding.plan_load(signature_of)}
     others = _stage_others(staging, optimizer, there)
-
-    def finish() -> None:
-        sharding.take_loaded(state, groups, others)
-        optimizer.note_values_are_loaded()
-
-    staging.finish.append(finish)
+    staging.finish.append(partial(sharding.take_loaded, state, groups, others))
 
 
 def _stage_shard(staging: Staging, there: StoredOptimizer, shard: MainShard, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -470,7 +465,7 @@ def _stage_shard(staging: Staging, there: StoredOptimizer, shard: MainShard, gro
 
 def _stage_others(staging: Staging, optimizer: DistributedOptimizer, there: StoredOptimizer) -> WholeState:
     """Want the state of parameters without a shard: frozen ones, which may be unfrozen later."""
-    members, names = members_by_name(optimizer.sharding.members, optimizer.ddp.module)
+    members, names = members_by_name(optimizer.sharding.members.by_group(), optimizer.ddp.module)
     in_groups = {name for group in members for name in group}
     values: dict[torch.Tensor, dict[str, Any]] = {}
     mains: dict[torch.Tensor, torch.Tensor] = {}

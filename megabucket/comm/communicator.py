@@ -32,22 +32,17 @@ class ReduceOp(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllReduce:
-    """Combine ``tensor`` over all ranks, in place, and divide the result by ``divisor``."""
+    """Combine ``full`` over all ranks, in place, and divide the result by ``divisor``."""
 
-    tensor: torch.Tensor  # 1D, contiguous
+    full: torch.Tensor  # 1D, contiguous
     op: ReduceOp = ReduceOp.SUM
     divisor: float = 1.0
     kind = CollectiveKind.ALL_REDUCE
 
     @property
-    def full(self) -> torch.Tensor:
-        """The buffer as every rank sees it."""
-        return self.tensor
-
-    @property
     def result(self) -> torch.Tensor:
         """Where this rank finds what was combined."""
-        return self.tensor
+        return self.full
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,16 +77,11 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Broadcast:
-    """Copy ``tensor`` of one rank of the group to all ranks, in place."""
+    """Copy ``full`` of one rank of the group to all ranks, in place."""
 
-    tensor: torch.Tensor  # contiguous
+    full: torch.Tensor  # contiguous
     root: int = 0
     kind = CollectiveKind.BROADCAST
-
-    @property
-    def full(self) -> torch.Tensor:
-        """The buffer as every rank sees it."""
-        return self.tensor
 
 
 Call = AllReduce | ReduceScatter | AllGather | Broadcast

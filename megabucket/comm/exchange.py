@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, Communicator, Handle, ReduceOp
+from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, Call, Communicator, Handle, ReduceOp
 from megabucket.comm.device import Accelerator
 from megabucket.errors import CollectiveError
 
@@ -87,40 +87,50 @@ class Gate:
 
 
 class Exchange:
-    """Every rank's bytes on every rank, at most ``capacity_bytes`` each: one all-gather. Nothing is sent before ``start``.
+    """The bytes of some ranks on every rank, at most ``capacity_bytes`` each. Nothing is sent before ``start``.
 
     Args:
         payload: what this rank says.
         capacity_bytes: the same on every rank.
         device: where the process group can work.
+        speakers: the ranks that speak, the same on every rank. ``None``: all of them, in one all-gather.
 
     Raises:
         ValueError: the payload does not fit.
     """
 
     def __init__(
-        self, communicator: Communicator, payload: bytes, *, capacity_bytes: int, device: torch.device, label: str
+        self,
+        communicator: Communicator,
+        payload: bytes,
+        *,
+        capacity_bytes: int,
+        device: torch.device,
+        label: str,
+        speakers: Sequence[int] | None = None,
     ) -> None:
         if len(payload) > capacity_bytes:
             raise ValueError(f"{label}: {len(payload)} bytes do not fit into {capacity_bytes}")
-        record = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
-        self._capacity_bytes = capacity_bytes
-        self._records = torch.zeros(communicator.size, _LENGTH_BYTES + capacity_bytes, dtype=torch.uint8, device=device)
-        own = self._records[communicator.rank]
-        own[: len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
-        self._handle = communicator.control.handle([AllGather(self._records.view(-1), own)], label=label)
+        roots = range(communicator.size) if speakers is None else speakers
+        row = (len(payload).to_bytes(_LENGTH_BYTES, "little") + payload).ljust(_LENGTH_BYTES + capacity_bytes, b"\0")
+        rows = self._rows = torch.zeros(len(roots), len(row), dtype=torch.uint8, device=device)
+        if communicator.rank in roots:
+            rows[roots.index(communicator.rank)].copy_(torch.frombuffer(bytearray(row), dtype=torch.uint8))
+        calls: list[Call] = [Broadcast(row, root) for row, root in zip(rows.unbind(), roots, strict=True)]
+        if speakers is None:
+            calls = [AllGather(rows.view(-1), rows[communicator.rank])]
+        self._handle = communicator.control.handle(calls, label=label)
 
     def start(self) -> None:
         """Send this rank's bytes, unless they were sent before."""
         self._handle.start()
 
     def wait(self) -> list[bytes]:
-        """Return what each rank said, by rank."""
+        """Return what each speaker said, in their order."""
         self._handle.start()
         self._handle.wait()
-        rows = [row.tobytes() for row in self._records.cpu().numpy()]
-        lengths = [min(int.from_bytes(row[:_LENGTH_BYTES], "little"), self._capacity_bytes) for row in rows]
-        return [row[_LENGTH_BYTES : _LENGTH_BYTES + length] for row, length in zip(rows, lengths, strict=True)]
+        rows = [row.tobytes() for row in self._rows.cpu().numpy()]
+        return [row[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(row[:_LENGTH_BYTES], "little")] for row in rows]
 
 
 def exchange(
@@ -136,20 +146,11 @@ def exchange(
     Raises:
         CollectiveError: a payload is too long, on every rank.
     """
-    is_heard = speakers is None or communicator.rank in speakers
-    longest = torch.tensor([len(payload) if is_heard else 0], dtype=torch.int64, device=device)  # 1D
+    said = payload if speakers is None or communicator.rank in speakers else b""
+    longest = torch.tensor([len(said)], dtype=torch.int64, device=device)  # 1D
     communicator.control.launch([AllReduce(longest, ReduceOp.MAX)], label=f"{label} length").wait()
     capacity_bytes = int(longest)
     if capacity_bytes > _MOST_BYTES:
         raise CollectiveError(f"{label}: a rank has {capacity_bytes} bytes to say, and {_MOST_BYTES} are the limit")
-    if speakers is None:
-        whole = Exchange(communicator, payload, capacity_bytes=capacity_bytes, device=device, label=label)
-        return whole.wait()
-    rows = torch.zeros(len(speakers), _LENGTH_BYTES + capacity_bytes, dtype=torch.uint8, device=device)
-    if is_heard:
-        record = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
-        rows[speakers.index(communicator.rank)][: len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    calls = [Broadcast(row, root) for row, root in zip(rows.unbind(), speakers, strict=True)]
-    communicator.control.launch(calls, label=label).wait()
-    texts = [row.tobytes() for row in rows.cpu().numpy()]
-    return [row[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(row[:_LENGTH_BYTES], "little")] for row in texts]
+    whole = Exchange(communicator, said, capacity_bytes=capacity_bytes, device=device, label=label, speakers=speakers)
+    return whole.wait()

@@ -15,9 +15,7 @@ The bits are those of gloo's own collectives, whatever the way: docs/decisions/g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,19 +31,6 @@ _SMALL_GATHER_BYTES: Final = 1 << 18
 _BLOCK_NUMEL: Final = 1 << 16  # added up at a time from three ranks on, so that partial sums stay in the cache
 _SEGMENT_BYTES: Final = 1 << 20  # gloo's default
 
-_REDUCE_OPS: Final = MappingProxyType(
-    {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.AVG, ReduceOp.MAX: dist.ReduceOp.MAX}
-)
-# torch 2.13 renamed these methods of groups; 2.11 has only the old names.
-_METHODS: Final = frozenset(dir(dist.ProcessGroup))
-_ALL_GATHER: Final = "all_gather_single" if "all_gather_single" in _METHODS else "_allgather_base"
-_REDUCE_SCATTER: Final = "reduce_scatter_single" if "reduce_scatter_single" in _METHODS else "_reduce_scatter_base"
-_ALL_TO_ALL: Final = "all_to_all_single" if "all_to_all_single" in _METHODS else "alltoall_base"
-_ALL_GATHERS: Final = f"{_ALL_GATHER}_coalesced" if "all_gather_single" in _METHODS else "allgather_into_tensor_coalesced"
-_REDUCE_SCATTERS: Final = (
-    f"{_REDUCE_SCATTER}_coalesced" if "reduce_scatter_single" in _METHODS else "reduce_scatter_tensor_coalesced"
-)
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 Operation = Callable[[], object]
 """One operation in place, as a call in C."""
@@ -60,179 +45,209 @@ class Start(NamedTuple):
     """What threads of gloo hold while it runs."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What is done for one batch: copies, collectives, and in-place operations when these are complete."""
+    """What is done for one batch: copies, collectives, and in-place operations when these are complete.
 
-    starts: Sequence[Start]
-    copies: Sequence[Pair] = ()
-    """Targets and sources, before each launch."""
-    after: Sequence[Operation] = ()
-    keeps: Sequence[torch.Tensor] = ()
-    """Live as long as the plan: see ``Anchor``."""
-    is_gloo: bool = True
-    """Whether works behave as gloo's do: threads of C++ hold their tensors, and a wait may time out without harm."""
+    All ranks make the same one.
 
-    def __add__(self, other: Plan) -> Plan:
-        """Return the plan that does what both do."""
-        return Plan(
-            [*self.starts, *other.starts],
-            [*self.copies, *other.copies],
-            [*self.after, *other.after],
-            [*self.keeps, *other.keeps],
-        )
-
-
-class Anchor:
-    """Makes aliases of tensors that C++ owns, too, so that gloo's threads never need Python's lock to let go of them.
-
+    Collectives get aliases of tensors that C++ owns, too, so that gloo's threads never need Python's lock to let go of them.
     A gloo thread drops its reference after the waiting thread went on. If only Python owned the tensor besides, the drop would
     need the lock: the thread competes with backward for it, and at the end of the program it may never get it, which
     aborts the process ("terminate called without an active exception"). See docs/decisions/gloo-tensors.md.
-    """
-
-    def __init__(self) -> None:
-        self.views: list[torch.Tensor] = []
-        """Own the aliases, in C++, as long as they live."""
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same memory as a tensor that is no view in autograd's sense, so that a view of it owns it."""
-        alias = tensor.data
-        self.views.append(alias.view(-1))
-        return alias
-
-    def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of the bytes of a tensor: gloo knows neither bool (masks) nor int16."""
-        is_bytes = tensor.dtype == torch.uint8 and tensor.dim() == 1
-        return self.alias(tensor if is_bytes else tensor.view(-1).view(torch.uint8))
-
-
-# Any back-end #
-
-
-def plain_plan(calls: Sequence[Call], *, can_coalesce_gathers: bool = True, is_anchored: bool = False) -> Plan:
-    """Return the plan that does what like calls say, in as few collectives as torch allows.
 
     Args:
-        can_coalesce_gathers: not over gloo, whose heap a coalesced gather breaks (docs/decisions/gloo-coalesced-gather.md).
-        is_anchored: whether the tensors handed over shall be owned by C++, too.
+        is_gloo: whether works behave as gloo's do: threads of C++ hold their tensors, and a wait may time out without harm.
+        is_kept: whether the batch, and with it the tensors, outlives the launch.
     """
-    anchor = Anchor() if is_anchored else None
-    alone = isinstance(calls[0], Broadcast) or (isinstance(calls[0], AllGather) and not can_coalesce_gathers)
-    batches: dict[object, list[Call]] = {}
-    for index, call in enumerate(calls):
-        # Torch coalesces one reduce op and one dtype at a time.
-        batches.setdefault(index if alone else (call.full.dtype, getattr(call, "op", None)), []).append(call)
-    starts = [_start_of(batch, anchor) for batch in batches.values()]
-    return Plan(starts, after=divisions(calls), keeps=anchor.views if anchor is not None else ())
+
+    def __init__(self, *, rank: int, size: int, is_gloo: bool, is_kept: bool) -> None:
+        self._rank, self._size = rank, size
+        self.is_gloo, self.is_kept = is_gloo, is_kept
+        self.starts: list[Start] = []
+        self.copies: list[Pair] = []
+        """Targets and sources, before each launch."""
+        self.after: list[Operation] = []
+        self._views: list[torch.Tensor] = []  # own the aliases, in C++, as long as the plan lives
+
+    def add_plain(self, calls: Sequence[Call], *, can_coalesce_gathers: bool = True) -> None:
+        """Do what like calls say, in as few collectives as torch allows.
+
+        Args:
+            can_coalesce_gathers: not over gloo, whose heap a coalesced gather breaks (docs/decisions/gloo-coalesced-gather.md).
+        """
+        alone = isinstance(calls[0], Broadcast) or (isinstance(calls[0], AllGather) and not can_coalesce_gathers)
+        batches: dict[object, list[Call]] = {}
+        for index, call in enumerate(calls):
+            # Torch coalesces one reduce op and one dtype at a time.
+            batches.setdefault(index if alone else (call.full.dtype, getattr(call, "op", None)), []).append(call)
+        self.starts += [self._start_of(batch) for batch in batches.values()]
+        self.after += divisions(calls)
+
+    def add_in_fp32(self, calls: Sequence[ReduceScatter]) -> None:
+        """Do reduce-scatters whose 16-bit parts are added up in float32, in rank order, and rounded once.
+
+        On any back-end: it is an all-to-all, and the same bits whatever the size of a bucket is.
+        """
+        for call in calls:
+            if Accelerator.of(call.full.device) is not None:
+                self._add_in_one_kernel(call)
+                continue
+            parts = self._exchange(call)
+            numel = call.shard.numel()
+            block_numel = min(numel, _BLOCK_NUMEL)  # which stays in the cache
+            total = torch.empty(block_numel, dtype=torch.float32)
+            for first in range(0, numel, block_numel):
+                pieces = [part[first : first + block_numel] for part in parts]
+                sum_of_block = total[: pieces[0].numel()]
+                self.after.append(partial(torch.Tensor.copy_, sum_of_block, pieces[0]))
+                self.after += [partial(torch.Tensor.add_, sum_of_block, piece) for piece in pieces[1:]]
+                if call.op is ReduceOp.AVG:
+                    self.after.append(partial(torch.Tensor.div_, sum_of_block, self._size))
+                self.after.append(partial(torch.Tensor.copy_, pieces[self._rank], sum_of_block))
+        self.after += divisions(calls)
+
+    def _add_in_one_kernel(self, call: ReduceScatter) -> None:
+        """Add up on a device, where it is launches that cost, and its kernel decides on the order."""
+        full, shard = call.full.data, call.shard.data
+        received = torch.empty_like(full)
+        self._add_all_to_all(full, received, [shard.nbytes] * self._size)
+        total = torch.empty(shard.shape, dtype=torch.float32, device=full.device)
+        add_up = torch.mean if call.op is ReduceOp.AVG else torch.sum
+        self.after.append(partial(add_up, received.view(self._size, -1), 0, dtype=torch.float32, out=total))
+        self.after.append(partial(torch.Tensor.copy_, shard, total))
+
+    def add_for_gloo(self, calls: Sequence[Call], *, room_bytes: int | None = None) -> int:
+        """Do what is best for like calls on gloo. Return the bytes taken of the room.
+
+        Args:
+            room_bytes: what an all-reduce may take to receive in; ``None``: whatever it needs.
+        """
+        first = calls[0]
+        if can_exchange_among(self._size):
+            if isinstance(first, AllGather):
+                self._add_gathers([call for call in calls if isinstance(call, AllGather)])
+                return 0
+            if isinstance(first, ReduceScatter) and all(_can_exchange(call) for call in calls):
+                self._add_scatters([call for call in calls if isinstance(call, ReduceScatter)])
+                return 0
+            if isinstance(first, AllReduce) and len(calls) == 1 and _is_small(first, room_bytes, size=self._size):
+                self._add_small(first)
+                return 0 if room_bytes is None else _room_bytes(first, size=self._size)
+        self.add_plain([_in_place(call) for call in calls], can_coalesce_gathers=False)
+        return 0
+
+    def _add_scatters(self, calls: Sequence[ReduceScatter]) -> None:
+        for call, (first, numel) in zip(calls, places_in_sums(calls), strict=True):
+            start = first + self._rank * call.shard.numel()
+            self.after += _additions(self._exchange(call), rank=self._rank, start=start, numel=numel)
+        self.after += divisions(calls, averages_over=self._size)
+
+    def _add_small(self, call: AllReduce) -> None:
+        full = call.full.data.view(-1)
+        if self._size == 2:
+            parts = self._exchange_of_two(full, full)
+        else:
+            sent, received = torch.empty(2, self._size, full.numel(), dtype=full.dtype, device=full.device)
+            self.copies.append((sent, full))
+            parts = self._exchange_parts(sent, received, full)
+        combine = torch.Tensor.clamp_min_ if call.op is ReduceOp.MAX else torch.Tensor.add_
+        self.after += _additions(parts, rank=self._rank, start=0, numel=full.numel(), add=combine)
+        self.after += divisions([call], averages_over=self._size)
+
+    def _add_gathers(self, calls: Sequence[AllGather]) -> None:
+        for call in calls:
+            full = call.full.data.view(-1).view(torch.uint8)
+            parts = full.view(self._size, -1).unbind()
+            own = parts[self._rank]
+            if own.data_ptr() != call.shard.data_ptr():
+                self.copies.append((own, call.shard.data.view(-1).view(torch.uint8)))
+            if self._size == 2:
+                # The own part is sent, and the other one received, in its place.
+                self._add_all_to_all(own, parts[1 - self._rank], self._sizes_of_two(own))
+            elif full.nbytes <= _SMALL_GATHER_BYTES:
+                sent = torch.empty_like(full)
+                self.copies.append((sent.view(self._size, -1), own))
+                self._add_all_to_all(sent, full, [own.nbytes] * self._size)
+            else:
+                self.starts += [self._start_of([Broadcast(part, root)]) for root, part in enumerate(parts)]
+
+    def _exchange(self, call: ReduceScatter) -> list[torch.Tensor]:
+        """Exchange the parts of one buffer, and return what each rank has sent for this rank's shard."""
+        full, shard = call.full.data, call.shard.data
+        if self._size == 2:
+            # The own part is at one end, so it can stay out of the exchange, which would copy it.
+            return self._exchange_of_two(full[shard.numel() :] if self._rank == 0 else full[: shard.numel()], shard)
+        return self._exchange_parts(full, torch.empty_like(full), shard)
+
+    def _exchange_of_two(self, sent: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+        received = torch.empty_like(own)
+        self._add_all_to_all(sent, received, self._sizes_of_two(own))
+        return [own, received] if self._rank == 0 else [received, own]
+
+    def _exchange_parts(self, sent: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+        self._add_all_to_all(sent, received, [own.nbytes] * self._size)
+        parts = list(received.view(self._size, -1).unbind())
+        parts[self._rank] = own
+        return parts
+
+    def _sizes_of_two(self, part: torch.Tensor) -> list[int]:
+        """Return the bytes that a rank of two sends to each, if its own part stays where it is."""
+        return [0, part.nbytes] if self._rank == 0 else [part.nbytes, 0]
+
+    def _add_all_to_all(self, sent: torch.Tensor, received: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Exchange so many bytes with each rank, in rank order."""
+        source, target = self._bytes_of(sent), self._bytes_of(received)
+        arguments = (target, source, list(sizes), list(sizes), _options(c10d.AllToAllOptions))
+        self.starts.append(Start("alltoall_base", arguments, (source, target)))
+
+    def _start_of(self, calls: Sequence[Call]) -> Start:
+        """Return one collective for calls of one kind, dtype and reduce op."""
+        # Names of torch 2.11, which later ones keep beside their own.
+        first, is_one = calls[0], len(calls) == 1
+        if isinstance(first, Broadcast):
+            tensor = self._bytes_of(first.full)
+            return Start("broadcast", ([tensor], _options(c10d.BroadcastOptions, root=first.root)), (tensor,))
+        fulls = [self._alias(call.full) for call in calls]
+        if isinstance(first, AllReduce):
+            options = _options(c10d.AllreduceOptions if is_one else c10d.AllreduceCoalescedOptions, op=first.op)
+            return Start("allreduce" if is_one else "allreduce_coalesced", (fulls, options), tuple(fulls))
+        shards = [self._alias(call.shard) for call in calls if isinstance(call, AllGather | ReduceScatter)]
+        if isinstance(first, AllGather):
+            options, places = _options(c10d.AllgatherOptions), (fulls, shards)
+            method = "_allgather_base" if is_one else "allgather_into_tensor_coalesced"
+        else:
+            options, places = _options(c10d.ReduceScatterOptions, op=first.op), (shards, fulls)
+            method = "_reduce_scatter_base" if is_one else "reduce_scatter_tensor_coalesced"
+        return Start(method, (*(place[0] if is_one else place for place in places), options), (*fulls, *shards))
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same memory as a tensor that is no view in autograd's sense, so that a view of it owns it."""
+        alias = tensor.data
+        self._views.append(alias.view(-1))
+        return alias
+
+    def _bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an alias of the bytes of a tensor: gloo knows neither bool (masks) nor int16."""
+        is_bytes = tensor.dtype == torch.uint8 and tensor.dim() == 1
+        return self._alias(tensor if is_bytes else tensor.view(-1).view(torch.uint8))
 
 
-def _start_of(calls: Sequence[Call], anchor: Anchor | None) -> Start:
-    """Return one collective for calls of one kind, dtype and reduce op."""
-
-    def held(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if anchor is None else anchor.alias(tensor)
-
-    first = calls[0]
-    if isinstance(first, Broadcast):
-        tensor = (anchor or Anchor()).bytes_of(first.tensor)
-        return Start("broadcast", ([tensor], _options(c10d.BroadcastOptions, rootRank=first.root)), (tensor,))
-    fulls = [held(call.full) for call in calls]
-    if isinstance(first, AllReduce):
-        options = _options(c10d.AllreduceCoalescedOptions if len(calls) > 1 else c10d.AllreduceOptions, op=first.op)
-        return Start("allreduce_coalesced" if len(calls) > 1 else "allreduce", (fulls, options), tuple(fulls))
-    shards = [held(call.shard) for call in calls if isinstance(call, AllGather | ReduceScatter)]
-    if isinstance(first, AllGather):
-        options, names, places = _options(c10d.AllgatherOptions), (_ALL_GATHER, _ALL_GATHERS), (fulls, shards)
-    else:
-        options, names = _options(c10d.ReduceScatterOptions, op=first.op), (_REDUCE_SCATTER, _REDUCE_SCATTERS)
-        places = (shards, fulls)
-    if len(calls) > 1:
-        return Start(names[1], (*places, options), (*fulls, *shards))
-    return Start(names[0], (places[0][0], places[1][0], options), (*fulls, *shards))
-
-
-def _options(kind: Callable[[], Any], *, op: ReduceOp | None = None, **values: object) -> Any:
+def _options(kind: Callable[[], Any], *, op: ReduceOp | None = None, root: int = 0) -> Any:
     options = kind()
     options.asyncOp = True
     if op is not None:
-        options.reduceOp = _REDUCE_OPS[op]
-    for name, value in values.items():
-        setattr(options, name, value)
+        options.reduceOp = getattr(dist.ReduceOp, op.name)
+    if root:
+        options.rootRank = root
     return options
 
 
-def _all_to_all(sent: torch.Tensor, received: torch.Tensor, sizes: Sequence[int], anchor: Anchor) -> Start:
-    """Return the exchange in which this rank sends and receives so many bytes to and from each rank, in rank order."""
-    source, target = anchor.bytes_of(sent), anchor.bytes_of(received)
-    return Start(_ALL_TO_ALL, (target, source, list(sizes), list(sizes), _options(c10d.AllToAllOptions)), (source, target))
-
-
-def divisions(calls: Iterable[Call], *, averages_over: int = 1, result: torch.Tensor | None = None) -> list[Operation]:
-    """Return what divides the results of reductions. No other code divides.
-
-    Args:
-        averages_over: number of ranks, where a mean (``ReduceOp.AVG``) is asked for and only a sum was made.
-        result: divided in place of the whole results.
-    """
-    operations: list[Operation] = []
-    for call in calls:
-        if isinstance(call, AllReduce | ReduceScatter):
-            divisor = call.divisor * (averages_over if call.op is ReduceOp.AVG else 1)
-            if divisor != 1:
-                operations.append(partial(torch.Tensor.div_, call.result.data if result is None else result, divisor))
-    return operations
-
-
-def fp32_plan(calls: Sequence[ReduceScatter], *, rank: int, size: int) -> Plan:
-    """Return the plan of reduce-scatters whose 16-bit parts are added up in float32, in rank order, and rounded once.
-
-    On any back-end: it is an all-to-all, and the same bits whatever the size of a bucket is.
-    """
-    anchor = Anchor()
-    starts: list[Start] = []
-    after: list[Operation] = []
-    for call in calls:
-        start, parts = _exchange(call, anchor, rank=rank, size=size)
-        starts.append(start)
-        numel = call.shard.numel()
-        # On a device one kernel for each part; on a host in blocks that stay in the cache.
-        block_numel = min(numel, _BLOCK_NUMEL) if Accelerator.of(call.full.device) is None else numel
-        total = torch.empty(block_numel, dtype=torch.float32, device=call.full.device)
-        for first in range(0, numel, block_numel):
-            pieces = [part[first : first + block_numel] for part in parts]
-            sum_of_block = total[: pieces[0].numel()]
-            after.append(partial(torch.Tensor.copy_, sum_of_block, pieces[0]))
-            after += [partial(torch.Tensor.add_, sum_of_block, piece) for piece in pieces[1:]]
-            if call.op is ReduceOp.AVG:
-                after.append(partial(torch.Tensor.div_, sum_of_block, size))
-            after.append(partial(torch.Tensor.copy_, pieces[rank], sum_of_block))
-    return Plan(starts, after=[*after, *divisions(calls)], keeps=anchor.views)
-
-
-# Gloo #
+# What is done how #
 
 
 def can_exchange_among(num_ranks: int) -> bool:
     """Whether so many ranks do collectives in ways of their own."""
     return 2 <= num_ranks <= _MOST_RANKS
-
-
-def gloo_plan(calls: Sequence[Call], *, rank: int, size: int, room_bytes: int | None = None) -> Plan:
-    """Return the plan that is best for a batch of like calls on gloo. All ranks make the same one.
-
-    Args:
-        room_bytes: what an all-reduce may take to receive in; ``None``: whatever it needs.
-    """
-    first = calls[0]
-    if can_exchange_among(size):
-        if isinstance(first, AllGather):
-            return _gather_plan([call for call in calls if isinstance(call, AllGather)], rank=rank, size=size)
-        if isinstance(first, ReduceScatter) and all(_can_exchange(call) for call in calls):
-            return _scatter_plan([call for call in calls if isinstance(call, ReduceScatter)], rank=rank, size=size)
-        if isinstance(first, AllReduce) and len(calls) == 1 and _is_small(first, room_bytes, size=size):
-            return _small_plan(first, rank=rank, size=size)
-    return plain_plan([_in_place(call) for call in calls], can_coalesce_gathers=False, is_anchored=True)
 
 
 def lies_in_place(call: ReduceScatter) -> bool:
@@ -252,15 +267,36 @@ def _in_place(call: Call) -> Call:
     return call
 
 
-def _scatter_plan(calls: Sequence[ReduceScatter], *, rank: int, size: int) -> Plan:
-    anchor = Anchor()
-    starts: list[Start] = []
-    after: list[Operation] = []
-    for call, (first, numel) in zip(calls, places_in_sums(calls), strict=True):
-        start, parts = _exchange(call, anchor, rank=rank, size=size)
-        starts.append(start)
-        after += _additions(parts, rank=rank, start=first + rank * call.shard.numel(), numel=numel)
-    return Plan(starts, after=[*after, *divisions(calls, averages_over=size)], keeps=anchor.views)
+def _room_bytes(call: AllReduce, *, size: int) -> int:
+    """Return what a small all-reduce takes to send from and to receive in."""
+    return call.full.nbytes * (1 if size == 2 else 2 * size)
+
+
+def _is_small(call: AllReduce, room_bytes: int | None, *, size: int) -> bool:
+    if room_bytes is not None and _room_bytes(call, size=size) > room_bytes:
+        return False
+    # nan is lost or kept by different kernels; integers have none.
+    is_alike = call.op is not ReduceOp.MAX or not call.full.is_floating_point()
+    return is_alike and 0 < call.full.nbytes <= _SMALL_BYTES
+
+
+# What is done with what was sent #
+
+
+def divisions(calls: Iterable[Call], *, averages_over: int = 1, result: torch.Tensor | None = None) -> list[Operation]:
+    """Return what divides the results of reductions. No other code divides.
+
+    Args:
+        averages_over: number of ranks, where a mean (``ReduceOp.AVG``) is asked for and only a sum was made.
+        result: divided in place of the whole results.
+    """
+    operations: list[Operation] = []
+    for call in calls:
+        if isinstance(call, AllReduce | ReduceScatter):
+            divisor = call.divisor * (averages_over if call.op is ReduceOp.AVG else 1)
+            if divisor != 1:
+                operations.append(partial(torch.Tensor.div_, call.result.data if result is None else result, divisor))
+    return operations
 
 
 def places_in_sums(calls: Sequence[Call]) -> list[tuple[int, int]]:
@@ -274,27 +310,6 @@ def places_in_sums(calls: Sequence[Call]) -> list[tuple[int, int]]:
         starts.append(numels[key])
         numels[key] += call.full.numel()
     return [(start, numels[key]) for start, key in zip(starts, keys, strict=True)]
-
-
-def _exchange(call: ReduceScatter, anchor: Anchor, *, rank: int, size: int) -> tuple[Start, list[torch.Tensor]]:
-    """Return the exchange of the parts of one buffer, and what each rank has sent for this rank's shard."""
-    full, shard = call.full.data, call.shard.data
-    numel, nbytes = shard.numel(), shard.nbytes
-    if size == 2:
-        # The own part is at one end, so it can stay out of the exchange, which would copy it.
-        other = full[numel:] if rank == 0 else full[:numel]
-        received = torch.empty_like(shard)
-        parts = [shard, received] if rank == 0 else [received, shard]
-        return _all_to_all(other, received, _sizes_of_two(rank, nbytes), anchor), parts
-    received = torch.empty_like(full)
-    parts = list(received.view(size, numel).unbind())
-    parts[rank] = shard
-    return _all_to_all(full, received, [nbytes] * size, anchor), parts
-
-
-def _sizes_of_two(rank: int, nbytes: int) -> list[int]:
-    """Return what a rank of two sends to each, if its own part stays where it is."""
-    return [0, nbytes] if rank == 0 else [nbytes, 0]
 
 
 def _additions(
@@ -314,14 +329,8 @@ def _additions(
     """
     part_numel, num_ranks = parts[0].numel(), len(parts)
     block_numel = _BLOCK_NUMEL if num_ranks > 2 else max(part_numel, 1)  # one addition passes over memory once
-    for block in ring_blocks(
-        start=start,
-        stop=start + part_numel,
-        numel=numel,
-        itemsize_bytes=parts[0].element_size(),
-        num_ranks=num_ranks,
-        block_numel=block_numel,
-    ):
+    elements, itemsize = range(start, start + part_numel), parts[0].element_size()
+    for block in ring_blocks(elements, numel=numel, itemsize_bytes=itemsize, num_ranks=num_ranks, block_numel=block_numel):
         pieces = [parts[source][block.start : block.stop] for source in block.ranks]
         yield from additions_of(pieces, block.ranks, own_rank=rank, add=add)
 
@@ -341,58 +350,6 @@ def additions_of(
         yield partial(add, total, piece)
 
 
-def small_room_bytes(call: AllReduce, *, size: int) -> int:
-    """Return what a small all-reduce takes to send from and to receive in."""
-    return call.tensor.nbytes * (1 if size == 2 else 2 * size)
-
-
-def _is_small(call: AllReduce, room_bytes: int | None, *, size: int) -> bool:
-    if room_bytes is not None and small_room_bytes(call, size=size) > room_bytes:
-        return False
-    # nan is lost or kept by different kernels; integers have none.
-    is_alike = call.op is not ReduceOp.MAX or not call.tensor.is_floating_point()
-    return is_alike and 0 < call.tensor.nbytes <= _SMALL_BYTES
-
-
-def _small_plan(call: AllReduce, *, rank: int, size: int) -> Plan:
-    anchor, full = Anchor(), call.tensor.data.view(-1)
-    copies: list[Pair] = []
-    if size == 2:
-        sent, received, sizes = full, torch.empty_like(full), _sizes_of_two(rank, full.nbytes)
-        parts = [full, received] if rank == 0 else [received, full]
-    else:
-        sent, received = torch.empty(2, size, full.numel(), dtype=full.dtype, device=full.device)
-        sizes = [full.nbytes] * size
-        parts = list(received.unbind())
-        parts[rank] = full
-        copies = [(sent, full)]
-    combine = torch.Tensor.clamp_min_ if call.op is ReduceOp.MAX else torch.Tensor.add_
-    after = [*_additions(parts, rank=rank, start=0, numel=full.numel(), add=combine), *divisions([call], averages_over=size)]
-    return Plan([_all_to_all(sent, received, sizes, anchor)], copies, after, anchor.views)
-
-
-def _gather_plan(calls: Sequence[AllGather], *, rank: int, size: int) -> Plan:
-    anchor = Anchor()
-    starts: list[Start] = []
-    copies: list[Pair] = []
-    for call in calls:
-        full = call.full.data.view(-1).view(torch.uint8)
-        parts = full.view(size, -1).unbind()
-        nbytes = parts[rank].nbytes
-        if parts[rank].data_ptr() != call.shard.data_ptr():
-            copies.append((parts[rank], call.shard.data.view(-1).view(torch.uint8)))
-        if size == 2:
-            # The own part is sent, and the other one received, in its place.
-            starts.append(_all_to_all(parts[rank], parts[1 - rank], _sizes_of_two(rank, nbytes), anchor))
-        elif full.nbytes <= _SMALL_GATHER_BYTES:
-            sent = torch.empty_like(full)
-            copies.append((sent.view(size, nbytes), parts[rank]))
-            starts.append(_all_to_all(sent, full, [nbytes] * size, anchor))
-        else:
-            starts += [_start_of([Broadcast(part, root)], anchor) for root, part in enumerate(parts)]
-    return Plan(starts, copies, keeps=anchor.views)
-
-
 # In which order gloo's ring adds #
 
 
@@ -406,10 +363,8 @@ class Stretch(NamedTuple):
     """In the order in which their values are added."""
 
 
-def ring_blocks(
-    *, start: int, stop: int, numel: int, itemsize_bytes: int, num_ranks: int, block_numel: int
-) -> Iterator[Stretch]:
-    """Yield how gloo's ring adds the elements from ``start`` to ``stop`` of an all-reduced tensor, counted from ``start``.
+def ring_blocks(elements: range, *, numel: int, itemsize_bytes: int, num_ranks: int, block_numel: int) -> Iterator[Stretch]:
+    """Yield how gloo's ring adds some elements of an all-reduced tensor, counted from the first of them.
 
     Floating-point addition does not associate, so from three ranks on the order decides the last bits. Gloo cuts a tensor into
     as many chunks as there are ranks, each made of whole segments. The values of chunk ``c`` start at the rank before ``c`` and
@@ -421,19 +376,19 @@ def ring_blocks(
         itemsize_bytes: of one element.
         block_numel: elements in one stretch at most.
 
-    >>> list(ring_blocks(start=0, stop=6, numel=12, itemsize_bytes=4, num_ranks=3, block_numel=100))
+    >>> list(ring_blocks(range(6), numel=12, itemsize_bytes=4, num_ranks=3, block_numel=100))
     [Stretch(start=0, stop=4, ranks=(2, 1, 0)), Stretch(start=4, stop=6, ranks=(0, 2, 1))]
     """
-    chunk_numel = max(stop, 1)
+    chunk_numel = max(elements.stop, 1)
     if num_ranks > 2:  # one addition has one order
         chunk_numel = _chunk_bytes(numel * itemsize_bytes, itemsize_bytes, num_ranks) // itemsize_bytes
-    first = start
-    while first < stop:
+    first = elements.start
+    while first < elements.stop:
         chunk = first // chunk_numel
-        last = min((chunk + 1) * chunk_numel, stop)
+        last = min((chunk + 1) * chunk_numel, elements.stop)
         ranks = tuple((chunk - hops) % num_ranks for hops in range(1, num_ranks + 1)) if num_ranks > 2 else (0, 1)
         for block in range(first, last, block_numel):
-            yield Stretch(block - start, min(block + block_numel, last) - start, ranks)
+            yield Stretch(block - elements.start, min(block + block_numel, last) - elements.start, ranks)
         first = last
 
 

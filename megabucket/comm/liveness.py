@@ -28,16 +28,16 @@ import socket
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from logging import getLogger
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from typing_extensions import Self
 
 from megabucket.comm.communicator import Progress
 from megabucket.config.ddp import DistributedDataParallelConfig
@@ -102,8 +102,8 @@ class Liveness:
             is_default="dead_after_s" not in config.model_fields_set,
         )
 
-    def fitted_to(self, group_timeout_s: float | None) -> Liveness:
-        """Return settings that are in order with the time limit of the group (``None``: unknown, and not looked at).
+    def fitted_to(self, group_timeout_s: float) -> Liveness:
+        """Return settings that are in order with the time limit of the group.
 
         Raises:
             ConfigError: a rank would be called dead only after the group has given up.
@@ -112,11 +112,11 @@ class Liveness:
         5.0
         """
         fitted = self
-        if self.is_default and group_timeout_s is not None and self.dead_after_s > group_timeout_s / 2:
+        if self.is_default and self.dead_after_s > group_timeout_s / 2:
             dead_after_s = group_timeout_s / 2
             heartbeat_s = None if self.heartbeat_s is None else min(self.heartbeat_s, dead_after_s / 4)
             fitted = replace(self, dead_after_s=dead_after_s, heartbeat_s=heartbeat_s)
-        if group_timeout_s is not None and fitted.dead_after_s >= group_timeout_s:
+        if fitted.dead_after_s >= group_timeout_s:
             raise ConfigError(
                 f"dead_after_s={fitted.dead_after_s:g} must be less than the time limit of the process group, which is "
                 f"{group_timeout_s:g} s: otherwise the group gives up first, and nothing can say which rank froze. Lower "
@@ -217,7 +217,7 @@ class Block(NamedTuple):
     token: str  # of the wrapper, unlike those of all others in the store, also of an attempt before a restart
     wrapper: str
     label: str
-    members: tuple[int, ...]  # ranks of the wrapper
+    members: Sequence[int]  # ranks of the wrapper
 
 
 Finding = PeerLostError | WrapperBrokenError
@@ -228,17 +228,15 @@ class _Request(NamedTuple):
     """What the thread is asked for: a view of the store."""
 
     write: Callable[[Store], None] | None = None  # done on the board before
-    is_urgent: bool = True  # whether beats are read again although they were a moment ago
+    answered: threading.Event | None = None  # for a rank that waits for the view: beats are read again, however new they are
 
 
 class View(NamedTuple):
     """What the store said at one moment."""
 
-    asked_at_s: float = 0.0  # time.monotonic() before the store was asked for ``beats``
-    beats: Mapping[int, Beat] = MappingProxyType({})
+    asked_at_s: float  # time.monotonic() before the store was asked for ``beats``
+    beats: Mapping[int, Beat]
     finding: Finding | None = None
-    circle: Mapping[int, Block] = MappingProxyType({})  # ranks of the program that wait for one another, this one among them
-    num_circles: int = 0  # how often in a row there was one: what stands on the board may be a moment old
 
 
 def decode_beat(raw: bytes) -> Beat:
@@ -258,15 +256,9 @@ def decode_finding(raw: bytes) -> Finding:
     return PeerLostError(**fields) if name == PeerLostError.__name__ else WrapperBrokenError(**fields)
 
 
-def _decode_block(raw: bytes) -> Block:
-    token, wrapper, label, members = json.loads(raw)
-    return Block(token, wrapper, label, tuple(members))
-
-
 # The thread #
 
 _LEAVE: Final = _Request()
-_NO_BLOCK: Final = "-"
 
 
 class Heartbeat:
@@ -296,17 +288,15 @@ class Heartbeat:
         self.name = self._token = ""
         """Of the wrapper, the same on all ranks."""
         self.process = identify_this_process()
-        self.read_every_s = max(_READ_EVERY_S, _READ_S_PER_RANK * len(members))
-        self.view = View()
-        self.num_answers = 0
+        self.view = View(0.0, {})
         self.failure = ""
         """Why the thread ended, when the store was the reason."""
         self.is_stopped = False
-        self._num_requests = 0
-        self._progress, self._is_wanted, self._group_name = progress, is_wanted, group_name
+        self.progress = progress
+        self._is_wanted, self._group_name = is_wanted, group_name
         self._num_beats = 0
-        self._known: set[int] = set()  # ranks that have ever written
         self._block: Block | None = None  # of this rank, as it stands on the board
+        self._circle: dict[int, Block] = {}  # that was seen last
         # SimpleQueue, because the garbage collector may end a communicator at any moment, in this thread, too: a put from
         # there must not need a lock that the interrupted code holds.
         self._mailbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
@@ -321,53 +311,43 @@ class Heartbeat:
         is_ready.wait(_START_S)
 
     def request(self) -> None:
-        """Have ``view`` renewed soon, unless that is under way."""
-        if self._num_requests == self.num_answers:
-            self._post(_Request(is_urgent=False))
+        """Have ``view`` renewed soon, unless that is to be done already."""
+        if self._mailbox.empty():
+            self._mailbox.put(_Request())
 
     def block(self, label: str | None) -> None:
-        """Have the board say what this rank waits for, or that it waits no more, and ``view`` renewed."""
-        self._post(_Request(lambda board: self._write_block(board, label)))
+        """Have the board say what this rank waits for, or that it waits no more."""
+        self._mailbox.put(_Request(lambda board: self._write_block(board, label)))
 
-    def post(self, finding: Finding, tokens: Iterable[str] = ()) -> None:
-        """Have a finding written for this wrapper and others, unless there is one, and ``view`` renewed."""
-        keys = [f"finding/{token}" for token in sorted({self._token, *tokens})]
-        self._post(_Request(lambda board: _write_first(board, keys, encode_finding(finding))))
+    def post(self, finding: Finding) -> None:
+        """Have a finding written, unless there is one."""
+        self._mailbox.put(_Request(lambda board: self._write_finding(board, finding)))
 
-    def ask(self, timeout_s: float, what: Finding | None = None, tokens: Iterable[str] = ()) -> View | None:
-        """Return what the store says after ``what`` was written, or ``None`` when it does not answer in time."""
-        if what is None:
-            self._post(_Request())
-        else:
-            self.post(what, tokens)
-        number, deadline_s = self._num_requests, time.monotonic() + timeout_s
-        while self.num_answers < number:
-            if time.monotonic() > deadline_s or not self._thread.is_alive() or os.getpid() != self.process.pid:
-                return None
-            time.sleep(0.002)
-        return self.view
+    def ask(self, timeout_s: float) -> View | None:
+        """Return what the store says when all requests before are done, or ``None`` when it does not answer in time."""
+        answered, deadline_s = threading.Event(), time.monotonic() + timeout_s
+        self._mailbox.put(_Request(answered=answered))
+        while self._thread.is_alive() and time.monotonic() < deadline_s:
+            if answered.wait(0.01):
+                return self.view
+        return None
 
     def stop(self) -> None:
         """Write a final beat and stop the thread. Waits for it up to a second: only a store that does not answer takes so long.
 
         A daemon thread that returns from C++ into an interpreter that is gone aborts the process, so this runs at exit.
         """
-        if os.getpid() != self.process.pid:
-            return  # a forked child has no such thread, and its parent's is not to be ended
         self.is_stopped = True
         self._mailbox.put(_LEAVE)
+        # In a forked child, which has no such thread, it counts as ended.
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
-
-    def _post(self, request: _Request) -> None:
-        self._num_requests += 1
-        self._mailbox.put(request)
 
     # In the thread #
 
     def _run(self, stores: list[Store], is_ready: threading.Event) -> None:
         try:
-            with _StoreConnection(stores.pop()) as connection:
+            with contextlib.closing(_StoreConnection(stores.pop())) as connection:
                 self._serve(connection, is_ready)
         except Exception as error:
             # Not reported here: it happens at the end of programs, too, when the host of the store is the first to go. A rank
@@ -381,34 +361,28 @@ class Heartbeat:
         store = PrefixStore(self.name, connection.store)
         self._token = store.compare_set("token", "", secrets.token_hex(8)).decode()
         self._write_block(connection.board, None)
-        request: _Request | None = None
-        while request is not _LEAVE:
-            if request is None:  # time for a beat
-                self._beat(store)
-                if len(self._known) < len(self.members):
-                    # Until all have come: when it matters, the store may be out of reach. A process that is stopped while it
-                    # holds the lock of a file store, for instance, stops the store.
-                    self.view = self.view._replace(asked_at_s=time.monotonic(), beats=self._read_beats(store))
-                is_ready.set()
-                next_beat_s = time.monotonic() + (self.every_s or float("inf"))
-            else:
-                self._answer(store, connection.board, request)
-            request = self._next_request(next_beat_s)
+        next_beat_s = time.monotonic()
+        while True:
+            request: _Request | None = None
+            with contextlib.suppress(queue.Empty):
+                request = self._mailbox.get(timeout=max(0.0, next_beat_s - time.monotonic()))
             connection.check()
-            if not self._is_wanted():
-                break  # the group was destroyed: this rank launches nothing over it any more
+            if request is _LEAVE or not self._is_wanted():
+                break  # where the group was destroyed, this rank launches nothing over it any more
+            if request is not None:
+                self._answer(store, connection.board, request)
+                continue
+            self._beat(store)
+            if len(self.view.beats) < len(self.members) - 1:
+                # Until all have come: when it matters, the store may be out of reach. A process that is stopped while it
+                # holds the lock of a file store, for instance, stops the store.
+                self._read_beats(store)
+            is_ready.set()
+            next_beat_s = time.monotonic() + (self.every_s or threading.TIMEOUT_MAX)
         self._beat(store, has_left=True)
 
-    def _next_request(self, next_beat_s: float) -> _Request | None:
-        """Return the next request, or ``None`` when it is time for a beat."""
-        timeout_s = None if self.every_s is None else max(0.0, next_beat_s - time.monotonic())
-        try:
-            return self._mailbox.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
     def _beat(self, store: Store, *, has_left: bool = False) -> None:
-        progress = self._progress
+        progress = self.progress
         self._num_beats += 1
         place = (progress.step, progress.phase, progress.bucket, progress.num_launched)
         # A list, because a file store keeps every beat.
@@ -418,27 +392,43 @@ class Heartbeat:
     def _answer(self, store: Store, board: Store, request: _Request) -> None:
         if request.write is not None:
             request.write(board)
-        view, now_s = self.view, time.monotonic()
-        finding = view.finding
+        if request.answered is not None or time.monotonic() - self.view.asked_at_s >= read_every_s(len(self.members)):
+            self._read_beats(store)
+            self._report_circle(board)
         key = f"finding/{self._token}"
-        if finding is None and board.check([key]):
-            finding = decode_finding(board.get(key))
-        if request.is_urgent or now_s - view.asked_at_s >= self.read_every_s:
-            circle = self._find_circle(board)
-            view = View(now_s, self._read_beats(store), finding, circle, view.num_circles + 1 if circle else 0)
-        self.view = view._replace(finding=finding)
-        self.num_answers += 1
+        # A new view also where nothing is new: it says that the store has answered.
+        self.view = self.view._replace(finding=decode_finding(board.get(key)) if board.check([key]) else None)
+        if request.answered is not None:
+            request.answered.set()
+
+    def _write_finding(self, board: Store, finding: Finding, tokens: Iterable[str] = ()) -> None:
+        """Write a finding for this wrapper and others: for all of them the one that was there first, in the first of them."""
+        text = encode_finding(finding)
+        for token in sorted({self._token, *tokens}):
+            text = board.compare_set(f"finding/{token}", "", text).decode()
 
     def _write_block(self, board: Store, label: str | None) -> None:
         wrapper = f"{self.name} over group {self._group_name!r} of ranks {list(self.members)}"
         self._block = None if label is None else Block(self._token, wrapper, label, self.members)
-        board.set(_rank_key(self.members[self.rank]), _NO_BLOCK if self._block is None else json.dumps(self._block))
+        board.set(_rank_key(self.members[self.rank]), json.dumps(self._block))
 
-    def _read_beats(self, store: Store) -> dict[int, Beat]:
-        self._known |= _written(store, set(range(len(self.members))) - self._known)
-        ranks = sorted(self._known - {self.rank})
-        values = store.multi_get([_rank_key(rank) for rank in ranks]) if ranks else []
-        return {rank: decode_beat(value) for rank, value in zip(ranks, values, strict=True)}
+    def _read_beats(self, store: Store) -> None:
+        asked_at_s, others = time.monotonic(), set(range(len(self.members))) - {self.rank}
+        values = _read(store, others, known=set(self.view.beats))
+        beats = {rank: decode_beat(value) for rank, value in values.items()}
+        self.view = self.view._replace(asked_at_s=asked_at_s, beats=beats)
+
+    def _report_circle(self, board: Store) -> None:
+        """Write to all ranks of a circle that no wait of it ends. It counts when it is seen twice: the board may be old."""
+        circle, self._circle = self._circle, self._find_circle(board)
+        if circle and circle == self._circle:
+            places = [f"rank {rank} waits for {block.label} of {block.wrapper}" for rank, block in sorted(circle.items())]
+            cause = (
+                f"ranks wait for one another: {'; '.join(places)}. Every rank must use its wrappers, and make collective "
+                "calls, in the same order"
+            )
+            error = WrapperBrokenError(step=self.progress.step, rank=None, phase=self.progress.phase, cause=cause)
+            self._write_finding(board, error, [block.token for block in circle.values()])
 
     def _find_circle(self, board: Store) -> dict[int, Block]:
         """Return ranks of the program that wait for one another, each in another wrapper than the one before; this rank first.
@@ -448,47 +438,46 @@ class Heartbeat:
         if self._block is None:
             return {}
         own = self.members[self.rank]
-        # What stands on the board for a rank that has not come yet was written before a restart.
-        absent = {member for rank, member in enumerate(self.members) if rank not in self._known}
-        blocks, frontier = {own: self._block}, [own]
+        # Nothing is read of this rank, nor of those that have not come yet: what they have there was written before a restart.
+        read = {member for rank, member in enumerate(self.members) if rank not in self.view.beats}
+        blocks, ahead = {own: self._block}, deque([own])
         paths: dict[int, tuple[int, ...]] = {own: (own,)}
-        while frontier:
-            members = {member for rank in frontier for member in blocks[rank].members}
-            blocks |= _read_blocks(board, members - blocks.keys() - absent)
-            edges = [(rank, other) for rank in frontier for other in blocks[rank].members if _waits_for(blocks, rank, other)]
-            frontier = []
-            for rank, other in edges:
-                if other == own:
-                    return {member: blocks[member] for member in paths[rank]}
-                if other not in paths:
-                    paths[other] = (*paths[rank], other)
-                    frontier.append(other)
+        while ahead:
+            rank = ahead.popleft()
+            blocks |= _read_blocks(board, set(blocks[rank].members) - read)
+            read.update(blocks[rank].members)
+            for other in blocks[rank].members:
+                if other in blocks and blocks[other].token != blocks[rank].token:
+                    if other == own:
+                        return {member: blocks[member] for member in paths[rank]}
+                    if other not in paths:
+                        paths[other] = (*paths[rank], other)
+                        ahead.append(other)
         return {}
-
-
-def _waits_for(blocks: Mapping[int, Block], rank: int, other: int) -> bool:
-    """Return whether a blocked rank waits for another one that is blocked in another wrapper."""
-    return other in blocks and blocks[other].token != blocks[rank].token
 
 
 def _read_blocks(board: Store, ranks: set[int]) -> dict[int, Block]:
     """Return those of the ranks that have waited for long."""
-    asked = sorted(_written(board, ranks))
-    values = board.multi_get([_rank_key(rank) for rank in asked]) if asked else []
-    return {rank: _decode_block(value) for rank, value in zip(asked, values, strict=True) if value != _NO_BLOCK.encode()}
+    blocks = {rank: json.loads(value) for rank, value in _read(board, ranks, set()).items()}
+    return {rank: Block(*block) for rank, block in blocks.items() if block is not None}
 
 
-def _written(store: Store, ranks: set[int]) -> set[int]:
-    """Return the ranks that have written: a store waits where it is asked for what is not there."""
-    if not ranks or store.check([_rank_key(rank) for rank in ranks]):
-        return ranks
-    return {rank for rank in ranks if store.check([_rank_key(rank)])}
+def _read(store: Store, ranks: set[int], known: set[int]) -> dict[int, bytes]:
+    """Return what ranks have written, in their order. A store waits where it is asked for what is not there.
+
+    Args:
+        known: those that have written, as far as is known.
+    """
+    asked = ranks - known
+    if asked and not store.check([_rank_key(rank) for rank in asked]):
+        ranks = known | {rank for rank in asked if store.check([_rank_key(rank)])}
+    values = store.multi_get([_rank_key(rank) for rank in sorted(ranks)]) if ranks else []
+    return dict(zip(sorted(ranks), values, strict=True))
 
 
-def _write_first(board: Store, keys: Sequence[str], text: str) -> None:
-    """Write a finding for several wrappers, all of them the one that was the first in the first of them."""
-    for key in keys:
-        text = board.compare_set(key, "", text).decode()
+def read_every_s(num_ranks: int) -> float:
+    """Return how long a view of the store is new enough for a rank that waits: all may wait at once."""
+    return max(_READ_EVERY_S, _READ_S_PER_RANK * num_ranks)
 
 
 def _rank_key(rank: int) -> str:
@@ -504,13 +493,12 @@ def _bottom_of(store: Any) -> Any:
 class _StoreConnection:
     """A store over a connection of its own, and the board of the whole program in it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Any) -> None:
         bottom = _bottom_of(store)
-        clone: Callable[[], Store] | None = getattr(store, "clone", None)  # not in every torch
         self._probe: socket.socket | None = None
-        self.store = store
-        if clone is not None and isinstance(bottom, TCPStore):
-            self.store = clone()
+        self.store: Store = store
+        if isinstance(bottom, TCPStore):
+            self.store = store.clone()
             bottom = _bottom_of(self.store)
             # Says nothing, and is closed by the host as the clone is. The first request over a closed connection would make
             # c10d print a page of C++ frames, as the usual last output of a program whose rank 0 ends first.
@@ -530,10 +518,8 @@ class _StoreConnection:
             if poll.poll(0):
                 raise ConnectionResetError("the host of the store has closed the connection")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the connection."""
         if self._probe is not None:
             self._probe.close()
 
@@ -546,11 +532,9 @@ class Work(Protocol):
 
     def wait(self, timeout: timedelta = ...) -> bool:
         """Return when it is done, or raise a ``RuntimeError``: it has failed, or the time is over and it goes on."""
-        ...
 
     def is_completed(self) -> bool:
         """Return whether it is done or has failed."""
-        ...
 
 
 def wait_slice(work: Work) -> bool:
@@ -600,7 +584,7 @@ class _Peer:
 
 
 class Observations:
-    """What is known about the other ranks during one wait, and what it means, in words. Talks to nobody.
+    """What is known about the other ranks during one wait that takes long, and what it means, in words. Talks to nobody.
 
     Args:
         number: of the launch that is waited for, counted from 1 and alike on all ranks.
@@ -608,12 +592,14 @@ class Observations:
     """
 
     def __init__(
-        self, *, number: int, rank: int, size: int, look_at: Callable[[ProcessIdentity], ProcessState], read_every_s: float
+        self, label: str, *, number: int, rank: int, size: int, look_at: Callable[[ProcessIdentity], ProcessState]
     ) -> None:
+        self.label, self.started_s = label, time.monotonic()
+        self.is_on_board = self.has_warned = False
         self._number = number
         self._others = [other for other in range(size) if other != rank]
         self._look_at = look_at
-        self._longest_gap_s = max(_LONGEST_GAP_S, 2 * read_every_s)
+        self._longest_gap_s = max(_LONGEST_GAP_S, 2 * read_every_s(size))
         self._peers: dict[int, _Peer] = {}
         self._looked_at_s = self._asked_at_s = 0.0
         self._view: View | None = None
@@ -643,24 +629,19 @@ class Observations:
 
         Crashed ranks come first: a clean exit may only be a reaction to a crash.
         """
-        if not any(self._is_gone(peer) for peer in self._peers.values()):
-            return {}
-        crashed = {
-            rank: f"died: process {peer.beat.process.pid} on {peer.beat.process.host} is gone{peer.beat.last_seen}"
-            for rank, peer in self._peers.items()
-            if peer.state is ProcessState.DEAD and not peer.beat.has_left
-        }
-        return crashed or {
-            rank: "left: its program ended, its process group was destroyed, or its wrapper was detached, after "
-            f"{peer.beat.num_launched} launches; this was launch {self._number}"
-            for rank, peer in self._peers.items()
-            if peer.beat.has_left and (peer.state is ProcessState.DEAD or peer.beat.num_launched < self._number)
-        }
-
-    def _is_gone(self, peer: _Peer) -> bool:
-        if peer.beat.has_left and peer.beat.num_launched < self._number:
-            return True
-        return peer.looks_at_dead >= (_LOOKS_AT_ENDED if peer.beat.has_left else _LOOKS_AT_DEAD)
+        crashed, left, is_sure = dict[int, str](), dict[int, str](), False
+        for rank, peer in self._peers.items():
+            beat, is_dead = peer.beat, peer.state is ProcessState.DEAD
+            has_left_early = beat.has_left and beat.num_launched < self._number
+            is_sure |= has_left_early or peer.looks_at_dead >= (_LOOKS_AT_ENDED if beat.has_left else _LOOKS_AT_DEAD)
+            if is_dead and not beat.has_left:
+                crashed[rank] = f"died: process {beat.process.pid} on {beat.process.host} is gone{beat.last_seen}"
+            elif is_dead or has_left_early:
+                left[rank] = (
+                    "left: its program ended, its process group was destroyed, or its wrapper was detached, after "
+                    f"{beat.num_launched} launches; this was launch {self._number}"
+                )
+        return (crashed or left) if is_sure else {}
 
     def frozen(self, dead_after_s: float) -> dict[int, str]:
         """Return the ranks that have been stopped, or without a sign of life, for that long."""
@@ -695,39 +676,21 @@ class Observations:
         return [rank for rank in self._others if rank not in self._peers]
 
 
-@dataclass(slots=True)
-class _LongWait:
-    """One wait that takes long."""
-
-    label: str
-    seen: Observations
-    started_s: float = field(default_factory=time.monotonic)
-    is_on_board: bool = False
-    has_warned: bool = False
-
-
 class PeerWatch:
     """Waits for the works of one communicator and says why when they do not end.
 
     Args:
-        group_timeout_s: time limit of the process group, for texts; ``None``: unknown.
+        group_timeout_s: time limit of the process group.
         on_loss: called when nothing can be launched any more.
     """
 
     def __init__(
-        self,
-        heartbeat: Heartbeat,
-        liveness: Liveness,
-        *,
-        progress: Progress,
-        group_timeout_s: float | None,
-        on_loss: Callable[[], None],
+        self, heartbeat: Heartbeat, liveness: Liveness, *, group_timeout_s: float, on_loss: Callable[[], None]
     ) -> None:
         self.finding: Finding | None = None
         """Set when ranks were lost or interrupted; nothing can be launched from then on."""
-        self._heartbeat = heartbeat
+        self.heartbeat, self._progress = heartbeat, heartbeat.progress
         self._liveness = liveness
-        self._progress = progress
         self._group_timeout_s = group_timeout_s
         self._on_loss = on_loss
 
@@ -742,7 +705,7 @@ class PeerWatch:
             WrapperBrokenError: a rank was interrupted, or ranks wait for one another in different wrappers.
             ForkedProcessError: this is a child of the process that launched them.
         """
-        wait: _LongWait | None = None
+        wait: Observations | None = None
         try:
             for work in works:
                 while not wait_slice(work):
@@ -751,11 +714,10 @@ class PeerWatch:
         except RuntimeError as error:
             if isinstance(error, MegabucketError) or not is_lost_connection(str(error)):
                 raise
-            finding = self._diagnose(wait or self._begin(label, number), str(error))
-            raise self._conclude(finding) from error
+            wait = wait or self._begin(label, number)
+            raise self._conclude(self._diagnose(wait, str(error))) from error
         finally:
-            if wait is not None:
-                self._leave_board(wait)
+            self._leave_board(wait)
 
     def wait_for_all_ranks(self, label: str) -> None:
         """Return when every rank has written a beat, which it does when it wraps.
@@ -763,9 +725,9 @@ class PeerWatch:
         Raises:
             MegabucketError: as ``wait``.
         """
-        wait, deadline_s = self._begin(label, 0), time.monotonic() + (self._group_timeout_s or float("inf"))
+        wait, deadline_s = self._begin(label, 0), time.monotonic() + self._group_timeout_s
         try:
-            while len(self._heartbeat.view.beats) < len(self._heartbeat.members) - 1:
+            while len(self.heartbeat.view.beats) < len(self.heartbeat.members) - 1:
                 if time.monotonic() > deadline_s:
                     raise self._conclude(self._too_late(wait))
                 self._look(wait)
@@ -773,37 +735,34 @@ class PeerWatch:
         finally:
             self._leave_board(wait)
 
+    def lose(self, states: Mapping[int, str], *, label: str, number: int) -> Finding:
+        """Return the error to raise because ranks cannot be reached in another way than over gloo. All ranks know the same."""
+        return self._conclude(self._settle(self._begin(label, number), states))
+
     def break_off(self, finding: Finding) -> None:
         """Let the other ranks know why this one launches nothing more. Does not wait."""
         if self.finding is None:
-            self.finding = finding
-            self._heartbeat.post(finding)
-            self._on_loss()
+            self.heartbeat.post(finding)
+            self._conclude(finding)
 
-    def _begin(self, label: str, number: int) -> _LongWait:
-        heartbeat = self._heartbeat
-        seen = Observations(
-            number=number,
-            rank=heartbeat.rank,
-            size=len(heartbeat.members),
-            look_at=lambda process: look_at(process, from_space=heartbeat.process.pid_space),
-            read_every_s=heartbeat.read_every_s,
-        )
-        return _LongWait(label, seen)
+    def _begin(self, label: str, number: int) -> Observations:
+        rank, size = self.heartbeat.rank, len(self.heartbeat.members)
+        look = partial(look_at, from_space=self.heartbeat.process.pid_space)
+        return Observations(label, number=number, rank=rank, size=size, look_at=look)
 
-    def _look(self, wait: _LongWait) -> None:
+    def _look(self, wait: Observations) -> None:
         """Look at the other ranks once.
 
         Raises:
             MegabucketError: the wait cannot end.
         """
-        heartbeat, now_s = self._heartbeat, time.monotonic()
+        heartbeat, now_s = self.heartbeat, time.monotonic()
         if os.getpid() != heartbeat.process.pid:
             raise ForkedProcessError(rank=heartbeat.rank, operation=f"{wait.label} was waited for")
         if heartbeat.is_stopped:
             return  # the communicator was closed: this wait goes on without a view of the others
         heartbeat.request()
-        wait.seen.note(heartbeat.view, now_s)
+        wait.note(heartbeat.view, now_s)
         finding = self.finding or heartbeat.view.finding or self._find_cause(wait)
         if finding is not None:
             raise self._conclude(finding)
@@ -812,102 +771,75 @@ class PeerWatch:
             heartbeat.block(wait.label)
         self._warn_of_stragglers(wait, now_s - wait.started_s)
 
-    def _find_cause(self, wait: _LongWait) -> Finding | None:
+    def _find_cause(self, wait: Observations) -> Finding | None:
         dead_after_s = self._liveness.dead_after_s
-        if wait.seen.gone():
+        if wait.gone():
             self._refresh(wait)  # with what the dead wrote last
-            if states := wait.seen.gone():
-                return self._settle(wait, states)
-        if states := wait.seen.frozen(dead_after_s):
+        if states := wait.gone() or wait.frozen(dead_after_s):
             return self._settle(wait, states)
-        if wait.seen.store_silent_s >= dead_after_s:
-            reason = self._heartbeat.failure or "its host may be gone or frozen"
-            silence = f"the store of the process group has not answered for {dead_after_s:g} s: {reason}"
-            return PeerLostError(ranks=(), states=(), during=self._during(wait, silence))
-        return self._settle_circle(wait) if self._heartbeat.view.num_circles > 1 else None
+        if wait.store_silent_s >= dead_after_s:
+            reason = self.heartbeat.failure or "its host may be gone or frozen"
+            return self._settle(wait, {}, f"the store of the process group has not answered for {dead_after_s:g} s: {reason}")
+        return None
 
-    def _settle_circle(self, wait: _LongWait) -> Finding:
-        circle = self._heartbeat.view.circle
-        places = [f"rank {rank} waits for {block.label} of {block.wrapper}" for rank, block in sorted(circle.items())]
-        cause = (
-            f"ranks wait for one another: {'; '.join(places)}. Every rank must use its wrappers, and make collective calls, in "
-            "the same order"
-        )
-        error = WrapperBrokenError(step=self._progress.step, rank=None, phase=self._progress.phase, cause=cause)
-        return self._first(wait, error, [block.token for block in circle.values()])
-
-    def _warn_of_stragglers(self, wait: _LongWait, waited_s: float) -> None:
+    def _warn_of_stragglers(self, wait: Observations, waited_s: float) -> None:
         limit_s = self._liveness.straggler_warning_s
         if wait.has_warned or limit_s is None or waited_s < limit_s:
             return
         wait.has_warned = True
-        findings = [f"rank {rank} {state}" for rank, state in wait.seen.late().items()]
+        findings = [f"rank {rank} {state}" for rank, state in wait.late().items()]
         late = "; ".join(findings[:_RANKS_SHOWN]) or "no rank is known to be late: heartbeats are off, or the transfer is slow"
-        rank = self._heartbeat.rank
+        rank = self.heartbeat.rank
         text = f"[rank {rank}] has waited {waited_s:.3g} s for {self._waiting_for(wait)}: {late}. The wait goes on."
         try:
             warnings.warn(text, StragglerWarning, stacklevel=2)
         except StragglerWarning:  # where warnings are errors: an exception here would end the step of this rank
             _LOGGER.warning("%s", text)
 
-    def _leave_board(self, wait: _LongWait) -> None:
-        if wait.is_on_board:
-            self._heartbeat.block(None)
+    def _leave_board(self, wait: Observations | None) -> None:
+        if wait is not None and wait.is_on_board:
+            self.heartbeat.block(None)
 
     # When a wait cannot end #
 
-    def _diagnose(self, wait: _LongWait, failure: str) -> Finding:
+    def _diagnose(self, wait: Observations, failure: str) -> Finding:
         """Find out why gloo gave up.
 
         Which rank it was, gloo does not say. A process that dies closes its connections before it is seen to be dead.
         """
-        patience_s = max(_DIAGNOSIS_S, _DIAGNOSIS_BEATS * (self._heartbeat.every_s or 0.0))
+        patience_s = max(_DIAGNOSIS_S, _DIAGNOSIS_BEATS * (self.heartbeat.every_s or 0.0))
         deadline_s = time.monotonic() + patience_s
         while (finding := self.finding or self._refresh(wait)) is None:
-            if states := wait.seen.gone():
+            if states := wait.gone():
                 return self._settle(wait, states)
             if is_time_limit(failure):
                 return self._too_late(wait)
             if time.monotonic() > deadline_s:
-                silent_s = patience_s - (self._heartbeat.every_s or 0.0)
-                return self._settle(wait, wait.seen.vanished(silent_s), _first_sentence(failure))
+                silent_s = patience_s - (self.heartbeat.every_s or 0.0)
+                return self._settle(wait, wait.vanished(silent_s), _first_sentence(failure))
             time.sleep(0.02)
         return finding
 
-    def _too_late(self, wait: _LongWait) -> Finding:
-        states = {rank: f"did not come in time: it {state}" for rank, state in wait.seen.late().items()}
-        limit = "" if self._group_timeout_s is None else f" ({self._group_timeout_s:g} s)"
-        reason = f"the time limit of the process group{limit} was over"
-        return self._settle(wait, states, reason)
+    def _too_late(self, wait: Observations) -> Finding:
+        states = {rank: f"did not come in time: it {state}" for rank, state in wait.late().items()}
+        return self._settle(wait, states, f"the time limit of the process group ({self._group_timeout_s:g} s) was over")
 
-    def _refresh(self, wait: _LongWait) -> Finding | None:
-        """Look again, with what the store says now, and return what another rank has found."""
-        view = self._ask(wait) or self._heartbeat.view
-        wait.seen.note(view, time.monotonic())
-        return view.finding
+    def _refresh(self, wait: Observations) -> Finding | None:
+        """Look again, with what the store says now, and return what some rank has found. A silent store is not asked again."""
+        heartbeat = self.heartbeat
+        if wait.store_silent_s < _LONGEST_GAP_S and heartbeat.ask(_ANSWER_S) is None:
+            wait.store_silent_s += _ANSWER_S
+        wait.note(heartbeat.view, time.monotonic())
+        return heartbeat.view.finding
 
-    def _ask(self, wait: _LongWait, what: Finding | None = None, tokens: Iterable[str] = ()) -> View | None:
-        """Return what the store says, or ``None`` when it does not answer, or has not for a while."""
-        if wait.seen.store_silent_s >= _LONGEST_GAP_S:
-            return None
-        view = self._heartbeat.ask(_ANSWER_S, what, tokens)
-        if view is None:
-            wait.seen.store_silent_s += _ANSWER_S
-        return view
-
-    def _settle(self, wait: _LongWait, states: Mapping[int, str], reason: str = "") -> Finding:
+    def _settle(self, wait: Observations, states: Mapping[int, str], reason: str = "") -> Finding:
         """Return the finding that ranks are lost, or what another rank has found before."""
-        ranks, during = tuple(states), self._during(wait, reason)
-        return self._first(wait, PeerLostError(ranks=ranks, states=tuple(states.values()), during=during))
+        during = f"noticed while waiting for {self._waiting_for(wait)}" + (f": {reason}" if reason else "")
+        finding = PeerLostError(ranks=tuple(states), states=tuple(states.values()), during=during)
+        self.heartbeat.post(finding)
+        return self._refresh(wait) or finding
 
-    def _first(self, wait: _LongWait, finding: Finding, tokens: Iterable[str] = ()) -> Finding:
-        view = self._ask(wait, finding, tokens)
-        return finding if view is None or view.finding is None else view.finding
-
-    def _during(self, wait: _LongWait, reason: str) -> str:
-        return f"noticed while waiting for {self._waiting_for(wait)}" + (f": {reason}" if reason else "")
-
-    def _waiting_for(self, wait: _LongWait) -> str:
+    def _waiting_for(self, wait: Observations) -> str:
         return f"{wait.label} of step {self._progress.step} ({self._progress.phase})"
 
     def _conclude(self, finding: Finding) -> Finding:

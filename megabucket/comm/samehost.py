@@ -48,7 +48,7 @@ from megabucket.comm.gloo import (
     ring_blocks,
 )
 from megabucket.comm.liveness import identify_this_process
-from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle, backend_of
+from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle
 from megabucket.errors import WrapperBrokenError
 from megabucket.trace.recorder import CollectiveRecord
 
@@ -61,8 +61,6 @@ BLOCK_BYTES: Final = 1 << 19
 _MOST_CALLS: Final = 4096  # in a batch: their addresses fit into what a socket keeps until it is read
 _LONGEST_READ_BYTES: Final = 1 << 30  # the kernel's limit is a little below 2 GiB
 _NONCE_BYTES: Final = 16
-_WORD_BYTES: Final = 8
-_GREETING_S: Final = 5.0
 _SLICE_S: Final = 0.1
 
 
@@ -86,7 +84,7 @@ class SameHostCommunicator(Communicator):
         copies = batch.plan
         if not isinstance(copies, _Copies):
             return self.inner._handle(batch, record, is_kept=is_kept)
-        return WorkHandle(self.inner.link, None, copies.plan, record, is_kept=True, run=copies.run)
+        return WorkHandle(self.inner.link, None, copies.plan, record, run=copies.run)
 
     def break_off(self, error: WrapperBrokenError) -> None:
         """Launch nothing more, and let the others know why."""
@@ -110,21 +108,19 @@ def with_same_host_copies(communicator: Communicator, device: torch.device) -> C
     Args:
         device: of the buffers.
     """
-    if not isinstance(communicator, ProcessGroupCommunicator) or communicator.size == 1:
+    if not isinstance(communicator, ProcessGroupCommunicator) or device.type != "cpu":
         return communicator
     link = communicator.link
-    if device.type != "cpu" or not link.own_groups or not can_exchange_among(communicator.size):
-        return communicator
-    if backend_of(link.own_groups[0], device) != "gloo":
+    if not link.own_groups or not can_exchange_among(communicator.size):
         return communicator
 
     def tell_all(word: bytes) -> list[bytes]:
         return exchange(communicator, word, device=device, label="same-host copies")
 
     memory = get_to_know(tell_all, rank=communicator.rank)
-    if memory is None or not can_meet(tell_all):
+    if memory is None:
         return communicator
-    sockets = PeerSockets(tell_all, rank=communicator.rank, size=communicator.size, timeout_s=link.timeout_s or 1800.0)
+    sockets = PeerSockets(tell_all, rank=communicator.rank, size=communicator.size, timeout_s=link.timeout_s)
     return SameHostCommunicator(communicator, memory, sockets)
 
 
@@ -159,8 +155,9 @@ class _Copies:
         self._addresses: list[list[int]] = []
         self._stages: list[list[_Action]] = []
         own_parts = [(self._part(call.full.data, rank), call.shard.data) for call in calls if isinstance(call, AllGather)]
-        self.plan = Plan((), [(target, source) for target, source in own_parts if target.data_ptr() != source.data_ptr()])
+        self.plan = Plan(rank=rank, size=size, is_gloo=True, is_kept=True)
         """What comes first: gathers need this rank's own part in its place."""
+        self.plan.copies += [pair for pair in own_parts if pair[0].data_ptr() != pair[1].data_ptr()]
 
     def run(self, must_stop: Callable[[], bool]) -> dict[int, str]:
         """Do the batch with all ranks. Return what is the matter with ranks that could not be read: the same on all ranks."""
@@ -195,16 +192,13 @@ class _Copies:
         numel = full.numel()
         return full.view(-1)[rank * numel // self._size : (rank + 1) * numel // self._size]
 
-    def _read(self, target: torch.Tensor, rank: int, address: int) -> Iterator[_Action]:
-        yield from ((operation, rank, nbytes) for operation, nbytes in self._memory.reads(target, rank, address))
-
     def _gather(self) -> Iterator[_Action]:
         """Yield what brings the parts of all other ranks, each to its place."""
         for index, call in enumerate(self._calls):
             full = call.full.data
             for rank in self._others:
                 part = self._part(full, rank)
-                yield from self._read(part, rank, self._addresses[rank][index] + part.data_ptr() - full.data_ptr())
+                yield from self._memory.reads(part, rank, self._addresses[rank][index] + part.data_ptr() - full.data_ptr())
 
     def _sum(self) -> Iterator[_Action]:
         """Yield what adds up this rank's part of each call, in the order of gloo's ring, and divides it."""
@@ -215,20 +209,14 @@ class _Copies:
         full = call.full.data
         own, itemsize = self._part(full, self._rank), full.element_size()
         offset = (own.data_ptr() - full.data_ptr()) // itemsize
-        for block in ring_blocks(
-            start=start + offset,
-            stop=start + offset + own.numel(),
-            numel=numel,
-            itemsize_bytes=itemsize,
-            num_ranks=self._size,
-            block_numel=BLOCK_BYTES // itemsize,
-        ):
+        elements, block_numel = range(start + offset, start + offset + own.numel()), BLOCK_BYTES // itemsize
+        for block in ring_blocks(elements, numel=numel, itemsize_bytes=itemsize, num_ranks=self._size, block_numel=block_numel):
             pieces = []
             for rank in block.ranks:
                 piece = own[block.start : block.stop]
                 if rank != self._rank:
                     piece = self._memory.block(rank, full.dtype)[: piece.numel()]
-                    yield from self._read(piece, rank, addresses[rank] + (offset + block.start) * itemsize)
+                    yield from self._memory.reads(piece, rank, addresses[rank] + (offset + block.start) * itemsize)
                 pieces.append(piece)
             additions = additions_of(pieces, block.ranks, own_rank=self._rank)
             result = own[block.start : block.stop]
@@ -261,18 +249,13 @@ class PeerMemory:
         """Return memory, 1D, that blocks of another rank are read into; there is one for each."""
         return self._blocks[rank - (rank > self._rank)].view(dtype)
 
-    def reads(self, target: torch.Tensor, rank: int, address: int) -> list[tuple[Operation, int]]:
-        """Return the operations that fill ``target`` with what another rank has at an address, and the bytes of each.
-
-        Each returns how many bytes were read, or -1. They are calls in C.
-        """
-        operations: list[tuple[Operation, int]] = []
+    def reads(self, target: torch.Tensor, rank: int, address: int) -> Iterator[_Action]:
+        """Yield what fills ``target`` with what another rank has at an address. Each operation is a call in C."""
         for start in range(0, target.nbytes, _LONGEST_READ_BYTES):
             nbytes = min(_LONGEST_READ_BYTES, target.nbytes - start)
             here, there = _Piece(target.data_ptr() + start, nbytes), _Piece(address + start, nbytes)
             arguments = (self.pids[rank], ctypes.pointer(here), 1, ctypes.pointer(there), 1, 0)
-            operations.append((partial(self._readv, *arguments), nbytes))
-        return operations
+            yield partial(self._readv, *arguments), rank, nbytes
 
 
 TellAll = Callable[[bytes], list[bytes]]
@@ -280,19 +263,28 @@ TellAll = Callable[[bytes], list[bytes]]
 
 
 def get_to_know(tell_all: TellAll, *, rank: int) -> PeerMemory | None:
-    """Find out whether every rank can read every other one's memory; ``None``: no. All ranks call it, and get one answer."""
+    """Find out whether all ranks can meet and read each other's memory; ``None``: no. All ranks call it and get one answer."""
     nonce = os.urandom(_NONCE_BYTES)
     kept = ctypes.create_string_buffer(nonce, _NONCE_BYTES)
     process = identify_this_process()
-    own = [process.pid_space, process.pid, ctypes.addressof(kept), nonce.hex()]
+    spaces = [process.pid_space, _network_space()]
+    own = [spaces, process.pid, ctypes.addressof(kept), nonce.hex()]
     peers = [json.loads(word) for word in tell_all(json.dumps(own).encode())]
-    can_read = bool(process.pid_space) and all(
-        space == process.pid_space and (index == rank or _reads_nonce(pid, address, expected))
-        for index, (space, pid, address, expected) in enumerate(peers)
+    can_read = all(spaces) and all(
+        theirs == spaces and (index == rank or _reads_nonce(pid, address, expected))
+        for index, (theirs, pid, address, expected) in enumerate(peers)
     )
     # The second message also tells that no rank looks at the nonce any more.
     all_can = all(word == b"yes" for word in tell_all(b"yes" if can_read else b"no"))
     return PeerMemory([pid for _, pid, _, _ in peers], rank=rank) if all_can else None
+
+
+def _network_space() -> str:
+    """Return what is equal for processes to which names of sockets mean the same; nothing where that cannot be told."""
+    try:
+        return str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        return ""
 
 
 def _reads_nonce(pid: int, address: int, expected: str) -> bool:
@@ -318,22 +310,13 @@ def _process_vm_readv() -> Callable[..., int]:
 # Sockets #
 
 
-def can_meet(tell_all: TellAll) -> bool:
-    """Whether names of sockets mean the same to all ranks: in one network namespace. All of them call it."""
-    try:
-        own = str(Path("/proc/self/ns/net").readlink())
-    except OSError:
-        own = ""
-    return bool(own) and set(tell_all(own.encode())) == {own.encode()}
-
-
 class PeerSockets:
     """Connects the thread of a rank with those of all others, for a few words from each to each. Linux only.
 
     Gloo would do; but there a word passes through threads of two processes that have to find a core, and takes a millisecond.
 
     Args:
-        tell_all: of ranks that ``can_meet``; all of them make it together.
+        tell_all: of ranks in one network namespace; all of them make it together.
         timeout_s: after which a rank that says nothing is an error.
 
     Raises:
@@ -341,25 +324,24 @@ class PeerSockets:
     """
 
     def __init__(self, tell_all: TellAll, *, rank: int, size: int, timeout_s: float) -> None:
-        self._rank, self._timeout_s = rank, timeout_s
-        self._pid = os.getpid()
+        self._rank, self._timeout_s, self._pid = rank, timeout_s, os.getpid()
         self._peers: dict[int, socket.socket] = {}
-        # A name without a file, which goes with the socket. A stranger who finds it out does not know the token.
-        name, token = f"\0megabucket-{secrets.token_hex(8)}", secrets.token_bytes(_NONCE_BYTES)
+        # Names without files, which go with their sockets. A caller has a name, too: a stranger does not know it.
+        name = f"\0megabucket-{secrets.token_hex(8)}"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(name)
             listener.listen(size)
             listener.settimeout(timeout_s)
-            told = [word.decode().split(" ") for word in tell_all(f"{name} {token.hex()}".encode())]
-            for other, (name_of_other, token_of_other) in enumerate(told[:rank]):
+            names = [word.decode() for word in tell_all(name.encode())]
+            for other in range(rank):
                 peer = self._peers[other] = socket.socket(socket.AF_UNIX)
-                peer.connect(name_of_other)
-                peer.sendall(bytes.fromhex(token_of_other) + rank.to_bytes(_WORD_BYTES, "little"))
-            while len(self._peers) < size - 1:
-                peer, _ = listener.accept()
-                other = _rank_of(peer, token)
-                if rank < other < size and other not in self._peers:
-                    self._peers[other] = peer
+                peer.bind(f"{name} {other}")
+                peer.connect(names[other])
+            callers = {f"{names[other]} {rank}".encode(): other for other in range(rank + 1, size)}
+            while callers:
+                peer, address = listener.accept()
+                if address in callers:
+                    self._peers[callers.pop(address)] = peer
                 else:
                     peer.close()
         for peer in self._peers.values():
@@ -407,14 +389,3 @@ class PeerSockets:
                 with suppress(OSError):
                     peer.shutdown(socket.SHUT_RDWR)
             peer.close()
-
-
-def _rank_of(peer: socket.socket, token: bytes) -> int:
-    """Return the rank that has come, or -1 for a stranger."""
-    peer.settimeout(_GREETING_S)
-    said = b""
-    with suppress(OSError):
-        while len(said) < _NONCE_BYTES + _WORD_BYTES and (part := peer.recv(_NONCE_BYTES + _WORD_BYTES - len(said))):
-            said += part
-    is_known = len(said) == _NONCE_BYTES + _WORD_BYTES and secrets.compare_digest(said[:_NONCE_BYTES], token)
-    return int.from_bytes(said[_NONCE_BYTES:], "little") if is_known else -1

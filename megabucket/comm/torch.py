@@ -16,8 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, cast
@@ -27,7 +26,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megabucket.comm.communicator import (
-    AllReduce,
     Batch,
     Communicator,
     Handle,
@@ -36,7 +34,7 @@ from megabucket.comm.communicator import (
     ReduceScatter,
 )
 from megabucket.comm.device import Accelerator
-from megabucket.comm.gloo import Operation, Plan, fp32_plan, gloo_plan, plain_plan, small_room_bytes
+from megabucket.comm.gloo import Operation, Plan
 from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, wait_slice
 from megabucket.errors import (
     CollectiveError,
@@ -53,11 +51,15 @@ from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
 FABRIC: Final = "megabucket_fabric"
 """Name of the emulated fabric among torch's back-ends."""
 
+_GLOO_LIKE: Final = ("gloo", FABRIC)
 _ROOM_BYTES: Final = 1 << 25  # for small all-reduces that are launched again and again, all together
 _BACKGROUND_BYTES: Final = 1 << 23  # of a batch that a thread completes; of smaller ones the hooks of backward feel the thread
 _RELEASE_S: Final = 0.2
 _JOIN_S: Final = 1.0
 _TIME_LIMIT_S: Final = 1800.0  # torch's, where a group does not say its own
+
+Run = Callable[[Callable[[], bool]], dict[int, str]]
+"""Does a batch, unless told that it must stop, and returns what is the matter with ranks that could not be read."""
 
 _call: Final = operator.methodcaller("__call__")
 
@@ -104,30 +106,25 @@ class _Channel(Communicator):
         plan = batch.plan
         if plan is None:
             plan = batch.plan = self._plan(batch, is_kept=is_kept)
-        return WorkHandle(self.link, self._group, plan, record, is_kept=is_kept)
+        return WorkHandle(self.link, self._group, plan, record)
 
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
+        backend = self._backend(batch[0].full.device)
+        plan = Plan(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE, is_kept=is_kept)
         wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
         rest = [call for call in batch if call not in wide]
-        plan = fp32_plan(wide, rank=self.rank, size=self.size)
-        device = batch[0].full.device
-        if rest and self._backend(device) == "gloo":
-            room_bytes = self._room_bytes if is_kept else None
-            plan += gloo_plan(rest, rank=self.rank, size=self.size, room_bytes=room_bytes)
-            if is_kept and isinstance(rest[0], AllReduce) and plan.starts[0].method.startswith("all_to_all"):
-                # All ranks launch the same batches in the same order, so they run out of room at the same one.
-                self._room_bytes -= small_room_bytes(rest[0], size=self.size)
+        plan.add_in_fp32(wide)
+        if rest and backend == "gloo":
+            # All ranks launch the same batches in the same order, so they run out of room at the same one.
+            self._room_bytes -= plan.add_for_gloo(rest, room_bytes=self._room_bytes if is_kept else None)
         elif rest:
-            plan += plain_plan(rest, is_anchored=self._has_gloo_works(device))
-        return replace(plan, is_gloo=self._has_gloo_works(device))
+            plan.add_plain(rest)
+        return plan
 
     def _backend(self, device: torch.device) -> str:
         if device.type not in self._backends:
             self._backends[device.type] = backend_of(self._group or cast("dist.ProcessGroup", dist.group.WORLD), device)
         return self._backends[device.type]
-
-    def _has_gloo_works(self, device: torch.device) -> bool:
-        return self._backend(device) in ("gloo", FABRIC)
 
     def break_off(self, error: WrapperBrokenError) -> None:
         """Launch nothing more, and write the reason into the store of the group, where the waits of the others find it."""
@@ -135,7 +132,7 @@ class _Channel(Communicator):
 
     def clock_for(self, device: torch.device) -> Clock:
         """Return the clock by which this group's collectives on a device are timed: its own where they run in its queue."""
-        return self.link.clock(None if self._has_gloo_works(device) else device)
+        return self.link.clock(None if self._backend(device) in _GLOO_LIKE else device)
 
 
 class ProcessGroupCommunicator(_Channel):
@@ -172,9 +169,9 @@ class ProcessGroupCommunicator(_Channel):
         self.process_group = self._group
         """The group it was made from, also where it works over groups of its own; ``None`` stands for the default one."""
         self._finish = weakref.finalize(self, link.close)
-        if owns_groups and link.watch is not None and link.heartbeat is not None:
+        if owns_groups and link.watch is not None:
             link.watch.wait_for_all_ranks("wrap")
-            names = [f"{link.heartbeat.name} {use}" for use in ("data", "control")]
+            names = [f"{link.watch.heartbeat.name} {use}" for use in ("data", "control")]
             link.own_groups = groups_like(living, names, link.timeout_s)
             if link.own_groups:
                 self._group = link.own_groups[0]
@@ -200,31 +197,24 @@ class Link:
         self.numbers = itertools.count(1)
         """Numbers the launches; ``next`` is part of the one call in C that makes a launch."""
         self.own_groups: list[dist.ProcessGroup] = []
-        self.heartbeat: Heartbeat | None = None
         self.watch: PeerWatch | None = None
         self._finding: MegabucketError | None = None
-        self._given = weakref.ref(group)
+        self._given, self._exists = weakref.ref(group), existence_of(group)
         self._pid = os.getpid()
         self.timeout_s = timeout_s_of(group)
         store, cpu = store_of(group), torch.device("cpu")
-        if self.size > 1 and store is not None and backend_of(group, cpu) in ("gloo", FABRIC):
+        if self.size > 1 and store is not None and backend_of(group, cpu) in _GLOO_LIKE:
             liveness = (liveness or Liveness(heartbeat_s=None, is_default=True)).fitted_to(self.timeout_s)
-            self.heartbeat = Heartbeat(
+            heartbeat = Heartbeat(
                 store,
                 rank=self.rank,
                 members=dist.get_process_group_ranks(group),
                 progress=self.progress,
                 every_s=liveness.heartbeat_s,
-                is_wanted=existence_of(group),
+                is_wanted=self._exists,
                 group_name=str(group.group_name),
             )
-            self.watch = PeerWatch(
-                self.heartbeat,
-                liveness,
-                progress=self.progress,
-                group_timeout_s=self.timeout_s,
-                on_loss=self._abandon,
-            )
+            self.watch = PeerWatch(heartbeat, liveness, group_timeout_s=self.timeout_s, on_loss=self._abandon)
 
     def clock(self, device: torch.device | None) -> Clock:
         """Return the clock of the host, or that of a device with queues, which is made when it is first asked for.
@@ -250,7 +240,7 @@ class Link:
             raise finding.copy()
         if os.getpid() != self._pid:
             raise ForkedProcessError(rank=self.rank, operation=f"{label} was launched")
-        if self._given() not in dist.distributed_c10d._world.pg_map:
+        if not self._exists():
             raise GroupDestroyedError(rank=self.rank, operation=f"{label} was launched")
 
     def break_off(self, error: PeerLostError | WrapperBrokenError) -> None:
@@ -258,13 +248,6 @@ class Link:
         if self.watch is not None:
             self.watch.break_off(error)
         self._finding = self._finding or error
-
-    def lose(self, states: Mapping[int, str], label: str) -> PeerLostError:
-        """Return the error to raise because ranks cannot be reached in another way than over gloo. All ranks know the same."""
-        during = f"noticed while waiting for {label} of step {self.progress.step} ({self.progress.phase})"
-        error = PeerLostError(ranks=tuple(states), states=tuple(states.values()), during=during)
-        self.break_off(error)
-        return error.copy()
 
     def _abandon(self) -> None:
         self.worker.give_up()
@@ -277,8 +260,8 @@ class Link:
     def close(self) -> None:
         """End the threads and groups. Also called when a communicator is dropped, and at the end of the program."""
         self.worker.end(_JOIN_S)
-        if self.heartbeat is not None:
-            self.heartbeat.stop()
+        if self.watch is not None:
+            self.watch.heartbeat.stop()
         self.own_groups = []
 
 
@@ -295,19 +278,11 @@ class WorkHandle(Handle):
 
     Args:
         group: ``None``: the default group.
-        is_kept: whether the batch, and with it the tensors, outlives the launch.
-        run: done by the thread, in place of works. Returns what is the matter with ranks that could not be read.
+        run: done by the thread, in place of works.
     """
 
     def __init__(
-        self,
-        link: Link,
-        group: dist.ProcessGroup | None,
-        plan: Plan,
-        record: CollectiveRecord,
-        *,
-        is_kept: bool,
-        run: Callable[[Callable[[], bool]], dict[int, str]] | None = None,
+        self, link: Link, group: dist.ProcessGroup | None, plan: Plan, record: CollectiveRecord, *, run: Run | None = None
     ) -> None:
         self._link, self._group, self._label = link, group, record.label
         self._plan: Plan | None = plan
@@ -323,7 +298,7 @@ class WorkHandle(Handle):
             is_large = is_large or wants_time  # the thread notes when it is done
         if plan.is_gloo and (is_large or run is not None):
             self._job = Job(self._complete_in_background)
-        is_passing = plan.is_gloo and not is_kept
+        is_passing = plan.is_gloo and not plan.is_kept
         self._passing = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_passing else []
         self._sent: list[Any] = []  # number of the launch, then its works: filled by one call in C
         self._completed: list[None] = []  # not empty when the operations after the works were done
@@ -383,14 +358,12 @@ class WorkHandle(Handle):
         else:
             for work in works:
                 work.wait()  # over NCCL: the current stream waits, not the host
-        if self._unread:
-            raise link.lose(self._unread, self._label)
+        if self._unread and link.watch is not None:
+            raise link.watch.lose(self._unread, label=self._label, number=self._sent[0])
         self._complete(plan)
         self._plan = None
         if self._passing:
-            del works  # they hold the tensors
-            self._sent = self._sent[:1]
-            works = ()  # a work holds its tensors
+            works, self._sent = (), self._sent[:1]  # works hold the tensors
             _await_release(self._passing)
         if self._launch is not None:
             self._launch.note("wait_stop")
@@ -425,7 +398,7 @@ def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
     """Return when C++ holds the tensors as often as before the launch, or after a fifth of a second.
 
     Nothing else holds the tensors of calls that were not prepared, so a thread of gloo may need Python's lock to let go of
-    them: see ``Anchor``. It gets it here.
+    them: see ``Plan``. It gets it here.
     """
     deadline_s = time.monotonic() + _RELEASE_S
     while any(use_count(tensor) > count for tensor, count in tensors) and time.monotonic() < deadline_s:
@@ -445,15 +418,13 @@ class Job:
     def __init__(self, run: Callable[[Callable[[], bool]], None]) -> None:
         self._run: Callable[[Callable[[], bool]], None] | None = run
         self._is_done = threading.Event()
-        self._failure: MegabucketError | str | None = None
+        self._failure: str | None = None
 
     def run(self, must_stop: Callable[[], bool]) -> None:
         """Do it. Never raises; ``wait`` does."""
         try:
             if self._run is not None:
                 self._run(must_stop)
-        except MegabucketError as error:
-            self._failure = error
         except Exception as error:
             self._failure = str(error) or repr(error)
         self._run = None  # it leads back here
@@ -471,8 +442,6 @@ class Job:
         """
         if not self._is_done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")  # gloo's text, which waits in slices look for
-        if isinstance(self._failure, MegabucketError):
-            raise self._failure.copy()
         if self._failure is not None:
             raise RuntimeError(self._failure)
         return True
@@ -540,12 +509,12 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         return ""
 
 
-def timeout_s_of(group: dist.ProcessGroup) -> float | None:
-    """Return the time limit of a gloo group's collectives, or ``None`` when torch does not tell."""
+def timeout_s_of(group: dist.ProcessGroup) -> float:
+    """Return the time limit of a gloo group's collectives, or torch's own when torch does not tell."""
     try:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
-        return None
+        return _TIME_LIMIT_S
 
 
 def existence_of(group: dist.ProcessGroup) -> Callable[[], bool]:
@@ -562,7 +531,7 @@ def existence_of(group: dist.ProcessGroup) -> Callable[[], bool]:
     return exists
 
 
-def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float | None) -> list[dist.ProcessGroup]:
+def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float) -> list[dist.ProcessGroup]:
     """Return gloo groups of the same ranks in the same order; none where torch does not tell how, or back-ends are not gloo.
 
     All ranks call it together, with the same names, which no group of theirs has had. These groups are not in torch's list of
@@ -578,20 +547,18 @@ def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float
         given: Any = group._get_backend(torch.device("cpu")).options
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads = given._devices, given._threads
-        options._timeout = timedelta(seconds=timeout_s or _TIME_LIMIT_S)
+        options._timeout = timedelta(seconds=timeout_s)
     except (AttributeError, RuntimeError):
         return []
-    return [_gloo_group(PrefixStore(name, store), group.rank(), group.size(), options, name) for name in names]
-
-
-def _gloo_group(store: Store, rank: int, size: int, options: Any, name: str) -> dist.ProcessGroup:
-    group = dist.ProcessGroup(store, rank, size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, options))
-    group._set_group_name(cast("Any", name))
-    group._set_group_desc(name)
-    return group
+    made, kind = [], dist.ProcessGroup.BackendType.GLOO
+    for name in names:
+        place = (PrefixStore(name, store), group.rank(), group.size())
+        made.append(dist.ProcessGroup(*place))
+        made[-1]._set_default_backend(kind)
+        made[-1]._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(*place, options))
+        made[-1]._set_group_name(cast("Any", name))
+        made[-1]._set_group_desc(name)
+    return made
 
 
 def use_count(tensor: torch.Tensor) -> int:

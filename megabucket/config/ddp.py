@@ -54,30 +54,21 @@ class Section(BaseModel):
 
 def _unknown_key_problems(unknown: list[Any], section: type[Section]) -> list[InitErrorDetails]:
     problems: list[InitErrorDetails] = []
-    listed = False
-    for key in unknown[:_UNKNOWN_KEYS_SHOWN]:
-        name = str(key)[:_KEY_CHARS_SHOWN]
-        text = f"unknown key {name!r}"
-        if suggestion := _likely_key(name, section):
-            text += f"; did you mean {suggestion!r}?"
-        elif not listed:
-            text += f"; known keys are {', '.join(section.model_fields)}"
-            listed = True
-        problems.append(_unknown_key(text, loc=(name,)))
+    fields = section.model_fields
+    # Also one level down: bucket_size is ddp.bucket_size at the top.
+    children = {parent: field.annotation for parent, field in fields.items() if is_section(field.annotation)}
+    known = [*fields, *(f"{parent}.{name}" for parent, child in children.items() for name in child.model_fields)]
+    otherwise = f"; known keys are {', '.join(fields)}"
+    for name in (str(key)[:_KEY_CHARS_SHOWN] for key in unknown[:_UNKNOWN_KEYS_SHOWN]):
+        likely = difflib.get_close_matches(name, known, n=1)
+        answer = f"; did you mean {likely[0]!r}?" if likely else otherwise
+        problems.append(_unknown_key(f"unknown key {name!r}{answer}", loc=(name,)))
+        if not likely:
+            otherwise = ""  # once is enough
     hidden = len(unknown) - _UNKNOWN_KEYS_SHOWN
     if hidden > 0:
         problems.append(_unknown_key(f"and {hidden} more unknown keys", loc=()))
     return problems
-
-
-def _likely_key(name: str, section: type[Section]) -> str | None:
-    """Return the known key nearest to ``name``, also one level down: ``bucket_size`` is ``ddp.bucket_size`` at the top."""
-    for parent, field in section.model_fields.items():
-        child = field.annotation
-        if is_section(child) and name in child.model_fields:
-            return f"{parent}.{name}"
-    close = difflib.get_close_matches(name, section.model_fields, n=1)
-    return close[0] if close else None
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
@@ -122,6 +113,14 @@ PositiveNumber = Annotated[float, at.Gt(0), at.Le(_LARGEST_NUMBER)]
 Positive = Annotated[float, BeforeValidator(_read_float), at.Gt(0)]
 NonNegative = Annotated[float, BeforeValidator(_read_float), at.Ge(0)]
 ParamNames = Annotated[tuple[Annotated[str, at.MinLen(1)], ...], BeforeValidator(read_tuple)]
+
+
+_NEEDS: Final = (
+    ("reduce_scatter_with_fp32_accumulation", "use_distributed_optimizer", ": without it nothing is reduce-scattered"),
+    ("overlap_param_gather", "use_distributed_optimizer", ": without it there is nothing to gather"),
+    ("overlap_param_gather", "overlap_grad_reduce", ", as in Megatron"),
+)
+"""Switches that need another one, and why."""
 
 
 class DistributedDataParallelConfig(Section):
@@ -236,26 +235,6 @@ class DistributedDataParallelConfig(Section):
     init_sync: bool = True
     """Broadcast parameters and module buffers from the first rank of the group when wrapping."""
 
-    def _contradictions_of_sharding(self) -> list[str]:
-        problems = []
-        if self.reduce_scatter_with_fp32_accumulation and not self.use_distributed_optimizer:
-            problems.append(
-                "reduce_scatter_with_fp32_accumulation=True needs use_distributed_optimizer=True: without it nothing is "
-                "reduce-scattered"
-            )
-        if self.reduce_scatter_with_fp32_accumulation and self.reduce_in_place:
-            problems.append(
-                "reduce_scatter_with_fp32_accumulation=True receives the other ranks' gradients beside its own, but "
-                "reduce_in_place=True allows no memory for that; drop one of them"
-            )
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
-            problems.append(
-                "overlap_param_gather=True needs use_distributed_optimizer=True: without it there is nothing to gather"
-            )
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            problems.append("overlap_param_gather=True needs overlap_grad_reduce=True, as in Megatron")
-        return problems
-
     @model_validator(mode="after")
     def _no_contradictions(self) -> DistributedDataParallelConfig:
         problems = []
@@ -273,16 +252,23 @@ class DistributedDataParallelConfig(Section):
             problems.append(
                 "average_in_collective=True divides, but grad_reduction='sum' asks for the plain sum; drop one of them"
             )
-        problems += self._contradictions_of_sharding()
+        problems += [
+            f"{field}=True needs {needed}=True{why}"
+            for field, needed, why in _NEEDS
+            if getattr(self, field) and not getattr(self, needed)
+        ]
+        if self.reduce_scatter_with_fp32_accumulation and self.reduce_in_place:
+            problems.append(
+                "reduce_scatter_with_fp32_accumulation=True receives the other ranks' gradients beside its own, but "
+                "reduce_in_place=True allows no memory for that; drop one of them"
+            )
         if self.heartbeat_s is not None and self.dead_after_s <= 2 * self.heartbeat_s:
             problems.append(
                 f"dead_after_s={self.dead_after_s:g} must be more than twice heartbeat_s={self.heartbeat_s:g}: a rank whose "
                 "last sign of life is one beat old is not dead"
             )
         for field in ("bucket_cuts", "bucket_order"):
-            names = getattr(self, field) or ()
-            if len(set(names)) < len(names):
-                twice = [name for name, count in Counter(names).items() if count > 1]
+            if twice := [name for name, count in Counter(getattr(self, field) or ()).items() if count > 1]:
                 problems.append(f"{field} has {name_list(twice)} more than once; a parameter has one place in its buffer")
         if problems:
             raise ValueError("; ".join(problems))

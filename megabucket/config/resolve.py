@@ -54,10 +54,7 @@ class ResolvedConfig:
 
     def __getitem__(self, name: str) -> Resolved:
         """Return the entry called ``name``; ``KeyError`` when there is none."""
-        for entry in self.entries:
-            if entry.name == name:
-                return entry
-        raise KeyError(name)
+        return {entry.name: entry for entry in self.entries}[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Return name -> value and reason as plain data, ready for JSON."""
@@ -81,29 +78,6 @@ def resolve_grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) 
         LayoutError: ``param_dtype`` is not a dtype that a buffer can hold.
     """
     return _grad_dtype(config, param_dtype)[0]
-
-
-def resolve_bucket_size(
-    config: DistributedDataParallelConfig, *, dp_size: int, total_numel: int, grad_itemsize_bytes: int
-) -> int | None:
-    """Return the elements that close a bucket, or ``None`` for one bucket per buffer but for ``resolve_cuts``.
-
-    Args:
-        config: which of ``bucket_size``, ``bucket_cap_mb``, ``num_buckets``, ``bucket_cuts`` is given decides; none gives the
-            default.
-        dp_size: ranks of the data-parallel group.
-        total_numel: elements of all parameters, without padding.
-        grad_itemsize_bytes: bytes of one gradient element.
-
-    Raises:
-        ConfigError: more buckets were asked for than there are elements.
-        LayoutError: ``dp_size`` is not positive.
-
-    >>> resolve_bucket_size(DistributedDataParallelConfig(), dp_size=512, total_numel=10**9, grad_itemsize_bytes=4)
-    512000000
-    """
-    size = _bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=grad_itemsize_bytes)
-    return size.numel
 
 
 def resolve_cuts(config: DistributedDataParallelConfig) -> tuple[str, ...] | None:
@@ -174,7 +148,7 @@ def resolve(
     """
     check_group_size(dp_size)
     grad_dtype, grad_reason = _grad_dtype(config, param_dtype)
-    size = _bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=dtype_bytes(grad_dtype))
+    size = resolve_bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=dtype_bytes(grad_dtype))
     return ResolvedConfig(
         dp_size=dp_size,
         param_dtype=param_dtype,
@@ -191,8 +165,11 @@ def resolve(
 
 
 @dataclass(frozen=True, slots=True)
-class _BucketSize:
+class BucketSize:
+    """When a bucket is closed."""
+
     numel: int | None
+    """Elements that close one; ``None``: one bucket per buffer but for ``resolve_cuts``, or not known."""
     reason: str
     is_known: bool = True
     is_cut_by_name: bool = False
@@ -213,37 +190,53 @@ def _grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) -> tupl
     return param_dtype, f"grad_reduce_in_fp32=False keeps the dtype of the {param_dtype} parameters"
 
 
-def _bucket_size(
+def resolve_bucket_size(
     config: DistributedDataParallelConfig, *, dp_size: int, total_numel: int | None, grad_itemsize_bytes: int
-) -> _BucketSize:
+) -> BucketSize:
+    """Return how many elements close a bucket, and why.
+
+    Args:
+        config: which of ``bucket_size``, ``bucket_cap_mb``, ``num_buckets``, ``bucket_cuts`` is given decides; none gives the
+            default.
+        dp_size: ranks of the data-parallel group.
+        total_numel: elements of all parameters, without padding; ``None`` when the model is not known.
+        grad_itemsize_bytes: bytes of one gradient element.
+
+    Raises:
+        ConfigError: more buckets were asked for than there are elements.
+        LayoutError: ``dp_size`` is not positive.
+
+    >>> resolve_bucket_size(DistributedDataParallelConfig(), dp_size=512, total_numel=10**9, grad_itemsize_bytes=4).numel
+    512000000
+    """
     check_group_size(dp_size)
     if _has_one_bucket(config):
         reason = "layout='megatron' without overlap_grad_reduce: one bucket per buffer, whatever sizes the buckets"
-        return _BucketSize(None, reason)
+        return BucketSize(None, reason)
     if config.bucket_cuts is not None:
         return _size_from_cuts(config.bucket_cuts)
     if config.bucket_size is not None:
-        return _BucketSize(config.bucket_size, "bucket_size, as given")
+        return BucketSize(config.bucket_size, "bucket_size, as given")
     if config.bucket_cap_mb is not None:
         numel = max(1, int(config.bucket_cap_mb * MIB // grad_itemsize_bytes))
         reason = f"bucket_cap_mb={config.bucket_cap_mb:g} MiB of gradients at {grad_itemsize_bytes} bytes per element"
-        return _BucketSize(numel, reason)
+        return BucketSize(numel, reason)
     if config.num_buckets is not None:
         return _size_from_count(config.num_buckets, total_numel)
     per_rank = DEFAULT_BUCKET_NUMEL_PER_RANK * dp_size
     reason = f"default: max({DEFAULT_BUCKET_NUMEL:_}, {DEFAULT_BUCKET_NUMEL_PER_RANK:_} * dp_size={dp_size})"
-    return _BucketSize(max(DEFAULT_BUCKET_NUMEL, per_rank), reason)
+    return BucketSize(max(DEFAULT_BUCKET_NUMEL, per_rank), reason)
 
 
 def _has_one_bucket(config: DistributedDataParallelConfig) -> bool:
     return config.layout == "megatron" and not config.overlap_grad_reduce
 
 
-def _size_from_cuts(cuts: tuple[str, ...]) -> _BucketSize:
+def _size_from_cuts(cuts: tuple[str, ...]) -> BucketSize:
     if not cuts:
-        return _BucketSize(None, "bucket_cuts=[]: no parameter closes a bucket, so each buffer is one")
+        return BucketSize(None, "bucket_cuts=[]: no parameter closes a bucket, so each buffer is one")
     places = "1 named parameter closes a bucket" if len(cuts) == 1 else f"{len(cuts)} named parameters close a bucket each"
-    return _BucketSize(None, f"bucket_cuts: {places}", is_cut_by_name=True)
+    return BucketSize(None, f"bucket_cuts: {places}", is_cut_by_name=True)
 
 
 def _order_entry(config: DistributedDataParallelConfig) -> Resolved:
@@ -253,10 +246,10 @@ def _order_entry(config: DistributedDataParallelConfig) -> Resolved:
     return Resolved(name, "recorded", f"bucket_order: {len(config.bucket_order)} parameters, the first gradient first")
 
 
-def _size_from_count(num_buckets: int, total_numel: int | None) -> _BucketSize:
+def _size_from_count(num_buckets: int, total_numel: int | None) -> BucketSize:
     if total_numel is None:
         reason = f"num_buckets={num_buckets}: total elements // {num_buckets}, known once there is a model"
-        return _BucketSize(None, reason, is_known=False)
+        return BucketSize(None, reason, is_known=False)
     # A model without elements still gets its one empty bucket; only a promise that cannot be kept is refused.
     if num_buckets > max(total_numel, 1):
         raise ConfigError(
@@ -264,7 +257,7 @@ def _size_from_count(num_buckets: int, total_numel: int | None) -> _BucketSize:
             f"Ask for at most {max(total_numel, 1)}, or give bucket_size instead."
         )
     reason = f"num_buckets={num_buckets}: {total_numel:_} elements // {num_buckets}"
-    return _BucketSize(max(1, total_numel // num_buckets), reason)
+    return BucketSize(max(1, total_numel // num_buckets), reason)
 
 
 def _alignment_entries(config: DistributedDataParallelConfig, dp_size: int) -> tuple[Resolved, ...]:
@@ -297,26 +290,18 @@ def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int, grad
     else:
         collective = Resolved("collective", "all_reduce", "use_distributed_optimizer=False: every rank steps on all parameters")
     if config.grad_reduction == "sum":
-        return (
-            collective,
-            Resolved("reduce_op", "sum", "grad_reduction='sum'"),
-            Resolved("gradient_scale", 1.0, "grad_reduction='sum': the plain sum over the ranks"),
-        )
-    if config.average_in_collective:
-        return (
-            collective,
-            Resolved("reduce_op", "avg", "average_in_collective=True: the collective divides"),
-            Resolved("gradient_scale", 1.0, "average_in_collective=True: no scaling beside the collective"),
-        )
-    if grad_dtype in _HALF_PRECISION:
-        once = "partly before and partly after the sum, so that 16 bits neither overflow nor underflow"
+        op = Resolved("reduce_op", "sum", "grad_reduction='sum'")
+        scale, why = 1.0, "grad_reduction='sum': the plain sum over the ranks"
+    elif config.average_in_collective:
+        op = Resolved("reduce_op", "avg", "average_in_collective=True: the collective divides")
+        scale, why = 1.0, "average_in_collective=True: no scaling beside the collective"
     else:
+        op = Resolved("reduce_op", "sum", "average_in_collective=False: the mean is a scaled sum")
         once = "applied once, after the sum"
-    return (
-        collective,
-        Resolved("reduce_op", "sum", "average_in_collective=False: the mean is a scaled sum"),
-        Resolved("gradient_scale", 1.0 / dp_size, f"grad_reduction='mean': 1 / dp_size={dp_size}, {once}"),
-    )
+        if grad_dtype in _HALF_PRECISION:
+            once = "partly before and partly after the sum, so that 16 bits neither overflow nor underflow"
+        scale, why = 1.0 / dp_size, f"grad_reduction='mean': 1 / dp_size={dp_size}, {once}"
+    return collective, op, Resolved("gradient_scale", scale, why)
 
 
 def _finish_entry(config: DistributedDataParallelConfig) -> Resolved:

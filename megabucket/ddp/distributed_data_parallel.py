@@ -22,7 +22,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.fence import step_number_of
 from megabucket.ddp.replicas import broadcast_replicas, check_replicas, unbuffered_state
-from megabucket.ddp.step import GradSync, GuardedStep
+from megabucket.ddp.step import GradSync
 from megabucket.ddp.wrap import (
     Detached,
     FollowsRebuild,
@@ -197,7 +197,7 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             MegabucketError: the error all ranks agreed on.
         """
-        return GuardedStep(self.sync)
+        return self.sync
 
     def abort_step(self, reason: str) -> None:
         """Give up this step on this rank, for instance because its batch is of no use. All ranks drop the step.
@@ -501,7 +501,7 @@ class AgreedStop:
         self._ddp.sync.settle(raises_again=True)
         communicator = self._ddp.communicator
         if self._ddp.policy.has_fence or communicator.size == 1:
-            return self._ddp.sync.stop_is_wanted
+            return self._ddp.sync.counters.stop_is_wanted
         self._num_polls += 1
         if self._num_polls % self._ask_every_steps:
             return False

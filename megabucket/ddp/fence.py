@@ -72,8 +72,6 @@ class Report:
     """Loads of weights since the last agreement that no broadcast has followed."""
     kept: tuple[str, ...] = ()
     """Parameters for which the step began on a gradient of the step before that was not cleared."""
-    interrupted: tuple[str, ...] = ()
-    """Parameters whose gradient was cleared or replaced between two backwards of the step; what counts is whether there are."""
     hyperparameters: tuple[Any, ...] = ()
     """By which numbers the optimizer updates: after this fence if ``is_committing``, else since the last one. Sent as texts."""
     is_committing: bool = False
@@ -150,12 +148,14 @@ class StepCounters:
         """By which the optimizer is going to update; looked at when it commits."""
         self.wants_stop = False
         """Whether this rank was asked to stop. It says so at every fence; what comes of it is the caller's business."""
+        self.stop_is_wanted = False
+        """Whether some rank has said at the last fence that it was asked to stop."""
         self.problems: dict[str, Problem] = {}
         """By what they are about."""
 
     def continue_from(self, other: StepCounters) -> None:
         """Take over what outlives a rebuild: the caller's wishes, and what the next fence has to hear about updates."""
-        self.step_number, self.wants_stop = other.step_number, other.wants_stop
+        self.step_number, self.wants_stop, self.stop_is_wanted = other.step_number, other.wants_stop, other.stop_is_wanted
         self.num_updates, self._missed_update = other.num_updates, other._missed_update
         self._updates = list(other._updates)
 
@@ -176,11 +176,6 @@ class StepCounters:
         problem = Problem(errors.PeerFailedError.__name__, {"phase": phase, "cause": cause})
         if is_certain or "failure" not in self.problems:
             self.problems["failure"] = problem
-
-    def note_failure_was_caught(self) -> None:
-        """Note that the caller has caught the exception of a failure and gone on."""
-        fields = self.problems["failure"].fields
-        fields["cause"] += " (caught inside the `with ddp.step():` block, which cannot go on)"
 
     def note_late(self, param: str, *, bucket: int, num_buckets: int, phase: str) -> None:
         """Note a gradient that came after its bucket was sent. The text tells of the bucket of the first one."""
@@ -224,14 +219,8 @@ class StepCounters:
         """Note what kept this rank from an update; it is told if others have made it."""
         self._missed_update = cause
 
-    def report(
-        self, *, is_committing: bool, force_all_reduce: bool, sent_buckets: bool, interrupted: Sequence[str] = ()
-    ) -> Report:
-        """Return this rank's side of the step.
-
-        Args:
-            interrupted: parameters whose gradient was cleared between two backwards.
-        """
+    def report(self, *, is_committing: bool, force_all_reduce: bool, sent_buckets: bool) -> Report:
+        """Return this rank's side of the step."""
         # Two optimizers may step in any order.
         updates = sorted(self._updates, key=str) if len(self._updates) > 1 else list(self._updates)
         if is_committing:
@@ -253,8 +242,7 @@ class StepCounters:
             self._rank,
             problems=tuple(self.problems.values()),
             missed_update=self._missed_update,
-            interrupted=tuple(interrupted),
-            fingerprint=_fingerprint(compared, bool(interrupted)),
+            fingerprint=_fingerprint(compared),
             **compared,
         )
 
@@ -297,8 +285,6 @@ class Fence:
         self._exchange: Exchange | None = None
         self.counters = StepCounters(communicator.rank, counts_skipped_forwards=policy.counts_skipped_forwards)
         """What this rank will report."""
-        self.stop_is_wanted = False
-        """Whether some rank has said at the last fence that it was asked to stop."""
 
     @property
     def is_sent(self) -> bool:
@@ -328,11 +314,11 @@ class Fence:
             if report.problems:
                 self._start_exchange(report)
 
-    def take(self, name_culprits: Callable[[], Report]) -> Sequence[Report]:
+    def take(self, name_culprits: Callable[[], object]) -> Sequence[Report]:
         """Wait for all ranks; return their reports where something is wrong, and nothing where all of them are whole.
 
         Args:
-            name_culprits: returns this rank's report again, with what a device knew before the host did.
+            name_culprits: adds to the problems of this rank what a device knew before the host did.
 
         Raises:
             MegabucketError: a rank was lost, or interrupted for good.
@@ -342,13 +328,14 @@ class Fence:
             raise errors.PhaseError("there is no fence to wait for")
         if self._asks and self._gate is not None:
             is_alike, flag, is_nonfinite = self._gate.take()
-            self.stop_is_wanted = flag == _STOP_IS_WANTED
+            self.counters.stop_is_wanted = flag == _STOP_IS_WANTED
             is_whole = is_alike and flag != _IS_BROKEN and not is_nonfinite
         else:
             is_whole = not report.problems and (self._is_nonfinite is None or not bool(self._is_nonfinite))
-            self.stop_is_wanted = self.counters.wants_stop
-        if not is_whole and self._exchange is None:
-            report = name_culprits() if self._is_nonfinite is not None and bool(self._is_nonfinite) else report
+            self.counters.stop_is_wanted = self.counters.wants_stop
+        if not is_whole and self._exchange is None and self._is_nonfinite is not None and bool(self._is_nonfinite):
+            name_culprits()
+            report = dataclasses.replace(report, problems=tuple(self.counters.problems.values()))
         reports = [] if is_whole else self._exchange_reports(report)
         self._report = None
         return reports
@@ -476,10 +463,6 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
     yield from _problems(step, reports, _FIRST_KINDS)
     yield from _disagreements(step, reports)
     yield from _problems(step, reports, (errors.LateGradientError,))
-    if by_rank := _differing(reports, lambda report: bool(report.interrupted)):
-        names = sorted({name for report in reports for name in report.interrupted})
-        what = f"steps whose gradients were cleared or replaced between two backwards ({name_list(names)})"
-        yield errors.StepMismatchError(step=step, what=what, by_rank=by_rank)
     yield from _unused(step, num_buckets, reports)
     yield from _problems(step, reports, (errors.NonFiniteGradientError,))
     if all(report.doing == _END_OF_STEP for report in reports) and (

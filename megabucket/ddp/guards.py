@@ -30,7 +30,6 @@ from megabucket.buffer import _ParamAndGradBucketGroup, dtype_name
 from megabucket.errors import (
     ConfigError,
     DetachedGradError,
-    MixedDtypeOptimizerError,
     ParametersChangedError,
     PlainOptimizerError,
     StorageMovedError,
@@ -109,15 +108,6 @@ class ModelWatch:
             return Problem(DetachedGradError.__name__, {"params": list(self._detached_grads())})
         return None
 
-    def forget_foreign_grads(self) -> None:
-        """Drop, with the step, the gradients of parameters that are in no buffer: those that came after wrapping."""
-        if self._has_same_children() and not any(map(_requires_grad, self._frozen)):
-            return
-        held = {id(slot.param) for slot in self._slots}
-        for param in self._module.parameters():
-            if id(param) not in held:
-                param.grad = None
-
     def _has_same_children(self) -> bool:
         # One view at a time: thousands of them in a list would make the garbage collector run.
         children = chain.from_iterable(map(_values, self._children))
@@ -146,12 +136,7 @@ class ModelWatch:
         return Problem(TrainabilityChangedError.__name__, {"frozen": frozen, "unfrozen": unfrozen})
 
     def _moved(self) -> Problem:
-        values_of = {
-            slot.name: values
-            for group in self._groups
-            for slot, values in zip(group.slots, group.param_values, strict=True)
-            if not is_set_to(slot.param, values)
-        }
+        values_of = moved_params(self._groups)
         in_order = tuple(name for name in self._trainable if name in values_of)
         param, values = self._trainable[in_order[0]], values_of[in_order[0]]
         has_other_form = (param.shape, param.stride()) != (values.shape, values.stride())
@@ -166,12 +151,14 @@ class ModelWatch:
                 yield slot.name
 
 
-def is_set_to(param: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether a parameter looks at the memory of ``values``, in the same shape and memory order."""
-    return _are_set_to((param,), (values,))
+def moved_params(groups: Iterable[_ParamAndGradBucketGroup]) -> dict[str, torch.Tensor]:
+    """Return, for each parameter that looks elsewhere than it must, where it must look."""
+    places = chain.from_iterable(zip(group.slots, group.param_values, strict=True) for group in groups)
+    return {slot.name: values for slot, values in places if not _are_set_to((slot.param,), (values,))}
 
 
 def _are_set_to(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
+    """Return whether parameters look at the memory of ``values``, in the same shape and memory order."""
     try:
         return all(map(torch.Tensor.is_set_to, params, values))
     except RuntimeError:  # not even comparable: on another device, say
@@ -261,10 +248,6 @@ class _StepHook:
         with self._changing:
             self._methods = (*(known for known in self._methods if known() is not None), weakref.WeakMethod(method))
 
-    def discard(self, method: _Method) -> None:
-        with self._changing:
-            self._methods = tuple(known for known in self._methods if known() not in (None, method))
-
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for known in self._methods:
             method = known()
@@ -291,15 +274,13 @@ class PlainOptimizerGuard:
         self._rank = rank
         self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # in which step
-        self._before = _hook_in(_global_optimizer_pre_hooks, register_optimizer_step_pre_hook)
-        self._after = _hook_in(_global_optimizer_post_hooks, register_optimizer_step_post_hook)
-        self._before.add(self.check)
-        self._after.add(self.note_update)
+        _hook_in(_global_optimizer_pre_hooks, register_optimizer_step_pre_hook).add(self.check)
+        _hook_in(_global_optimizer_post_hooks, register_optimizer_step_post_hook).add(self.note_update)
 
     def remove(self) -> None:
         """Stop watching."""
-        self._before.discard(self.check)
-        self._after.discard(self.note_update)
+        self._names.clear()  # no optimizer holds anything of the wrapper any more
+        self._held.clear()
 
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that has updated parameters of the wrapper: all ranks must have made as many."""
@@ -331,8 +312,7 @@ class PlainOptimizerGuard:
             PlainOptimizerError: the gradients are reduce-scattered.
             PhaseError: an error was raised about these gradients and caught.
             UnreducedGradientsError: no sync has finished on them, whatever has brought them.
-            MixedDtypeOptimizerError: the optimizer cannot mix the dtypes of parameters and gradients.
-            ConfigError: a learning rate is not finite.
+            ConfigError: a learning rate is not finite, or the optimizer cannot mix the dtypes of parameters and gradients.
         """
         held = self._held_by(optimizer)
         if not any(map(_requires_grad, held.params)):
@@ -352,19 +332,15 @@ class PlainOptimizerGuard:
         )
         self._sync.check_may_update(has_grads=any(map(is_not, grads, repeat(None))), is_stale=is_stale)
         is_picky = isinstance(optimizer, _ADAMS) or any(group.get("fused") for group in optimizer.param_groups)
-        if self._has_mixed_dtypes and is_picky:
-            self._check_dtypes(optimizer, held)
-
-    def _check_dtypes(self, optimizer: torch.optim.Optimizer, held: _Held) -> None:
-        """Say what torch's Adams and fused kernels would fail on with an internal text."""
+        if not (self._has_mixed_dtypes and is_picky):
+            return
         for name, param in zip(held.names, held.params, strict=True):
-            if param.grad is not None and param.grad.dtype != param.dtype:
-                raise MixedDtypeOptimizerError(
-                    optimizer=type(optimizer).__name__,
-                    param=name,
-                    param_dtype=dtype_name(param.dtype),
-                    grad_dtype=dtype_name(param.grad.dtype),
-                    rank=self._rank,
+            if param.grad is not None and param.grad.dtype != param.dtype:  # torch would fail on it with an internal text
+                raise ConfigError(
+                    f"torch's {type(optimizer).__name__} cannot mix dtypes in a step, and {name!r} is "
+                    f"{dtype_name(param.dtype)} with a {dtype_name(param.grad.dtype)} gradient (grad_reduce_in_fp32=True). "
+                    "Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp) works in both modes and keeps float32 "
+                    "main parameters; or set grad_reduce_in_fp32=False."
                 )
 
 

@@ -17,9 +17,9 @@
     IDLE      -> CALL       a collective call outside of a step; and back
     any       -> BROKEN     interrupted after the fence was sent, or a peer was lost; only detach() is left
 
-Hooks never raise about the step and never change the order of launches; they note what they see. Whatever goes wrong, each rank
-sends the same collectives in the same order: all buckets, then the fence. What a state means for memory stands in the phases of
-the buckets (``buffer/phases.py``).
+Hooks never raise about the step that is open and never change the order of launches; they note what they see. Whatever goes
+wrong, each rank sends the same collectives in the same order: all buckets, then the fence. What a state means for memory stands
+in the phases of the buckets (``buffer/phases.py``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from itertools import chain
-from operator import attrgetter
 from types import MappingProxyType, TracebackType
 from typing import Any, Final
 
@@ -88,6 +86,7 @@ CALLING: Final = (StepState.FENCED, StepState.CALL)
 UPDATING: Final = (StepState.FENCED, StepState.AGREED)
 """States in which the others update and gather, so that an optimizer that fails breaks the wrapper."""
 
+_CAUGHT: Final = " (caught inside the `with ddp.step():` block, which cannot go on)"
 _GROUP_ERRORS: Final = (PeerLostError, WrapperBrokenError, ForkedProcessError, GroupDestroyedError)
 """Errors that say nothing about a step: there is nobody to tell."""
 
@@ -139,18 +138,11 @@ class GradSync:
         self._backward = BackwardWatch()
         self._is_taking = False  # it has brought a gradient, and more are wanted
         self._is_last = self._may_stage = self._has_reached_outputs = False
-        self._refusal: MegabucketError | None = None  # raised at its end
 
     def continue_from(self, other: GradSync) -> None:
         """Take over what outlives a rebuild."""
         self.step, self.last_error, self.force_all_reduce = other.step, other.last_error, other.force_all_reduce
-        self._fence.stop_is_wanted = other.stop_is_wanted
         self.counters.continue_from(other.counters)
-
-    @property
-    def stop_is_wanted(self) -> bool:
-        """Whether some rank has said at the last fence that it was asked to stop."""
-        return self._fence.stop_is_wanted
 
     @property
     def is_reduced(self) -> bool:
@@ -210,35 +202,36 @@ class GradSync:
         if self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.policy.is_sharded):
             self.enter(StepState.OPEN)
 
-    def enter_block(self) -> None:
+    # ``with ddp.step():`` is two methods, not a generator: into one no StopIteration can be thrown, which ends a data loader.
+
+    def __enter__(self) -> None:
         """Begin a ``step()`` block: whatever fails in it belongs to the step."""
         self.begin_step()
         self._num_blocks += 1
 
-    def leave_block(self, error: BaseException | None) -> MegabucketError | None:
-        """End a ``step()`` block; return the error of all ranks about the step that ``error`` has ended, if it has.
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        """End a ``step()`` block: whatever has gone wrong inside ends as the same error on all ranks.
 
         Raises:
-            MegabucketError: a forward or backward has failed in the block, and the caller has caught the exception.
+            MegabucketError: the error all ranks agreed on, from the exception of this rank; also where the caller has caught
+                that of a forward or backward in the block.
         """
         self._num_blocks -= 1
         if error is None:
             self.settle()
-            return None
+            return
         if error is self.last_error or self.state is StepState.BROKEN or isinstance(error, _GROUP_ERRORS):
-            return None
+            return
         if self.state is StepState.GIVING_UP and not self._fence.is_sent:
             self.counters.note_failure(self._communicator.progress.phase, describe(error), is_certain=True)
         elif not self.is_between_steps:
             self.fail(self._communicator.progress.phase, error)
         elif self._awaits_update:
             self.counters.note_missed_update(describe(error))
-        if self.state is not StepState.GIVING_UP:
-            return None
-        if not isinstance(error, Exception):
+        if self.state is StepState.GIVING_UP:
+            if isinstance(error, Exception):
+                raise self.conclude_giving_up() from error
             self._send_failure()  # an interrupt does not wait for other ranks
-            return None
-        return self.conclude_giving_up()
 
     @property
     def _awaits_update(self) -> bool:
@@ -273,8 +266,8 @@ class GradSync:
             position: of the parameter in the group.
         """
         group = self.groups[index]
-        if not self._is_taking and not self._begin_taking(group, position):
-            return
+        if not self._is_taking:
+            self._begin_taking(group, position)
         if group.grad_phase is not GradPhase.ACCUMULATING:
             self._note_late(group, position)
         elif group.receive(position, counts=self._is_last, may_stage=self._may_stage) and self.policy.overlaps_grads:
@@ -282,18 +275,16 @@ class GradSync:
             while self._num_launched < len(self.groups) and self.groups[self._num_launched].is_complete:
                 self._launch_next()
 
-    def _begin_taking(self, group: _ParamAndGradBucketGroup, position: int) -> bool:
-        """Begin with the first gradient of a backward; return whether the gradient is wanted.
+    def _begin_taking(self, group: _ParamAndGradBucketGroup, position: int) -> None:
+        """Begin with the first gradient of a backward.
 
-        It is not if this rank has dropped a step that others take, which is an error of this whole backward.
+        Raises:
+            StepMismatchError: this rank has dropped a step that others take.
         """
         if not self._backward.is_open:
             self._open_backward()
-        if self._refusal is None and self.is_reduced:
-            self._refusal = self._start_unasked(group, position)
-        if self._refusal is not None:
-            group.slots[position].param.grad = None
-            return False
+        if self.is_reduced:
+            self._start_unasked(group, position)
         self._is_taking, self._is_last = True, self._no_sync_depth == 0
         # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
         self._may_stage = not (torch.is_grad_enabled() or any(self._backward_hooks))
@@ -301,12 +292,9 @@ class GradSync:
             self.enter(StepState.LAUNCHING)
         elif self.state is not StepState.LAUNCHING:
             self.enter(StepState.OPEN)
-        return True
 
-    def _start_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> MegabucketError | None:
+    def _start_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> None:
         """Start a step because a gradient arrives: plain torch code may clear gradients without telling us.
-
-        Returns the error about the last step, if others step on it.
 
         After an all-reduce a cleared gradient (``None``) starts anew. One that was zeroed in place, or kept, is accumulated on
         and reduced again: the mean of equal values is that value, as with torch's own accumulation. A sum would count the
@@ -320,11 +308,12 @@ class GradSync:
             kept = []
         try:
             self._vote_to_drop()
-        except MegabucketError as error:
-            return error
+        except MegabucketError:
+            own.param.grad = None
+            self._backward.is_open = False  # that this backward ends here is about the last step, not the next one
+            raise
         self._reopen()
         self.counters.kept = tuple(slot.name for slot in kept)
-        return None
 
     def _reopen(self) -> None:
         for group in self.groups:
@@ -344,12 +333,8 @@ class GradSync:
         """Finish the sync where the end of a backward does. Called by autograd; what is raised leaves ``backward()``.
 
         Raises:
-            MegabucketError: the step is not whole on some rank, or others take one that this rank has dropped.
+            MegabucketError: the step is not whole on some rank.
         """
-        refusal, self._refusal = self._refusal, None
-        if refusal is not None:
-            self._backward.is_open = False
-            raise refusal
         with self.leaving_no_mess("backward"):
             self._backward.is_open = False
             has_received, self._is_taking = self._is_taking, False
@@ -385,10 +370,8 @@ class GradSync:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
         for group in self.groups:
             group.drop_staged()
-        refusal, self._refusal = self._refusal, None
         self._is_taking = self._backward.is_open = False
-        if refusal is None:
-            self.fail("backward", None)
+        self.fail("backward", None)
 
     def pause(self) -> None:
         """Note that the caller does something of its own now."""
@@ -471,16 +454,12 @@ class GradSync:
                 problems.setdefault("unused", Problem(UnusedParameterError.__name__, fields)).fields["params"] += unused
             if group.finite_test.flag is not None:
                 flags.append(group.finite_test.flag)
-        self._fence.send(self._report(is_committing=is_committing, sent_buckets=True), flags)
+        self._fence.send(self._report(is_committing=is_committing), flags)
         self.enter(StepState.FENCED)
 
-    def _report(self, *, is_committing: bool = False, sent_buckets: bool = False) -> Report:
-        interrupted = list(chain.from_iterable(map(attrgetter("interrupted"), self.groups)))
+    def _report(self, *, is_committing: bool = False) -> Report:
         return self.counters.report(
-            is_committing=is_committing,
-            force_all_reduce=self.force_all_reduce,
-            sent_buckets=sent_buckets,
-            interrupted=interrupted,
+            is_committing=is_committing, force_all_reduce=self.force_all_reduce, sent_buckets=not self.is_reduced
         )
 
     def _note_nonfinite(self) -> None:
@@ -500,18 +479,14 @@ class GradSync:
         counts = {"num_buckets": len(self.groups), "num_others": len(found) - 1}
         return {"param": first.param, "bucket": bucket, "finding": first.finding, **counts}
 
-    def _take_verdict(self, *, is_vote: bool = False) -> None:
+    def _take_verdict(self) -> None:
         """Wait for the fence.
 
         Raises:
             MegabucketError: what all ranks raise. The step is over, and forgotten, on all of them.
         """
-
-        def name_culprits() -> Report:
-            self._note_nonfinite()
-            return self._report(sent_buckets=not is_vote)
-
-        reports = self._fence.take(name_culprits)
+        is_vote = self.is_reduced
+        reports = self._fence.take(self._note_nonfinite)
         if not reports:
             return
         error = resolve_error(self.step - is_vote, len(self.groups), reports)
@@ -525,10 +500,11 @@ class GradSync:
         self._drop(error, takes_part=any(report.sent_buckets for report in reports), is_vote=is_vote)
         raise error
 
-    def _drop(self, error: MegabucketError, *, takes_part: bool, is_vote: bool = False) -> None:
+    def _drop(self, error: MegabucketError | None, *, takes_part: bool = False, is_vote: bool = False) -> None:
         """Forget a step together with all ranks.
 
         Args:
+            error: why; ``None`` where all of them wish it.
             takes_part: whether the buckets of some rank are on their way, and need this rank.
         """
         was_late = self.counters.late_phase == GradPhase.IN_FLIGHT.value
@@ -542,11 +518,10 @@ class GradSync:
                 group.finish_grad_sync()
             if was_late:
                 group.readiness.end_step(unlearns=True)  # the model has changed its ways, probably in other groups, too
-        if self._watch is not None:
-            self._watch.forget_foreign_grads()
-        self.last_error = self.dropped = error
+        if error is not None:
+            self.last_error = self.dropped = error
         self.step += not is_vote
-        self.counters.start_step(is_over=True)
+        self.counters.start_step(is_over=error is not None)
         self._forget()
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
 
@@ -562,7 +537,7 @@ class GradSync:
         if self._sum_tests and (fields := self._nonfinite_fields(self._sum_tests)):  # on every rank: all hold the same sum
             error = NonFiniteGradientError(step=self.step, rank=None, **fields)
             if not self.policy.skips_nonfinite:
-                self._drop(error, takes_part=False)
+                self._drop(error)
                 raise error
             self.skip_reason = str(error)
         self.step += 1
@@ -582,7 +557,7 @@ class GradSync:
         with self.leaving_no_mess("the gradient sync"):
             self._fence.send(self._report(is_committing=is_committing))
             self.enter(StepState.FENCED)
-            self._take_verdict(is_vote=True)
+            self._take_verdict()
             self.counters.start_step()
             self.enter(StepState.AGREED)
 
@@ -610,18 +585,12 @@ class GradSync:
         if self.state is StepState.LAUNCHING:
             self.counters.note_dropped_step()
             with self.leaving_no_mess("zero_grad()"):
-                for group in self.groups:
-                    group.readiness.end_step()
                 self._send_fence()
                 self._take_verdict()
-                for group in self.groups:
-                    group.finish_grad_sync()
-                self.step += 1
-                self.counters.start_step()
-                self._communicator.progress.enter(self.step, BETWEEN_STEPS)
+                self._drop(None)
         else:
             self._vote_to_drop()
-        self._forget()
+            self._forget()
         self.counters.forget_grads()
         self.dropped = None
         if was_open and self._num_blocks:
@@ -654,7 +623,7 @@ class GradSync:
         if self.state is StepState.GIVING_UP:
             # What a backward has brought before it failed cannot be told apart from what the step had before.
             was_caught = not self._fence.is_sent
-            error = self.conclude_giving_up(was_caught=was_caught)
+            error = self.conclude_giving_up()
             if was_caught or raises_again:
                 raise error
 
@@ -674,7 +643,8 @@ class GradSync:
         self._is_taking = False
         # Inside a ``step()`` block the exception is known whole at its end, unless the caller catches it before.
         is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
-        self.counters.note_failure(phase, "an exception" if is_deferred and error is None else describe(error))
+        cause = "an exception" if is_deferred and error is None else describe(error)
+        self.counters.note_failure(phase, cause + _CAUGHT * is_deferred)
         if self.is_reduced and not (self.state is StepState.AGREED and self.policy.is_sharded):
             self._reopen()  # a step has begun since
         self.state = StepState.GIVING_UP
@@ -683,33 +653,25 @@ class GradSync:
 
     def _send_failure(self) -> None:
         """Send what is left of the schedule and the fence, without waiting. May be called again after an interrupt."""
-        is_vote = self.is_reduced
         try:
-            if not is_vote:
+            if not self.is_reduced:
                 for group in self.groups:
                     group.start_dropped_sync()
             for group in self.groups:
                 group.withdraw_grads()  # this rank is through with the step, so the caller may clear gradients in any way
             if not self._fence.is_sent:
-                self._fence.send(self._report(sent_buckets=not is_vote))
+                self._fence.send(self._report())
         except MegabucketError as cause:  # the group is gone: there is nobody to tell
             self.state, self.broken = StepState.BROKEN, self.broken or cause
 
-    def conclude_giving_up(self, *, was_caught: bool = False) -> MegabucketError:
-        """Wait for the others; return the error that all ranks raise about the step that this rank has given up.
-
-        Args:
-            was_caught: whether the caller has caught the exception inside a ``step()`` block, and gone on.
-        """
-        is_vote = self.is_reduced
-        if was_caught:
-            self.counters.note_failure_was_caught()
+    def conclude_giving_up(self) -> MegabucketError:
+        """Wait for the others; return the error that all ranks raise about the step that this rank has given up."""
         with self.leaving_no_mess("the gradient sync", (StepState.GIVING_UP,)):
             self._send_failure()
             if self.broken is not None:
                 raise self.broken.copy()
             try:
-                self._take_verdict(is_vote=is_vote)
+                self._take_verdict()
             except MegabucketError as error:
                 if error is self.last_error:
                     return error
@@ -864,24 +826,3 @@ class GradSync:
                 f"{operation} would touch the gradients of bucket groups {busy[:5]} while a collective owns them; "
                 "call finish_grad_sync() first."
             )
-
-
-class GuardedStep:
-    """``with ddp.step():`` -- whatever goes wrong inside ends as the same error on all ranks.
-
-    A class, not a generator: into a generator no ``StopIteration`` can be thrown, which is how a data loader ends.
-
-    Raises:
-        MegabucketError: the error all ranks agreed on, from the exception of this rank.
-    """
-
-    def __init__(self, sync: GradSync) -> None:
-        self._sync = sync
-
-    def __enter__(self) -> None:
-        self._sync.enter_block()
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        agreed = self._sync.leave_block(error)
-        if agreed is not None and agreed is not error:
-            raise agreed from error

@@ -7,9 +7,8 @@ which ones cannot be: every refusal names the parameter, the reason and the way 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from itertools import pairwise
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from megabucket.comm import Communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, resolve_step
 from megabucket.ddp.fence import Entry, Fence
-from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, is_set_to
+from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
 from megabucket.ddp.hooks import register_hooks
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.ddp.step import GradSync
@@ -127,57 +126,34 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
 
 
 def _check_disjoint_memory(module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter]) -> None:
-    """Refuse a trainable parameter that shares memory with another tensor: it would move away and the tie would be lost."""
-    by_storage: dict[int, dict[str, torch.Tensor]] = {}
+    """Refuse a trainable parameter that shares memory with another tensor: it would move away and the tie would be lost.
+
+    Views that lie between one another, such as the columns of one matrix, count as sharing: only their ranges are compared.
+    """
+    others = [(name, tensor) for name, tensor in module.named_parameters() if name not in trainable]
     # Trainable parameters last, so that the later one of a pair is a parameter that would move.
-    for name, tensor in [*module.named_buffers(), *_frozen(module, trainable), *trainable.items()]:
-        if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), {})[name] = tensor.detach()
-    for tensors in by_storage.values():
-        moving = [name for name in tensors if name in trainable]
-        if moving and len(tensors) > 1 and _ranges_overlap(tensors.values()):
-            _check_no_byte_twice(tensors, moving)
-
-
-def _frozen(module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for name, param in module.named_parameters():
-        if name not in trainable and not isinstance(param, UninitializedParameter):
-            yield name, param
-
-
-def _ranges_overlap(tensors: Iterable[torch.Tensor]) -> bool:
-    ranges = sorted(_byte_range(tensor) for tensor in tensors)
-    return any(start < stop for (_, stop), (start, _) in pairwise(ranges))
+    device = next(iter(trainable.values())).device
+    tensors = [
+        (name, tensor)
+        for name, tensor in [*module.named_buffers(), *others, *trainable.items()]
+        if tensor.device == device and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and tensor.nbytes
+    ]
+    farthest, owner = 0, 0  # where the memory of those before ends, and the one that ends there
+    for start, stop, index in sorted((*_byte_range(tensor), index) for index, (_, tensor) in enumerate(tensors)):
+        earlier, name = tensors[min(index, owner)][0], tensors[max(index, owner)][0]
+        if start < farthest and name in trainable:
+            raise UnsupportedParameterError(
+                param=name,
+                reason=f"it shares memory with {earlier!r} but is a different tensor, so the tie would be lost",
+                remedy="Register the same Parameter object under both names, or clone() one of them before wrapping.",
+            )
+        if stop > farthest:
+            farthest, owner = stop, index
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
-
-
-def _check_no_byte_twice(tensors: Mapping[str, torch.Tensor], moving: Sequence[str]) -> None:
-    """Mark the bytes of each tensor, because overlapping ranges need not share any: the columns of one matrix do not."""
-    storage_bytes = next(iter(tensors.values())).untyped_storage().nbytes()
-    owners = torch.full((storage_bytes,), -1, dtype=torch.int32)
-    for index, (name, tensor) in enumerate(tensors.items()):
-        own = _bytes_of(owners, tensor)
-        earlier = int(own.max())
-        if name in moving and earlier >= 0:
-            raise UnsupportedParameterError(
-                param=name,
-                reason=f"it shares memory with {list(tensors)[earlier]!r} but is a different tensor, so the tie would be lost",
-                remedy="Register the same Parameter object under both names, or clone() one of them before wrapping.",
-            )
-        own.fill_(index)
-
-
-def _bytes_of(owners: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the view of ``owners`` (one element per byte of the storage) that a tensor covers."""
-    bytes_per_element = tensor.itemsize
-    # An expanded dimension covers the same bytes again and again: once is enough, and it could not be filled.
-    shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    strides = [stride * bytes_per_element for stride in tensor.stride()]
-    return owners.as_strided([*shape, bytes_per_element], [*strides, 1], tensor.storage_offset() * bytes_per_element)
 
 
 # What must be equal on all ranks #
@@ -199,23 +175,21 @@ def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig
     fields |= {name: None if names is None else f"{len(names)} names" for name, names in lists.items()}
     entries += [(f"config {name}={value}",) for name, value in fields.items()]
     first_name_of: dict[int, str] = {}
-    marks: list[Entry] = []  # last, so that one rank's do not shift what follows
     for name, param in module.named_parameters(remove_duplicate=False):
-        entries.append(_entry_of(name, param, () if param.requires_grad else ("frozen",)))
-        if first_name_of.setdefault(id(param), name) is not name:
-            marks.append(("alias", name, "of", first_name_of[id(param)]))
-            continue
-        if getattr(param, "shared_embedding", False):
-            marks.append((name, "with shared_embedding"))
-        if param.grad is not None and param.requires_grad:
-            marks.append((name, "with a gradient from before wrapping"))
-    entries += [_entry_of(name, buffer, ("buffer",)) for name, buffer in module.named_buffers(remove_duplicate=False)]
-    # Name by name, so that an error shows the ones that differ; late, because lists of two lengths shift what follows.
-    entries += [(f"config {field}[{i}]={name}",) for field, names in lists.items() for i, name in enumerate(names or ())]
-    return [*entries, *marks]
+        first_name = first_name_of.setdefault(id(param), name)
+        facts = {
+            "frozen": not param.requires_grad,
+            f"tied to {first_name}": first_name is not name,
+            "with shared_embedding": getattr(param, "shared_embedding", False),
+            "with a gradient from before wrapping": param.grad is not None and param.requires_grad,
+        }
+        entries.append(_entry_of(name, param, *(fact for fact, holds in facts.items() if holds)))
+    entries += [_entry_of(name, buffer, "buffer") for name, buffer in module.named_buffers(remove_duplicate=False)]
+    # Name by name, so that an error shows the ones that differ; last, because lists of two lengths shift what follows.
+    return entries + [(f"config {field}[{i}]={name}",) for field, names in lists.items() for i, name in enumerate(names or ())]
 
 
-def _entry_of(name: str, tensor: torch.Tensor, role: tuple[str, ...]) -> Entry:
+def _entry_of(name: str, tensor: torch.Tensor, *facts: str) -> Entry:
     """Return name, shape, dtype, and what else decides how a tensor is laid out in a buffer and sent."""
     place: tuple[object, ...] = ()
     if tensor.is_meta:
@@ -224,7 +198,7 @@ def _entry_of(name: str, tensor: torch.Tensor, role: tuple[str, ...]) -> Entry:
         place = (str(tensor.layout),)
     elif not tensor.is_contiguous():
         place = ("strides", *tensor.stride())
-    return (name, tuple(tensor.shape), dtype_name(tensor.dtype), *place, *role)
+    return (name, tuple(tensor.shape), dtype_name(tensor.dtype), *place, *facts)
 
 
 def exchange_device(module: torch.nn.Module) -> torch.device:
@@ -258,14 +232,8 @@ class Wrapping:
         self.module, self.policy = module, resolve_step(config)
         params, self.layout = _agree_on_model(module, config, communicator)
         self.param_names = {param: name for name, param in params.items()}
-        self.buffers = _attach(self.layout, params, communicator)
+        self.buffers, self.groups = _attach(self.layout, params, self.policy, communicator)
         self._is_attached = True
-        try:
-            self.groups = _make_groups(self.layout, self.buffers, self.policy, communicator)
-        except BaseException:
-            for buffer in self.buffers:
-                buffer.detach()
-            raise
         watch = ModelWatch(module, params, self.groups) if self.policy.watches_model else None
         modules = list(module.modules())
         backward_hooks = [hooks for part in modules for hooks in (part._backward_hooks, part._backward_pre_hooks)]
@@ -288,13 +256,7 @@ class Wrapping:
 
     def find_obstacle(self) -> PhaseError | None:
         """Return why the module cannot be taken as it is now, or ``None``."""
-        spoiled = [
-            slot.name
-            for group in self.groups
-            if self._is_attached and group.param_phase is not ParamPhase.GATHERED
-            for slot, values in zip(group.slots, group.param_values, strict=True)
-            if not is_set_to(slot.param, values)
-        ]
+        spoiled = list(moved_params(group for group in self.groups if group.param_phase is not ParamPhase.GATHERED))
         if not spoiled:
             return None
         return PhaseError(
@@ -468,10 +430,11 @@ _NO_STEP: Final = resolve_step(DistributedDataParallelConfig())
 
 
 def _attach(
-    layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], communicator: Communicator
-) -> list[ParamAndGradBuffer]:
-    """Move the parameters into buffers, on all ranks or on none."""
+    layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], policy: StepPolicy, communicator: Communicator
+) -> tuple[list[ParamAndGradBuffer], list[_ParamAndGradBucketGroup]]:
+    """Move the parameters into buffers, on all ranks or on none; return these and their bucket groups in launch order."""
     buffers: list[ParamAndGradBuffer] = []
+    groups: list[_ParamAndGradBucketGroup] = []
     device = next(iter(params.values())).device
     with ExitStack() as undo:
         failure = None
@@ -479,22 +442,14 @@ def _attach(
             for buffer_layout in layout.buffers:
                 buffers.append(ParamAndGradBuffer(buffer_layout, params))
                 undo.callback(buffers[-1].detach)
+            buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]
+            for index, batch in enumerate([buckets] if policy.is_one_batch else [[bucket] for bucket in buckets]):
+                groups.append(_ParamAndGradBucketGroup(batch, index=index, communicator=communicator, policy=policy))
         except Exception as error:
             failure = error
         _agree(communicator, "wrap: buffers", [], failure, device)
         undo.pop_all()
-    return buffers
-
-
-def _make_groups(
-    layout: ModelLayout, buffers: list[ParamAndGradBuffer], policy: StepPolicy, communicator: Communicator
-) -> list[_ParamAndGradBucketGroup]:
-    buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]
-    batches = [buckets] if policy.is_one_batch else [[bucket] for bucket in buckets]
-    return [
-        _ParamAndGradBucketGroup(batch, index=index, communicator=communicator, policy=policy)
-        for index, batch in enumerate(batches)
-    ]
+    return buffers, groups
 
 
 def restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:

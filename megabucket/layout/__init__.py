@@ -1,14 +1,12 @@
 """Where parameters lie: pure data and arithmetic, importable without torch."""
 
 from megabucket.layout.build import build_layout
-from megabucket.layout.invariants import BUFFER_INVARIANTS, check_layout
 from megabucket.layout.layout import BucketId, BucketLayout, BufferLayout, ModelLayout, ParamSlot, Span, launch_order
 from megabucket.layout.serialize import layout_diff
 from megabucket.layout.shards import ShardOwners, ShardSlice, shard_owners, shard_slices
 from megabucket.layout.spec import BufferKey, ParamSpec
 
 __all__ = [
-    "BUFFER_INVARIANTS",
     "BucketId",
     "BucketLayout",
     "BufferKey",
@@ -20,7 +18,6 @@ __all__ = [
     "ShardSlice",
     "Span",
     "build_layout",
-    "check_layout",
     "launch_order",
     "layout_diff",
     "shard_owners",

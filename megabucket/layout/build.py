@@ -73,7 +73,7 @@ def build_layout(
             num_shards=group_size if padded else 1,
             bucket_size=resolve_bucket_size(
                 config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=dtype_bytes(key.grad_dtype)
-            ),
+            ).numel,
             start_alignment=START_ALIGNMENT if padded else 1,
             end_multiple=bucket_end_multiple(config, group_size),
         )

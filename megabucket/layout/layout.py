@@ -1,7 +1,7 @@
 """The layout as data: where each parameter lies, how buffers are cut into buckets. No torch, no decisions.
 
-``build`` makes these values, ``shards`` says who owns what of them, ``serialize`` reads and writes them, ``invariants`` checks
-them. All positions count elements and all ranges are half-open.
+``build`` makes these values, ``shards`` says who owns what of them, ``serialize`` reads and writes them,
+``megabucket.testing.invariants`` checks them. All positions count elements and all ranges are half-open.
 
 ::
 

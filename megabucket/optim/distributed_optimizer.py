@@ -18,7 +18,7 @@ from megabucket.ddp.step import CALLING, UPDATING, StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
 from megabucket.optim.shards import MainShard, Sharding
-from megabucket.optim.state_dict import pack, unpack
+from megabucket.optim.state_dict import pack
 
 _buffer_grads: Final = attrgetter("buffer_grads")
 
@@ -75,9 +75,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.torch_optimizer = torch_optimizer
         self.ddp = ddp
         self._is_sharded = ddp.policy.is_sharded
-        self._sharding = Sharding(torch_optimizer, ddp)
+        self.sharding = Sharding(torch_optimizer, ddp)
+        """The shards, for checkpoints."""
         self._returns_grad_norm = returns_grad_norm
-        self._sharding.shard(clip_grad=clip_grad, returns_grad_norm=returns_grad_norm, label="DistributedOptimizer()")
+        self.sharding.shard(clip_grad=clip_grad, returns_grad_norm=returns_grad_norm, label="DistributedOptimizer()")
         self.clip_grad = float(clip_grad)
         self._begin_on_shards()
         ddp.follow_rebuilds(self)
@@ -88,8 +89,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
         has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
         self._computes_norm = self._returns_grad_norm or has_untested_sums or not (policy.has_fence and policy.tests_finite)
-        # Weights loaded after this point reach the main parameters at the next step.
-        self._num_value_changes = self.ddp.num_value_changes
 
     # Rebuilding #
 
@@ -100,7 +99,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerParametersError: the state of a shard cannot be told apart by parameter. Nothing was changed.
             PeerFailedError: another rank's cannot.
         """
-        self._sharding.undo()
+        self.sharding.undo()
 
     def after_rebuild(self) -> None:
         """Shard anew. Called by the wrapper.
@@ -110,7 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             LayoutMismatchError: groups or step counts are not the same on all ranks.
             PeerFailedError: another rank could not shard.
         """
-        self._sharding.shard(clip_grad=self.clip_grad, returns_grad_norm=self._returns_grad_norm, label="rebuild: optimizer")
+        self.sharding.shard(clip_grad=self.clip_grad, returns_grad_norm=self._returns_grad_norm, label="rebuild: optimizer")
         self._begin_on_shards()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,33 +121,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             OptimizerParametersError: one of the parameters is in a group already.
         """
-        self._sharding.add_param_group(param_group)
+        self.sharding.members.add_group(param_group)
 
     # The optimizer that does the arithmetic shows through #
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the torch optimizer, holding shards; hyperparameters may be read and written."""
-        return self.torch_optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of the torch optimizer, by shard."""
-        return self.torch_optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the torch optimizer."""
-        return self.torch_optimizer.defaults
-
     def __getattr__(self, name: str) -> Any:
-        """Forward what ``torch.optim.Optimizer`` would have set up in its constructor (hooks and the like)."""
+        """Forward what ``torch.optim.Optimizer`` would have set up in its constructor: groups, state by shard, defaults, hooks.
+
+        ``param_groups`` are those of the torch optimizer, holding shards; hyperparameters may be read and written.
+        """
         if name in ("torch_optimizer", "ddp"):
             raise AttributeError(name)
         return getattr(self.torch_optimizer, name)
 
     def __repr__(self) -> str:
-        kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self._sharding.shards)
+        kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self.sharding.shards)
         return f"DistributedOptimizer on {kind} ({num_shards} flat tensors on this rank) of\n{self.torch_optimizer!r}"
 
     # A step #
@@ -179,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else CALLING):
             for group in sync.agree(is_committing=self._is_sharded):
                 if needs_norm and self._is_sharded:  # while others are on their way
-                    squares += map(sum_of_squares, map(_buffer_grads, self._sharding.shards_of_group[group.index]))
+                    squares += map(sum_of_squares, map(_buffer_grads, self.sharding.shards_of_group[group.index]))
             self.ddp.communicator.progress.enter(sync.step, "optimizer")
             if sync.skip_reason:
                 sync.end_update()
@@ -196,14 +183,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if sync.is_reduced and sync.state is not StepState.AGREED:
             raise PhaseError("step() was called twice on the same gradients; run backward and zero_grad() between two steps.")
         try:
-            self._sharding.check_is_current()
-            self._sharding.check_shards_are_untouched()
+            self.sharding.check_is_current()
+            self.sharding.check_shards_are_untouched()
             check_learning_rates(self.torch_optimizer.param_groups)
             hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
             sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)))
-            self._refresh()
+            self.sharding.refresh()
         except Exception as error:
-            if self._sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else another has taken its place
+            if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else another has taken its place
                 sync.refuse_update(error)
             if self._is_sharded and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
                 self._global_norm.of([torch.tensor(math.nan)])  # the others ask for nothing else before they update
@@ -213,12 +200,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             unreduced = UnreducedGradientsError(rank=self.ddp.communicator.rank)
             sync.refuse_update(unreduced)
             raise unreduced
-
-    def _refresh(self) -> None:
-        """Let parameters and main parameters be what the last step, or a load since, has left."""
-        self.ddp.finish_param_sync()  # a bucket that no forward waited for may still be on its way into the buffer
-        if self._num_value_changes != self.ddp.num_value_changes:
-            self.reload_main_params()
 
     def _take_published_grads(self) -> None:
         """Let what the caller did to ``param.grad`` after the all-reduce count, as it would with a plain optimizer.
@@ -243,7 +224,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _update(self, squares: list[torch.Tensor], *, needs_norm: bool) -> StepResult:
         """Step on the shards where the gradient norm is finite, and gather what has come of it."""
-        sync, shards, norm = self.ddp.sync, self._sharding.shards, math.nan
+        sync, shards, norm = self.ddp.sync, self.sharding.shards, math.nan
         grads = list(map(MainShard.load_grad, shards))
         if needs_norm:
             norm = self._global_norm.of(squares or map(sum_of_squares, map(_buffer_grads, shards)))
@@ -270,7 +251,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return StepResult(updated=True, grad_norm=norm, reason="")
 
     def _why_not_finite(self, norm: float) -> str:
-        names = [name for shard in self._sharding.shards for name in shard.params_with_nonfinite_grad()]
+        names = [name for shard in self.sharding.shards for name in shard.params_with_nonfinite_grad()]
         if names:
             culprit = f"not finite in this rank's shard of {name_list(names)}"
         elif self._is_sharded and self.ddp.communicator.size > 1:
@@ -288,10 +269,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         ``load_state_dict`` on the module needs no call: it is noticed.
         """
-        self._sharding.check_is_current()
-        for shard in self._sharding.shards:
-            shard.reload_values()
-        self._num_value_changes = self.ddp.num_value_changes
+        self.sharding.reload()
 
     # State #
 
@@ -307,8 +285,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerParametersError: the state of a shard cannot be told apart by parameter.
             PeerFailedError: another rank cannot give its part.
         """
-        self._settle_together("state_dict()")
-        return pack(self.torch_optimizer, self._sharding.members, self._sharding.whole_state())
+        failure: MegabucketError | None = None
+        try:
+            self.sharding.settle("state_dict()")
+        except MegabucketError as error:
+            failure = error
+        self.ddp.sync.call("state_dict()", failure=failure)
+        return pack(self.torch_optimizer, self.sharding.members.by_group(), self.sharding.whole_state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state that ``state_dict`` gave, with any number of ranks, in any mode, or one of plain torch.
@@ -322,35 +305,4 @@ class DistributedOptimizer(torch.optim.Optimizer):
             LayoutMismatchError: ranks load different state.
             PeerFailedError: another rank cannot load it.
         """
-        self._settle_together("load_state_dict()")
-        names: dict[torch.Tensor, str] = {param: name for name, param in self.ddp.module.named_parameters()}
-        self._sharding.load(lambda: unpack(self.torch_optimizer, self._sharding.members, names, state_dict))
-        # Main values that do not round to the weights, now or after these were loaded, go at the next step.
-        self._num_value_changes = -1
-
-    def _settle_together(self, operation: str) -> None:
-        failure: MegabucketError | None = None
-        try:
-            self.settle_values(operation)
-        except MegabucketError as error:
-            failure = error
-        self.ddp.sync.call(operation, failure=failure)
-
-    def settle_values(self, operation: str) -> None:
-        """Make parameters and main parameters what the last step has left, for whoever reads them all.
-
-        Raises:
-            PhaseError: a step is open, or the optimizer is not the current one.
-        """
-        self._sharding.check_is_current()
-        self.ddp.sync.check_between_steps(operation)
-        self._refresh()
-
-    def note_values_are_loaded(self) -> None:
-        """Note that main parameters and parameters were written alike."""
-        self._num_value_changes = self.ddp.num_value_changes
-
-    @property
-    def sharding(self) -> Sharding:
-        """The shards, for checkpoints."""
-        return self._sharding
+        self.sharding.load(state_dict)

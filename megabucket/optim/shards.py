@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
@@ -33,12 +32,12 @@ from megabucket.optim.state_dict import (
     ShardHolder,
     ShardState,
     StateCutter,
-    Unpacked,
     WholeState,
     in_memory_order,
     main_dtype,
     set_groups,
     state_of_empty_params,
+    unpack,
     unshard,
 )
 
@@ -46,10 +45,19 @@ _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
 _WITHHELD: Final = frozenset({WithheldGrad, type(None)})
 _WITHHELD_BECAUSE: Final = (
-    "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction that is "
-    "under way, and one rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0), and read the norm over all "
-    "ranks from what step() returns; after an all-reduce torch.nn.utils.clip_grad_norm_(ddp.parameters(), ...) is right, too. "
+    "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction, and one "
+    "rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0); its step() returns the norm over all ranks. "
     "Call step() and zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
+)
+
+
+_NOT_IN_WRAPPER: Final = (
+    "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
+    "Build the optimizer over the wrapped parameters; before ddp.rebuild(), put new ones into the module or out of the group.",
+)
+_IN_NO_GROUP: Final = (
+    "trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
+    "Add them with optimizer.add_param_group(), or freeze them with requires_grad_(False), before wrapping or ddp.rebuild().",
 )
 
 
@@ -81,7 +89,6 @@ class MainShard:
         self.main = torch.nn.Parameter(self._model_values.to(dtype))  # 1D, float32 or float64
         same_dtype = self.buffer_grads.dtype == self.main.dtype
         self.grad = self.buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
-        self._widens_grad = not same_dtype
         self.withheld = WithheldGrad(
             self.grad,
             what=f"the gradient of a flat shard ({name_list(run.params)})",
@@ -99,7 +106,7 @@ class MainShard:
 
     def load_grad(self) -> torch.Tensor:
         """Make ``grad`` the reduced gradient of this step, and return it."""
-        if self._widens_grad:
+        if self.grad is not self.buffer_grads:
             self.grad.copy_(self.buffer_grads)
         return self.grad
 
@@ -196,7 +203,7 @@ class GroupMembers:
         return [tensor for tensor in in_groups if tensor not in self._stand_ins and tensor.requires_grad]
 
     def add_group(self, group: dict[str, object]) -> None:
-        """Add a group to the optimizer.
+        """Add a group to the optimizer; its parameters get shards when the optimizer is sharded next.
 
         Raises:
             OptimizerParametersError: some of its parameters are in a group already.
@@ -256,36 +263,18 @@ class GroupMembers:
                     group_of[name] = index
                 elif tensor.requires_grad and not self._has_left(tensor, params):
                     foreign.append(f"group {index}, parameter {position}, shape {tuple(tensor.shape)}")
-        self._check_none(foreign, twice, left_out=[name for name in names.values() if name not in group_of])
+        left_out = [name for name in names.values() if name not in group_of]
+        for wrong, problem, remedy in (
+            (foreign, *_NOT_IN_WRAPPER),
+            (twice, "the optimizer has the same parameter twice", "Put each parameter into one group."),
+            (left_out, *_IN_NO_GROUP),
+        ):
+            if wrong:
+                raise OptimizerParametersError(problem=problem, params=wrong, remedy=remedy)
         return group_of
 
-    def _check_none(self, foreign: Sequence[str], twice: Sequence[str], *, left_out: Sequence[str]) -> None:
-        is_rebuilding = bool(self._once_in_module)
-        if foreign:
-            raise OptimizerParametersError(
-                problem="the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
-                params=foreign,
-                remedy="Put them into the wrapped module, or take them out of the group, and call ddp.rebuild() again."
-                if is_rebuilding
-                else "Build the optimizer over the parameters of the wrapped module, after wrapping it.",
-            )
-        if twice:
-            raise OptimizerParametersError(
-                problem="the optimizer has the same parameter twice", params=twice, remedy="Put each parameter into one group."
-            )
-        if left_out:
-            raise OptimizerParametersError(
-                problem="trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
-                params=left_out,
-                remedy="Add them with optimizer.add_param_group(), or freeze them with requires_grad_(False), and call "
-                "ddp.rebuild() again."
-                if is_rebuilding
-                else "Add them to a group, or freeze them with requires_grad_(False) before wrapping.",
-            )
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Cut:
+class _Cut(NamedTuple):
     """Shards and their state, before anything steps on them."""
 
     shards: list[MainShard]
@@ -306,12 +295,13 @@ class Sharding:
         self._optimizer = optimizer
         self._ddp = ddp
         self._is_sharded = ddp.policy.is_sharded
-        self._members = GroupMembers(optimizer)
+        self.members = GroupMembers(optimizer)
         # Of parameters that are in no shard, beside the optimizer's own state: see WholeState.
         self._main_values: dict[torch.Tensor, torch.Tensor] = {}
-        self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self._members.by_group() for p in group}
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self.members.by_group() for p in group}
         self._numbers = KNOWN_NUMBERS
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
+        self._num_value_changes = 0  # of the wrapper, when main values last were those of its parameters
         optimizer.register_step_pre_hook(_refuse_withheld_grads)
         itself = weakref.ref(self)
         optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself(), held, "state_dict()"))
@@ -334,7 +324,7 @@ class Sharding:
         return _Cut(shards, state, [(name, f"in group {group_of[name]}", *signature_of[name]) for name in params])
 
     def _group_of(self) -> dict[str, int]:
-        return self._members.by_name(self._ddp.param_names, set(self._ddp.module.parameters()))
+        return self.members.by_name(self._ddp.param_names, set(self._ddp.module.parameters()))
 
     def _make_shards(self, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]) -> list[MainShard]:
         rank, is_sharded = self._ddp.communicator.rank, self._is_sharded
@@ -347,8 +337,8 @@ class Sharding:
     def _take(self, cut: _Cut) -> None:
         """Put shards in place of the parameters. Those without a shard keep their state, those gone from the module leave."""
         ddp, state = self._ddp, self._optimizer.state
-        self._members.replace([(shard.run.group, shard.main) for shard in cut.shards], set(ddp.module.parameters()))
-        staying = {param for group in self._members.by_group() for param in group if param not in ddp.param_names}
+        self.members.replace([(shard.run.group, shard.main) for shard in cut.shards], set(ddp.module.parameters()))
+        staying = self._others()
         for key in [key for key in state if isinstance(key, torch.Tensor) and key not in staying]:
             del state[key]
         state.update({main: values for main, values in cut.state.items() if values})
@@ -359,6 +349,8 @@ class Sharding:
         index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}
         for shard in cut.shards:
             self.shards_of_group[index_of[shard.run.params[0]]].append(shard)  # no run crosses buckets
+        # Weights loaded after this point reach the main parameters at the next step.
+        self._num_value_changes = ddp.num_value_changes
 
     def undo(self) -> None:
         """Put whole parameters, with their state, back into the groups. A collective call; a second one does nothing.
@@ -373,11 +365,11 @@ class Sharding:
         found = unshard(self.shards, state, self.holder)
         for shard in self.shards:
             state.pop(shard.main, None)
-        state.update({**found.values, **state_of_empty_params(found, self.members)})
+        state.update({**found.values, **state_of_empty_params(found, self.members.by_group())})
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
         self._numbers = found.numbers
-        self._members.restore()
+        self.members.restore()
         self.shards, self._buffers = [], []
         self.shards_of_group.clear()
 
@@ -398,31 +390,54 @@ class Sharding:
             check_clip_grad(clip_grad)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers))
-            entries = [*cut.entries, (type(self._optimizer).__name__,), (f"clip_grad={float(clip_grad)}",)]
-            entries.append((f"returns_grad_norm={bool(returns_grad_norm)}",))
-            entries += [(text,) for text in texts_of([numbers])]
+            own = (f"clip_grad={float(clip_grad)}", f"returns_grad_norm={bool(returns_grad_norm)}")
+            entries = [*cut.entries, *((text,) for text in (type(self._optimizer).__name__, *own, *texts_of([numbers])))]
         except Exception as error:
             failure = error
         self._ddp.sync.call(label, entries, failure)
         assert cut is not None  # noqa: S101 - otherwise there was a failure
         self._take(cut)
 
-    # State of whole parameters, to save and to load #
+    # Main values follow the parameters #
 
-    @property
-    def members(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters of each group, in the caller's order."""
-        return self._members.by_group()
+    def refresh(self) -> None:
+        """Let parameters and main parameters be what the last step, or a load since, has left."""
+        self._ddp.finish_param_sync()  # a bucket that no forward waited for may still be on its way into the buffer
+        if self._num_value_changes != self._ddp.num_value_changes:
+            self.reload()
+
+    def reload(self) -> None:
+        """Take parameter values over from the model, after somebody else wrote there."""
+        self.check_is_current()
+        for shard in self.shards:
+            shard.reload_values()
+        self._num_value_changes = self._ddp.num_value_changes
+
+    def settle(self, operation: str) -> None:
+        """Make parameters and main parameters what the last step has left, for whoever reads them all.
+
+        Raises:
+            PhaseError: a step is open, or the optimizer is not the current one.
+        """
+        self.check_is_current()
+        self._ddp.sync.check_between_steps(operation)
+        self.refresh()
+
+    # State of whole parameters, to save and to load #
 
     @property
     def holder(self) -> ShardHolder:
         """Where the shards lie."""
         return ShardHolder(self._buffers, self._ddp.sync, self._ddp.communicator, self._is_sharded)
 
+    def _others(self) -> set[torch.nn.Parameter]:
+        """Return the members of groups that are in no shard: frozen ones, those that were added."""
+        return {param for group in self.members.by_group() for param in group if param not in self._ddp.param_names}
+
     @property
     def state_of_others(self) -> WholeState:
-        """What is kept for parameters that are in no shard: frozen ones, those that were added."""
-        kept = {param for group in self.members for param in group if param not in self._ddp.param_names}
+        """What is kept for parameters that are in no shard."""
+        kept = self._others()
         state = {param: values for param, values in self._optimizer.state.items() if param in kept}
         mains = {param: values for param, values in self._main_values.items() if param in kept}
         return WholeState(state, mains, self._dtypes, self._numbers)
@@ -438,40 +453,41 @@ class Sharding:
         kept = self.state_of_others
         beside = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
         return WholeState(
-            {**found.values, **state_of_empty_params(found, self.members), **kept.values, **beside},
+            {**found.values, **state_of_empty_params(found, self.members.by_group()), **kept.values, **beside},
             {**found.main_values, **kept.main_values},
             {**found.dtypes, **kept.dtypes},
             found.numbers,
         )
 
-    def load(self, unpack: Callable[[], Unpacked]) -> None:
+    def load(self, state_dict: Mapping[str, Any]) -> None:
         """Take state of whole parameters, main values and hyperparameters. A collective call.
 
         Main values are taken as they are. Where there are none, those of now stay.
 
-        Args:
-            unpack: returns what to load, or raises.
-
         Raises:
             CheckpointMismatchError: it does not fit. As with all other errors, nothing was changed.
+            PhaseError: a step is open, or the optimizer is not the current one.
             LayoutMismatchError: it is not the same on all ranks.
             PeerFailedError: another rank cannot load it.
         """
-        cut, found, failure = None, None, None
+        cut, failure = None, None
         entries: list[Entry] = []
         try:
-            found = unpack()
-            cut = self._cut(found.whole)
-            self._fill_main_values(cut.shards, found.whole)
-            entries = [*cut.entries, *_checksums(found.whole, self._ddp.param_names)]
-            entries += [(text,) for text in texts_of([read_hyperparameters(found.groups, waits=True)])]
+            self.settle("load_state_dict()")
+            names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
+            whole, groups = unpack(self._optimizer, self.members.by_group(), names, state_dict)
+            cut = self._cut(whole)
+            self._fill_main_values(cut.shards, whole)
+            entries = [*cut.entries, *_checksums(whole, self._ddp.param_names)]
+            entries += [(text,) for text in texts_of([read_hyperparameters(groups, waits=True)])]
         except Exception as error:
             failure = error
         self._ddp.sync.call("load_state_dict()", entries, failure)
-        assert cut is not None and found is not None  # noqa: S101, PT018 - otherwise there was a failure
+        assert cut is not None  # noqa: S101 - otherwise there was a failure
         self._take(cut)
-        self._keep_others(found.whole)
-        set_groups(self._optimizer, found.groups)
+        self._take_others(whole, groups)
+        # Main values that do not round to the weights, now or after these were loaded, go at the next step.
+        self._num_value_changes = -1
 
     def plan_load(self, signature_of: Mapping[str, Hashable]) -> list[MainShard]:
         """Return shards to load state into. They are of no effect until ``take_loaded``; float32 ones lie in the buffers.
@@ -484,16 +500,15 @@ class Sharding:
     def take_loaded(
         self, state: Mapping[MainShard, ShardState], groups: Sequence[Mapping[str, Any]], others: WholeState
     ) -> None:
-        """Put shards that were loaded, and their state, in place of those of now.
+        """Put shards that were loaded, and their state, in place of those of now. Parameters were written alike.
 
         Args:
             groups: hyperparameters by group, without ``params``.
             others: what belongs to parameters without a shard.
         """
         self._take(_Cut(list(state), {shard.main: values for shard, values in state.items()}, []))
-        self._keep_others(others)
+        self._take_others(others, groups)
         self._dtypes |= others.dtypes
-        set_groups(self._optimizer, groups)
 
     def _fill_main_values(self, shards: Sequence[MainShard], whole: WholeState) -> None:
         """Give new shards the main values that were loaded, and else those that the shards of now hold."""
@@ -511,24 +526,17 @@ class Sharding:
                     if values is not None:
                         shard.main[slice(*piece.in_run)] = values
 
-    def _keep_others(self, whole: WholeState) -> None:
-        """Take the state of parameters without a shard, and what belongs to no parameter."""
+    def _take_others(self, whole: WholeState, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take the state of parameters without a shard, what belongs to no parameter, and hyperparameters by group."""
         state = self._optimizer.state
-        others = {param for group in self.members for param in group if param not in self._ddp.param_names}
+        others = self._others()
         for key in [key for key in state if key in others or not isinstance(key, torch.Tensor)]:
             del state[key]
         for key, values in whole.values.items():
             if key in others or not isinstance(key, torch.Tensor):
                 state[key] = copy.deepcopy(values)  # torch would hold the caller's own tensors
         self._main_values = {param: main.clone() for param, main in whole.main_values.items() if param in others}
-
-    def add_param_group(self, group: dict[str, object]) -> None:
-        """Add parameters that get shards when the optimizer is sharded next.
-
-        Raises:
-            OptimizerParametersError: one of them is in a group already.
-        """
-        self._members.add_group(group)
+        set_groups(self._optimizer, groups)
 
     def refuse_shards_of(self, held: torch.optim.Optimizer, method: str) -> None:
         """Refuse to speak of shards as if they were parameters.
@@ -537,11 +545,8 @@ class Sharding:
             CheckpointUnavailableError: the optimizer is the one that holds them.
         """
         if held is self._optimizer and self._buffers:
-            communicator = self._ddp.communicator
-            num_shards = communicator.size if self._is_sharded else 1
-            raise CheckpointUnavailableError(
-                optimizer=type(held).__name__, method=method, rank=communicator.rank, num_shards=num_shards
-            )
+            rank, num_shards = self._ddp.communicator.rank, self._ddp.communicator.size if self._is_sharded else 1
+            raise CheckpointUnavailableError(optimizer=type(held).__name__, method=method, rank=rank, num_shards=num_shards)
 
     def check_is_current(self) -> None:
         """Refuse to go on with shards that are not the whole of what is trained.
@@ -554,7 +559,7 @@ class Sharding:
                 "the wrapper was rebuilt, but this optimizer was not: a DistributedOptimizer that was built after it has taken "
                 "its place, and what it steps on is no longer part of the module. Use the later one."
             )
-        waiting = self._members.waiting()
+        waiting = self.members.waiting()
         if waiting:
             names = {param: name for name, param in self._ddp.module.named_parameters()}
             shown = [names.get(param, f"one of shape {tuple(param.shape)}, not in the module") for param in waiting]
@@ -598,9 +603,8 @@ class Sharding:
         if touched is not None:
             raise PhaseError(
                 f"the gradient of a flat shard ({name_list(touched.run.params)}) was cleared or replaced between two steps, "
-                "to no effect: a DistributedOptimizer steps on what the gradient sync has left in the buffers. If it was "
-                "zero_grad() of the torch optimizer in it, call that of the DistributedOptimizer instead; set gradients of the "
-                "model's parameters, before the sync, rather than those of shards."
+                "to no effect: a DistributedOptimizer steps on what the gradient sync has left in the buffers. Call its own "
+                "zero_grad(), not that of the torch optimizer in it; set gradients of the model's parameters, before the sync."
             )
 
 

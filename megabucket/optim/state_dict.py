@@ -13,6 +13,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -44,25 +45,23 @@ class WholeState:
     numbers: frozenset[str] = KNOWN_NUMBERS
     """Keys that are known to hold one number per parameter."""
 
+    def of(self, param: torch.Tensor) -> Mapping[str, Any]:
+        """Return what is held for one parameter; nothing for one that was never stepped on."""
+        return self.values.get(param) or {}
+
     def follows_param(self, param: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether a value per element has the dtype its optimizer computed in, and not one it chose for itself."""
         return value.dtype == self.dtypes.get(param, param.dtype)
 
 
-def find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
-    """Return the keys that hold one number per parameter; all others hold a value per element.
-
-    Args:
-        params: the parameters whose state is looked at, by name.
-
-    Raises:
-        OptimizerParametersError: some state is neither: a table, say, or moments from before the parameter was resized.
-    """
-    numbers = set(whole.numbers)
-    entries = [(name, param, key, value) for name, param in params.items() for key, value in _state_of(whole, param).items()]
-    for _, param, key, value in entries:
-        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != param.shape):
-            numbers.add(key)
+def _find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """Return the keys that hold one number per parameter; all others hold a value per element."""
+    entries = [(name, param, key, value) for name, param in params.items() for key, value in whole.of(param).items()]
+    numbers = whole.numbers | {
+        key
+        for _, param, key, value in entries
+        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != param.shape)
+    }
     misfits = [
         f"{key} of {name}: shape {tuple(value.shape)} for {tuple(param.shape)}"
         for name, param, key, value in entries
@@ -76,7 +75,7 @@ def find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) ->
             remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False; or, where the parameter was "
             "resized, drop its state (optimizer.state.pop(param)) to start anew.",
         )
-    return frozenset(numbers)
+    return numbers
 
 
 def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Tensor]]) -> dict[torch.Tensor, dict[str, Any]]:
@@ -90,7 +89,7 @@ def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Te
     """
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for group in members:
-        like = next((state for param in group if (state := _state_of(whole, param))), {})
+        like = next((state for param in group if (state := whole.of(param))), {})
         for param in group:
             if param.numel() == 0 and param.requires_grad and like:
                 found[param] = {
@@ -98,10 +97,6 @@ def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Te
                     for key, value in like.items()
                 }
     return found
-
-
-def _state_of(whole: WholeState, param: torch.Tensor) -> Mapping[str, Any]:
-    return whole.values.get(param) or {}
 
 
 def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
@@ -123,13 +118,14 @@ class StateCutter:
         params: the parameters in the buffers, by name.
 
     Raises:
-        OptimizerParametersError: some state belongs neither to elements nor to parameters.
+        OptimizerParametersError: some state is neither one value per element nor one number: a table, say, or moments from
+            before the parameter was resized.
     """
 
     def __init__(self, whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> None:
         self._whole = whole
         self._params = params
-        self.numbers = find_numbers(whole, params)
+        self.numbers = _find_numbers(whole, params)
         """The keys that hold one number per parameter."""
 
     def signature(self, name: str) -> tuple[str, ...]:
@@ -138,7 +134,7 @@ class StateCutter:
         The keys, the values of numbers, and the dtype of values per element where the optimizer has chosen it.
         """
         param = self._params[name]
-        return tuple(sorted(self._describe(param, key, value) for key, value in self._state_of(name).items()))
+        return tuple(sorted(self._describe(param, key, value) for key, value in self._whole.of(param).items()))
 
     def _describe(self, param: torch.nn.Parameter, key: str, value: Any) -> str:
         if key not in self.numbers:
@@ -147,22 +143,21 @@ class StateCutter:
             return f"{key}={value.item()!r} ({dtype_name(value.dtype)}, {tuple(value.shape)}, {value.device.type})"
         return f"{key}={value!r}"
 
-    def _state_of(self, name: str) -> Mapping[str, Any]:
-        return _state_of(self._whole, self._params[name])
-
     @torch.no_grad()
     def state_of(self, shard: MainShard) -> ShardState:
         """Return the state of one shard, whose parameters have the same signature; empty when they have none."""
-        state = self._state_of(shard.run.params[0])
+        state = self._whole.of(self._params[shard.run.params[0]])
         return {key: copy.deepcopy(value) if key in self.numbers else self._cut(shard, key) for key, value in state.items()}
 
     def _cut(self, shard: MainShard, key: str) -> torch.Tensor:
         """Return the pieces of values per element in the shard's order; gaps between parameters are zero, as theirs are."""
-        first = self._state_of(shard.run.params[0])[key]
-        follows = self._whole.follows_param(self._params[shard.run.params[0]], first)
+        param = self._params[shard.run.params[0]]
+        first = self._whole.of(param)[key]
+        follows = self._whole.follows_param(param, first)
         flat = torch.zeros_like(shard.main, dtype=shard.main.dtype if follows else first.dtype)
         for piece in shard.pieces():
-            values = in_memory_order(self._state_of(piece.param)[key], self._params[piece.param], flat)
+            param = self._params[piece.param]
+            values = in_memory_order(self._whole.of(param)[key], param, flat)
             flat[slice(*piece.in_run)] = values[slice(*piece.in_param)]
         return flat
 
@@ -215,15 +210,6 @@ class StateEntry(NamedTuple):
 
 Description = tuple[StateEntry, ...]
 """Of the state of one parameter, in the order of its keys."""
-
-
-def describe_state(values: Mapping[str, Any], shard: MainShard) -> Description:
-    """Return what an optimizer holds for one shard.
-
-    Raises:
-        OptimizerParametersError: some of it is neither one value per element nor one number.
-    """
-    return tuple(_describe_entry(key, value, shard) for key, value in values.items())
 
 
 def _describe_entry(key: str, value: Any, shard: MainShard) -> StateEntry:
@@ -307,82 +293,57 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
             for pieces of one parameter.
         PeerFailedError: some other rank's state is so.
     """
-    names = [list(buffer.layout.params) for buffer in holder.buffers]
+    own, failure, label = [], None, f"{holder.label}: optimizer state"
+    try:
+        own = describe_shards(shards, state)
+    except OptimizerParametersError as error:
+        failure = error
+    holder.sync.call(label, failure=failure)
+    texts = [json.dumps(own).encode()]
+    if holder.is_sharded:
+        texts = exchange(holder.communicator, texts[0], device=holder.buffers[0].param_data.device, label=label)
+    described = merge_descriptions(map(json.loads, texts))
+    numbers = {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
     values: dict[torch.Tensor, Mapping[str, Any]] = {}
     main_values: dict[torch.Tensor, torch.Tensor] = {}
     dtypes: dict[torch.Tensor, torch.dtype] = {}
-    numbers = set(KNOWN_NUMBERS)
-    for buffer, described in zip(holder.buffers, exchange_descriptions(shards, state, holder, names), strict=True):
-        own = [shard for shard in shards if shard.buffer is buffer]
-        numbers |= {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
-        for name, whole in _put_together(buffer, own, state, described, holder).items():
-            values[buffer.params[name]] = whole
-        for name, main in _main_values(buffer, own, holder).items():
-            main_values[buffer.params[name]] = main
+    for buffer in holder.buffers:
+        inside = [shard for shard in shards if shard.buffer is buffer]
+        values |= _put_together(buffer, inside, state, described, holder)
+        main_values |= _main_values(buffer, inside, holder)
         dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
-    return WholeState(values, main_values, dtypes, frozenset(numbers))
+    return WholeState(values, main_values, dtypes, KNOWN_NUMBERS | numbers)
 
 
 # What shards hold #
 
 
-def exchange_descriptions(
-    shards: Sequence[MainShard],
-    state: Mapping[torch.Tensor, Mapping[str, Any]],
-    holder: ShardHolder,
-    names: Sequence[Sequence[str]],
-) -> list[dict[str, Description]]:
-    """Return, by buffer and parameter, what the shards of all ranks hold. Parameters that are in no shard are left out."""
-    own, failure = [], None
-    try:
-        own = describe_runs(shards, state, holder, names)
-    except OptimizerParametersError as error:
-        failure = error
-    holder.sync.call(f"{holder.label}: optimizer state", failure=failure)
-    texts, device = [json.dumps(own).encode()], holder.buffers[0].param_data.device
-    if holder.is_sharded:
-        texts = exchange(holder.communicator, texts[0], device=device, label=f"{holder.label}: optimizer state")
-    return merge_descriptions([json.loads(text) for text in texts], names)
-
-
-def describe_runs(
-    shards: Sequence[MainShard],
-    state: Mapping[torch.Tensor, Mapping[str, Any]],
-    holder: ShardHolder,
-    names: Sequence[Sequence[str]],
-) -> list[Any]:
+def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
     """Return what this rank's shards hold, for ``merge_descriptions``; it may travel as JSON.
-
-    Args:
-        names: of the parameters of each buffer.
 
     Raises:
         OptimizerParametersError: some state is neither one value per element nor one number.
     """
-    own = []
-    for index, buffer in enumerate(holder.buffers):
-        positions = {name: position for position, name in enumerate(names[index])}
-        for shard in (shard for shard in shards if shard.buffer is buffer):
-            members = [positions[name] for name in shard.run.params]
-            own.append((index, members, describe_state(state.get(shard.main) or {}, shard)))
-    return own
+    return [
+        (shard.run.params, [_describe_entry(key, value, shard) for key, value in (state.get(shard.main) or {}).items()])
+        for shard in shards
+    ]
 
 
-def merge_descriptions(answers: Iterable[Any], names: Sequence[Sequence[str]]) -> list[dict[str, Description]]:
-    """Return, by buffer and parameter, what the shards of all ranks hold.
+def merge_descriptions(answers: Iterable[Any]) -> dict[str, Description]:
+    """Return, by parameter, what the shards of all ranks hold. Parameters that are in no shard are left out.
 
     Args:
-        answers: what ``describe_runs`` has returned on each rank.
+        answers: what ``describe_shards`` has returned on each rank.
 
     Raises:
         OptimizerParametersError: ranks hold different numbers for pieces of one parameter.
     """
-    found: list[dict[str, Description]] = [{} for _ in names]
+    found: dict[str, Description] = {}
     differing: list[str] = []
-    for index, members, entries in (run for answer in answers for run in answer):
-        description = tuple(entry_from_json(fields) for fields in entries)
-        of_run = [names[index][member] for member in members]
-        differing += [name for name in of_run if found[index].setdefault(name, description) != description]
+    for names, entries in chain.from_iterable(answers):
+        description = tuple(map(entry_from_json, entries))
+        differing += [name for name in names if found.setdefault(name, description) != description]
     if differing:
         raise OptimizerParametersError(
             problem="ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter: "
@@ -395,6 +356,9 @@ def merge_descriptions(answers: Iterable[Any], names: Sequence[Sequence[str]]) -
 
 # Values per element #
 
+ByParam = dict[torch.Tensor, torch.Tensor]
+"""Values per element of whole parameters."""
+
 
 def _put_together(
     buffer: ParamAndGradBuffer,
@@ -402,27 +366,27 @@ def _put_together(
     state: Mapping[torch.Tensor, Mapping[str, Any]],
     described: Mapping[str, Description],
     holder: ShardHolder,
-) -> dict[str, dict[str, Any]]:
-    """Return the state of the parameters of one buffer, by name."""
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the state of the parameters of one buffer."""
     device = buffer.param_data.device
-    whole: dict[str, dict[str, Any]] = {}
+    whole: dict[torch.Tensor, dict[str, Any]] = {}
     holders: dict[StateEntry, list[str]] = {}
-    for name, description in described.items():
+    for name, description in ((name, described[name]) for name in described if name in buffer.params):
         if description:
             # All keys at once, so that they stay in the order in which the optimizer made them.
-            whole[name] = {e.key: None if e.kind == "elements" else number_in(e, device) for e in description}
+            whole[buffer.params[name]] = {e.key: None if e.kind == "elements" else number_in(e, device) for e in description}
         for entry in description:
             if entry.kind == "elements":
                 holders.setdefault(entry, []).append(name)
     for entry in sorted(holders):  # the same order on every rank
         own = [(shard.run.span, state[shard.main][entry.key]) for shard in shards if entry.key in state.get(shard.main, {})]
         own = [(span, values) for span, values in own if dtype_name(values.dtype) == entry.dtype]
-        for name, values in _gather(buffer, holders[entry], own, dtype_named(entry.dtype), holder).items():
-            whole[name][entry.key] = values
+        for param, values in _gather(buffer, holders[entry], own, dtype_named(entry.dtype), holder).items():
+            whole[param][entry.key] = values
     return whole
 
 
-def _main_values(buffer: ParamAndGradBuffer, shards: Sequence[MainShard], holder: ShardHolder) -> dict[str, torch.Tensor]:
+def _main_values(buffer: ParamAndGradBuffer, shards: Sequence[MainShard], holder: ShardHolder) -> ByParam:
     dtype = main_dtype(buffer.param_data.dtype)
     if dtype == buffer.param_data.dtype:
         # The buffer itself holds the main values, complete on every rank. They are wanted where the parameter left for 16 bits.
@@ -437,7 +401,7 @@ def _gather(
     own: Iterable[tuple[Span, torch.Tensor]],
     dtype: torch.dtype,
     holder: ShardHolder,
-) -> dict[str, torch.Tensor]:
+) -> ByParam:
     """Return the values of some parameters, each in its shape and memory order.
 
     Args:
@@ -452,18 +416,17 @@ def _gather(
         for bucket in (buffer.layout.buckets[index] for index in wanted):
             shard = buffer.layout.shard_span(bucket=bucket.index, rank=holder.communicator.rank)
             # As bytes: whatever dtype an optimizer chose for its state, every backend can move it.
-            calls.append(
-                AllGather(flat[bucket.start : bucket.stop].view(torch.uint8), flat[shard.start : shard.stop].view(torch.uint8))
-            )
+            whole, own_part = (flat[one.start : one.stop].view(torch.uint8) for one in (bucket, shard))
+            calls.append(AllGather(whole, own_part))
         holder.communicator.launch(calls, label="optimizer state values").wait()
     return _cut_out(buffer, names, flat)
 
 
-def _cut_out(buffer: ParamAndGradBuffer, names: Iterable[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def _cut_out(buffer: ParamAndGradBuffer, names: Iterable[str], flat: torch.Tensor) -> ByParam:
     # The shape and the memory order are those the parameters had when they moved in: the caller may have changed them since.
     views = {name: buffer.slots[name].view for name in names}
     return {
-        name: view_like(flat, buffer.layout.params[name].start, view.shape, view.stride()).clone()
+        buffer.params[name]: view_like(flat, buffer.layout.params[name].start, view.shape, view.stride()).clone()
         for name, view in views.items()
     }
 
@@ -475,17 +438,8 @@ _MAIN_PARAMS: Final = "main_params"
 _COMPUTED_IN: Final = "computed_in"
 _SOURCE: Final = "the dict given to load_state_dict()"
 
-Members = Sequence[Sequence[torch.nn.Parameter]]
+Members = Sequence[Sequence[torch.Tensor]]
 """The parameters of each group."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Unpacked:
-    """What a ``state_dict`` holds, by parameter."""
-
-    whole: WholeState
-    groups: list[dict[str, Any]]
-    """Hyperparameters by group, without ``params``."""
 
 
 def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) -> dict[str, Any]:
@@ -493,7 +447,7 @@ def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) 
     groups = [{**group, "params": list(of_group)} for group, of_group in zip(optimizer.param_groups, members, strict=True)]
     state = defaultdict(dict, {key: value for key, value in whole.values.items() if value or not isinstance(key, torch.Tensor)})
     packed: dict[str, Any] = _shell(optimizer, groups, state).state_dict()
-    index_of = _indices(members)
+    index_of = {param: index for index, param in enumerate(chain.from_iterable(members))}
     packed[OWN_KEY] = {
         _COMPUTED_IN: {index: dtype_name(whole.dtypes.get(param, param.dtype)) for param, index in index_of.items()},
         _MAIN_PARAMS: {index_of[param]: values for param, values in whole.main_values.items() if param in index_of},
@@ -503,8 +457,10 @@ def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) 
 
 def unpack(
     optimizer: torch.optim.Optimizer, members: Members, names: Mapping[torch.Tensor, str], state_dict: Mapping[str, Any]
-) -> Unpacked:
-    """Return what a ``state_dict`` of this library or of plain torch holds. Changes nothing.
+) -> tuple[WholeState, list[dict[str, Any]]]:
+    """Return the state in a ``state_dict`` of this library or of plain torch, and the hyperparameters by group.
+
+    Changes nothing.
 
     Args:
         names: of the parameters, for texts.
@@ -519,14 +475,10 @@ def unpack(
     groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
     shell = _shell(optimizer, groups, defaultdict(dict))
     shell.load_state_dict(dict(state_dict))
-    param_of = {
-        stand_in: param
-        for of_group, of_params in zip(stand_ins, members, strict=True)
-        for stand_in, param in zip(of_group, of_params, strict=True)
-    }
+    param_at = dict(enumerate(chain.from_iterable(members)))
+    param_of = dict(zip(chain.from_iterable(stand_ins), param_at.values(), strict=True))
     values = {param_of.get(key, key): value for key, value in shell.state.items()}
     own = state_dict.get(OWN_KEY) or {}
-    param_at = {index: param for param, index in _indices(members).items()}
     mains = {param_at[index]: main for index, main in own.get(_MAIN_PARAMS, {}).items() if index in param_at}
     _refuse(_shape_problems(values, mains, names))
     computed_in = {param_at[index]: dtype_named(name) for index, name in own.get(_COMPUTED_IN, {}).items() if index in param_at}
@@ -538,7 +490,7 @@ def unpack(
                 for key, value in values[param].items()
             }
     hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in shell.param_groups]
-    return Unpacked(WholeState(values, mains, dtypes), hyperparameters)
+    return WholeState(values, mains, dtypes), hyperparameters
 
 
 def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -560,10 +512,6 @@ def _shell(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state
 
 def _stand_in(param: torch.Tensor) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int8, device=param.device).expand(param.shape or (1,))
-
-
-def _indices(members: Members) -> dict[torch.Tensor, int]:
-    return {param: index for index, param in enumerate(param for of_group in members for param in of_group)}
 
 
 def _follow(value: Any, param: torch.Tensor, computed_in: torch.dtype | None, dtype: torch.dtype) -> Any:
@@ -598,13 +546,13 @@ def _shape_problems(
         for param, of_param in values.items()
         if isinstance(param, torch.Tensor) and isinstance(of_param, Mapping)
         for key, value in of_param.items()
-        if isinstance(value, torch.Tensor) and (value.numel() != 1 or key not in KNOWN_NUMBERS)
+        if isinstance(value, torch.Tensor) and value.numel() != 1
     ]
     held += [(param, "main parameter", value) for param, value in mains.items()]
     return [
         f"{key} of {names.get(param, '?')!r} has shape {tuple(value.shape)} there and {tuple(param.shape)} here"
         for param, key, value in held
-        if value.shape != param.shape and not (value.numel() == 1 and key != "main parameter")
+        if value.shape != param.shape
     ]
 
 

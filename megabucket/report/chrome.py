@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megabucket.trace.recorder import Interval, Lane
-from megabucket.trace.spans import TimeSpan
-from megabucket.trace.step_trace import StepTrace
+from megabucket.trace.step_trace import StepTrace, TimeSpan
 
 _TRACKS_PER_LANE = 1000
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from megabucket.testing.fabric import EmulatedFabric, Lateness, fabric_lateness
     from megabucket.testing.invariants import (
+        BUFFER_INVARIANTS,
         assert_json_round_trip,
         assert_layouts_equal,
         assert_places,
         assert_shards_partition,
         assert_sound,
         assert_views_are_a_bijection,
+        check_layout,
     )
     from megabucket.testing.loopback import ListRecorder, LoopbackWorld
     from megabucket.testing.one_of_many import OneOfMany
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "BUFFER_INVARIANTS",
     "EmulatedFabric",
     "Lateness",
     "LayoutInput",
@@ -44,6 +47,7 @@ __all__ = [
     "assert_shards_partition",
     "assert_sound",
     "assert_views_are_a_bijection",
+    "check_layout",
     "ddp_configs",
     "dp_sizes",
     "fabric_lateness",
@@ -56,6 +60,7 @@ __all__ = [
 _MODULES: Final = MappingProxyType(
     {name: f"{__name__}.invariants" if name.startswith("assert_") else f"{__name__}.strategies" for name in __all__}
     | dict.fromkeys(("ListRecorder", "LoopbackWorld"), f"{__name__}.loopback")
+    | dict.fromkeys(("BUFFER_INVARIANTS", "check_layout"), f"{__name__}.invariants")
     | {"OneOfMany": f"{__name__}.one_of_many"}
     | dict.fromkeys(("EmulatedFabric", "Lateness", "fabric_lateness"), "megabucket.testing.fabric")
 )

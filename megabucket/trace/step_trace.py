@@ -6,10 +6,42 @@ compared number by number.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Interval, Lane
-from megabucket.trace.spans import Spans, difference, intersection, length_s, union
+
+TimeSpan: TypeAlias = tuple[float, float]
+"""``(start_s, stop_s)``, half-open, in seconds."""
+
+
+def union(spans: Iterable[TimeSpan]) -> tuple[TimeSpan, ...]:
+    """Return the moments that lie in at least one span: sorted spans that neither overlap nor touch nor are empty.
+
+    Empty and reversed spans hold no moment.
+
+    >>> union([(4, 5), (0, 2), (1, 3), (3, 3)])
+    ((0, 3), (4, 5))
+    """
+    merged: list[TimeSpan] = []
+    for start, stop in sorted(span for span in spans if span[0] < span[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def length_s(spans: Iterable[TimeSpan], *, outside: Iterable[TimeSpan] = ()) -> float:
+    """Return the seconds covered by at least one span, but by none of ``outside``.
+
+    >>> length_s([(0, 2), (1, 3), (4, 5)]), length_s([(0, 3)], outside=[(2, 5)])
+    (4, 2)
+    """
+    without = union(outside)
+    seconds = sum(stop - start for start, stop in union((*spans, *without))) - sum(stop - start for start, stop in without)
+    return max(seconds, 0)  # a sum of many may be off by a rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +83,7 @@ class StepTrace:
     launches: tuple[LaunchTimes, ...] = ()
     """When each collective of the step was ready, launched, done and waited for; empty where nobody noted it."""
 
-    def lane(self, lane: Lane) -> Spans:
+    def lane(self, lane: Lane) -> tuple[TimeSpan, ...]:
         """Return the moments at which ``lane`` is busy."""
         return union((interval.start_s, interval.stop_s) for interval in self.intervals if interval.lane is lane)
 
@@ -73,12 +105,12 @@ class StepTrace:
     @property
     def compute_s(self) -> float:
         """Seconds in which the caller's thread computed: its COMPUTE intervals without the waits inside them."""
-        return length_s(difference(self.lane(Lane.COMPUTE), self.lane(Lane.WAIT)))
+        return length_s(self.lane(Lane.COMPUTE), outside=self.lane(Lane.WAIT))
 
     @property
     def hidden_s(self) -> float:
         """Seconds in which a collective was under way and the caller's thread did not stand still."""
-        return self.comm_s - length_s(intersection(self.lane(Lane.COMM), self.lane(Lane.WAIT)))
+        return length_s(self.lane(Lane.COMM), outside=self.lane(Lane.WAIT))
 
     @property
     def overlap_fraction(self) -> float | None:

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.buffer import ParamAndGradBuffer, dense_strides, dtype_name, view_like
+from megabucket.buffer import ParamAndGradBuffer, dtype_name, view_like
+from megabucket.buffer.param_and_grad_buffer import dense_strides
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec, build_layout
 
@@ -195,9 +196,9 @@ class TestBuckets:
 
         last = buffer.buckets[2]  # of a, at [256, 356) and padded to 384
 
-        assert [bucket.offset for bucket in buffer.buckets] == [0, 128, 256]
-        assert (last.bucket_id, last.numel_unpadded, last.param_data.numel()) == (2, 100, 128)
-        assert last.params == [params["a"]]
+        assert [bucket.layout.start for bucket in buffer.buckets] == [0, 128, 256]
+        assert (last.layout.index, last.layout.numel_unpadded, last.param_data.numel()) == (2, 100, 128)
+        assert [slot.param for slot in last.slots] == [params["a"]]
         assert last.param_data.data_ptr() == params["a"].data_ptr()
         assert last.grad_data.data_ptr() == params["a"].main_grad.data_ptr()
 

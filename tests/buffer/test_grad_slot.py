@@ -18,12 +18,7 @@ def hooked(param, **switches):
     (layout,) = build_layout(specs, DistributedDataParallelConfig(**switches), dp_size=1).buffers
     buffer = ParamAndGradBuffer(layout, {"w": param})
     slot = buffer.slots["w"]
-    taken = []
-
-    def store(_):
-        taken.append(slot.store())
-
-    param.register_post_accumulate_grad_hook(store)
+    param.register_post_accumulate_grad_hook(lambda _: slot.store())
     return slot, buffer
 
 

@@ -55,8 +55,7 @@ class Wrapper:
             self.watches[member] = PeerWatch(
                 heartbeat,
                 PATIENT,
-                progress=progress,
-                group_timeout_s=None,
+                group_timeout_s=60.0,
                 on_loss=lambda: None,
             )
 
@@ -182,7 +181,7 @@ def test_what_a_rank_left_on_the_board_before_a_restart_is_no_circle_with_one_th
     early = Heartbeat(
         dist.PrefixStore("attempt 1", store), rank=0, members=(0, 1), progress=Progress(), every_s=0.2, is_wanted=lambda: True
     )
-    watch = PeerWatch(early, PATIENT, progress=Progress(), group_timeout_s=2.5, on_loss=lambda: None)
+    watch = PeerWatch(early, PATIENT, group_timeout_s=2.5, on_loss=lambda: None)
 
     with pytest.raises(PeerLostError, match="has not wrapped its module yet"):  # and not that ranks wait for one another
         watch.wait_for_all_ranks("wrap")
@@ -207,7 +206,7 @@ def test_an_interrupted_rank_ends_the_waits_of_the_others_in_its_words(wrappers)
 
 def test_a_rank_that_never_wraps_is_named_when_the_time_of_the_group_is_over():
     heartbeat = Heartbeat(dist.HashStore(), rank=0, members=(0, 1), progress=Progress(), every_s=0.2, is_wanted=lambda: True)
-    watch = PeerWatch(heartbeat, PATIENT, progress=Progress(), group_timeout_s=0.5, on_loss=lambda: None)
+    watch = PeerWatch(heartbeat, PATIENT, group_timeout_s=0.5, on_loss=lambda: None)
     started_s = time.monotonic()
 
     with pytest.raises(PeerLostError) as caught:

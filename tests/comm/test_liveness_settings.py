@@ -11,7 +11,6 @@ class TestOrder:
         settings = Liveness(heartbeat_s=1.0, dead_after_s=30.0)
 
         assert settings.fitted_to(60.0) == settings
-        assert settings.fitted_to(None) == settings
 
     @pytest.mark.parametrize("timeout_s", [20.0, 30.0])
     def test_a_group_that_gives_up_first_is_refused_with_both_numbers(self, timeout_s):

@@ -17,7 +17,7 @@ class Scene:
         self.now_s = 0.0
         self.states = {1: UNKNOWN, 2: UNKNOWN}
         self.beats = {rank: BEAT._replace(process=BEAT.process._replace(pid=rank)) for rank in (1, 2)}
-        self.seen = Observations(number=41, rank=0, size=3, look_at=lambda who: self.states[who.pid], read_every_s=0.2)
+        self.seen = Observations("fence", number=41, rank=0, size=3, look_at=lambda who: self.states[who.pid])
 
     def beat(self, rank, **changes):
         self.beats[rank] = self.beats[rank]._replace(number=self.beats[rank].number + 1, **changes)

@@ -19,8 +19,8 @@ def hold_nonce(connection):
     nonce = bytes(range(16))
     kept = ctypes.create_string_buffer(nonce, len(nonce))
     process = identify_this_process()
-    said = {"pid_space": process.pid_space, "pid": process.pid, "nonce_address": ctypes.addressof(kept), "nonce": nonce.hex()}
-    connection.send(said)
+    spaces = [process.pid_space, samehost._network_space()]
+    connection.send({"spaces": spaces, "pid": process.pid, "nonce_address": ctypes.addressof(kept), "nonce": nonce.hex()})
     connection.recv()
 
 
@@ -65,7 +65,8 @@ def test_a_process_of_this_host_can_be_read_or_is_not(peer):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pid_space": "another boot pid:[1]"},
+        {"spaces": ["another boot pid:[1]", samehost._network_space()]},
+        {"spaces": [identify_this_process().pid_space, "net:[1]"]},
         {"nonce": "00" * 16},
         {"nonce_address": 8},
         {"pid": 2**22 + 1},  # nobody
@@ -83,9 +84,11 @@ def test_one_rank_that_cannot_read_keeps_all_from_it(peer):
 
 
 def test_where_processes_cannot_be_told_apart_nobody_is_read(peer):
-    unknown = identify_this_process()._replace(pid_space="")
-    with mock.patch.object(samehost, "identify_this_process", return_value=unknown):
-        assert meet(peer, pid_space="") == (None, b"no")
+    here = identify_this_process()
+    with mock.patch.object(samehost, "identify_this_process", return_value=here._replace(pid_space="")):
+        assert meet(peer, spaces=["", samehost._network_space()]) == (None, b"no")
+    with mock.patch.object(samehost, "_network_space", return_value=""):
+        assert meet(peer, spaces=[here.pid_space, ""]) == (None, b"no")
 
 
 def test_where_the_system_has_no_such_call_nobody_is_read(peer):

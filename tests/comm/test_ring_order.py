@@ -45,8 +45,7 @@ def test_every_element_is_added_in_the_order_of_the_ring(num_ranks, numel, items
 
     found = list(
         ring_blocks(
-            start=start,
-            stop=stop,
+            range(start, stop),
             numel=numel,
             itemsize_bytes=itemsize_bytes,
             num_ranks=num_ranks,
@@ -65,7 +64,7 @@ def test_every_element_is_added_in_the_order_of_the_ring(num_ranks, numel, items
 
 @pytest.mark.parametrize("numel", [3 << 18, (3 << 18) + 1, 10_000_000])
 def test_segments_of_large_tensors_are_no_longer_than_a_mebibyte(numel):
-    found = list(ring_blocks(start=0, stop=numel, numel=numel, itemsize_bytes=4, num_ranks=3, block_numel=numel))
+    found = list(ring_blocks(range(numel), numel=numel, itemsize_bytes=4, num_ranks=3, block_numel=numel))
 
     longest = max(stretch.stop - stretch.start for stretch in found)
     num_segments = max(math.ceil(numel * 4 / 2**20 / 3) * 3, 6)

@@ -14,7 +14,8 @@ Config = DistributedDataParallelConfig
 
 
 def bucket_size(config, *, dp_size=1, total_numel=1_000, grad_itemsize_bytes=4):
-    return resolve_bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=grad_itemsize_bytes)
+    size = resolve_bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=grad_itemsize_bytes)
+    return size.numel
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ TEXTS = {
         "module without a wrapper."
     ),
     "AlreadyWrappedError": (
-        "'a' already belong to another DistributedDataParallel wrapper. Two wrappers would move the same storage "
-        "and reduce the same gradients twice. Wrap a module once; call detach() on the first wrapper before "
-        "wrapping again."
+        "'a' already belong to another DistributedDataParallel wrapper. Two of them would move the same storage "
+        "and reduce the same gradients twice. Call detach() on the first one before wrapping again."
     ),
     "OptimizerParametersError": "something: 'a'. Do not.",
     "ProcessGroupMissingError": (
@@ -35,7 +34,7 @@ TEXTS = {
     ),
     "CallMismatchError": (
         "step 3: ranks are in different calls: save() on rank 0; step() on rank 1. Each of them needs every rank: make it on "
-        "all of them, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these calls "
+        "all, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these calls "
         "has done anything, a step that was open was dropped on all ranks, and the next call of all ranks may run."
     ),
     "StepMismatchError": (
@@ -46,7 +45,7 @@ TEXTS = {
         " all ranks; its gradients are forgotten, and the next step may run."
     ),
     "MicrobatchMismatchError": (
-        "step 3: microbatch counts differ between ranks: 2 on ranks 0, 1; 1 on rank 2. The mean over ranks would "
+        "step 3: microbatch counts differ between ranks: 2 on ranks 0, 1; 1 on rank 2. The mean would "
         "weigh them unequally. Run as many backwards per step on every rank, all but the last one inside "
         "no_sync(). The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
     ),
@@ -65,7 +64,7 @@ TEXTS = {
     "ReplicasDivergedError": (
         "step 3: optimizer updates differ between ranks: 1 on rank 0; 0 on rank 1. The replicas do not hold the "
         "same weights any more, and gradients of different models would be averaged. Every rank must step after "
-        "every sync: look for an exception that was caught around optimizer.step() on one rank. Load the last "
+        "every sync: look for an exception caught around optimizer.step() on one rank. Load the last "
         "checkpoint on every rank, or call ddp.broadcast_params() and make the optimizer anew."
     ),
     "PhaseError": "text",
@@ -111,7 +110,7 @@ TEXTS = {
         " are forgotten, and the next step may run."
     ),
     "TrainabilityChangedError": (
-        "step 3: after wrapping, rank 1 has 'a' frozen and 'b' unfrozen (requires_grad). A frozen parameter keeps"
+        "step 3: after wrapping, rank 1 has frozen 'a' and unfrozen 'b' (requires_grad). A frozen parameter keeps"
         " its place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and "
         "replicas drift apart. Call ddp.rebuild() on every rank after changing requires_grad. The step was "
         "dropped on all ranks; its gradients are forgotten, and the next step may run."
@@ -157,11 +156,6 @@ TEXTS = {
         "scatters the gradients: this rank holds the reduced values of its own shard only, and the replicas would"
         " drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp); or set "
         "use_distributed_optimizer=False."
-    ),
-    "MixedDtypeOptimizerError": (
-        "[rank 1] torch's AdamW cannot mix dtypes in a step, and 'a' is bfloat16 with a float32 gradient "
-        "(grad_reduce_in_fp32=True). Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp) works in"
-        " both modes and keeps float32 main parameters; or set grad_reduce_in_fp32=False."
     ),
     "CollectiveError": "text",
     "MismatchedCollectiveError": (

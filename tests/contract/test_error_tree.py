@@ -48,7 +48,6 @@ EXAMPLES = [
     errors.ForkedProcessError(rank=1, operation="backward"),
     errors.GroupDestroyedError(rank=1, operation="backward"),
     errors.PlainOptimizerError(optimizer="AdamW", params=["a"], rank=1),
-    errors.MixedDtypeOptimizerError(optimizer="AdamW", param="a", param_dtype="bfloat16", grad_dtype="float32", rank=1),
     errors.CollectiveError("text"),
     errors.MismatchedCollectiveError(sequence=4, rank=1, call="this", other_rank=0, other_call="that"),
     errors.CollectiveDeadlockError(sequence=4, rank=1, call="this", missing_ranks=[0, 2]),

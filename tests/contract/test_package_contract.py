@@ -45,7 +45,7 @@ MAY_IMPORT = {
         "report",
         "doctor",
     },
-    "__init__": {"checkpoint", "config", "layout", "ddp", "measure", "optim"},  # lazily
+    "__init__": {"checkpoint", "config", "layout", "ddp", "measure", "optim", "testing"},  # lazily
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = [

@@ -94,8 +94,6 @@ class Expected:
     own: set[str] = field(default_factory=set)  # the caller has put a gradient in place
     missing: set[str] = field(default_factory=set)  # sent although this step has brought nothing
     cleared: set[str] = field(default_factory=set)
-    replaced: set[str] = field(default_factory=set)  # the caller has put a gradient in place since the last one came
-    interrupted: set[str] = field(default_factory=set)  # what this step had brought was cleared or replaced
     late: list[tuple[str, int, str]] = field(default_factory=list)  # name, bucket, phase
     failure: tuple[str, str] | None = None  # phase, beginning of the cause; its fence is on its way
     num_launched: int = 0
@@ -142,13 +140,10 @@ class Expected:
         if self.is_in_flight(name):
             self.note_late(name, "in flight")
             return
-        if name in self.received and (self.grads[name] is None or name in self.replaced):
-            self.interrupted.add(name)
         if not is_late:
             self.grads[name] = (self.grads[name] or 0) + amount
             self.clean.discard(name)
         self.received.add(name)
-        self.replaced.discard(name)
         self.counts[name] += counts
         if self.config.overlap_grad_reduce:
             self.launch_complete_ones()
@@ -166,7 +161,7 @@ class Expected:
     def clear(self):
         """Plain torch clears gradients, and says nothing about it."""
         self.grads = dict.fromkeys(self.names)
-        self.own, self.replaced = set(), set()
+        self.own = set()
 
     def launch_up_to(self, num_groups):
         for names in self.groups[self.num_launched : num_groups]:
@@ -176,12 +171,9 @@ class Expected:
                     self.missing.add(name)
                     if name not in self.clean:
                         self.cleared.add(name)
-                        if self.sent[name] is None and name in self.received:
-                            self.interrupted.add(name)
                 self.clean.discard(name)
                 self.received.discard(name)
                 self.own.discard(name)
-                self.replaced.discard(name)
         self.num_launched = max(self.num_launched, num_groups)
 
     def launch_all(self):
@@ -195,7 +187,7 @@ class Expected:
 
     def open_step(self):
         self.is_finished, self.num_launched = False, 0
-        self.sent, self.missing, self.cleared, self.interrupted = {}, set(), set(), set()
+        self.sent, self.missing, self.cleared = {}, set(), set()
 
     def give_up(self, phase, cause, *, awaits_vote):
         self.failure = (phase, cause)
@@ -217,7 +209,7 @@ class Expected:
         self.open_step()
         self.grads = dict.fromkeys(self.names)
         self.counts = dict.fromkeys(self.names, 0)
-        self.received, self.own, self.replaced = set(), set(), set()
+        self.received, self.own = set(), set()
         self.start_count()
 
     def start_count(self):

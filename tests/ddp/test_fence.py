@@ -75,7 +75,7 @@ class TestWhatHolds:
         fences[1].counters.wants_stop = True
 
         assert taken(world, fences, {}, {}, {}) == [[]] * 3
-        assert [fence.stop_is_wanted for fence in fences] == [True] * 3
+        assert [fence.counters.stop_is_wanted for fence in fences] == [True] * 3
 
     def test_a_fault_is_seen_beside_a_wish_to_stop(self):
         world, fences = ranks_of(2)
@@ -121,11 +121,12 @@ class TestWhatIsSent:
     def test_what_a_device_knew_before_the_host_is_in_the_report(self):
         world, fences = ranks_of(2)
         found = Problem("NonFiniteGradientError", {"param": "a"})
-        sent(fences, {}, {}, flags=[torch.tensor(False), torch.tensor(True)])
+        committing = {"fingerprint": 1, "is_committing": True}  # what the rank was about to do stays in it
+        sent(fences, committing, committing, flags=[torch.tensor(False), torch.tensor(True)])
 
-        reports = world.run(lambda rank: fences[rank].take(lambda: Report(rank, problems=(found,))))
+        reports = world.run(lambda rank: fences[rank].take(lambda: fences[rank].counters.problems.update(nonfinite=found)))
 
-        assert reports == [[Report(0), Report(1, problems=(found,))]] * 2
+        assert reports == [[Report(0, **committing), Report(1, **committing, problems=(found,))]] * 2
 
     def test_a_rank_with_a_problem_sends_its_report_without_waiting_and_only_once(self):
         world, fences = ranks_of(2)

@@ -158,7 +158,6 @@ class GradientSyncMachine(RuleBasedStateMachine):
         value = (expected.grads[name] or 0) + amount * len(self.ranks)
         expected.grads[name] = value if math.isinf(value) else Fraction(value)
         expected.own.add(name)
-        expected.replaced.add(name)
 
         param = rank.params[name]
         param.grad = pattern(param.numel()) * float(value)
@@ -334,9 +333,6 @@ class GradientSyncMachine(RuleBasedStateMachine):
                 _, bucket, phase = expected.late[0]
                 params = tuple(name for name, _, _ in expected.late)
                 return LateGradientError, {"rank": rank, "params": params, "bucket": bucket, "phase": phase}, "no reduction"
-        interrupted = tuple(bool(expected.interrupted) for expected in self.expected)
-        if len(set(interrupted)) > 1:
-            return StepMismatchError, {"by_rank": interrupted}, "cleared or replaced between two backwards"
         unused = [expected.unused() if checks_unused else [] for expected in self.expected]
         if any(unused):
             first = next(names[0] for names in unused if names)
@@ -430,7 +426,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
                     values = torch.zeros(bucket.grad_data.numel())  # padding stays zero
                     for name in bucket.layout.params:
                         slot = bucket.buffer.layout.params[name]
-                        start, stop = slot.start - bucket.offset, slot.stop - bucket.offset
+                        start, stop = slot.start - bucket.layout.start, slot.stop - bucket.layout.start
                         values[start:stop] = pattern(stop - start) * float(reduced[name])
                     if self.config.use_distributed_optimizer:
                         assert torch.equal(bucket.shard(bucket.grad_data, at), bucket.shard(values, at))

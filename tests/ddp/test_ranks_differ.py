@@ -83,21 +83,6 @@ class TestClearedBetweenBackwards:
         return run
 
     @MODES
-    def test_on_one_rank_is_an_error_on_all(self, sharded):
-        ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=sharded)
-
-        results = ranks.run(self.program({1}, to_none=True))
-
-        error = the_error([error for error, *_ in results])
-        assert isinstance(error, StepMismatchError)
-        assert error.by_rank == (0, 1)
-        assert (
-            "step 0: steps whose gradients were cleared or replaced between two backwards ('a', 'b') differ "
-            "between ranks: 0 on rank 0; 1 on rank 1." in str(error)
-        )
-        assert [at_end for *_, at_end in results] == [{"a": -10.0, "b": -10.0}] * 2  # 1 - (1 + 10)
-
-    @MODES
     @pytest.mark.parametrize("to_none", [True, False])
     def test_on_all_ranks_is_what_torch_does(self, sharded, to_none):
         ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=sharded, bucket_size=100)
@@ -107,20 +92,6 @@ class TestClearedBetweenBackwards:
         assert [error for error, *_ in results] == [None, None]
         owners = [max(found[name] for _, found, _ in results) for name in "ab"]
         assert owners == [10.0, 10.0]
-
-    def test_of_a_parameter_that_the_last_backward_does_not_reach(self):
-        ranks = Ranks(2, Weights("ab"), unused_parameters="zero")
-
-        def run(rank, ddp):
-            with ddp.no_sync():
-                ddp(a=1.0, b=1.0).backward()
-            if rank == 1:
-                ddp.module.b.grad = None
-            return caught(ddp(a=1.0).backward)
-
-        error = the_error(ranks.run(run))
-        assert isinstance(error, StepMismatchError)
-        assert "cleared or replaced between two backwards ('b') differ" in str(error)
 
     @pytest.mark.filterwarnings("ignore:Using backward")
     def test_a_sum_that_keeps_its_graph_is_no_replacement(self):
@@ -479,8 +450,8 @@ class TestMakingTheOptimizer:
         assert str(error) == (
             "the optimizer is not the same on all ranks: entry 0: rank 0 has a in group 0, rank 1 has a in group 1; entry 1: "
             "rank 0 has b in group 1, rank 1 has b in group 0 (2 of 17 entries differ). Each rank would update its shards in "
-            "its own way. Build it with the same groups and hyperparameters on every rank, and load its state on all ranks or "
-            "on none. The optimizer was changed on no rank."
+            "its own way. Build it with the same groups and hyperparameters on every rank; load its state on all ranks or on "
+            "none. The optimizer was changed on no rank."
         )
 
     @pytest.mark.parametrize(
@@ -553,11 +524,11 @@ class TestBeforeTheWrap:
         [
             (
                 lambda module: module(a=1.0).backward(),
-                "rank 0 has nothing, rank 1 has a with a gradient from before wrapping",
+                "rank 0 has a (100,) float32, rank 1 has a (100,) float32 with a gradient from before wrapping",
             ),
             (
                 lambda module: setattr(module.a, "shared_embedding", True),
-                "rank 0 has nothing, rank 1 has a with shared_embedding",
+                "rank 0 has a (100,) float32, rank 1 has a (100,) float32 with shared_embedding",
             ),
         ],
         ids=["gradient", "shared_embedding"],

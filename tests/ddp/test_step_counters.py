@@ -57,7 +57,7 @@ class TestCounts:
     def test_a_report_has_every_count_and_finding_in_its_place(self):
         counted = filled()
 
-        report = report_of(counted, force_all_reduce=True, is_committing=True, sent_buckets=True, interrupted=["g"])
+        report = report_of(counted, force_all_reduce=True, is_committing=True, sent_buckets=True)
 
         assert report == Report(
             rank=2,
@@ -72,7 +72,6 @@ class TestCounts:
             missed_update="x",
             num_loads=6,
             kept=("a",),
-            interrupted=("g",),
             hyperparameters=((*HYPERPARAMETERS, ("scale_gradients()", 0.5)),),
             is_committing=True,
             force_all_reduce=True,
@@ -182,12 +181,6 @@ class TestFingerprint:
         counted.kept = names
 
         assert report_of(counted).fingerprint != before
-
-    def test_of_interrupted_gradients_it_tells_whether_there_are_any(self):
-        nothing, one, two = (report_of(counters(), interrupted=names).fingerprint for names in [(), ("a",), ("b", "c")])
-
-        assert nothing == NOTHING
-        assert one == two != NOTHING
 
     def test_the_numbers_of_an_update_to_come_count_only_where_it_comes(self):
         counted = counters()

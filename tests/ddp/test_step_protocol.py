@@ -153,7 +153,7 @@ EXPECTED = {
     "one microbatch more": (
         MicrobatchMismatchError,
         (
-            "step 1: microbatch counts differ between ranks: 1 on ranks 0, 2; 2 on rank 1. The mean over ranks "
+            "step 1: microbatch counts differ between ranks: 1 on ranks 0, 2; 2 on rank 1. The mean "
             "would weigh them unequally. Run as many backwards per step on every rank, all but the last one "
             f"inside no_sync(). {DROPPED}"
         ),
@@ -188,7 +188,7 @@ EXPECTED = {
     "frozen": (
         TrainabilityChangedError,
         (
-            "step 1: after wrapping, rank 1 has 'b' frozen (requires_grad). A frozen parameter keeps its place "
+            "step 1: after wrapping, rank 1 has frozen 'b' (requires_grad). A frozen parameter keeps its place "
             "in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and replicas"
             f" drift apart. Call ddp.rebuild() on every rank after changing requires_grad. {DROPPED}"
         ),
@@ -196,7 +196,7 @@ EXPECTED = {
     "unfrozen": (
         TrainabilityChangedError,
         (
-            "step 1: after wrapping, rank 1 has 'frozen' unfrozen (requires_grad). A frozen parameter keeps its"
+            "step 1: after wrapping, rank 1 has unfrozen 'frozen' (requires_grad). A frozen parameter keeps its"
             " place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and "
             f"replicas drift apart. Call ddp.rebuild() on every rank after changing requires_grad. {DROPPED}"
         ),

@@ -30,7 +30,6 @@ FULL = Report(
     missed_update="x",
     num_loads=7,
     kept=("e", "f"),
-    interrupted=("g",),
     hyperparameters=(),
     is_committing=True,
     force_all_reduce=True,
@@ -56,7 +55,6 @@ reports = st.builds(
     missed_update=texts,
     num_loads=counts,
     kept=names,
-    interrupted=names,
     hyperparameters=st.just(()),
     is_committing=st.booleans(),
     force_all_reduce=st.booleans(),
@@ -212,9 +210,7 @@ def test_a_report_with_every_fault_fits_the_record_of_a_large_world(char, num_ra
         2**62 - 1,
     )
     updates = (tuple((name, 0.5) for name in names),)
-    report = replace(
-        full_of(char), kept=names, interrupted=names, hyperparameters=updates, missed_update=char * 1_000, **numbers
-    )
+    report = replace(full_of(char), kept=names, hyperparameters=updates, missed_update=char * 1_000, **numbers)
 
     payload = report.to_bytes(capacity_bytes)
     again = Report.from_bytes(payload)
@@ -222,7 +218,7 @@ def test_a_report_with_every_fault_fits_the_record_of_a_large_world(char, num_ra
     assert len(payload) <= capacity_bytes
     assert again.problems[0].fields["cause"].startswith(char * 16)
     lists = [problem.fields["params"] for problem in again.problems[1:4]]
-    for list_of_names in (*lists, again.kept, again.interrupted, again.hyperparameters):
+    for list_of_names in (*lists, again.kept, again.hyperparameters):
         assert list_of_names[0].startswith(char * 8)
         assert list_of_names[-1] == "... 3000 in all"
 

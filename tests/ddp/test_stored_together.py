@@ -1,6 +1,5 @@
 """Small gradients come into the buffer together, in any order, and each is there once."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_ranks import Ranks, Weights, main_grads
@@ -46,21 +45,3 @@ def test_a_place_that_was_zeroed_on_purpose_is_added_to():
     ddp.module.c.main_grad.fill_(10.0)
 
     assert step(ddp, a=1.0, b=1.0, c=1.0, d=1.0) == {"a": 1.0, "b": 1.0, "c": 11.0, "d": 1.0}
-
-
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_gradients_that_somebody_clears_between_two_backwards_are_found(one_by_one):
-    (ddp,) = Ranks(1, Weights(), unused_parameters="zero").ddps
-    learned(ddp)
-    if one_by_one:  # since somebody else has a hook
-        handle = ddp.module.a.register_post_accumulate_grad_hook(lambda _: None)
-    with ddp.no_sync():
-        ddp(a=1.0, b=1.0, c=1.0, d=1.0).backward()
-    if one_by_one:
-        handle.remove()
-    ddp.module.c.grad = None
-
-    with ddp.no_sync():
-        ddp(a=1.0, b=1.0, c=1.0, d=1.0).backward()
-
-    assert ddp.bucket_groups[0].interrupted == ["c"]

@@ -145,15 +145,6 @@ def test_a_fault_of_one_rank_is_the_error_of_its_class_with_all_that_is_known(ch
             ),
         ),
         (
-            "interrupted",
-            (("b", "a"), (), ("c",)),
-            StepMismatchError(
-                step=7,
-                what="steps whose gradients were cleared or replaced between two backwards ('a', 'b', 'c')",
-                by_rank=(1, 0, 1),
-            ),
-        ),
-        (
             "num_loads",
             (0, 3, 3),
             ReplicasDivergedError(
@@ -205,7 +196,6 @@ IN_ORDER = [
     ("is_committing", True, ScheduleMismatchError, "finish_grad_sync() before the optimizer step"),
     ("force_all_reduce", True, ScheduleMismatchError, "force_all_reduce"),
     ("late", LATE, LateGradientError, "received a gradient although bucket 2"),
-    ("interrupted", ("a",), StepMismatchError, "steps whose gradients were cleared or replaced"),
     ("unused", UNUSED, UnusedParameterError, "got no gradient on rank 1"),
     ("nonfinite", NONFINITE, NonFiniteGradientError, "the gradient of 'a' on rank 1"),
     ("fingerprint", 9, StepMismatchError, "kept gradients or hyperparameters (checksums)"),

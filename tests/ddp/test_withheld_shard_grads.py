@@ -13,15 +13,14 @@ from megabucket.errors import PeerFailedError, PhaseError
 SHARDED = {"use_distributed_optimizer": True}
 MODES = pytest.mark.parametrize("switches", [{}, SHARDED], ids=["all_reduce", "reduce_scatter"])
 WITHHELD = (
-    "which is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction that "
-    "is under way, and one rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0), and read the norm over "
-    "all ranks from what step() returns; after an all-reduce torch.nn.utils.clip_grad_norm_(ddp.parameters(), ...) is right, "
-    "too. Call step() and zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
+    "which is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction, "
+    "and one rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0); its step() returns the norm over all "
+    "ranks. Call step() and zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
 )
 TOUCHED = (
     "the gradient of a flat shard ('a') was cleared or replaced between two steps, to no effect: a DistributedOptimizer steps "
-    "on what the gradient sync has left in the buffers. If it was zero_grad() of the torch optimizer in it, call that of the "
-    "DistributedOptimizer instead; set gradients of the model's parameters, before the sync, rather than those of shards."
+    "on what the gradient sync has left in the buffers. Call its own zero_grad(), not that of the torch optimizer in it; set "
+    "gradients of the model's parameters, before the sync."
 )
 
 

@@ -148,7 +148,7 @@ class TestAgreement:
         ("change", "difference"),
         [
             (lambda model: model.b.requires_grad_(False), "rank 0 has b (100,) float32, rank 1 has b (100,) float32 frozen"),
-            (lambda model: setattr(model, "b", model.a), "rank 0 has nothing, rank 1 has alias b of a"),
+            (lambda model: setattr(model, "b", model.a), "rank 0 has b (100,) float32, rank 1 has b (100,) float32 tied to a"),
             (lambda model: model.bfloat16(), "rank 0 has a (100,) float32, rank 1 has a (100,) bfloat16"),
             (lambda model: model.register_buffer("c", torch.ones(3)), "rank 0 has nothing, rank 1 has c (3,) float32 buffer"),
         ],
@@ -539,8 +539,8 @@ class TestTwoWrappers:
 
         assert str(caught.value) == (
             "'0.a', '0.b', '0.c', '0.d', '0.e' and 2 more already belong to another DistributedDataParallel wrapper. Two "
-            "wrappers would move the same storage and reduce the same gradients twice. Wrap a module once; call detach() on "
-            "the first wrapper before wrapping again."
+            "of them would move the same storage and reduce the same gradients twice. Call detach() on the first one before "
+            "wrapping again."
         )
         first(a=1, b=1, c=1, d=1, e=1, f=1, g=1).backward()  # the first one is unharmed
         assert grads(model)["g"] == 1.0

@@ -111,20 +111,15 @@ def _microbatches(cell: Cell) -> Fault:
     def zero_between(acts: Acts) -> Acts:
         return before(acts, Do.BACKWARD, _ZERO, nth=-1)
 
-    def clear_between(acts: Acts) -> Acts:
-        return before(acts, Do.BACKWARD, Act(Do.ZERO, value="module"), nth=-1)
-
     unsynced = named(
         ("MicrobatchMismatchError", "StepMismatchError", "PeerFailedError"), own_error=("UnreducedGradientsError",)
     )
-    cleared = named("StepMismatchError", texts=("cleared or replaced between two backwards",))
     return {
         "one-more": Fault(counted(2, 1), edit=two),
         "one-less": Fault(counted(1, 2), edits_all=two, edit=steps(1)),
         "no-sync": Fault(unsynced, edit=lambda acts: without(changed(acts, Do.BACKWARD, depth=1), Do.FINISH)),
         "zero-between": Fault(counted(1, 2), edits_all=two, edit=zero_between),
         "all-zero-between": Fault(RIGHT, edits_all=two, edit=zero_between, on_all=True),
-        "cleared-as-torch": Fault(cleared, edits_all=two, edit=clear_between),
         "finish-only": Fault(counted(0, 1), edit=lambda acts: until(acts, Do.FORWARD, _ZERO, Act(Do.FINISH))),
         "all-more": Fault(RIGHT, edit=two, on_all=True),
     }[place]
@@ -382,7 +377,6 @@ STEP_KINDS = (
             "no-sync",
             "zero-between",
             "all-zero-between",
-            "cleared-as-torch",
             "finish-only",
             "all-more",
         ),

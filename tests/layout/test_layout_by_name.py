@@ -5,8 +5,9 @@ from pydantic import ValidationError
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError, LayoutError
-from megabucket.layout import BucketId, ModelLayout, ParamSpec, build_layout, check_layout, launch_order, layout_diff
+from megabucket.layout import BucketId, ModelLayout, ParamSpec, build_layout, launch_order, layout_diff
 from megabucket.planning.describe import describe_rows
+from megabucket.testing.invariants import check_layout
 
 ABCD = [ParamSpec(name, (100,)) for name in "abcd"]
 

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.layout import ParamSpec, build_layout, check_layout, launch_order, shard_slices
+from megabucket.layout import ParamSpec, build_layout, launch_order, shard_slices
+from megabucket.testing.invariants import check_layout
 
 SCRIPT = """
 import json, sys

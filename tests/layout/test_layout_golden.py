@@ -9,7 +9,8 @@ import math
 import pytest
 
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.layout import BufferLayout, ParamSpec, build_layout, check_layout
+from megabucket.layout import BufferLayout, ParamSpec, build_layout
+from megabucket.testing.invariants import check_layout
 
 EVERY_BUCKET_SIZE = (None, 9000, 9025, 9050, 18000, 18050, 20000)
 

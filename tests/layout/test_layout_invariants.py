@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 
 from megabucket.layout import (
-    BUFFER_INVARIANTS,
     BucketLayout,
     BufferKey,
     BufferLayout,
     ModelLayout,
     ParamSlot,
-    check_layout,
 )
+from megabucket.testing.invariants import BUFFER_INVARIANTS, check_layout
 
 KEY = BufferKey("float32", "float32", "dense")
 

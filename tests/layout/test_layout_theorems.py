@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import LayoutError
-from megabucket.layout import ModelLayout, ParamSpec, build_layout, check_layout, launch_order, layout_diff
+from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order, layout_diff
 from megabucket.testing import (
     LayoutInput,
     assert_json_round_trip,
@@ -29,6 +29,7 @@ from megabucket.testing import (
     model_layouts,
     param_specs,
 )
+from megabucket.testing.invariants import check_layout
 
 # Shapes are numbers only, so parameters may be larger than any memory; what allocates or visits each rank draws small.
 HUGE_MODELS = param_specs(max_params=8, max_numel=2**41)

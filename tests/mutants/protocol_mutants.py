@@ -1,7 +1,7 @@
 """The core with one rule of the protocol deleted or altered. Every mutant is a patch that a test applies and takes back."""
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from megabucket.ddp.guards import ModelWatch
 from megabucket.ddp.hooks import BackwardWatch
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.ddp.step import GradSync, StepState
+from megabucket.errors import MegabucketError
 from megabucket.optim import distributed_optimizer
 from megabucket.optim.norm import GlobalNorm
 from megabucket.testing.loopback import _LoopbackCommunicator
@@ -235,10 +236,9 @@ def sum_not_tested(patch):
 def skip_not_heard(patch):
     original = GradSync._take_verdict
 
-    def take_verdict(self, **kwargs):
-        error = original(self, **kwargs)
+    def take_verdict(self):
+        original(self)
         self.skip_reason = ""
-        return error
 
     patch.setattr(GradSync, "_take_verdict", take_verdict)
 
@@ -373,10 +373,13 @@ def caught_exception_forgotten(patch):
 
 
 def block_keeps_the_error_of_its_rank(patch):
-    def leave(self, _, error, __):
-        self._sync.leave_block(error)
+    original = GradSync.__exit__
 
-    patch.setattr(step.GuardedStep, "__exit__", leave)
+    def leave(self, kind, error, trace):
+        with suppress(MegabucketError):
+            original(self, kind, error, trace)
+
+    patch.setattr(GradSync, "__exit__", leave)
 
 
 def caught_error_can_be_stepped_on(patch):
@@ -744,14 +747,6 @@ MUTANTS = [
         "kept gradients not compared",
         blind_to(kept=()),
         SCENARIOS["zero left out"],
-        SILENT,
-        "",
-        "raised nothing, expected StepMismatchError",
-    ),
-    Mutant(
-        "clearing between backwards not compared",
-        blind_to(interrupted=()),
-        SCENARIOS["cleared between microbatches"],
         SILENT,
         "",
         "raised nothing, expected StepMismatchError",

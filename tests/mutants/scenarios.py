@@ -431,17 +431,6 @@ def leave_the_clearing_out(player):
     player.update()
 
 
-def clear_between_microbatches(player):
-    player.begin()
-    with player.ddp.no_sync():
-        player.forward(player.plan[0]).backward()
-    if player.is_odd:
-        for param in player.module.parameters():
-            param.grad = None
-    player.forward(player.plan[1]).backward()
-    player.update()
-
-
 def load_on_one_rank(player):
     if player.is_odd:
         player.module.load_state_dict(player.module.state_dict())
@@ -666,7 +655,6 @@ NAMED = [
     Scenario("finish first", finish_first, SHARDED, ScheduleMismatchError),
     Scenario("force on one rank", force_on_one_rank, SHARDED_EXPLICIT, ScheduleMismatchError),
     Scenario("zero left out", leave_the_clearing_out, ALL_REDUCE, StepMismatchError),
-    Scenario("cleared between microbatches", clear_between_microbatches, SHARDED, StepMismatchError),
     Scenario("other learning rate", another_learning_rate, SHARDED_EXPLICIT, HyperparameterMismatchError),
     Scenario("learning rate of nan", no_learning_rate, SHARDED, PeerFailedError, fields={"rank": ODD_RANK}),
     Scenario("call on one rank", call_on_one_rank, ALL_REDUCE, CallMismatchError),

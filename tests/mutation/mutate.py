@@ -42,7 +42,7 @@ class Area:
 
 AREAS = {
     "layout": Area(
-        ("megabucket/layout/*.py",),
+        ("megabucket/layout/*.py", "megabucket/testing/invariants.py"),
         (
             "tests/layout",
             # Theorems on large layouts and whole processes are too slow to run once per mutant.
@@ -50,6 +50,7 @@ AREAS = {
             "--ignore=tests/layout/test_layout_everywhere.py",
             "--ignore=tests/layout/test_layout_oracle.py",
             "tests/planning/test_describe.py",
+            "tests/testing/test_testing_invariants.py",
         ),
     ),
     "bucket groups and phases": Area(

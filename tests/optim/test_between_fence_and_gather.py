@@ -166,8 +166,8 @@ def test_a_failure_before_the_fence_drops_the_step_on_all_ranks(optimizer_fields
     def before(index, _, optimizer):
         monkeypatch.undo()
         if index == 1:
-            optimizer._num_value_changes -= 1  # as after a load
-            monkeypatch.setattr(optimizer, "reload_main_params", no_memory)
+            optimizer.sharding._num_value_changes -= 1  # as after a load
+            monkeypatch.setattr(optimizer.sharding, "reload", no_memory)
 
     told = f"step 1: rank 1 failed in optimizer.step(): MemoryError: no memory. {DROPPED}"
     for rank, (seen, weight, last_error) in enumerate(ranks.steps(in_block=in_block, before=before)):
@@ -269,8 +269,8 @@ def test_without_a_fence_a_failure_before_the_norm_updates_nobody_and_leaves_ran
     def before(index, _, optimizer):
         monkeypatch.undo()
         if index == 1:
-            optimizer._num_value_changes -= 1  # as after a load
-            monkeypatch.setattr(optimizer, "reload_main_params", no_memory)
+            optimizer.sharding._num_value_changes -= 1  # as after a load
+            monkeypatch.setattr(optimizer.sharding, "reload", no_memory)
 
     for rank, (seen, weight, _) in enumerate(ranks.steps(in_block=False, before=before)):
         assert seen == [None, (MemoryError, "no memory") if rank == FAULTY else None, None]
@@ -287,8 +287,8 @@ def test_a_second_step_on_the_same_gradients_ends_no_step_of_the_others_whatever
             ddp(1.0).backward()
             optimizer.step()
             if rank == FAULTY and index == 1:
-                optimizer._num_value_changes -= 1  # as after a load
-                monkeypatch.setattr(optimizer, "reload_main_params", no_memory)
+                optimizer.sharding._num_value_changes -= 1  # as after a load
+                monkeypatch.setattr(optimizer.sharding, "reload", no_memory)
                 with pytest.raises(PhaseError, match="called twice"):
                     optimizer.step()
                 monkeypatch.undo()
@@ -322,8 +322,8 @@ def test_with_all_reduce_an_update_that_one_rank_has_missed_is_named_with_its_ca
     def before(index, _, optimizer):
         monkeypatch.undo()
         if index == 1:
-            optimizer._num_value_changes -= 1  # as after a load
-            monkeypatch.setattr(optimizer, "reload_main_params", no_memory)
+            optimizer.sharding._num_value_changes -= 1  # as after a load
+            monkeypatch.setattr(optimizer.sharding, "reload", no_memory)
 
     for rank, (seen, _, last_error) in enumerate(ranks.steps(in_block=True, before=before, num_steps=4)):
         assert seen[0] is None

@@ -785,13 +785,14 @@ class TestRefusedOptimizers:
 
         assert self.refusal(OptimizerParametersError, build) == (
             "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced: 'group 1, "
-            "parameter 1, shape (2, 3)'. Build the optimizer over the parameters of the wrapped module, after wrapping it."
+            "parameter 1, shape (2, 3)'. Build the optimizer over the wrapped parameters; before ddp.rebuild(), put "
+            "new ones into the module or out of the group."
         )
 
     def test_one_that_leaves_a_trainable_parameter_out(self):
         assert self.refusal(OptimizerParametersError, lambda ddp: torch.optim.SGD([ddp.module.a], lr=1.0)) == (
-            "trainable parameters of the wrapper are in no group of the optimizer and would never be updated: 'b'. Add them to "
-            "a group, or freeze them with requires_grad_(False) before wrapping."
+            "trainable parameters of the wrapper are in no group of the optimizer and would never be updated: 'b'. Add them "
+            "with optimizer.add_param_group(), or freeze them with requires_grad_(False), before wrapping or ddp.rebuild()."
         )
 
     def test_one_with_the_same_parameter_twice(self):

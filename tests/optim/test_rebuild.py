@@ -354,7 +354,7 @@ class TestGroups:
         model.b.requires_grad_(False)
         ddp.rebuild()
 
-        kept = [*optimizer.state[model.b].values(), *optimizer._sharding._main_values.values()]
+        kept = [*optimizer.state[model.b].values(), *optimizer.sharding._main_values.values()]
         assert sorted(value.untyped_storage().nbytes() // 4 for value in kept) == [1, 63, 63, 63]  # step, moments, main value
 
     def test_runs_are_cut_where_step_counts_differ_and_only_there(self):
@@ -630,8 +630,8 @@ class TestFailures:
         for text, in_between, model in run_ranks(2, play, sharded=sharded, names="abcd"):
             assert text == (
                 "trainable parameters of the wrapper are in no group of the optimizer and would never be updated: 'e'. Add "
-                "them with optimizer.add_param_group(), or freeze them with requires_grad_(False), and call ddp.rebuild() "
-                "again."
+                "them with optimizer.add_param_group(), or freeze them with requires_grad_(False), before wrapping or "
+                "ddp.rebuild()."
             )
             assert {words.partition(" The error was ")[2] for words in in_between} == {f"OptimizerParametersError: {text}"}
             assert_like(oracle, model)
@@ -682,8 +682,8 @@ class TestFailures:
 
         assert text_of(OptimizerParametersError, ddp.rebuild) == (
             "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced: 'group 1, "
-            "parameter 0, shape (3,)'. Put them into the wrapped module, or take them out of the group, and call ddp.rebuild() "
-            "again."
+            "parameter 0, shape (3,)'. Build the optimizer over the wrapped parameters; before ddp.rebuild(), put "
+            "new ones into the module or out of the group."
         )
 
     def test_when_everything_is_frozen_nothing_is_lost_either(self):

@@ -158,8 +158,8 @@ def wait_without_the_first(place: Place) -> None:
 def wait_on_separate_hosts(place: Place) -> None:
     """As far as looking at processes goes: their ids mean nothing to each other."""
     communicator = made(QUICK)
-    heartbeat = communicator.link.heartbeat
-    assert heartbeat is not None
+    assert communicator.link.watch is not None
+    heartbeat = communicator.link.watch.heartbeat
     heartbeat.process = heartbeat.process._replace(pid_space=f"host {place.index}")
     time.sleep(0.5)  # a beat
     place.report("ready")

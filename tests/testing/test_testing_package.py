@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import megabucket.testing
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.layout import ModelLayout, ParamSpec, check_layout
+from megabucket.layout import ModelLayout, ParamSpec
 from megabucket.testing.hypothesis_plugin import register
+from megabucket.testing.invariants import check_layout
 
 register()  # as the entry point does; twice does no harm
 few = settings(max_examples=50)

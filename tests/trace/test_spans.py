@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabucket.trace.spans import difference, intersection, length_s, union
+from megabucket.trace.step_trace import length_s, union
 
 TICKS = 24
 
@@ -32,30 +32,14 @@ def test_a_union_covers_exactly_the_ticks_of_its_spans(some):
     assert_is_union(result)
 
 
-@given(spans(), spans())
-def test_an_intersection_covers_exactly_the_ticks_in_both(left, right):
-    result = intersection(left, right)
-
-    assert ticks(result) == ticks(left) & ticks(right)
-    assert_is_union(result)
-
-
-@given(spans(), spans())
-def test_a_difference_covers_exactly_the_ticks_in_the_left_alone(left, right):
-    result = difference(left, right)
-
-    assert ticks(result) == ticks(left) - ticks(right)
-    assert_is_union(result)
-
-
 @given(spans())
 def test_the_length_is_the_number_of_covered_ticks(some):
     assert length_s(some) == len(ticks(some))
 
 
 @given(spans(), spans())
-def test_intersection_and_difference_share_out_the_left_side(left, right):
-    assert length_s(intersection(left, right)) + length_s(difference(left, right)) == length_s(left)
+def test_the_length_outside_is_the_number_of_ticks_in_the_left_alone(left, right):
+    assert length_s(left, outside=right) == len(ticks(left) - ticks(right))
 
 
 @settings(max_examples=30)
