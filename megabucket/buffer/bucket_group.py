@@ -385,7 +385,7 @@ class _ParamAndGradBucketGroup:
         for slot in self.slots:
             slot.param.grad, slot.state = None, GradState.STALE
         self.missing = self.cleared = ()
-        self.finite_test.found, self.finite_test.flag = (), None
+        self.finite_test.found, self.finite_test.peaks = (), []
         self._launch_grads()
 
     def _hand_over(self) -> None:
@@ -428,7 +428,7 @@ class _ParamAndGradBucketGroup:
             return
         if self._grad_handle is not None:
             self._grad_handle.wait()
-            self.sum_test.found, self.sum_test.flag = (), None
+            self.sum_test.found, self.sum_test.peaks = (), []
             if self.policy.tests_finite and self._is_everywhere:
                 self.sum_test.run()
         self.grad_phase = enter(self.grad_phase, GradPhase.REDUCED, group=self.index)

@@ -291,19 +291,19 @@ class Fence:
         """Whether a message is under way whose answer was not taken."""
         return self._report is not None and (not self._asks or (self._gate is not None and self._gate.is_sent))
 
-    def send(self, report: Report, nonfinite: Sequence[torch.Tensor] = ()) -> None:
+    def send(self, report: Report, nonfinite: torch.Tensor | None = None) -> None:
         """Send this rank's side of a step without waiting. A rank with a problem sends its report right behind.
 
         Args:
-            nonfinite: 0D flags on the device, set if gradients are not finite; the host does not know them yet.
+            nonfinite: 0D flag on the device, set if gradients are not finite; the host does not know it yet.
 
         Raises:
             PhaseError: a CUDA graph is being captured.
         """
-        if self._asks or nonfinite:
+        if self._asks or nonfinite is not None:
             reader = "the end of a step asks whether it is whole on all ranks, and whether its gradients are finite"
             check_not_capturing(self._accelerator, reader=reader, remedy=_CAPTURABLE)
-        self._is_nonfinite = torch.stack(list(nonfinite)).any() if nonfinite else None
+        self._is_nonfinite = nonfinite
         self._report = report
         if self._asks and self._gate is not None:
             self._communicator.progress.phase = "fence"

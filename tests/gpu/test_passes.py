@@ -89,7 +89,7 @@ class TestCapture:
 
     def test_a_fence_is_refused(self, capturing, fence):
         with pytest.raises(PhaseError, match=r"CUDA graph is being captured.*fence=False and nonfinite_gradients='allow'"):
-            fence.send(Report(rank=0), [torch.tensor(False)])
+            fence.send(Report(rank=0), torch.tensor(False))
 
     def test_with_nobody_to_ask_and_nothing_to_read_it_is_none(self, capturing, fence):
         fence.send(Report(rank=0))
