@@ -413,18 +413,20 @@ class _ParamAndGradBucketGroup:
         self._grad_handle = self.communicator.handle(self._grad_calls, label=self.label)
         self._grad_handle.start()
 
-    def poll_grad_sync(self) -> None:
-        """Do now what is left to do on what has come from all ranks: additions, on a host. Does not wait."""
-        if self._grad_handle is not None:
-            self._grad_handle.poll()
-
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, *, waits: bool = True) -> None:
         """Wait for the collective and leave reduced gradients behind. Does nothing when they are there already.
+
+        Args:
+            waits: otherwise only do what is left to do on what has come from all ranks: additions, on a host.
 
         Raises:
             PhaseError: the group was not launched.
         """
         if self.grad_phase is GradPhase.REDUCED:
+            return
+        if not waits:
+            if self._grad_handle is not None:
+                self._grad_handle.poll()
             return
         if self._grad_handle is not None:
             self._grad_handle.wait()

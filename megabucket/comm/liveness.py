@@ -717,7 +717,8 @@ class PeerWatch:
             wait = wait or self._begin(label, number)
             raise self._conclude(self._diagnose(wait, str(error))) from error
         finally:
-            self._leave_board(wait)
+            if wait is not None:
+                self._leave_board(wait)
 
     def wait_for_all_ranks(self, label: str) -> None:
         """Return when every rank has written a beat, which it does when it wraps.
@@ -796,8 +797,8 @@ class PeerWatch:
         except StragglerWarning:  # where warnings are errors: an exception here would end the step of this rank
             _LOGGER.warning("%s", text)
 
-    def _leave_board(self, wait: Observations | None) -> None:
-        if wait is not None and wait.is_on_board:
+    def _leave_board(self, wait: Observations) -> None:
+        if wait.is_on_board:
             self.heartbeat.block(None)
 
     # When a wait cannot end #

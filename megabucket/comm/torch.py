@@ -62,6 +62,7 @@ Run = Callable[[Callable[[], bool]], dict[int, str]]
 """Does a batch, unless told that it must stop, and returns what is the matter with ranks that could not be read."""
 
 _call: Final = operator.methodcaller("__call__")
+_is_completed: Final = operator.methodcaller("is_completed")
 
 
 def discover_communicator(
@@ -308,10 +309,6 @@ class WorkHandle(Handle):
         """Whether the batch was sent."""
         return bool(self._sent)
 
-    @property
-    def _works(self) -> Sequence[Work]:
-        return self._sent[1:] if self._job is None else (self._job,)
-
     def start(self) -> None:
         """Send the batch. A signal handler runs before or after the one call in C that does so, never within."""
         plan, link, launch = self._plan, self._link, self._launch
@@ -352,7 +349,7 @@ class WorkHandle(Handle):
             raise CollectiveError(f"[rank {link.rank}] {self._label} was not launched, so there is nothing to wait for")
         if self._launch is not None:
             self._launch.note("wait_start")
-        works = self._works
+        works: Sequence[Work] = self._sent[1:] if self._job is None else (self._job,)
         if link.watch is not None:
             link.watch.wait(works, label=self._label, number=self._sent[0])
         else:
@@ -370,8 +367,8 @@ class WorkHandle(Handle):
 
     def poll(self) -> None:
         """Do what ``wait`` would, where the host would not have to wait. Over NCCL it never does, so nothing is gained."""
-        plan = self._plan
-        if plan is not None and plan.is_gloo and all(work.is_completed() for work in self._works):
+        works: Sequence[Work] = self._sent[1:] if self._job is None else (self._job,)
+        if self._plan is not None and self._plan.is_gloo and all(map(_is_completed, works)):
             self.wait()
 
     def _complete(self, plan: Plan) -> None:

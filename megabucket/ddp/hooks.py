@@ -156,19 +156,18 @@ class BackwardWatch:
     """Follows one backward at a time. Those that activation checkpointing runs inside another one belong to it."""
 
     def __init__(self) -> None:
-        self.is_open = False
-        """Whether a backward is running."""
-        self._num_opened = 0
+        self.running: object | None = None
+        """Stands for the backward that is running."""
         self._task_id = -1
         self._thread = threading.current_thread()
 
     def open(self, follower: GradSync) -> None:
         """Begin to follow the backward that is running. ``follower`` is known weakly: autograd keeps callbacks in C++."""
-        self._num_opened += 1
         self._task_id = torch._C._current_graph_task_id()
         self._thread = threading.current_thread()
-        torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self, self._num_opened, follower))
-        self.is_open = True
+        running = object()
+        torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self, running, follower))
+        self.running = running
 
     def check_is_one(self, *, rank: int) -> None:
         """Refuse another backward than the one that is open.
@@ -183,24 +182,20 @@ class BackwardWatch:
             thread = threading.current_thread()
             raise ConcurrentBackwardError(rank=rank, thread=thread.name, other_thread=self._thread.name)
 
-    def is_followed(self, number: int) -> bool:
-        """Whether that backward is the one that is running."""
-        return self.is_open and number == self._num_opened
-
 
 class _EndOfBackward:
-    __slots__ = ("_follower", "_number", "_watch")
+    __slots__ = ("_backward", "_follower", "_watch")
 
-    def __init__(self, watch: BackwardWatch, number: int, follower: GradSync) -> None:
-        self._watch, self._number = watch, number
+    def __init__(self, watch: BackwardWatch, backward: object, follower: GradSync) -> None:
+        self._watch, self._backward = watch, backward
         self._follower = weakref.ref(follower)
 
     def __call__(self) -> None:
         follower = self._follower()
-        if follower is not None and self._watch.is_followed(self._number):
+        if follower is not None and self._watch.running is self._backward:
             follower.end_backward()  # closes the watch: an interrupt before that leaves the rest to the destructor
 
     def __del__(self) -> None:
         follower = self._follower()
-        if follower is not None and self._watch.is_followed(self._number):
+        if follower is not None and self._watch.running is self._backward:
             follower.abandon_backward()

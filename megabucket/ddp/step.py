@@ -245,7 +245,7 @@ class GradSync:
             ConcurrentBackwardError: another thread's backward is running.
             MegabucketError: as ``begin_forward``.
         """
-        if self._backward.is_open:
+        if self._backward.running is not None:
             self._backward.check_is_one(rank=self._communicator.rank)
         else:
             self._open_backward()
@@ -281,7 +281,7 @@ class GradSync:
         Raises:
             StepMismatchError: this rank has dropped a step that others take.
         """
-        if not self._backward.is_open:
+        if self._backward.running is None:
             self._open_backward()
         if self.is_reduced:
             self._start_unasked(group, position)
@@ -310,7 +310,7 @@ class GradSync:
             self._vote_to_drop()
         except MegabucketError:
             own.param.grad = None
-            self._backward.is_open = False  # that this backward ends here is about the last step, not the next one
+            self._backward.running = None  # that this backward ends here is about the last step, not the next one
             raise
         self._reopen()
         self.counters.kept = tuple(slot.name for slot in kept)
@@ -336,7 +336,7 @@ class GradSync:
             MegabucketError: the step is not whole on some rank.
         """
         with self.leaving_no_mess("backward"):
-            self._backward.is_open = False
+            self._backward.running = None
             has_received, self._is_taking = self._is_taking, False
             has_changed = self._look_for_what_is_missing(has_received=has_received)
             if has_changed or (self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received):
@@ -370,7 +370,7 @@ class GradSync:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
         for group in self.groups:
             group.drop_staged()
-        self._is_taking = self._backward.is_open = False
+        self._is_taking, self._backward.running = False, None
         self.fail("backward", None)
 
     def pause(self) -> None:
@@ -417,7 +417,7 @@ class GradSync:
             if not self.is_reduced:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
                 for group in self.groups:
-                    group.poll_grad_sync()  # while the others come to their fence
+                    group.finish_grad_sync(waits=False)  # while the others come to their fence
                 self._take_verdict()
             for group in self.groups:
                 group.finish_grad_sync()
@@ -581,7 +581,7 @@ class GradSync:
             StepMismatchError: this rank drops a step that others take.
         """
         self.settle()
-        self._backward.is_open = False
+        self._backward.running = None
         was_open = self.state is StepState.OPEN
         if self.state is StepState.LAUNCHING:
             self.counters.note_dropped_step()
@@ -640,7 +640,7 @@ class GradSync:
             return
         if self._fence.is_sent or error is self.last_error is not None:
             return
-        self._backward.is_open = False
+        self._backward.running = None
         self._is_taking = False
         # Inside a ``step()`` block the exception is known whole at its end, unless the caller catches it before.
         is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")

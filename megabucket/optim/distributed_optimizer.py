@@ -125,11 +125,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # The optimizer that does the arithmetic shows through #
 
-    def __getattr__(self, name: str) -> Any:
-        """Forward what ``torch.optim.Optimizer`` would have set up in its constructor: groups, state by shard, defaults, hooks.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the torch optimizer, holding shards; hyperparameters may be read and written, not the list replaced."""
+        return self.torch_optimizer.param_groups
 
-        ``param_groups`` are those of the torch optimizer, holding shards; hyperparameters may be read and written.
-        """
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the torch optimizer, by shard."""
+        return self.torch_optimizer.state
+
+    def __getattr__(self, name: str) -> Any:
+        """Forward what ``torch.optim.Optimizer`` would have set up in its constructor: defaults, hooks and the like."""
         if name in ("torch_optimizer", "ddp"):
             raise AttributeError(name)
         return getattr(self.torch_optimizer, name)

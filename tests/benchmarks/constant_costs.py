@@ -38,7 +38,7 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
         with ddp.no_sync():
             for _ in range(rounds):
                 ddp.zero_grad()
-                ddp.sync._backward.is_open, ddp.sync._is_taking = True, False  # as at the first hook of a backward
+                ddp.sync._backward.running, ddp.sync._is_taking = ddp, False  # as at the first hook of a backward
                 for slot, grad in zip(group.slots, grads, strict=True):
                     slot.param.grad = grad
                 start_s = time.perf_counter()
@@ -47,7 +47,7 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
                         hook(slot.param)
                 group.end_backward()
                 total_s += time.perf_counter() - start_s
-                ddp.sync._backward.is_open = False
+                ddp.sync._backward.running = None
         return total_s / (rounds * num_params)
 
     return measure

@@ -388,7 +388,7 @@ def caught_error_can_be_stepped_on(patch):
 
 def end_of_backward_unnoticed(patch):
     def open_without_callback(self, _):
-        self.is_open = True
+        self.running = self
 
     patch.setattr(BackwardWatch, "open", open_without_callback)
 
