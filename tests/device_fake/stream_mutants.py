@@ -130,4 +130,5 @@ MUTANTS = {
     "no wait for a work": without(FakeWork, "wait"),
     "no wait for a stream": without(FakeStream, "wait_stream"),
     "no wait for an event": without(FakeEvent, "wait"),
+    "no event is recorded": lambda patch: patch.setattr(FakeEvent, "record", lambda self, *_: self),
 }
