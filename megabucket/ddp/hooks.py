@@ -169,6 +169,10 @@ class BackwardWatch:
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self, running, follower))
         self.running = running
 
+    def is_gone(self) -> bool:
+        """Whether the backward has ended without a word: an interrupt met the destructor that should have said so."""
+        return torch._C._current_graph_task_id() < 0 and threading.current_thread() is self._thread
+
     def check_is_one(self, *, rank: int) -> None:
         """Refuse another backward than the one that is open.
 

@@ -370,8 +370,8 @@ class GradSync:
         """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
         for group in self.groups:
             group.drop_staged()
-        self._is_taking, self._backward.running = False, None
         self.fail("backward", None)
+        self._is_taking, self._backward.running = False, None
 
     def pause(self) -> None:
         """Note that the caller does something of its own now."""
@@ -616,6 +616,8 @@ class GradSync:
             MegabucketError: the wrapper is broken; or a forward or backward has failed inside a ``step()`` block, and the
                 caller has caught the exception there.
         """
+        if self._backward.running is not None and self._backward.is_gone():
+            self.abandon_backward()
         if self.state in (StepState.FENCED, StepState.CALL) or (self.state is StepState.LAUNCHING and self._fence.is_sent):
             # An interrupt has ended what this rank was in, and another one has kept it from saying so.
             self.break_off(self._communicator.progress.phase, "it was interrupted twice")
@@ -640,8 +642,6 @@ class GradSync:
             return
         if self._fence.is_sent or error is self.last_error is not None:
             return
-        self._backward.running = None
-        self._is_taking = False
         # Inside a ``step()`` block the exception is known whole at its end, unless the caller catches it before.
         is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
         cause = "an exception" if is_deferred and error is None else describe(error)
@@ -649,6 +649,8 @@ class GradSync:
         if self.is_reduced and not (self.state is StepState.AGREED and self.policy.is_sharded):
             self._reopen()  # a step has begun since
         self.state = StepState.GIVING_UP
+        # Only now: where another interrupt has kept this from being said, ``settle`` finds a backward that is gone.
+        self._is_taking, self._backward.running = False, None
         if not is_deferred:
             self._send_failure()
 
@@ -789,7 +791,7 @@ class GradSync:
         self.check_not_dropped()
         if self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and self.policy.unused_is_zero:
             self.finish()  # a backward has brought no gradient, and the others wait for zeros
-        elif has_grads and (self.state is not StepState.AGREED or is_stale):
+        elif self.state is StepState.LAUNCHING or (has_grads and (self.state is not StepState.AGREED or is_stale)):
             error = UnreducedGradientsError(rank=self._communicator.rank)
             self.refuse_update(error)
             raise error

@@ -13,6 +13,7 @@ from loop_ranks import Ranks
 from torch.utils.checkpoint import checkpoint
 
 import megabucket as mb
+from megabucket.ddp.step import GradSync
 from megabucket.errors import (
     DetachedGradError,
     LateGradientError,
@@ -27,6 +28,7 @@ from megabucket.errors import (
     StepMismatchError,
     StorageMovedError,
     TrainabilityChangedError,
+    UnreducedGradientsError,
     UnusedParameterError,
     WrapperBrokenError,
 )
@@ -668,3 +670,44 @@ def test_an_input_gradient_between_step_and_zero_grad_is_no_fault():
         return attempt(rank, ddp, optimizer, None)
 
     assert ranks.run(run) == [None, None]
+
+
+class Interrupt(BaseException):
+    """Raised by a signal handler."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_failed_backward_whose_destructor_is_interrupted_is_told_by_the_next_call(monkeypatch):
+    ranks = Ranks(2, Model(), bucket_size=1)
+    abandon = GradSync.abandon_backward
+    left = [1]
+
+    def interrupted_once(sync):
+        if left.pop():
+            left.append(0)
+            raise Interrupt
+        left.append(0)
+        abandon(sync)
+
+    monkeypatch.setattr(GradSync, "abandon_backward", interrupted_once)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        attempt(rank, ddp, optimizer, "exception in backward" if rank == FAULTY else None)
+        error = attempt(rank, ddp, optimizer, None) if rank == FAULTY else None
+        error = error or ddp.last_error
+        if rank != FAULTY:
+            attempt(rank, ddp, optimizer, None)
+        return str(error)
+
+    assert ranks.run(run) == [f"step 0: rank 1 failed in backward: {UNKNOWN}. {DROPPED}"] * 2
+
+
+def test_an_optimizer_does_not_step_while_buckets_are_on_their_way():
+    ddp = Ranks(1, Model(), finish="explicit").ddps[0]
+    ddp(1.0).backward()
+    ddp.start_grad_sync()
+    ddp.module.zero_grad()  # plain torch does not know, and would step on nothing
+
+    with pytest.raises(UnreducedGradientsError, match="not reduced"):
+        optimizer_of(ddp).step()
