@@ -19,8 +19,18 @@ from megabucket.buffer.finite import FiniteTest
 from megabucket.buffer.grad_slot import GradSlot, GradState, WithheldGrad
 from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
 from megabucket.buffer.phases import GradPhase, ParamPhase, enter
-from megabucket.buffer.streams import GradStreams
-from megabucket.comm import AllGather, AllReduce, Call, Communicator, Handle, ReduceOp, ReduceScatter
+from megabucket.comm import (
+    Accelerator,
+    AllGather,
+    AllReduce,
+    Arrival,
+    Call,
+    Communicator,
+    GradStreams,
+    Handle,
+    ReduceOp,
+    ReduceScatter,
+)
 from megabucket.config.resolve import StepPolicy
 
 LARGE_BYTES: Final = 128 << 10
@@ -133,7 +143,8 @@ class _ParamAndGradBucketGroup:
         """Where each parameter stands in ``slots``. By identity, so that hooks may hold it."""
         self.readiness = Readiness(len(self.slots))
         self.staging = Staging()
-        self.streams = GradStreams.of(self.buckets[0].grad_data.device)
+        self._accelerator = Accelerator.of(self.buckets[0].grad_data.device)
+        self.streams = GradStreams(self._accelerator) if self._accelerator is not None else None
         self.is_complete = False
         """Whether all gradients of this step have come, as far as it is known how many there will be."""
         self.missing: tuple[str, ...] = ()
@@ -152,6 +163,7 @@ class _ParamAndGradBucketGroup:
         """Who may touch the parameters."""
         self._grad_handle: Handle | None = None
         self._param_handle: Handle | None = None
+        self._arrival: Arrival | None = None  # of gathered parameters, on a device
         self._values = [param.data for param in self.params]
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
         self.param_values = self._values
@@ -163,7 +175,7 @@ class _ParamAndGradBucketGroup:
         # It knows the group weakly: nothing may lead back to a parameter from its .grad, where no garbage collector looks.
         accumulates = functools.partial(_is_accumulating, weakref.ref(self))
         for slot in self.slots:
-            slot.accumulates, slot.settle = accumulates, self._settle
+            slot.accumulates, slot.settle = accumulates, self._prepare_write
             if policy.withheld_because:
                 what = f"the gradient of {slot.name!r}"
                 slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withheld_because, accumulates=accumulates)
@@ -226,7 +238,7 @@ class _ParamAndGradBucketGroup:
         slot = self.slots[position]
         param, grad = slot.param, slot.param.grad
         if not self._limit or param.grad_added_to_main_grad or grad is None:  # type: ignore[attr-defined]
-            self._settle(param)
+            self._prepare_write(param)
             slot.store()
             is_complete = (counts and self.readiness.mark((position,))) or is_complete
         else:
@@ -278,10 +290,15 @@ class _ParamAndGradBucketGroup:
         """Return with how many staged gradients the group must look at them: they may be the last ones."""
         return min(self._limit, self.readiness.num_incomplete) if self._counts else self._limit
 
-    def _settle(self, param: torch.Tensor) -> None:
-        """Store what is staged if it is a gradient of ``param``: other code is about to write into its place."""
+    def _prepare_write(self, param: torch.Tensor) -> None:
+        """Store what is staged if it is a gradient of ``param``: other code is about to write into its place.
+
+        On a device that may be a kernel of another stream than the one that has written there before.
+        """
         if any(staged is param for staged in self.staging):
             self._store_staged()
+        if self.streams is not None:
+            self.streams.order(id(param))
 
     def _store_staged(self) -> bool:
         """Store and count what is staged; return whether the group is complete now."""
@@ -368,7 +385,7 @@ class _ParamAndGradBucketGroup:
         for slot in self.slots:
             slot.param.grad, slot.state = None, GradState.STALE
         self.missing = self.cleared = ()
-        self.finite_test.found, self.finite_test.flag = (), None
+        self.finite_test.found, self.finite_test.peaks = (), []
         self._launch_grads()
 
     def _hand_over(self) -> None:
@@ -413,7 +430,7 @@ class _ParamAndGradBucketGroup:
             return
         if self._grad_handle is not None:
             self._grad_handle.wait()
-            self.sum_test.found, self.sum_test.flag = (), None
+            self.sum_test.found, self.sum_test.peaks = (), []
             if self.policy.tests_finite and self._is_everywhere:
                 self.sum_test.run()
         self.grad_phase = enter(self.grad_phase, GradPhase.REDUCED, group=self.index)
@@ -498,10 +515,14 @@ class _ParamAndGradBucketGroup:
     def finish_param_sync(self) -> None:
         """Return when every parameter of the group may be read, gathering first where needed."""
         if self.param_phase is ParamPhase.GATHERED:
+            if self._arrival is not None:
+                self._arrival.follow()  # another stream has waited for them
             return
         self.start_param_sync()
         if self._param_handle is not None:
             self._param_handle.wait()
+            if self._accelerator is not None:
+                self._arrival = Arrival(self._accelerator)
         self.show_params()
         self.param_phase = enter(self.param_phase, ParamPhase.GATHERED, group=self.index)
         self._param_handle = None

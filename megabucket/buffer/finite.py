@@ -8,13 +8,14 @@ On the CPU the answer is known at once; on a device it stays there until the fen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
+from megabucket.comm import Accelerator
 
 # On a host the norm takes two thirds of the time of the extremes. It is at least as large as any element (half the limit is
 # more than rounding can be wrong), and nan and inf pass through it. When it overflows, the extremes decide.
@@ -49,17 +50,18 @@ class FiniteTest:
         self._has_headroom = any(headroom > 1 for headroom in headrooms)
         self.flats = [(flat, limit) for flat, limit in zip(flats, limits, strict=True) if flat.numel()]
         """What is tested, with the largest value there may be."""
+        self._is_on_host = not flats or Accelerator.of(flats[0].device) is None
         self.found: tuple[NonFiniteParam, ...] = ()
         """What the last ``run`` found; on a device only after ``name_culprits``."""
-        self.flag: torch.Tensor | None = None  # 0D bool on the device, or None where the host knows already
+        self.peaks: list[torch.Tensor] = []
+        """On a device the largest magnitude in each of ``flats`` (0D), or nan; none where the host knows already."""
 
     def run(self) -> None:
         """Test the gradients as they are now: one reading pass."""
-        self.found, self.flag = (), None
+        self.found, self.peaks = (), []
         for flat, limit in self.flats:
-            if flat.device.type != "cpu":
-                is_bad = is_beyond(*torch.aminmax(flat), limit)
-                self.flag = is_bad if self.flag is None else self.flag.logical_or_(is_bad)
+            if not self._is_on_host:
+                self.peaks.append(torch.linalg.vector_norm(flat, torch.inf))
             elif flat.dtype in _NORM_TELLS and float(torch.linalg.vector_norm(flat)) <= limit / 2:
                 continue
             elif is_beyond(*torch.aminmax(flat), limit):
@@ -76,6 +78,17 @@ class FiniteTest:
             largest = {slot.name: float(slot.view.abs().max()) for slot in self._slots if slot.view.numel()}
             name = max(largest, key=largest.__getitem__)
             self.found = (NonFiniteParam(name, f"values of {largest[name]:.3g}, too large to be added up over the ranks"),)
+
+
+def any_beyond(tests: Iterable[FiniteTest]) -> torch.Tensor | None:
+    """Return, without asking the host, whether some test has found what is not finite (0D); ``None`` where the host knows."""
+    peaks_of: dict[float, list[torch.Tensor]] = {}
+    for test in tests:
+        for peak, (_, limit) in zip(test.peaks, test.flats, strict=False):
+            peaks_of.setdefault(limit, []).append(peak)
+    # One comparison, but for dtypes that have limits of their own. Nan is not below any.
+    are_within = [(torch.stack(peaks) <= limit).all() for limit, peaks in peaks_of.items()]
+    return torch.stack(are_within).all().logical_not_() if are_within else None
 
 
 def is_beyond(low: torch.Tensor, high: torch.Tensor, limit: float) -> torch.Tensor:

@@ -22,6 +22,7 @@ from megabucket.checkpoint.canonical import canonical_name, info_of, named_buffe
 from megabucket.checkpoint.format import Json, Piece, Snapshot
 from megabucket.checkpoint.ranks import GroupRanks, tell, together
 from megabucket.checkpoint.values import RNG_PREFIX, capture_rng, encode
+from megabucket.comm import Accelerator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.replicas import checksum
 from megabucket.errors import OptimizerParametersError, PeerFailedError
@@ -255,9 +256,14 @@ def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
     own = list(reuse) if len(reuse) == len(theirs) else [torch.empty(0)] * len(theirs)
     for index, values in enumerate(theirs):
         if own[index].dtype is not values.dtype or own[index].numel() != values.numel():
-            own[index] = torch.empty(values.shape, dtype=values.dtype)
+            accelerator = Accelerator.of(values.device)
+            make = torch.empty if accelerator is None else accelerator.pinned
+            own[index] = make(values.shape, dtype=values.dtype)
     if own:
-        torch._foreach_copy_(own, theirs)
+        torch._foreach_copy_(own, theirs, non_blocking=True)
+    for accelerator in {values.device: Accelerator.of(values.device) for values in theirs}.values():
+        if accelerator is not None:
+            accelerator.record().synchronize()  # once for all copies, which go to pinned memory
     pieces = [Piece(piece.info, piece.start, piece.stop, mine) for piece, mine in zip(snapshot.pieces, own, strict=True)]
     return Snapshot(pieces, snapshot.values)
 

@@ -21,6 +21,7 @@ import torch
 
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.format import Json
+from megabucket.comm import Accelerator
 from megabucket.errors import ConfigError
 
 RNG_PREFIX: Final = "rng."
@@ -137,8 +138,8 @@ def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
         device: where the parameters are.
     """
     found = {"torch": torch.get_rng_state(), "python": _text(random.getstate()), "numpy": _text(_numpy_state())}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+    if Accelerator.of(device) is not None:
+        found[device.type] = torch.get_device_module(device).get_rng_state(device)
     return found
 
 
@@ -160,8 +161,8 @@ def restore_rng(states: Mapping[str, torch.Tensor], device: torch.device) -> Non
         "python": lambda state: random.setstate(_tuples(_value(state))),
         "numpy": lambda state: _set_numpy_state(_value(state)),
     }
-    if device.type == "cuda":
-        setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, device)
+    if Accelerator.of(device) is not None:
+        setters[device.type] = lambda state: torch.get_device_module(device).set_rng_state(state, device)
     for what, state in states.items():
         if what in setters:
             setters[what](state)

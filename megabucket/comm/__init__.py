@@ -14,14 +14,17 @@ from megabucket.comm.communicator import (
     ReduceOp,
     ReduceScatter,
 )
+from megabucket.comm.device import Accelerator, Arrival, GradStreams
 from megabucket.comm.exchange import Exchange, Gate, exchange
 from megabucket.comm.liveness import Liveness, StragglerWarning
 from megabucket.comm.samehost import SameHostCommunicator, with_same_host_copies
 from megabucket.comm.torch import ProcessGroupCommunicator, discover_communicator
 
 __all__ = [
+    "Accelerator",
     "AllGather",
     "AllReduce",
+    "Arrival",
     "Batch",
     "Broadcast",
     "Call",
@@ -29,6 +32,7 @@ __all__ = [
     "DoneHandle",
     "Exchange",
     "Gate",
+    "GradStreams",
     "Handle",
     "Liveness",
     "LocalCommunicator",

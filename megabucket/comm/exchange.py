@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import torch
 
 from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, Call, Communicator, Handle, ReduceOp
+from megabucket.comm.device import Accelerator
 from megabucket.errors import CollectiveError
 
 _LENGTH_BYTES: Final = 8
@@ -43,6 +44,7 @@ class Gate:
     def __init__(self, communicator: Communicator, *, device: torch.device) -> None:
         self._control = communicator.control
         self._vector = torch.zeros(6, dtype=torch.int64, device=device)
+        self._accelerator = Accelerator.of(device)
         self._batch = self._control.prepare([AllReduce(self._vector, ReduceOp.MAX)])
         self._handle: Handle | None = None
 
@@ -60,8 +62,11 @@ class Gate:
             nonfinite: 0D, not zero if a gradient on the device is not finite; the host does not know it yet.
         """
         numbers = [kind, -kind, fingerprint, -fingerprint, flag, 0]
-        # From ordinary memory a copy to a device waits for everything queued there; from pinned memory it waits for nothing.
-        self._vector.copy_(torch.tensor(numbers, dtype=torch.int64, pin_memory=self._vector.is_cuda), non_blocking=True)
+        message = torch.tensor(numbers, dtype=torch.int64)
+        if self._accelerator is not None:
+            # From ordinary memory a copy to a device waits for all that is queued there; from pinned memory for nothing.
+            message = self._accelerator.pinned(message.shape, message.dtype).copy_(message)
+        self._vector.copy_(message, non_blocking=True)
         if nonfinite is not None:
             self._vector[5].logical_or_(nonfinite)
         self._handle = self._control.handle(self._batch, label=label)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
+from megabucket.comm.device import Accelerator
 
 _MOST_RANKS: Final = 8  # with more it has not been measured
 _SMALL_BYTES: Final = 1 << 20
@@ -88,11 +89,13 @@ class Plan:
         On any back-end: it is an all-to-all, and the same bits whatever the size of a bucket is.
         """
         for call in calls:
+            if Accelerator.of(call.full.device) is not None:
+                self._add_in_one_kernel(call)
+                continue
             parts = self._exchange(call)
             numel = call.shard.numel()
-            # On a device one kernel for each part; on a host in blocks that stay in the cache.
-            block_numel = numel if call.full.is_cuda else min(numel, _BLOCK_NUMEL)
-            total = torch.empty(block_numel, dtype=torch.float32, device=call.full.device)
+            block_numel = min(numel, _BLOCK_NUMEL)  # which stays in the cache
+            total = torch.empty(block_numel, dtype=torch.float32)
             for first in range(0, numel, block_numel):
                 pieces = [part[first : first + block_numel] for part in parts]
                 sum_of_block = total[: pieces[0].numel()]
@@ -102,6 +105,16 @@ class Plan:
                     self.after.append(partial(torch.Tensor.div_, sum_of_block, self._size))
                 self.after.append(partial(torch.Tensor.copy_, pieces[self._rank], sum_of_block))
         self.after += divisions(calls)
+
+    def _add_in_one_kernel(self, call: ReduceScatter) -> None:
+        """Add up on a device, where it is launches that cost, and its kernel decides on the order."""
+        full, shard = call.full.data, call.shard.data
+        received = torch.empty_like(full)
+        self._add_all_to_all(full, received, [shard.nbytes] * self._size)
+        total = torch.empty(shard.shape, dtype=torch.float32, device=full.device)
+        add_up = torch.mean if call.op is ReduceOp.AVG else torch.sum
+        self.after.append(partial(add_up, received.view(self._size, -1), 0, dtype=torch.float32, out=total))
+        self.after.append(partial(torch.Tensor.copy_, shard, total))
 
     def add_for_gloo(self, calls: Sequence[Call], *, room_bytes: int | None = None) -> int:
         """Do what is best for like calls on gloo. Return the bytes taken of the room.

@@ -33,6 +33,7 @@ from megabucket.comm.communicator import (
     Progress,
     ReduceScatter,
 )
+from megabucket.comm.device import Accelerator
 from megabucket.comm.gloo import Operation, Plan
 from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, wait_slice
 from megabucket.errors import (
@@ -132,7 +133,7 @@ class _Channel(Communicator):
 
     def clock_for(self, device: torch.device) -> Clock:
         """Return the clock by which this group's collectives on a device are timed: its own where they run in its queue."""
-        return self.link.clock(on_device=device.type == "cuda" and self._backend(device) not in _GLOO_LIKE)
+        return self.link.clock(None if self._backend(device) in _GLOO_LIKE else device)
 
 
 class ProcessGroupCommunicator(_Channel):
@@ -216,16 +217,17 @@ class Link:
             )
             self.watch = PeerWatch(heartbeat, liveness, group_timeout_s=self.timeout_s, on_loss=self._abandon)
 
-    def clock(self, *, on_device: bool) -> Clock:
-        """Return the clock of the host, or that of the current CUDA device, which is made when it is first asked for.
+    def clock(self, device: torch.device | None) -> Clock:
+        """Return the clock of the host, or that of a device with queues, which is made when it is first asked for.
 
         On a host a thread of ours sees a collective complete. On a device with a queue (NCCL) all moments are events in that
         queue, so the host never waits.
         """
-        if not on_device:
+        accelerator = None if device is None else Accelerator.of(device)
+        if accelerator is None:
             return self._host_clock
         if self._device_clock is None:
-            self._device_clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+            self._device_clock = accelerator.clock()
         return self._device_clock
 
     def check_can_launch(self, label: str) -> None:
@@ -291,7 +293,9 @@ class WorkHandle(Handle):
         is_large = bool(plan.after) and record.payload_bytes >= _BACKGROUND_BYTES
         if link.progress.recorders:
             wants_time = any(recorder.records_time for recorder in link.progress.recorders)
-            self._launch = Launch(record, link.clock(on_device=not plan.is_gloo) if wants_time else None)
+            self._launch = Launch(
+                record, link.clock(None if plan.is_gloo else plan.starts[0].tensors[0].device) if wants_time else None
+            )
             is_large = is_large or wants_time  # the thread notes when it is done
         if plan.is_gloo and (is_large or run is not None):
             self._job = Job(self._complete_in_background)

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from megabucket import errors
-from megabucket.comm import Communicator, Exchange, Gate, exchange
+from megabucket.comm import Accelerator, Communicator, Exchange, Gate, exchange
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.guards import Hyperparameters, Problem, texts_of
 from megabucket.errors import MegabucketError, name_list
@@ -277,6 +277,7 @@ class Fence:
 
     def __init__(self, communicator: Communicator, *, num_buckets: int, policy: StepPolicy, device: torch.device) -> None:
         self._communicator, self._device, self._num_buckets = communicator, device, num_buckets
+        self._accelerator = Accelerator.of(device)
         self._asks = policy.has_fence and communicator.size > 1
         self._gate = Gate(communicator, device=device) if communicator.size > 1 else None
         self._report: Report | None = None  # of the message under way
@@ -290,19 +291,19 @@ class Fence:
         """Whether a message is under way whose answer was not taken."""
         return self._report is not None and (not self._asks or (self._gate is not None and self._gate.is_sent))
 
-    def send(self, report: Report, nonfinite: Sequence[torch.Tensor] = ()) -> None:
+    def send(self, report: Report, nonfinite: torch.Tensor | None = None) -> None:
         """Send this rank's side of a step without waiting. A rank with a problem sends its report right behind.
 
         Args:
-            nonfinite: 0D flags on the device, set if gradients are not finite; the host does not know them yet.
+            nonfinite: 0D flag on the device, set if gradients are not finite; the host does not know it yet.
 
         Raises:
             PhaseError: a CUDA graph is being captured.
         """
-        if self._asks or nonfinite:
+        if self._asks or nonfinite is not None:
             reader = "the end of a step asks whether it is whole on all ranks, and whether its gradients are finite"
-            check_not_capturing(self._device, reader=reader, remedy=_CAPTURABLE)
-        self._is_nonfinite = torch.stack(list(nonfinite)).any() if nonfinite else None
+            check_not_capturing(self._accelerator, reader=reader, remedy=_CAPTURABLE)
+        self._is_nonfinite = nonfinite
         self._report = report
         if self._asks and self._gate is not None:
             self._communicator.progress.phase = "fence"
@@ -404,8 +405,8 @@ def _fingerprint(*facts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(marshal.dumps(facts, 2), digest_size=8).digest(), "big") >> 2
 
 
-def check_not_capturing(device: torch.device, *, reader: str, remedy: str) -> None:
-    """Refuse to let the host read from a device whose current stream is being captured. Costs nothing on a CPU.
+def check_not_capturing(accelerator: Accelerator | None, *, reader: str, remedy: str) -> None:
+    """Refuse to let the host read from a device whose current stream is being captured. Costs nothing on a host.
 
     Args:
         reader: what reads, for the text.
@@ -414,7 +415,7 @@ def check_not_capturing(device: torch.device, *, reader: str, remedy: str) -> No
     Raises:
         PhaseError: a CUDA graph is being captured.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if accelerator is not None and accelerator.is_capturing():
         raise errors.PhaseError(
             f"a CUDA graph is being captured, and {reader}: the host would wait for the device, which does nothing before the "
             f"graph is replayed. {remedy}"

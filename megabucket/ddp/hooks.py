@@ -153,15 +153,17 @@ def _leaves(output: Any) -> Iterator[Any]:
 
 
 class BackwardWatch:
-    """Follows one backward at a time. Backwards that run inside another one (activation checkpointing) belong to it."""
+    """Follows one backward at a time. Those that activation checkpointing runs inside another one belong to it."""
 
     def __init__(self) -> None:
         self.running: object | None = None
         """Stands for the backward that is running."""
+        self._task_id = -1
         self._thread = threading.current_thread()
 
     def open(self, follower: GradSync) -> None:
         """Begin to follow the backward that is running. ``follower`` is known weakly: autograd keeps callbacks in C++."""
+        self._task_id = torch._C._current_graph_task_id()
         self._thread = threading.current_thread()
         running = object()
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self, running, follower))
@@ -171,14 +173,17 @@ class BackwardWatch:
         """Whether the backward has ended without a word: an interrupt met the destructor that should have said so."""
         return torch._C._current_graph_task_id() < 0 and threading.current_thread() is self._thread
 
-    def check_thread(self, *, rank: int) -> None:
-        """Refuse a backward in another thread than that of the one that is open.
+    def check_is_one(self, *, rank: int) -> None:
+        """Refuse another backward than the one that is open.
+
+        Threads tell nothing: torch runs all backwards of a device in one, and one backward through outputs on a device and on
+        the host in two.
 
         Raises:
-            ConcurrentBackwardError: the threads differ.
+            ConcurrentBackwardError: it is another one.
         """
-        thread = threading.current_thread()
-        if thread is not self._thread:
+        if torch._C._current_graph_task_id() != self._task_id:
+            thread = threading.current_thread()
             raise ConcurrentBackwardError(rank=rank, thread=thread.name, other_thread=self._thread.name)
 
 

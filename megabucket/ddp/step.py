@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
-from megabucket.buffer.finite import FiniteTest
+from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.fence import Entry, Fence, Report, describe, resolve_error
 from megabucket.ddp.guards import ModelWatch, Problem
@@ -246,7 +246,7 @@ class GradSync:
             MegabucketError: as ``begin_forward``.
         """
         if self._backward.running is not None:
-            self._backward.check_thread(rank=self._communicator.rank)
+            self._backward.check_is_one(rank=self._communicator.rank)
         else:
             self._open_backward()
         self._has_reached_outputs = True
@@ -445,16 +445,16 @@ class GradSync:
         if self._watch is not None and (change := self._watch.find_change()) is not None:
             problems["change"] = change
         self._flush()
-        flags = []
+        tests: list[FiniteTest] = []
         for group in self.groups:
             # Without any backward, what the caller wrote into zeroed views counts; what had to be zeroed is unused.
             unused = group.missing if self.counters.num_microbatches else group.cleared
             if unused and unused_counts and not self.policy.unused_is_zero:
                 fields: dict[str, Any] = {"params": [], "bucket": group.index}
                 problems.setdefault("unused", Problem(UnusedParameterError.__name__, fields)).fields["params"] += unused
-            if group.finite_test.flag is not None:
-                flags.append(group.finite_test.flag)
-        self._fence.send(self._report(is_committing=is_committing), flags)
+            if group.finite_test.peaks:
+                tests.append(group.finite_test)
+        self._fence.send(self._report(is_committing=is_committing), any_beyond(tests) if tests else None)
         self.enter(StepState.FENCED)
 
     def _report(self, *, is_committing: bool = False) -> Report:
@@ -469,8 +469,9 @@ class GradSync:
 
     def _nonfinite_fields(self, tests: Sequence[tuple[int, FiniteTest]]) -> dict[str, Any]:
         """Return the fields of the error about what tests of bucket groups have found; none where all is finite."""
-        for _, test in tests:
-            if test.flag is not None and bool(test.flag):
+        is_bad = any_beyond(test for _, test in tests)
+        for _, test in tests if is_bad is not None and bool(is_bad) else ():
+            if bool(any_beyond([test])):
                 test.name_culprits()  # the host could not know them before
         found = [(index, one) for index, test in tests for one in test.found]
         if not found:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from megabucket import __version__
-from megabucket.comm import AllReduce
+from megabucket.comm import Accelerator, AllReduce
 from megabucket.comm.torch import FABRIC, backend_of, store_of
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.question import NO_GROUP, NO_PEERS, Answer, Asking, Bench, Question, by_rank, check, odd_ones_out
@@ -76,7 +76,8 @@ def _ask_group(bench: Bench, ask: _GroupQuestion) -> Answer:
 
 def hosts(bench: Bench) -> Asking:
     """Ask how many ranks are on how many hosts, and on which devices."""
-    device = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else bench.device.type
+    accelerator = Accelerator.of(bench.device)
+    device = bench.device.type if accelerator is None else accelerator.name
     facts = yield {"host": socket.gethostname(), "device": device}
     num_hosts, devices = len({fact["host"] for fact in facts}), [fact["device"] for fact in facts]
     hosts_text = "1 host" if num_hosts == 1 else f"{num_hosts} hosts"
@@ -185,12 +186,12 @@ def coalescing(bench: Bench, group: dist.ProcessGroup) -> Answer:
     fulls = [_own(bench).repeat(bench.size) for _ in range(3)]
     scatter = partial(_reduce_scatter, op=dist.ReduceOp.SUM)
     works = {
-        "all-reduce": _batch(bench, group, [partial(dist.all_reduce, part) for part in sums]),
-        "reduce-scatter": _batch(bench, group, [partial(scatter, *pair) for pair in zip(shards, fulls, strict=True)]),
+        "all-reduce": _batch(group, [partial(dist.all_reduce, part) for part in sums]),
+        "reduce-scatter": _batch(group, [partial(scatter, *pair) for pair in zip(shards, fulls, strict=True)]),
     }
     is_right = all(_holds_sum(part, bench) for part in (*sums, *shards))
     if backend_of(group, bench.device) != "gloo":
-        works["all-gather"] = _batch(bench, group, [partial(_all_gather, full, _own(bench)) for full in fulls])
+        works["all-gather"] = _batch(group, [partial(_all_gather, full, _own(bench)) for full in fulls])
         expected = torch.arange(1.0, bench.size + 1, device=bench.device).repeat_interleave(_NUMEL)
         is_right = is_right and all(torch.equal(full, expected) for full in fulls)
     answer = "3 calls become " + ", ".join(f"{count} {kind}" for kind, count in works.items())
@@ -275,10 +276,9 @@ def _holds_sum(tensor: torch.Tensor, bench: Bench) -> bool:
     return bool((tensor == bench.size * (bench.size + 1) // 2).all())  # of rank + 1 over all ranks
 
 
-def _batch(bench: Bench, group: dist.ProcessGroup, calls: list[Callable[..., Any]]) -> int:
+def _batch(group: dist.ProcessGroup, calls: list[Callable[..., Any]]) -> int:
     """Launch a batch, wait for it and return the number of its works."""
-    device = bench.device if bench.device.type == "cuda" else None
-    with distributed_c10d._coalescing_manager(group, device=device, async_ops=True) as manager:
+    with distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
         for call in calls:
             call(group=group, async_op=True)
     for work in manager.works:

@@ -27,7 +27,7 @@ def add_weight_grad(main_grad: torch.Tensor, inputs: torch.Tensor, grad_out: tor
     """
     if inputs.dtype == main_grad.dtype:
         main_grad.addmm_(grad_out.t(), inputs, beta=keep)
-    elif main_grad.is_cuda and main_grad.dtype == torch.float32 and _has_wide_product():
+    elif main_grad.is_cuda and main_grad.dtype == torch.float32 and _has_wide_product(main_grad.device, inputs.dtype):
         torch.ops.aten.addmm.dtype_out(
             main_grad, grad_out.t(), inputs, torch.float32, beta=keep, out=main_grad
         )  # the sum is in float32 and nothing is written in between
@@ -40,9 +40,14 @@ def add_weight_grad(main_grad: torch.Tensor, inputs: torch.Tensor, grad_out: tor
 
 
 @functools.cache
-def _has_wide_product() -> bool:
-    """Whether torch has a product of 16-bit matrices with a float32 result."""
-    return "dtype_out" in torch.ops.aten.addmm.overloads()
+def _has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch adds a product of 16-bit matrices to a float32 one. Tried, because some versions have it and refuse."""
+    wide, narrow = torch.zeros(16, 16, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(wide, narrow, narrow, torch.float32, beta=1.0, out=wide)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 @functools.cache

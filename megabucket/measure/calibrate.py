@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from megabucket import __version__
-from megabucket.comm import Communicator, discover_communicator
+from megabucket.comm import Accelerator, Communicator, discover_communicator
 from megabucket.errors import ConfigError
 from megabucket.measure.collectives import Timing, cells_of, time_collectives
 from megabucket.measure.ranks import Launch, Ranks, check_writable, joined_ranks
@@ -227,11 +227,11 @@ def pipelined_link(calibration: Calibration, communicator: Communicator, *, devi
 
 
 def _facts(plan: CalibrationPlan, ranks: Ranks, hosts: Sequence[str], fabric: FabricConfig | None) -> dict[str, Fact]:
-    is_cuda = ranks.device.type == "cuda"
+    accelerator = Accelerator.of(ranks.device)
     facts: dict[str, Fact] = {
         "origin": "measured" if fabric is None else "measured on an emulated fabric",
         "backend": ranks.backend,
-        "device": torch.cuda.get_device_name(ranks.device) if is_cuda else platform.machine(),
+        "device": platform.machine() if accelerator is None else accelerator.name,
         "ranks": ranks.num_ranks,
         "hosts": len(set(hosts)),
         "cores_per_host": os.cpu_count(),

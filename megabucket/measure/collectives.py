@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Call, Communicator, ReduceScatter, exchange
+from megabucket.comm import Accelerator, AllGather, AllReduce, Batch, Broadcast, Call, Communicator, ReduceScatter, exchange
 from megabucket.errors import ConfigError
 from megabucket.trace import CollectiveKind
 from megabucket.units import dtype_bytes
@@ -120,7 +120,8 @@ def time_collectives(
         ConfigError: the buffers do not fit into memory.
     """
     calls = _make_calls(cells, communicator, device, in_flight_bytes)
-    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    accelerator = Accelerator.of(device)
+    sync = accelerator.synchronize if accelerator is not None else lambda: None
     counts = _count_calls(calls, communicator, device, sync)
     own: list[list[float]] = [[] for _ in cells]
     meeting = communicator.prepare([AllReduce(torch.zeros(1, device=device))])

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from megabucket.comm import AllReduce, Communicator
+from megabucket.comm import Accelerator, AllReduce, Communicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.measure.collectives import exchange_numbers
 from megabucket.optim import DistributedOptimizer
@@ -121,10 +121,12 @@ def meeting(communicator: Communicator, *, device: torch.device) -> Callable[[],
     """Return a call that returns when every rank has made it and everything launched before is through."""
     calls = communicator.prepare([AllReduce(torch.zeros(1, device=device))])
 
+    accelerator = Accelerator.of(device)
+
     def meet() -> None:
         communicator.launch(calls, label="meet").wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if accelerator is not None:
+            accelerator.synchronize()
 
     return meet
 

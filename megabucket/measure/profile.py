@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 import megabucket
 from megabucket.buffer import dtype_name
-from megabucket.comm import Communicator, LocalCommunicator, exchange
+from megabucket.comm import Accelerator, Communicator, LocalCommunicator, exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import resolve_grad_dtype
 from megabucket.ddp import DistributedDataParallel
@@ -127,11 +127,12 @@ class WorkloadProfiler:
             param_bytes=dtype_bytes(commonest),
         )
         device = next(iter(params.values())).device
+        accelerator = Accelerator.of(device)
         facts = {
             "megabucket": megabucket.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})",
+            "device": f"{device.type} ({platform.machine()})" if accelerator is None else accelerator.name,
             "num_threads": torch.get_num_threads(),
             "model_fingerprint": model_fingerprint(specs),
         }

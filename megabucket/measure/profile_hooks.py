@@ -12,8 +12,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from megabucket.comm import Accelerator
 from megabucket.measure.profile_steps import Step, StepNotes
-from megabucket.trace.clock import DeviceClock, HostClock
+from megabucket.trace.clock import HostClock
 
 
 class ProfileHooks:
@@ -33,8 +34,8 @@ class ProfileHooks:
         counts_optimizer: Callable[[torch.optim.Optimizer], bool],
     ) -> None:
         device = next(iter(params.values())).device
-        self._is_on_gpu = device.type == "cuda"
-        self.notes = StepNotes(DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if self._is_on_gpu else HostClock())
+        self._accelerator = Accelerator.of(device)
+        self.notes = StepNotes(HostClock() if self._accelerator is None else self._accelerator.clock())
         self._module = module
         self._counts_optimizer = counts_optimizer
         self._in_forward = False
@@ -46,9 +47,9 @@ class ProfileHooks:
         self._handles = self._register(params)
 
     def steps(self) -> list[Step]:
-        """Return what was noted. On a GPU this waits for it."""
-        if self._is_on_gpu:
-            torch.cuda.synchronize()
+        """Return what was noted. On a device this waits for it."""
+        if self._accelerator is not None:
+            self._accelerator.synchronize()
         return self.notes.steps()
 
     def remove(self) -> None:

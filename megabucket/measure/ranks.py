@@ -7,6 +7,7 @@ small facts between ranks. One process without torchrun is a run like any other.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from megabucket.planning.simulation_config import FabricConfig
 
 T = TypeVar("T")
 
+_LOGGER: Final = logging.getLogger("megabucket")
 _TIMEOUT: Final = timedelta(minutes=10)
 
 
@@ -40,6 +42,8 @@ class Launch:
     num_local_ranks: int = 1
     is_launched: bool = False
     """Whether a launcher started this process; without one there is no rendezvous to join."""
+    has_own_device: bool = False
+    """Whether the launcher lets this process see one GPU, its own, as SLURM does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,35 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
             f"the launcher's RANK={rank}, WORLD_SIZE={num_ranks}, LOCAL_RANK={local_rank}, "
             f"LOCAL_WORLD_SIZE={num_local_ranks} contradict each other; start with torchrun, or unset them all"
         )
-    return Launch(rank, num_ranks, local_rank, num_local_ranks, is_launched=True)
+    has_own_device = environment.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and "CUDA_VISIBLE_DEVICES" in environment
+    return Launch(rank, num_ranks, local_rank, num_local_ranks, is_launched=True, has_own_device=has_own_device)
+
+
+def device_index(launch: Launch, num_devices: int) -> int | None:
+    """Return on which of the GPUs that it sees a process works; ``None``: on the CPU.
+
+    >>> device_index(Launch(local_rank=1, num_local_ranks=2), 4), device_index(Launch(local_rank=1, num_local_ranks=2), 1)
+    (1, None)
+    >>> device_index(Launch(local_rank=1, num_local_ranks=2, has_own_device=True), 1)
+    0
+    """
+    if num_devices >= launch.num_local_ranks:
+        return launch.local_rank
+    if num_devices == 1 and launch.has_own_device:
+        return 0
+    if num_devices:
+        _LOGGER.warning(
+            "megabucket: this host runs %d processes and shows %d GPUs to this one, so all work on CPUs; start as many "
+            "processes as there are GPUs, or show each its own with CUDA_VISIBLE_DEVICES",
+            launch.num_local_ranks,
+            num_devices,
+        )
+    return None
 
 
 @contextmanager
 def joined_ranks(launch: Launch, fabric: FabricConfig | None = None) -> Iterator[Ranks]:
-    """Join the other processes for the time of the context: NCCL when every local rank has a GPU, else gloo on CPU.
+    """Join the other processes for the time of the context: NCCL when this host has a GPU for each, else gloo on CPU.
 
     The process group is destroyed at the end, also after an error.
 
@@ -91,9 +118,9 @@ def joined_ranks(launch: Launch, fabric: FabricConfig | None = None) -> Iterator
     Raises:
         ConfigError: the ranks are not all on one machine, and a fabric is asked for.
     """
-    has_gpus = fabric is None and torch.cuda.is_available() and torch.cuda.device_count() >= launch.num_local_ranks
-    device = torch.device("cuda", launch.local_rank) if has_gpus else torch.device("cpu")
-    if has_gpus:
+    index = device_index(launch, torch.cuda.device_count()) if fabric is None and torch.cuda.is_available() else None
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    if index is not None:
         torch.cuda.set_device(device)
     if not launch.is_launched:
         yield Ranks(rank=0, num_ranks=1, device=device, backend="none")

@@ -164,7 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError("DistributedOptimizer.step() takes no closure; run forward and backward before calling it")
         reader = "DistributedOptimizer.step() decides on the host what to do"
         remedy = "Capture a plain optimizer with capturable=True in its place (docs/gpu.md)."
-        check_not_capturing(self._global_norm.device, reader=reader, remedy=remedy)
+        check_not_capturing(self._global_norm.accelerator, reader=reader, remedy=remedy)
         sync = self.ddp.sync
         self._check_may_step()
         needs_norm = self._computes_norm or self.clip_grad > 0

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from megabucket.comm import AllReduce, Communicator
+from megabucket.comm import Accelerator, AllReduce, Communicator
 from megabucket.errors import ConfigError
 
 _CHUNK_NUMEL: Final = 1 << 17
@@ -30,7 +30,7 @@ class GlobalNorm:
     """
 
     def __init__(self, communicator: Communicator, *, device: torch.device, is_sharded: bool) -> None:
-        self.device = device
+        self.accelerator = Accelerator.of(device)
         self._communicator = communicator
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
         self._calls = communicator.prepare([AllReduce(self._total)]) if is_sharded else []
@@ -55,7 +55,11 @@ class GlobalNorm:
 
 def sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
     """Return the sum of the squares of all elements: float64, 0D, on the device of the gradient."""
-    chunks = grad.split(_CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,)
+    if grad.device.type != "cpu":
+        # The kernel for many tensors widens each element as it reads it; that of vector_norm makes a float64 copy of all.
+        (norm,) = torch._foreach_norm([grad], dtype=torch.float64)
+        return norm.square()
+    chunks = grad.split(_CHUNK_NUMEL)
     total: torch.Tensor = torch.linalg.vector_norm(chunks[0], dtype=torch.float64).square()
     for chunk in chunks[1:]:
         total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()

@@ -38,7 +38,7 @@ def test_it_names_the_parameters_that_are_not_finite_and_no_others(rows, dtype):
 
     test.run()
 
-    assert test.flag is None  # on the CPU the host knows at once
+    assert test.peaks == []  # on the CPU the host knows at once
     assert [one.param for one in test.found] == [
         f"p{index}" for index, row in enumerate(values) if not all(math.isfinite(value) for value in row)
     ]

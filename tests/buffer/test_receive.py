@@ -401,21 +401,21 @@ def test_gradients_are_stored_on_the_stream_that_has_computed_them():
     stores, store_all = [], group.group._store_all
 
     def noted(positions, grads):
-        stores.append((device.current, list(positions)))
+        stores.append((device.current_stream_id, list(positions)))
         store_all(positions, grads)
 
     group.group._store_all = noted
     group.arrive(0, 1)
     group.arrive(1, 1)
-    device.current = 2
+    device.current_stream_id = 2
     group.params[2].grad = torch.ones(3)
     with torch.no_grad():
         group.group.receive(2, counts=True, may_stage=True)  # its hook looks first where it is, so it comes the long way
-    device.current = 3
+    device.current_stream_id = 3
     group.group.end_backward()
 
     assert stores == [(0, [0, 1]), (2, [2])]
-    assert device.current == 3
-    assert device.streams[3].waited_for == [2]  # whoever uses the gradients after backward
+    assert device.current_stream_id == 3
+    assert device.streams[3].waited_for == [0, 2]  # whoever uses the gradients after backward
     group.launch()
-    assert sorted(device.streams[3].waited_for) == [0, 2, 2]
+    assert device.streams[3].waited_for == [0, 2, 0, 2]

@@ -4,15 +4,15 @@ import pytest
 import torch
 from fake_device import Device
 
-from megabucket.buffer.streams import GradStreams
+from megabucket.comm import Accelerator
 
 
 def noted(*handles, launches_on):
     device = Device()
     streams = device.grad_streams()
-    for device.current in handles:
+    for device.current_stream_id in handles:
         streams.note()
-    device.current = launches_on
+    device.current_stream_id = launches_on
     streams.join()
     return device, streams
 
@@ -40,9 +40,9 @@ def test_a_launch_forgets_what_it_has_waited_for():
     device, streams = noted(1, launches_on=0)
 
     streams.join()
-    device.current = 2
+    device.current_stream_id = 2
     streams.note()
-    device.current = 0
+    device.current_stream_id = 0
     streams.join()
 
     assert device.streams[0].waited_for == [1, 2]
@@ -55,21 +55,21 @@ def test_with_one_stream_no_stream_object_is_made_for_each_gradient():
 
 
 def test_a_cpu_has_none():
-    assert GradStreams.of(torch.device("cpu")) is None
+    assert Accelerator.of(torch.device("cpu")) is None
 
 
 def test_the_stream_of_the_last_gradient_can_be_gone_back_to():
     device = Device()
     streams = device.grad_streams()
-    device.current = 2
+    device.current_stream_id = 2
     streams.note()
     assert streams.is_here()
 
-    device.current = 1
+    device.current_stream_id = 1
     assert not streams.is_here()
     with streams.last():
-        assert device.current == 2
-    assert device.current == 1
+        assert device.current_stream_id == 2
+    assert device.current_stream_id == 1
 
 
 def test_without_a_gradient_there_is_no_stream_to_go_back_to():
@@ -77,20 +77,20 @@ def test_without_a_gradient_there_is_no_stream_to_go_back_to():
 
     assert not streams.is_here()
     with streams.last():
-        assert device.current == 1
+        assert device.current_stream_id == 1
 
 
-@pytest.mark.parametrize(("here", "waits_for"), [(1, [2]), (2, [])])
-def test_the_current_stream_can_follow_the_last_one(here, waits_for):
+@pytest.mark.parametrize(("here", "waits_for"), [(1, [0, 2]), (2, [0])])
+def test_the_current_stream_can_follow_the_others(here, waits_for):
     device = Device()
     streams = device.grad_streams()
-    for device.current in (0, 2):
+    for device.current_stream_id in (0, 2):
         streams.note()
-    device.current = here
+    device.current_stream_id = here
 
     streams.follow()
     assert device.streams[here].waited_for == waits_for
 
-    device.current = 3
+    device.current_stream_id = 3
     streams.join()
     assert device.streams[3].waited_for == [0, 2]

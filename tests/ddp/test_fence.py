@@ -31,7 +31,7 @@ def sent(fences, *changes, flags=None):
     """Send one fence on every rank, with its changes of the report."""
     for rank, (fence, change) in enumerate(zip(fences, changes, strict=True)):
         flag = flags[rank] if flags else None
-        fence.send(Report(rank, **change), [] if flag is None else [flag])
+        fence.send(Report(rank, **change), flag)
 
 
 def taken(world, fences, *changes, flags=None):
@@ -204,7 +204,7 @@ class TestWithoutOthers:
         fence = fence_on(LocalCommunicator() if is_alone else world.communicator(0), **fields)
 
         def reports_of(report, flag=None):
-            fence.send(report, [] if flag is None else [flag])
+            fence.send(report, flag)
             return fence.take(lambda: report)
 
         assert reports_of(Report(0, num_microbatches=5)) == []

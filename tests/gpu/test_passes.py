@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabucket as mb
-from megabucket.comm import LocalCommunicator
+from megabucket.comm import Accelerator, LocalCommunicator
 from megabucket.config.resolve import resolve_step
 from megabucket.ddp.fence import Fence, Report, check_not_capturing
 from megabucket.errors import PhaseError
@@ -89,7 +89,7 @@ class TestCapture:
 
     def test_a_fence_is_refused(self, capturing, fence):
         with pytest.raises(PhaseError, match=r"CUDA graph is being captured.*fence=False and nonfinite_gradients='allow'"):
-            fence.send(Report(rank=0), [torch.tensor(False)])
+            fence.send(Report(rank=0), torch.tensor(False))
 
     def test_with_nobody_to_ask_and_nothing_to_read_it_is_none(self, capturing, fence):
         fence.send(Report(rank=0))
@@ -104,15 +104,15 @@ class TestCapture:
         sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
         optimizer = mb.DistributedOptimizer(sgd, ddp, returns_grad_norm=returns_grad_norm)
         ddp(torch.ones(2)).sum().backward()
-        monkeypatch.setattr(optimizer._global_norm, "device", self.CUDA)
+        monkeypatch.setattr(optimizer._global_norm, "accelerator", Accelerator.of(self.CUDA))
 
         with pytest.raises(PhaseError, match=r"captured, and DistributedOptimizer.step\(\) decides on the host what to do"):
             optimizer.step()
 
     def test_nothing_is_asked_of_a_cpu(self, capturing):
-        check_not_capturing(torch.device("cpu"), reader="x", remedy="")
+        check_not_capturing(Accelerator.of(torch.device("cpu")), reader="x", remedy="")
 
     def test_nothing_is_refused_outside_a_capture(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-        check_not_capturing(self.CUDA, reader="x", remedy="")
+        check_not_capturing(Accelerator.of(self.CUDA), reader="x", remedy="")

@@ -1,7 +1,7 @@
 import pytest
 
 from megabucket.errors import ConfigError
-from megabucket.measure.ranks import Launch, joined_ranks, read_launch
+from megabucket.measure.ranks import Launch, device_index, joined_ranks, read_launch
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -17,6 +17,25 @@ def test_without_a_launcher_there_is_one_process_and_no_process_group():
 
 def test_the_variables_of_torchrun_say_which_process_this_is():
     assert read_launch(TORCHRUN) == Launch(rank=3, num_ranks=8, local_rank=1, num_local_ranks=2, is_launched=True)
+
+
+@pytest.mark.parametrize(("visible", "own"), [(None, False), ("", True), ("3", True), ("0,1", False)])
+def test_a_process_that_sees_one_gpu_of_several_has_its_own(visible, own):
+    shown = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+
+    assert read_launch({**TORCHRUN, **shown}).has_own_device == own
+
+
+def test_fewer_gpus_than_processes_are_not_used_and_that_is_said(caplog):
+    assert device_index(Launch(local_rank=1, num_local_ranks=2), 1) is None
+
+    assert "this host runs 2 processes and shows 1 GPUs to this one, so all work on CPUs" in caplog.text
+
+
+def test_without_a_gpu_nothing_is_said(caplog):
+    assert device_index(Launch(local_rank=1, num_local_ranks=2), 0) is None
+
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("missing", sorted(TORCHRUN))

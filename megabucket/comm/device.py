@@ -1,0 +1,137 @@
+"""What the package asks of a device that works behind the host: streams, events, clocks, pinned memory, waits.
+
+Nothing else asks torch about them, so tests replace ``Accelerator.of`` and run the whole package over streams that are not
+there (tests/device_fake). Streams and events are torch's: what a stream does before an event is recorded comes before what
+another one does after it has waited for the event. The host waits only where it is told to.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from megabucket.trace.clock import DeviceClock
+
+
+class Accelerator:
+    """One device with queues, of whatever kind ``torch.accelerator`` knows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @staticmethod
+    def of(device: torch.device) -> Accelerator | None:
+        """Return that of a device, and ``None`` for a host, whose work is done when a call returns."""
+        return None if device.type in ("cpu", "meta") else Accelerator(device)
+
+    @property
+    def name(self) -> str:
+        """What its maker calls it."""
+        return str(torch.get_device_module(self._device).get_device_name(self._device))
+
+    def current_id(self) -> int:
+        """Return a number that tells the current stream from others of the device. Asked for each gradient."""
+        if self._device.type == "cuda" and self._device.index is not None:
+            return int(torch._C._cuda_getCurrentRawStream(self._device.index))
+        return int(self.current().stream_id)
+
+    def current(self) -> Any:
+        """Return the current stream. As a context it is the current one inside."""
+        return torch.accelerator.current_stream(self._device)
+
+    def record(self) -> Any:
+        """Return an event behind all that the current stream has to do so far."""
+        event = torch.Event(self._device)
+        event.record()
+        return event
+
+    def clock(self) -> DeviceClock:
+        """Return a clock of the device's own time. Waits for the device."""
+        return DeviceClock(lambda: torch.Event(self._device, enable_timing=True))
+
+    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the host that copies to and from the device do not wait for."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+        torch.accelerator.synchronize(self._device)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being recorded into a graph."""
+        is_capturing = getattr(torch.get_device_module(self._device), "is_current_stream_capturing", bool)
+        return bool(is_capturing())
+
+
+class GradStreams:
+    """The streams on which gradients of a bucket group were stored since the last ``join``.
+
+    A collective begins after the stream that is current when it is launched. Backward runs each layer on the stream of its
+    forward, so in a model that uses several, gradients of one bucket come from streams that the launching one knows nothing
+    about. With one stream, which is the rule, a gradient costs one call into C and nothing is waited for.
+    """
+
+    __slots__ = ("_accelerator", "_last_id", "_streams", "_writers")
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._last_id: int | None = None
+        self._streams: dict[int, Any] = {}
+        self._writers: dict[int, Any] = {}  # streams, by place
+
+    def note(self) -> None:
+        """Note that something is stored on the current stream."""
+        stream_id = self._accelerator.current_id()
+        if stream_id != self._last_id:
+            self._last_id = stream_id
+            self._streams[stream_id] = self._accelerator.current()
+
+    def order(self, place: int) -> None:
+        """Let the current stream, which is about to write into a place, wait for the last one that has."""
+        writer, here = self._writers.get(place), self._accelerator.current()
+        if writer is not None and writer.stream_id != here.stream_id:
+            here.wait_stream(writer)
+        self._writers[place] = here
+
+    def is_here(self) -> bool:
+        """Return whether the last gradient was stored on the stream that is current now."""
+        return self._accelerator.current_id() == self._last_id
+
+    def last(self) -> AbstractContextManager[object]:
+        """Return a context in which the stream of the last ``note`` is the current one."""
+        stream: AbstractContextManager[object] | None = None
+        if self._last_id is not None and not self.is_here():
+            stream = self._streams[self._last_id]
+        return nullcontext() if stream is None else stream
+
+    def follow(self) -> None:
+        """Let the current stream wait for all others that stored something."""
+        here = self._accelerator.current_id()
+        for stream_id, stream in self._streams.items():
+            if stream_id != here:
+                self._accelerator.current().wait_stream(stream)
+
+    def join(self) -> None:
+        """Let the current stream wait for all others that stored something, and forget them."""
+        self.follow()
+        self._last_id = None
+        self._streams.clear()
+        self._writers.clear()
+
+
+class Arrival:
+    """Values that the current stream has just waited for. Other streams wait when they first read them."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._event = accelerator.record()
+        self._known = {accelerator.current_id()}
+
+    def follow(self) -> None:
+        """Let the current stream wait for the values, unless it has."""
+        stream_id = self._accelerator.current_id()
+        if stream_id not in self._known:
+            self._event.wait()
+            self._known.add(stream_id)

@@ -1,0 +1,59 @@
+"""No two streams ever touch the same memory without an event between them, whatever streams a program uses."""
+
+import logging
+
+import pytest
+from fake_accelerator import RaceError, fake_device
+from fake_nccl import FakeNccl, fake_nccl
+from hypothesis import Phase, example, given, settings
+from schedules import FAILED_BACKWARD, SHARED_BUCKET, run, schedules
+from stream_mutants import MUTANTS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _two_ranks():
+    logging.getLogger("megabucket").setLevel(logging.ERROR)
+    with fake_nccl(size=2):
+        yield
+    logging.getLogger("megabucket").setLevel(logging.NOTSET)
+
+
+def trained(schedule):
+    with pytest.MonkeyPatch.context() as patch, fake_device(patch) as device:
+        FakeNccl.device = device
+        try:
+            return run(device, schedule)
+        finally:
+            if device.races:
+                raise RaceError(device.races[0])
+
+
+# All 2,000 of a nightly run take minutes.
+IS_NIGHTLY = settings.default.max_examples >= 2_000
+
+
+@settings(max_examples=settings.default.max_examples if IS_NIGHTLY else 30)
+@example(schedule=SHARED_BUCKET)
+@example(schedule=FAILED_BACKWARD)
+@given(schedule=schedules())
+def test_no_program_has_a_race(schedule):
+    trained(schedule)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_an_order_that_is_left_out_is_a_race_of_some_program(mutant, monkeypatch):
+    MUTANTS[mutant](monkeypatch)
+
+    @settings(max_examples=400, phases=[Phase.generate], derandomize=True, database=None)
+    @given(schedule=schedules())
+    def search(schedule):
+        trained(schedule)
+
+    def search_everywhere():
+        trained(SHARED_BUCKET)
+        trained(FAILED_BACKWARD)
+        search()
+
+    with pytest.raises(RaceError):
+        search_everywhere()
