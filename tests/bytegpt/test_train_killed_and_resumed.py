@@ -129,6 +129,7 @@ def test_killed_while_saving_in_the_background_goes_on_from_a_whole_checkpoint(t
     assert_same_run(tmp_path, "run", "whole")
 
 
+@pytest.mark.nightly
 def test_another_number_of_ranks_sees_the_same_data_and_ends_nearby(train, tmp_path):
     """2 -> 3 -> 1 ranks, in both modes, with other buckets and microbatches: one run, up to rounding."""
     constant = ("optimizer.lr=0.001",)  # the larger rate lets rounding grow to what is not rounding any more
