@@ -23,7 +23,7 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
     │   └── ReplicasDivergedError              different optimizer updates, or different weights
     ├── PhaseError (RuntimeError)              an operation in a phase where it is not allowed
     │   ├── LateGradientError                  a gradient for a bucket that was already sent
-    │   ├── ConcurrentBackwardError            two threads in backward of one wrapper
+    │   ├── ConcurrentBackwardError            two backwards of one wrapper at the same time
     │   └── UnreducedGradientsError            an optimizer step without a gradient sync before it
     ├── UnusedParameterError (RuntimeError)    a parameter without a gradient at the gradient sync
     ├── NonFiniteGradientError (ArithmeticError) nan or inf in a gradient
@@ -401,7 +401,7 @@ class LateGradientError(PhaseError):
 
 
 class ConcurrentBackwardError(PhaseError):
-    """Two threads run backward through one wrapper at the same time."""
+    """Two backwards of one wrapper run at the same time: in two threads, or one inside a hook of the other."""
 
     def __init__(self, *, rank: int, thread: str, other_thread: str) -> None:
         self.rank, self.thread, self.other_thread = rank, thread, other_thread

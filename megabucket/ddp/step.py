@@ -242,7 +242,7 @@ class GradSync:
         """Note that a backward has come to an output of the module.
 
         Raises:
-            ConcurrentBackwardError: another thread's backward is running.
+            ConcurrentBackwardError: another backward of the module is running.
             MegabucketError: as ``begin_forward``.
         """
         if self._backward.running is not None:

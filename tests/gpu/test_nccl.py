@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from slow_gradient import Slow
 
 import megabucket as mb
 
@@ -28,17 +29,6 @@ class Branches(torch.nn.Module):
                 results.append(Slow.apply(layer(inputs)))
             current.wait_stream(stream)
         return sum(results)
-
-
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(_, inputs):
-        return inputs.clone()
-
-    @staticmethod
-    def backward(_, grad):
-        torch.cuda._sleep(20_000_000)
-        return grad.clone()
 
 
 def batch(rank, step):

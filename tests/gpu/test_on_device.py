@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from slow_gradient import Slow
 
 import megabucket as mb
 from megabucket.errors import PhaseError
@@ -112,16 +113,6 @@ class TestTheHostDoesNotWait:
 
 def test_gradients_of_two_streams_are_all_there_when_they_are_sent():
     """Each branch sleeps on its stream before its gradient: a launch that waited for one of them only would read old values."""
-
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(_, inputs):
-            return inputs.clone()
-
-        @staticmethod
-        def backward(_, grad):
-            torch.cuda._sleep(20_000_000)
-            return grad.clone()
 
     class Branches(torch.nn.Module):
         def __init__(self):
