@@ -8,29 +8,34 @@
 #   VENV      where the environment lives            (default .venv)
 #   PIP_ARGS  extra arguments of pip install         (for example --index-url ... for a CPU build of torch)
 #   RANKS     processes of the demo                  (default 2)
-#   JOBS      tests that run at once                 (default 3: many of them wait)
+#   JOBS      tests that run at once                 (default 5: many of them wait)
 #   BENCH     what `make bench` measures             (default: everything; docs/benchmarks.md; BENCH=--help)
+#   GPU       what `make gpu` tries                  (default: everything; docs/gpu.md; GPU=--help)
 #   FAULTS    which faults `make faults` makes       (default: every; docs/faults.md)
 #   VENV_BENCH  where the peers of `make bench` live (default .venv-bench)
+#   VENV_FRAMEWORKS  where Lightning and accelerate live (default .venv-frameworks)
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 RANKS ?= 2
-JOBS ?= 3
+JOBS ?= 5
 VENV_BENCH ?= .venv-bench
+VENV_FRAMEWORKS ?= .venv-frameworks
 BENCH ?=
 FAULTS ?=
+GPU ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BIN_BENCH := $(VENV_BENCH)/bin
 STAMP_BENCH := $(VENV_BENCH)/.installed
+STAMP_FRAMEWORKS := $(VENV_FRAMEWORKS)/.installed
 PEERS := tests/benchmarks/peers
 
 # One thread per rank: on a small machine the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo check test nightly lint types browser faults oldest newest bench bench-costs bench-gpu mutation setup clean
+.PHONY: demo check test nightly lint types browser docs faults frameworks oldest newest bench bench-costs gpu mutation setup clean
 
 setup: $(STAMP)
 
@@ -51,9 +56,10 @@ check: lint types
 test: lint types
 	$(PYTEST) -m "not nightly" --durations=25
 
-nightly: lint types browser
+nightly: lint types browser docs
 	FAULTS_SOAK_STEPS=50000 FAULTS_EVERY_LINE=1 $(PYTEST) --hypothesis-profile nightly --durations=25
 	$(MAKE) faults
+	$(MAKE) frameworks
 	$(MAKE) oldest newest
 
 lint: $(STAMP)
@@ -67,6 +73,12 @@ types: $(STAMP)
 browser:
 	tests/browser/install.sh
 
+# The documentation as a site, in build/docs: open index.html. Needs no network once its tools are installed.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m docs.tools.diagrams
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
+
 # The tests with the oldest versions there is support for (PYTHON=python3.10 for the oldest Python, too), or with the newest
 # there are. No part of `make test`: where a torch has no CPU build it downloads gigabytes.
 oldest newest: %: .venv-%/.installed
@@ -78,13 +90,23 @@ oldest newest: %: .venv-%/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_BENCH) .venv-oldest .venv-newest .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench
+	rm -rf $(VENV) $(VENV_BENCH) $(VENV_FRAMEWORKS) .venv-oldest .venv-newest .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench build/docs build/gpu
 
 # The fault table: every kind of fault on real processes, for megabucket and for torch DDP; exits with 1 if ours has a failure.
 # FAULTS="--quick" runs one combination of each place, FAULTS="--kinds 'SIGKILL*'" some of them.
 faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m faults table --torch-ddp $(FAULTS)
 	PYTHONPATH=tests $(BIN)/python -m faults table $(FAULTS)
+
+# The adapters of megabucket/integrations against each framework's own DDP, and their examples. Their frameworks are in an
+# environment of their own; elsewhere these tests are skipped.
+frameworks: $(STAMP_FRAMEWORKS)
+	$(VENV_FRAMEWORKS)/bin/python -m pytest tests/integrations
+
+$(STAMP_FRAMEWORKS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_FRAMEWORKS)
+	$(VENV_FRAMEWORKS)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,lightning,hf]'
+	touch $@
 
 # Beside its peers: torch DDP, ZeroRedundancyOptimizer, FSDP2, Megatron's wheel, DeepSpeed. Writes build/bench/.
 bench: $(STAMP_BENCH)
@@ -103,9 +125,10 @@ $(STAMP_BENCH): pyproject.toml constraints.txt $(PEERS)/requirements.txt
 bench-costs: $(STAMP)
 	$(BIN)/python tests/benchmarks/constant_costs.py
 
-# One GPU, world size 1; fits ten minutes. Says so and stops where there is no GPU.
-bench-gpu: $(STAMP)
-	$(BIN)/python tests/benchmarks/gpu.py
+# All that waits for a GPU, in ten minutes on one: device tests, the sanitizer, benchmarks, profiles. Writes build/gpu/. Installs
+# nothing: runs with the environment if there is one, and with PYTHON otherwise. Where there is no GPU it says so and ends.
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/gpu/ready.py $(GPU)
 
 mutation: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[mutation]'

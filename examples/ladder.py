@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ladder_counts import ladder
 from recording.group import Meter, record
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import megabucket as mb
 from megabucket.layout import ParamSpec
-from megabucket.planning.ladder import ladder
 from megabucket.planning.links import FlatLink
 from megabucket.planning.setting import Setting
 from megabucket.planning.workload import TensorWork, Workload
@@ -250,7 +250,7 @@ def make_rungs(course: Course, group: dist.ProcessGroup, meter: Meter) -> dict[s
 
 
 def planned_collectives(course: Course, below: dist.ProcessGroup) -> list[int]:
-    """Return what each rung launches in a step by ``megabucket simulate``: ``--ladder``, and for ours the simulated step.
+    """Return what each rung launches in a step: by ``ladder_counts.py``, and for ours by the simulated step.
 
     Over gloo itself, from three ranks on, ours send a large gather as a broadcast of each rank's part
     (docs/decisions/gloo-exchanges.md).

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from megabucket.checkpoint.stored import open_checkpoint
     from megabucket.config.ddp import DistributedDataParallelConfig
     from megabucket.ddp import AgreedStop, DistributedDataParallel
+    from megabucket.ddp.finalize import finalize_grads
+    from megabucket.ddp.groups import ParallelGroups, ReductionGroup
     from megabucket.layout import ModelLayout, ParamSpec, build_layout
     from megabucket.measure.profile import ProfileCallback, WorkloadProfiler, profile_workload
-    from megabucket.optim import DistributedOptimizer, StepResult
+    from megabucket.optim import ConstantGradScaler, DistributedOptimizer, DynamicGradScaler, StepResult
+    from megabucket.optim.averaging import ShardedEMA, param_groups
     from megabucket.testing.invariants import check_layout
 
 __version__ = "0.1.0"
@@ -24,20 +27,27 @@ __version__ = "0.1.0"
 _HOME = {
     "AgreedStop": "megabucket.ddp",
     "Checkpointer": "megabucket.checkpoint.checkpointer",
+    "ConstantGradScaler": "megabucket.optim",
     "DistributedDataParallel": "megabucket.ddp",
     "DistributedDataParallelConfig": "megabucket.config.ddp",
     "DistributedOptimizer": "megabucket.optim",
+    "DynamicGradScaler": "megabucket.optim",
     "LoadedCheckpoint": "megabucket.checkpoint.restore",
     "ModelLayout": "megabucket.layout",
+    "ParallelGroups": "megabucket.ddp.groups",
     "ParamSpec": "megabucket.layout",
     "ProfileCallback": "megabucket.measure.profile",
+    "ReductionGroup": "megabucket.ddp.groups",
+    "ShardedEMA": "megabucket.optim.averaging",
     "StepResult": "megabucket.optim",
     "WorkloadProfiler": "megabucket.measure.profile",
     "build_layout": "megabucket.layout",
     "can_load": "megabucket.checkpoint.checkpointer",
     "check_layout": "megabucket.testing.invariants",
+    "finalize_grads": "megabucket.ddp.finalize",
     "load_checkpoint": "megabucket.checkpoint.checkpointer",
     "open_checkpoint": "megabucket.checkpoint.stored",
+    "param_groups": "megabucket.optim.averaging",
     "profile_workload": "megabucket.measure.profile",
     "save_checkpoint": "megabucket.checkpoint.checkpointer",
 }
@@ -45,20 +55,27 @@ _HOME = {
 __all__ = [
     "AgreedStop",
     "Checkpointer",
+    "ConstantGradScaler",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
+    "DynamicGradScaler",
     "LoadedCheckpoint",
     "ModelLayout",
+    "ParallelGroups",
     "ParamSpec",
     "ProfileCallback",
+    "ReductionGroup",
+    "ShardedEMA",
     "StepResult",
     "WorkloadProfiler",
     "build_layout",
     "can_load",
     "check_layout",
+    "finalize_grads",
     "load_checkpoint",
     "open_checkpoint",
+    "param_groups",
     "profile_workload",
     "save_checkpoint",
 ]

@@ -23,6 +23,7 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
     │   └── ReplicasDivergedError              different optimizer updates, or different weights
     ├── PhaseError (RuntimeError)              an operation in a phase where it is not allowed
     │   ├── LateGradientError                  a gradient for a bucket that was already sent
+    │   ├── DelayedGradientError               a gradient computed apart from backward that is missing, or not told
     │   ├── ConcurrentBackwardError            two backwards of one wrapper at the same time
     │   └── UnreducedGradientsError            an optimizer step without a gradient sync before it
     ├── UnusedParameterError (RuntimeError)    a parameter without a gradient at the gradient sync
@@ -38,17 +39,13 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
     ├── ForkedProcessError (RuntimeError)      a collective in a forked child
     ├── GroupDestroyedError (RuntimeError)     the process group is gone
     ├── PlainOptimizerError (RuntimeError)     a plain optimizer stepping on reduce-scattered gradients
-    ├── CollectiveError (RuntimeError)
-    │   ├── MismatchedCollectiveError          ranks launched different collectives
-    │   ├── CollectiveDeadlockError            a wait that can never end
-    │   └── InFlightWriteError                 a buffer changed while a collective owned it
+    ├── CollectiveError (RuntimeError)         a collective that cannot give the right result
     ├── CheckpointError (RuntimeError)         a checkpoint that cannot be written or read
     │   ├── CheckpointNotSavedError            a save that failed on some rank
     │   ├── CheckpointInvalidError             files that are not what was written
     │   ├── CheckpointMissingError             no such checkpoint
     │   └── CheckpointMismatchError            a checkpoint of another model
     ├── CheckpointUnavailableError (RuntimeError) flat shards asked for as the state of a model
-    ├── CorpusError (RuntimeError)             the training data cannot be read
     └── InvariantError (RuntimeError)          a bug of ours
 """
 
@@ -88,8 +85,11 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {_first_few([str(rank) for rank in ranks])}"
 
 
-def values_by_rank(values: Sequence[object]) -> str:
+def values_by_rank(values: Sequence[object], ranks: Sequence[int] | None = None) -> str:
     """Return which ranks have which value, the rarest value last; of many values the most common ones.
+
+    Args:
+        ranks: those that have the values; ``None``: the first ones.
 
     >>> values_by_rank([2, 1, 2])
     '2 on ranks 0, 2; 1 on rank 1'
@@ -97,7 +97,7 @@ def values_by_rank(values: Sequence[object]) -> str:
     'on rank 7; others on ranks 8, 9, 10, 11, 12 and 1011 more'
     """
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
         ranks_of.setdefault(str(value), []).append(rank)
     most_first = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
     texts = [f"{value} on {rank_list(ranks)}" for value, ranks in most_first[:_VALUES_SHOWN]]
@@ -230,10 +230,6 @@ class PlainOptimizerError(MegabucketError, RuntimeError):
         )
 
 
-class CorpusError(MegabucketError, RuntimeError):
-    """The training data cannot be read."""
-
-
 class InvariantError(MegabucketError, RuntimeError):
     """A bug in this library; please report the text."""
 
@@ -266,6 +262,7 @@ _MISMATCHES: Final = {
     "state_dict()": ("what is to be saved", "Call state_dict() on every rank at the same place, between two steps."),
     "save_checkpoint()": ("what is to be saved", "Call save_checkpoint() on every rank at the same place, between two steps."),
     "load_state_dict()": ("the optimizer state to load", f"{_OWN_WAY} Load the same state on every rank."),
+    "finalize_grads()": ("what finalize_grads() is given", "Give num_tokens on every rank of all stages, or on none."),
 }
 _SAME_HYPERPARAMETERS: Final = (
     "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, "
@@ -288,6 +285,7 @@ _AFTER_FAILURE: Final = {
     "state_dict()": "Nothing was changed on any rank.",
     "save_checkpoint()": "Nothing was saved.",
     "load_state_dict()": "Nothing was loaded on any rank.",
+    "finalize_grads()": "Gradients of copies are not added up: drop the step with zero_grad() on every rank.",
 }
 
 
@@ -372,12 +370,21 @@ class HyperparameterMismatchError(RanksDisagreeError):
 class ReplicasDivergedError(RanksDisagreeError):
     """The replicas do not hold the same weights any more."""
 
-    def __init__(self, *, step: int, what: str, by_rank: Sequence[float | str], usual_cause: str = "update") -> None:
+    def __init__(
+        self,
+        *,
+        step: int,
+        what: str,
+        by_rank: Sequence[float | str],
+        usual_cause: str = "update",
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self.step, self.what, self.by_rank, self.usual_cause = step, what, tuple(by_rank), usual_cause
+        self.ranks = tuple(range(len(self.by_rank)) if ranks is None else ranks)
         super().__init__(
-            f"step {step}: {what} differ between ranks: {values_by_rank(self.by_rank)}. The replicas do not hold the same "
-            f"weights any more, and gradients of different models would be averaged. {_USUAL_CAUSES[usual_cause]} Load the "
-            "last checkpoint on every rank, or call ddp.broadcast_params() and make the optimizer anew."
+            f"step {step}: {what} differ between ranks: {values_by_rank(self.by_rank, self.ranks)}. The replicas do not hold "
+            f"the same weights any more, and gradients of different models would be averaged. {_USUAL_CAUSES[usual_cause]} "
+            "Load the last checkpoint on every rank, or call ddp.broadcast_params() and make the optimizer anew."
         )
 
 
@@ -397,6 +404,20 @@ class LateGradientError(PhaseError):
             "Usual causes: a second backward without zero_grad() or outside no_sync() (wrap all but the last backward of a "
             "step in no_sync()), or reentrant activation checkpointing of a layer that is used several times (pass "
             f"use_reentrant=False). {_DROPPED}"
+        )
+
+
+class DelayedGradientError(PhaseError):
+    """A gradient that is computed apart from backward did not come, came too often, or came through autograd."""
+
+    def __init__(self, *, step: int, rank: int, params: Sequence[str], finding: str) -> None:
+        self.step, self.rank, self.params, self.finding = step, rank, tuple(params), finding
+        super().__init__(
+            f"step {step}: on rank {rank} the delayed gradient of {name_list(self.params)} {finding}. Gradients of parameters "
+            "with skip_backward_post_hook=True are computed apart from backward: call ddp.grad_ready(param) for each once per "
+            "backward, before finish_grad_sync() or the optimizer's step. In backward, let autograd have None for it, or a "
+            "dummy with param.grad_added_to_main_grad = True, which is dropped. A layer that leaves its gradients to autograd "
+            f"needs the attribute removed before wrapping. {_DROPPED}"
         )
 
 
@@ -471,8 +492,8 @@ class NonFiniteGradientError(MegabucketError, ArithmeticError):
         super().__init__(
             f"step {step}: the gradient of {param!r} {whose} (bucket {bucket} of {num_buckets}, counted from 0) has "
             f"{finding}{others}. {why}. No optimizer step was taken on any rank. {remedy}; set "
-            "nonfinite_gradients='skip_step' to leave such steps out, or 'allow' where a loss scaler looks at the gradients "
-            f"itself. {_DROPPED}"
+            "nonfinite_gradients='skip_step' to leave such steps out, or 'allow' where torch.amp.GradScaler, or another loss "
+            f"scaler, looks for infinite gradients itself. {_DROPPED}"
         )
 
 
@@ -601,42 +622,6 @@ class GroupDestroyedError(MegabucketError, RuntimeError):
 
 class CollectiveError(MegabucketError, RuntimeError):
     """A collective that cannot give the right result."""
-
-
-class MismatchedCollectiveError(CollectiveError):
-    """Two ranks launched different collectives at the same position of their schedules."""
-
-    def __init__(self, *, sequence: int, rank: int, call: str, other_rank: int, other_call: str) -> None:
-        self.sequence, self.rank, self.call = sequence, rank, call
-        self.other_rank, self.other_call = other_rank, other_call
-        super().__init__(
-            f"collective {sequence} differs between ranks: rank {other_rank} launched {other_call}, rank {rank} launched "
-            f"{call}. On a real process group this hangs or mixes unrelated data. All ranks must launch the same "
-            "collectives in the same order."
-        )
-
-
-class CollectiveDeadlockError(CollectiveError):
-    """A rank waits for a collective that other ranks have not launched and cannot launch any more."""
-
-    def __init__(self, *, sequence: int, rank: int, call: str, missing_ranks: Sequence[int]) -> None:
-        self.sequence, self.rank, self.call, self.missing_ranks = sequence, rank, call, tuple(missing_ranks)
-        super().__init__(
-            f"[rank {rank}] waits for collective {sequence} ({call}), which rank(s) {', '.join(map(str, missing_ranks))} "
-            "have not launched. Launch it on every rank before waiting, or run the ranks in threads."
-        )
-
-
-class InFlightWriteError(CollectiveError):
-    """A buffer changed between the launch and the completion of the collective that owned it."""
-
-    def __init__(self, *, sequence: int, rank: int, call: str, index: int) -> None:
-        self.sequence, self.rank, self.call, self.index = sequence, rank, call, index
-        super().__init__(
-            f"[rank {rank}] the input of collective {sequence} ({call}) changed while it was in flight, first at element "
-            f"{index}. On a real process group the reduced value would depend on timing. Nothing may write a buffer "
-            "between launch and completion."
-        )
 
 
 # Checkpoints: not written, not whole, not there, not of this model #

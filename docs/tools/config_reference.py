@@ -107,7 +107,7 @@ def render_reference() -> str:
 
 def _section(title: str, model: type[Section]) -> str:
     lines = [f"## {title}", "", _markdown(model.__doc__ or ""), "", "| field | type | default | meaning |", "|---|---|---|---|"]
-    for name, field in model.model_fields.items():
+    for name, field in sorted(model.model_fields.items(), key=lambda item: item[0] != "kind"):
         kind = _type_text(field.annotation, field.metadata).replace("|", "\\|")
         lines.append(f"| `{name}` | {kind} | {_default(field)} | {_markdown(field.description or '')} |")
     return "\n".join([*lines, ""])

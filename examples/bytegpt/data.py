@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megabucket.errors import CorpusError, name_list
+from megabucket.errors import ConfigError, name_list
 
 STDLIB: Final = "stdlib"
 """The corpus name that means the standard library of the running Python."""
@@ -30,6 +30,10 @@ Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 _LEFT_OUT: Final = frozenset({"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"})
 # Files that the build of Python wrote: they differ between machines with one version of Python.
 _GENERATED_PREFIXES: Final = ("_sysconfigdata", "config-")
+
+
+class CorpusError(ConfigError):
+    """The training data cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

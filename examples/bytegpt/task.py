@@ -10,9 +10,9 @@ from typing import Any, Final, TypeVar
 import torch
 
 from examples.bytegpt.config import DemoConfig, OptimizerConfig
-from examples.bytegpt.data import Batch, Corpus, Windows, read_corpus
+from examples.bytegpt.data import Batch, Corpus, CorpusError, Windows, read_corpus
 from examples.bytegpt.model import ByteGPT, next_byte_loss
-from megabucket.errors import ConfigError, CorpusError, MegabucketError
+from megabucket.errors import ConfigError, MegabucketError
 from megabucket.measure.ranks import Ranks
 from megabucket.planning.model_config import GptConfig
 

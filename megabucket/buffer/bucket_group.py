@@ -30,6 +30,7 @@ from megabucket.comm import (
     Handle,
     ReduceOp,
     ReduceScatter,
+    ReplicaReducer,
 )
 from megabucket.config.resolve import StepPolicy
 
@@ -43,18 +44,18 @@ STAGED_BYTES: Final = 1 << 20
 """So many bytes are staged at most, if all of the small gradients are as large as the average."""
 
 
-def grad_scale(num_ranks: int, dtype: torch.dtype) -> tuple[float, float]:
+def grad_scale(divisor: float, dtype: torch.dtype) -> tuple[float, float]:
     """Return by what gradients of ``dtype`` are divided before and after a sum over ranks, to become a mean.
 
     A float32 or float64 sum is divided once, at the end. In a 16-bit buffer that could overflow before that, and dividing all
-    first would flush small float16 gradients to zero; so a power of two near the square root of the number of ranks, which is
-    exact, is divided out before, and the rest after.
+    first would flush small float16 gradients to zero; so a power of two near the square root of the divisor, which is exact, is
+    divided out before, and the rest after.
 
     >>> grad_scale(6, torch.float32), grad_scale(6, torch.float16)
     ((1.0, 6.0), (2.0, 3.0))
     """
-    before = 2.0 ** math.floor(math.log2(math.sqrt(num_ranks))) if dtype.itemsize == 2 else 1.0
-    return before, num_ranks / before
+    before = 2.0 ** math.floor(math.log2(math.sqrt(divisor))) if dtype.itemsize == 2 else 1.0
+    return before, divisor / before
 
 
 class Readiness:
@@ -127,20 +128,31 @@ class _ParamAndGradBucketGroup:
         index: position in the launch order.
         buckets: at least one; their order is the order of the calls in the batch.
         communicator: the ranks to reduce with.
+        divisor: what the sum over them is divided by to become a mean; ``None``: their number.
+        replicas: over which the reduced shards are added up, if other ranks hold the same ones.
     """
 
     def __init__(
-        self, buckets: Sequence[_ParamAndGradBucket], *, index: int, communicator: Communicator, policy: StepPolicy
+        self,
+        buckets: Sequence[_ParamAndGradBucket],
+        *,
+        index: int,
+        communicator: Communicator,
+        policy: StepPolicy,
+        divisor: float | None = None,
+        replicas: ReplicaReducer | None = None,
     ) -> None:
         self.buckets = list(buckets)
         self.index, self.label = index, f"bucket {index}"
-        self.communicator = communicator
+        self.communicator, self._replicas = communicator, replicas
         self.policy = policy
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self.params = [slot.param for slot in self.slots]
         """In buffer order."""
         self.position_of = {id(slot.param): position for position, slot in enumerate(self.slots)}
         """Where each parameter stands in ``slots``. By identity, so that hooks may hold it."""
+        self.delayed = {at: 0 for at, param in enumerate(self.params) if getattr(param, "skip_backward_post_hook", False)}
+        """How many gradients of this step have come for each parameter whose gradients are computed apart from backward."""
         self.readiness = Readiness(len(self.slots))
         self.staging = Staging()
         self._accelerator = Accelerator.of(self.buckets[0].grad_data.device)
@@ -179,24 +191,37 @@ class _ParamAndGradBucketGroup:
             if policy.withheld_because:
                 what = f"the gradient of {slot.name!r}"
                 slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withheld_because, accumulates=accumulates)
-        self._prepare()
+        self._prepare(divisor)
 
-    def _prepare(self) -> None:
-        communicator, policy, rank = self.communicator, self.policy, self.communicator.rank
-        num_ranks = communicator.size if policy.averages and not policy.averages_in_collective else 1
+    def _prepare(self, divisor: float | None) -> None:
+        """Make the batches."""
+        communicator, policy, replicas, rank = self.communicator, self.policy, self._replicas, self.communicator.rank
+        num_ranks = communicator.size * (1 if replicas is None else replicas.communicator.size)
         op = ReduceOp.AVG if policy.averages_in_collective else ReduceOp.SUM
+        if not policy.averages:
+            divisor = 1.0
+        elif divisor is None:
+            divisor = num_ranks
         reductions: list[Call] = []
+        over_replicas: list[Call] = []
         gathers: list[Call] = []
         headrooms: list[float] = []
         halves: list[_ParamAndGradBucket] = []
         for bucket in self.buckets:
             grad, param = bucket.grad_data, bucket.param_data
-            before, after = grad_scale(num_ranks, grad.dtype)
+            before, after = grad_scale(divisor, grad.dtype)
+            if policy.averages_in_collective:
+                before, after = 1.0, divisor / num_ranks
+            if num_ranks == 1:  # no collective, whose result would be divided
+                before, after = divisor, 1.0
             if before != 1:
                 self._divided_before.append((grad, before))
             if policy.is_sharded:
                 shard, in_fp32 = bucket.shard(grad, rank), policy.accumulates_in_fp32 and grad.itemsize == 2
                 is_in_place = policy.reduces_in_place
+                if replicas is not None:  # divided once, when all has been added up
+                    over_replicas.append(AllReduce(shard, op, after))
+                    after = 1.0
                 reductions.append(ReduceScatter(shard, grad, op, in_fp32=in_fp32, in_place=is_in_place, divisor=after))
                 gathers.append(AllGather(param, bucket.shard(param, rank)))
                 self.grad_shards.append(shard)
@@ -204,12 +229,13 @@ class _ParamAndGradBucketGroup:
                 reductions.append(AllReduce(grad, op, after))
             # A float32 gradient (bfloat16 and float64 have as much room) whose sum over the ranks could be infinite is as good
             # as infinite itself. Gradients that a float16 can hold, but not their sum, are common; so the sum is tested, too.
-            if grad.dtype == torch.float16 and communicator.size > 1:
+            if grad.dtype == torch.float16 and num_ranks > 1:
                 halves.append(bucket)
                 headrooms.append(1.0)
             else:
-                headrooms.append(max(2.0 ** (communicator.size - 1).bit_length() / before, 1.0))
+                headrooms.append(max(2.0 ** (num_ranks - 1).bit_length() / before, 1.0))
         self._grad_calls, self._gather_calls = communicator.prepare(reductions), communicator.prepare(gathers)
+        self._over_replicas = (communicator if replicas is None else replicas.communicator).prepare(over_replicas)
         self.finite_test = FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets], headrooms)
         """Of what is sent."""
         half_slots = [slot for bucket in halves for slot in bucket.slots]
@@ -255,6 +281,26 @@ class _ParamAndGradBucketGroup:
             for recorder in self.communicator.progress.recorders:
                 recorder.note_ready(self.label)
         return is_complete
+
+    def receive_delayed(self, position: int) -> None:
+        """Take a gradient that was computed apart from backward. The group is accumulating.
+
+        Raises:
+            PhaseError: it was added to values of an earlier step.
+        """
+        if self.streams is not None and not self.streams.is_here():
+            self._store_staged()  # on the stream that has computed them
+            self.streams.note()
+        slot = self.slots[position]
+        self._prepare_write(slot.param)
+        slot.store_delayed()
+        self.delayed[position] += 1
+
+    def note_delayed(self, num_backwards: int) -> None:
+        """Note whether the group is complete, after the last backward: delayed gradients are never marked as ready."""
+        self.is_complete = self.readiness.num_incomplete == len(self.delayed) and all(
+            count == num_backwards for count in self.delayed.values()
+        )
 
     def end_backward(self) -> None:
         """Store what is staged, and show all gradients. What comes next may belong to another backward."""
@@ -411,6 +457,9 @@ class _ParamAndGradBucketGroup:
     def _launch_grads(self) -> None:
         self._is_everywhere = not self.policy.is_sharded
         self._grad_handle = self.communicator.handle(self._grad_calls, label=self.label)
+        if self._replicas is not None:
+            label = f"{self.label} over replicas"
+            self._grad_handle = self._replicas.behind(self._grad_handle, self._over_replicas, label=label)
         self._grad_handle.start()
 
     def finish_grad_sync(self, *, waits: bool = True) -> None:
@@ -475,6 +524,7 @@ class _ParamAndGradBucketGroup:
         if self.grad_phase is not GradPhase.ACCUMULATING:
             self.grad_phase = enter(self.grad_phase, GradPhase.ACCUMULATING, group=self.index)
         self.is_complete = False
+        self.delayed = dict.fromkeys(self.delayed, 0)
 
     def reset(self) -> None:
         """Start a step: gradients of the last one are forgotten.

@@ -52,6 +52,7 @@ class GradSlot:
         "__weakref__",
         "_dummy_address",
         "_needs_zeros",
+        "_plain_backward",
         "accumulates",
         "name",
         "numel",
@@ -72,6 +73,7 @@ class GradSlot:
         """Whether the view may be written to; ``None``: always. It must not lead back to the parameter."""
         self._needs_zeros = False  # of fused kernels that do not ask
         self._dummy_address = 0  # of the dummy that one which has asked has handed to autograd
+        self._plain_backward = -1  # autograd's id of that in which one that has asked must not write
         self.settle: Callable[[torch.Tensor], None] | None = None
         """Brings here what has come for the parameter and waits elsewhere."""
         self.withheld: WithheldGrad | None = None
@@ -113,6 +115,21 @@ class GradSlot:
             self.view.copy_(grad)
         self.state, self.param.grad = _HELD, self.view
 
+    def store_delayed(self) -> None:
+        """Add a gradient that was computed apart from backward: the one in ``param.grad``, or else one in the view already.
+
+        ``param.grad`` is ``None`` afterwards: whoever computes the next one may overwrite it.
+
+        Raises:
+            PhaseError: it was added to values of an earlier step.
+        """
+        grad = self.param.grad
+        if grad is None or self.param.grad_added_to_main_grad or getattr(self.param, "zero_out_wgrad", False):  # type: ignore[attr-defined]
+            self._store_fused()
+        else:
+            self._store_grad(grad)
+        self.state, self.param.grad = _KERNEL, None
+
     def show(self) -> None:
         """Show a gradient of this step that is in the view."""
         self.state = _HELD
@@ -124,12 +141,15 @@ class GradSlot:
         """Return what a kernel must multiply ``main_grad`` by before it adds a gradient: 0 overwrites, 1 adds.
 
         ``None`` where it must not write: a collective owns the view, or autograd has accumulated in this step, or what has is
-        still to be looked at. Then the gradient goes the way of any other.
+        still to be looked at. Then the gradient goes the way of any other, and so do all others in this backward, which
+        autograd adds to it.
         """
         if self.settle is not None:
             self.settle(self.param)
         is_free = self.param.grad is None and self.state is not _STAGED
-        if not is_free or not (self.accumulates is None or self.accumulates()):
+        backward = torch._C._current_graph_task_id()
+        if backward == self._plain_backward >= 0 or not is_free or not (self.accumulates is None or self.accumulates()):
+            self._plain_backward = backward
             return None
         return 1.0 if self.state in (_CLEAN, _KERNEL) else 0.0
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
 
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.format import Piece, TensorInfo
+from megabucket.ddp import DistributedDataParallel
+from megabucket.layout.identity import ParamIdentity, plain_identity
 
 _WRAPPED_IN: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
 
@@ -42,6 +46,62 @@ def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+class GlobalNames:
+    """Which parts of the whole model this rank of a wrapper holds, under the names that they have there."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ranks = ddp.ranks.step
+        """Those that write and read a checkpoint together."""
+        given = {canonical_name(name): identity for name, identity in ddp.identities.items()}
+        self.local: dict[str, ParamIdentity] = {}
+        """By the local name of the parameter."""
+        self.identities: dict[torch.Tensor, ParamIdentity] = {}
+        """By parameter, those without values included; a tied one once."""
+        for long_name, param in ddp.module.named_parameters():
+            name = canonical_name(long_name)
+            own = given.get(name) or plain_identity(name, tuple(param.shape))
+            self.identities[param] = self.local[name] = replace(own, global_name=canonical_name(own.global_name))
+        self.params = {param: own.global_name for param, own in self.identities.items()}
+        """The names of the parameters."""
+        self._prefixes = _global_prefixes(self.local)
+        self.buffers = {self._global(name): buffer for name, buffer in named_buffers(ddp.module).items()}
+        """The persistent buffers."""
+        extra = with_extra_state(ddp.module)
+        self.stateful = {self._global(f"{name}.")[:-1] if name else "": module for name, module in extra.items()}
+        """The modules that add something to their ``state_dict`` beside tensors."""
+
+    def of(self, name: str) -> ParamIdentity:
+        """Return the identity of a parameter by its local name, as layouts have it."""
+        return self.local[canonical_name(name)]
+
+    def _global(self, name: str) -> str:
+        """Return the global name of what is not a parameter: its place is that of the parameters beside or around it."""
+        end = max(end for end in _module_ends(name) if name[:end] in self._prefixes or not end)
+        return self._prefixes.get(name[:end], "") + name[end:]
+
+
+def _global_prefixes(identities: dict[str, ParamIdentity]) -> dict[str, str]:
+    """Return the global name of each module with its dot, by its local one; the same where that is not clear."""
+    found: dict[str, str] = {}
+    for name, identity in identities.items():
+        for local, rest in ((name[:end], name[end:]) for end in _module_ends(name)):
+            there = identity.global_name.removesuffix(rest) if identity.global_name.endswith(rest) else local
+            found[local] = there if found.get(local, there) == there else local
+    num_with = Counter(found.values())
+    return {local: there if num_with[there] == 1 else local for local, there in found.items()}
+
+
+def _module_ends(name: str) -> list[int]:
+    """Return where the names of the modules around something end, each with its dot."""
+    return [0, *(index + 1 for index, letter in enumerate(name) if letter == ".")]
+
+
+def with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the submodules that add something to their ``state_dict`` beside tensors, by name."""
+    base = torch.nn.Module.get_extra_state
+    return {canonical_name(name): sub for name, sub in module.named_modules() if type(sub).get_extra_state is not base}
+
+
 def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor from slowest to fastest in memory; ``(0, 1, ...)`` when it is row-major.
 
@@ -62,9 +122,18 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return (*(dim for dim in row_major if tensor.shape[dim] == 1), *by_stride)
 
 
-def info_of(name: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> TensorInfo:
-    """Return what a checkpoint says of a tensor in the shape and order of ``like``."""
-    return TensorInfo(name, dtype_name(dtype or like.dtype), tuple(like.shape), order_of(like))
+def info_of(
+    name: str, like: torch.Tensor, dtype: torch.dtype | None = None, identity: ParamIdentity | None = None
+) -> TensorInfo:
+    """Return what a checkpoint says of a tensor in the shape and order of ``like``.
+
+    Args:
+        identity: of the parameter that it belongs to.
+    """
+    of = dtype_name(dtype or like.dtype), tuple(like.shape), order_of(like)
+    if identity is None or identity.global_shape == like.shape:
+        return TensorInfo(name, *of, group="dense" if identity is None else identity.group)
+    return TensorInfo(name, *of, identity.offset, identity.global_shape, identity.group)
 
 
 def flat(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
@@ -84,9 +153,9 @@ def in_shape(values: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -
     return values.view([shape[dim] for dim in order]).permute(back)
 
 
-def whole_piece(name: str, tensor: torch.Tensor) -> Piece:
-    """Return a whole tensor as a piece."""
-    info = info_of(name, tensor)
+def whole_piece(name: str, tensor: torch.Tensor, identity: ParamIdentity | None = None) -> Piece:
+    """Return all that this rank has of a tensor as a piece."""
+    info = info_of(name, tensor, identity=identity)
     return Piece(info, 0, info.numel, flat(tensor, info.order))
 
 
@@ -95,21 +164,19 @@ def empty_piece(info: TensorInfo, start: int, stop: int) -> Piece:
     return Piece(info, start, stop, torch.empty(stop - start, dtype=dtype_named(info.dtype)))
 
 
-def split_evenly(tensors: Mapping[str, torch.Tensor], *, rank: int, size: int) -> Iterator[Piece]:
-    """Return one rank's part of tensors that every rank holds: about as many bytes as the others'.
+def split_evenly(pieces: Sequence[Piece], *, rank: int, size: int) -> Iterator[Piece]:
+    """Return one rank's part of pieces that every rank holds whole: about as many bytes as the others'.
 
-    Tensors without elements belong to the first rank. Over all ranks every element is there once.
+    Pieces without elements belong to the first rank. Over all ranks every element is there once.
     """
-    total_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    total_bytes = sum(piece.values.nbytes for piece in pieces)
     first, last = total_bytes * rank // size, total_bytes * (rank + 1) // size
     offset = 0
-    for name, tensor in tensors.items():
-        numel, item_bytes = tensor.numel(), tensor.itemsize
+    for piece in pieces:
+        numel, item_bytes = piece.values.numel(), piece.values.itemsize
         # An element belongs to whom its first byte belongs to.
         start = min(max(-((offset - first) // item_bytes), 0), numel)
         stop = min(max(-((offset - last) // item_bytes), 0), numel)
         offset += numel * item_bytes
         if start < stop or (numel == 0 and rank == 0):
-            info = info_of(name, tensor)
-            values = flat(tensor, info.order)
-            yield Piece(info, start, stop, values if stop - start == numel else values[start:stop])
+            yield Piece(piece.info, start, stop, piece.values[start:stop])

@@ -11,21 +11,25 @@ hyperparameters) goes into JSON, grouped, because it is the same for most parame
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, zip_longest
 from typing import Any, Final, Protocol
 
 import torch
 
 from megabucket.buffer import dtype_name, view_like
-from megabucket.checkpoint.canonical import canonical_name, info_of, named_buffers, split_evenly, whole_piece
-from megabucket.checkpoint.format import Json, Piece, Snapshot
-from megabucket.checkpoint.ranks import GroupRanks, tell, together
-from megabucket.checkpoint.values import RNG_PREFIX, capture_rng, encode
-from megabucket.comm import Accelerator
+from megabucket.checkpoint.canonical import GlobalNames, info_of, split_evenly, whole_piece
+from megabucket.checkpoint.format import Box, Json, Piece, Snapshot, block_problem
+from megabucket.checkpoint.ranks import GroupRanks, tell, together, writes
+from megabucket.checkpoint.values import RNG_PREFIX, Keep, capture_rng, encode
+from megabucket.comm import Accelerator, Communicator
 from megabucket.ddp import DistributedDataParallel
+from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.replicas import checksum
-from megabucket.errors import OptimizerParametersError, PeerFailedError
+from megabucket.errors import LayoutError, OptimizerParametersError, PeerFailedError
+from megabucket.layout.identity import ParamIdentity
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import (
@@ -49,6 +53,7 @@ RUN_PREFIX: Final = "run."
 LOCAL_PREFIX: Final = "local."
 """Before a rank and the name of a module buffer, which differs from that of the first rank."""
 VALUES_VERSION: Final = 1
+_SHOWN: Final = 5
 
 
 class Stateful(Protocol):
@@ -110,15 +115,85 @@ def capture(
     return together(told.ranks, lambda: take(parts, told, data_position=data_position, extras=extras, with_rng=with_rng))
 
 
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """What all ranks of a wrapper hold together, by global name."""
+
+    groups: Sequence[Sequence[str]]
+    """The parameters in each group of the optimizer."""
+    names: Collection[str]
+    """Parameters and module buffers."""
+    modules: Mapping[str, Json]
+    """Extra state of modules, as the first rank has it that has the module."""
+
+    @classmethod
+    def of(cls, by_rank: Sequence[Mapping[str, Any]]) -> WholeModel:
+        """Return it from what ``model_to_tell`` gave on each rank.
+
+        Raises:
+            LayoutError: some part of the model is on no rank, or on several that do not know of each other.
+        """
+        claims: dict[str, list[tuple[int, Box]]] = {}
+        shapes: dict[str, set[tuple[int, ...]]] = {}
+        for rank, told in enumerate(by_rank):
+            for name, offset, shape, whole in told["params"]:
+                box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+                claims.setdefault(name, []).append((rank, box))
+                shapes.setdefault(name, set()).add(tuple(whole))
+        problems = []
+        for name, blocks in claims.items():
+            problem = block_problem([box for _, box in blocks], min(shapes[name]))
+            if len(shapes[name]) > 1:
+                problem = f"are of wholes of different shapes: {sorted(shapes[name])}"
+            if problem is not None:
+                problems.append(f"the blocks of {name!r} on ranks {', '.join(str(rank) for rank, _ in blocks)} {problem}")
+        if problems:
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise LayoutError(
+                f"the ranks that agree on steps do not hold each part of the model once: {'; '.join(problems[:_SHOWN])}{more}. "
+                "A checkpoint would lack it, or keep one of two. Let identity= give each part its own global_name or place, "
+                "copies= the ranks that hold the same, and step_group= contain all that hold parts."
+            )
+        lists = zip_longest(*(told["groups"] for told in by_rank), fillvalue=())
+        groups = [list(dict.fromkeys(chain.from_iterable(of_ranks))) for of_ranks in lists]
+        modules = {name: state for told in reversed(by_rank) for name, state in told["modules"].items()}
+        return cls(groups, {*claims, *chain.from_iterable(told["buffers"] for told in by_rank)}, modules)
+
+
+def model_to_tell(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
+    """Return what this rank holds of the model, for ``WholeModel``; of parameters that others hold, too, the first rank tells.
+
+    Raises:
+        OptimizerParametersError: the optimizer has parameters that are not the module's.
+    """
+    by_name = parts.ddp.ranks.by_name
+    told = {
+        own.global_name: [own.global_name, own.offset, list(param.shape), own.global_shape]
+        for param, own in names.identities.items()
+        if writes(parts.ddp.ranks, own) and by_name[own.group].communicator.rank == 0
+    }
+    groups = [] if parts.optimizer is None else members_by_name(members_of(parts.optimizer), names)
+    return {
+        "params": list(told.values()),
+        "groups": [[name for name in group if name in told] for group in groups],
+        "buffers": dict.fromkeys(names.buffers, 0),
+        "modules": dict.fromkeys(names.stateful),
+    }
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ToldState:
     """What ranks must have told one another before each can take its part."""
 
     ranks: GroupRanks
-    described: Sequence[Any]
-    """What the shards of each rank hold, by rank."""
-    differing: Sequence[str]
-    """Names of the module buffers that are not the same on all ranks: running statistics, which every rank has of its own."""
+    held: HeldState
+    model: WholeModel
+    by_rank: Sequence[Mapping[str, Any]]
+    """What each rank has told."""
+
+    def first_with(self, what: str) -> dict[str, int]:
+        """Return the first rank that has each module buffer, or each module with extra state."""
+        return {name: rank for rank in reversed(range(self.ranks.size)) for name in self.by_rank[rank][what]}
 
 
 def tell_state(parts: TrainingParts) -> ToldState:
@@ -126,37 +201,43 @@ def tell_state(parts: TrainingParts) -> ToldState:
 
     Raises:
         PhaseError: a step is open on some rank.
+        LayoutError: some part of the model is on no rank, or claimed by several.
         OptimizerParametersError: some optimizer state cannot be told apart by parameter, alike on all ranks.
         PeerFailedError: it cannot on some rank.
         CheckpointError: what else failed on some rank.
     """
-    ranks = GroupRanks.of(parts.ddp, "saving a checkpoint")
+    ranks = GroupRanks(parts.ddp, "saving a checkpoint")
+    held = HeldState(GlobalNames(parts.ddp), parts.ddp.ranks)
     unfit: list[OptimizerParametersError] = []
-    by_rank = tell(ranks, lambda: _state_to_tell(parts, ranks, unfit))
+    by_rank = tell(ranks, lambda: _state_to_tell(parts, held, unfit))
     texts = [told["unfit"] for told in by_rank]
     if any(texts):
         if unfit and len(set(texts)) == 1:
             raise unfit[0]
         rank = next(rank for rank, text in enumerate(texts) if text)
         raise PeerFailedError(step=0, rank=rank, phase="save_checkpoint()", cause=texts[rank]) from next(iter(unfit), None)
-    sums = zip(*(told["buffers"] for told in by_rank), strict=True)
-    names = list(named_buffers(parts.ddp.module)) if ranks.size > 1 else []
-    differing = [name for name, of_ranks in zip(names, sums, strict=True) if len(set(of_ranks)) > 1]
-    return ToldState(ranks, [told["described"] for told in by_rank], differing)
+    return ToldState(ranks, held, WholeModel.of(by_rank), by_rank)
 
 
-def _state_to_tell(parts: TrainingParts, ranks: GroupRanks, unfit: list[OptimizerParametersError]) -> dict[str, Any]:
+def _state_to_tell(parts: TrainingParts, held: HeldState, unfit: list[OptimizerParametersError]) -> dict[str, Any]:
     settle(parts, "saving a checkpoint")
-    described: list[Any] = []
-    if isinstance(parts.optimizer, DistributedOptimizer):
-        try:
-            described = describe_shards(parts.optimizer.sharding.shards, parts.optimizer.state)
-        except OptimizerParametersError as error:
-            unfit.append(error)
-    buffers = named_buffers(parts.ddp.module).values() if ranks.size > 1 else ()  # alone, nobody has others
+    told = model_to_tell(parts, held.names)
+    try:
+        hold(parts, held)
+    except OptimizerParametersError as error:
+        unfit.append(error)
+    if parts.ddp.ranks.step.size > 1:  # alone, nobody has others
+        told["buffers"] = {name: checksum(buffer) if buffer.numel() else 0 for name, buffer in held.names.buffers.items()}
+    names = {name for name, *_ in told["params"]}
     return {
-        "described": described,
-        "buffers": [checksum(buffer) if buffer.numel() else 0 for buffer in buffers],
+        **told,
+        "modules": held.modules,
+        "described": [
+            # Of its own shards each rank tells; of what all ranks hold whole, the first one.
+            (of, entries) if is_part else ([name for name in of if name in names], entries)
+            for of, entries, is_part in held.described
+        ],
+        "computed_in": {name: dtype for name, dtype in held.computed_in.items() if name in names},
         "unfit": "".join(f"{type(error).__name__}: {error}" for error in unfit),
     }
 
@@ -192,37 +273,40 @@ def take(
         extras: plain values and tensors by name; the same on every rank.
 
     Raises:
-        OptimizerParametersError: some optimizer state belongs to no parameter, or ranks hold different numbers for one.
+        OptimizerParametersError: ranks hold different numbers for one parameter.
         ConfigError: something is no plain value.
     """
-    module, ranks = parts.ddp.module, told.ranks
-    if isinstance(parts.optimizer, DistributedOptimizer):
-        held = hold_shards(parts.optimizer, module, told.described)
-    else:
-        held = HeldState(names=_names_in(module)) if parts.optimizer is None else hold_plain(parts.optimizer, module)
-    shared = {f"{MODEL_PREFIX}{name}": param.detach() for param, name in held.names.items() if not param.is_meta}
-    shared |= held.shared
-    keep = shared.__setitem__
+    held, names, rank = told.held, told.held.names, told.ranks.rank
+    optimizer = None
+    if parts.optimizer is not None:
+        named = list(zip(told.model.groups, parts.optimizer.param_groups, strict=True))
+        inner = parts.optimizer.torch_optimizer if isinstance(parts.optimizer, DistributedOptimizer) else parts.optimizer
+        own = [(of, entries) for of, entries, _ in held.described]
+        described = merge_descriptions([*(of["described"] for of in told.by_rank), own])
+        computed_in = {name: dtype for of in told.by_rank for name, dtype in of["computed_in"].items()}
+        optimizer = optimizer_values(type(inner).__name__, named, described, computed_in, held.share)
     values = {
-        **values_of_state(held.values or None),
-        "stateful": {name: encode(item.state_dict(), f"{RUN_PREFIX}{name}", keep) for name, item in parts.stateful.items()},
-        "module_extra_state": {
-            name: encode(submodule.get_extra_state(), f"{RUN_PREFIX}module.{name}", keep)
-            for name, submodule in with_extra_state(module).items()
-        },
-        "data_position": encode(data_position, f"{RUN_PREFIX}data_position", keep),
-        "extras": {str(name): encode(value, f"{EXTRA_PREFIX}{name}", keep) for name, value in (extras or {}).items()},
-        "rng_ranks": ranks.size if with_rng else 0,
+        **values_of_state(optimizer),
+        "stateful": {name: encode(of.state_dict(), f"{RUN_PREFIX}{name}", held.share) for name, of in parts.stateful.items()},
+        "module_extra_state": {**told.model.modules, **held.modules},  # ranks that differ have different values
+        "data_position": encode(data_position, f"{RUN_PREFIX}data_position", held.share),
+        "extras": {str(name): encode(value, f"{EXTRA_PREFIX}{name}", held.share) for name, value in (extras or {}).items()},
+        "rng_ranks": told.ranks.size if with_rng else 0,
     }
-    pieces: list[Piece] = [*held.own, *split_evenly(shared, rank=ranks.rank, size=ranks.size)]
-    for name, buffer in named_buffers(module).items():
-        if ranks.rank == 0:
+    pieces: list[Piece] = [*held.own]
+    for communicator, shared in held.shared.items():
+        pieces += split_evenly(shared, rank=communicator.rank, size=communicator.size)
+    first_module, first_buffer = told.first_with("modules"), told.first_with("buffers")
+    for name, of_module in held.of_modules.items():
+        pieces += of_module if first_module[name] == rank else []
+    for name, buffer in names.buffers.items():
+        if first_buffer[name] == rank:
             pieces.append(whole_piece(f"{MODEL_PREFIX}{name}", buffer))
-        elif name in told.differing:
-            pieces.append(whole_piece(f"{LOCAL_PREFIX}{ranks.rank}.{name}", buffer))
+        elif len({of["buffers"][name] for of in told.by_rank if name in of["buffers"]}) > 1:
+            pieces.append(whole_piece(f"{LOCAL_PREFIX}{rank}.{name}", buffer))
     if with_rng:
         device = parts.ddp.param_and_grad_buffers[0].param_data.device
-        pieces += [whole_piece(f"{RNG_PREFIX}{ranks.rank}.{what}", state) for what, state in capture_rng(device).items()]
+        pieces += [whole_piece(f"{RNG_PREFIX}{rank}.{what}", state) for what, state in capture_rng(device).items()]
     return Snapshot(pieces, values)
 
 
@@ -237,12 +321,6 @@ def values_of_state(optimizer: Json = None) -> dict[str, Json]:
         "extras": {},
         "rng_ranks": 0,
     }
-
-
-def with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the submodules that add something to their ``state_dict`` beside tensors, by name."""
-    base = torch.nn.Module.get_extra_state
-    return {canonical_name(name): sub for name, sub in module.named_modules() if type(sub).get_extra_state is not base}
 
 
 def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
@@ -271,17 +349,49 @@ def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
 # Optimizers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class HeldState:
-    """One rank's view of an optimizer's state."""
+    """One rank's tensors of a run, and what is to be said about them."""
 
+    names: GlobalNames
+    ranks: RankGroups
     own: list[Piece] = field(default_factory=list)
     """What only this rank has."""
-    shared: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What every rank has, whole, by name."""
-    values: dict[str, Json] = field(default_factory=dict)
-    names: Mapping[torch.Tensor, str] = field(default_factory=dict)
-    """What the parameters of the module are called."""
+    shared: dict[Communicator, list[Piece]] = field(default_factory=dict)
+    """What all ranks of a communicator have."""
+    modules: dict[str, Json] = field(default_factory=dict)
+    """Extra state of modules."""
+    of_modules: dict[str, list[Piece]] = field(default_factory=dict)
+    """The tensors of it."""
+    described: list[Any] = field(default_factory=list)
+    """What the optimizer holds for which parameters, as ``describe_shards`` says it, and whether that is a part of them."""
+    computed_in: dict[str, str] = field(default_factory=dict)
+
+    def share(self, name: str, tensor: torch.Tensor, identity: ParamIdentity | None = None) -> None:
+        """Take a tensor that every rank has; or every rank that a parameter is reduced over, if these write it."""
+        if identity is None or writes(self.ranks, identity):
+            among = self.ranks.step if identity is None else self.ranks.by_name[identity.group].communicator
+            self.shared.setdefault(among, []).append(whole_piece(name, tensor, identity))
+
+
+def hold(parts: TrainingParts, held: HeldState) -> None:
+    """Take what this rank has of a model and its optimizer.
+
+    Raises:
+        OptimizerParametersError: some optimizer state cannot be told apart by parameter.
+        ConfigError: some state is of a kind that no file can hold.
+    """
+    for param, own in held.names.identities.items():
+        if not param.is_meta:
+            held.share(f"{MODEL_PREFIX}{own.global_name}", param.detach(), own)
+    for name, module in held.names.stateful.items():
+        tensors: dict[str, torch.Tensor] = {}
+        held.modules[name] = encode(module.get_extra_state(), f"{RUN_PREFIX}module.{name}", tensors.__setitem__)
+        held.of_modules[name] = [whole_piece(*item) for item in tensors.items()]
+    if isinstance(parts.optimizer, DistributedOptimizer):
+        _hold_shards(held, parts.optimizer)
+    elif parts.optimizer is not None:
+        _hold_whole(held, parts.optimizer.state)
 
 
 def state_name(param: str, key: str) -> str:
@@ -289,20 +399,17 @@ def state_name(param: str, key: str) -> str:
     return f"{STATE_PREFIX}{param}.{key}"
 
 
-def members_by_name(
-    members: Sequence[Sequence[torch.Tensor]], module: torch.nn.Module
-) -> tuple[list[list[str]], dict[torch.Tensor, str]]:
-    """Return the names of the parameters of each group, and the name of each parameter.
+def members_by_name(members: Sequence[Sequence[torch.Tensor]], names: GlobalNames) -> list[list[str]]:
+    """Return the names of the parameters of each group.
 
     Raises:
         OptimizerParametersError: a parameter is not the module's.
     """
-    names = _names_in(module)
     foreign = [
         f"group {index}, parameter {position}, shape {tuple(param.shape)}"
         for index, group in enumerate(members)
         for position, param in enumerate(group)
-        if param not in names
+        if param not in names.params
     ]
     if foreign:
         raise OptimizerParametersError(
@@ -311,11 +418,7 @@ def members_by_name(
             params=foreign,
             remedy="Put them into the wrapped module, or into an optimizer of their own.",
         )
-    return [[names[param] for param in group] for group in members], names
-
-
-def _names_in(module: torch.nn.Module) -> dict[torch.Tensor, str]:
-    return {param: canonical_name(name) for name, param in module.named_parameters()}
+    return [[names.params[param] for param in group] for group in members]
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> Sequence[Sequence[torch.Tensor]]:
@@ -325,70 +428,39 @@ def members_of(optimizer: torch.optim.Optimizer) -> Sequence[Sequence[torch.Tens
     return [group["params"] for group in optimizer.param_groups]
 
 
-def hold_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> HeldState:
-    """Return the state of an optimizer over whole parameters.
-
-    Raises:
-        OptimizerParametersError: a parameter is not the module's.
-        ConfigError: some state is of a kind that no file can hold.
-    """
-    groups, names = members_by_name(members_of(optimizer), module)
-    held = HeldState(names=names)
-    described = _hold_whole(optimizer.state, names, held.shared)
-    named = list(zip(groups, optimizer.param_groups, strict=True))
-    held.values.update(optimizer_values(type(optimizer).__name__, named, described, {}, held.shared.__setitem__))
-    return held
-
-
-def hold_shards(
-    optimizer: DistributedOptimizer,
-    module: torch.nn.Module,
-    described: Sequence[Any],
-) -> HeldState:
-    """Return the state of a distributed optimizer: this rank's shards where they are sharded.
-
-    Args:
-        described: what ``describe_shards`` has returned on every rank.
-
-    Raises:
-        OptimizerParametersError: a parameter is not the module's, or ranks hold different numbers for one parameter.
-        ConfigError: a hyperparameter is of a kind that no file can hold.
-    """
-    sharding = optimizer.sharding
-    groups, names = members_by_name(sharding.members.by_group(), module)
+def _hold_shards(held: HeldState, optimizer: DistributedOptimizer) -> None:
+    sharding, names = optimizer.sharding, held.names
     others = sharding.state_of_others
-    held = HeldState(names=names)
-    by_name = _hold_whole(others.values, names, held.shared)
-    held.shared.update({f"{MAIN_PREFIX}{names[param]}": main for param, main in others.main_values.items()})
-    computed_in = {names[param]: dtype_name(dtype) for param, dtype in others.dtypes.items() if param in names}
-    # Where nothing is sharded, each rank speaks for itself: that they differ, the digest of all values shows.
-    by_rank = described if sharding.holder.is_sharded else [described[sharding.holder.communicator.rank]]
-    by_name.update({canonical_name(name): description for name, description in merge_descriptions(by_rank).items()})
+    _hold_whole(held, others.values)
+    for param, main in others.main_values.items():
+        held.share(f"{MAIN_PREFIX}{names.params[param]}", main, names.identities[param])
+    held.computed_in |= {
+        names.params[param]: dtype_name(dtype) for param, dtype in others.dtypes.items() if param in names.params
+    }
     for shard in sharding.shards:
-        state = optimizer.state.get(shard.main) or {}
-        _hold_shard(shard, state, held, is_sharded=sharding.holder.is_sharded)
+        _hold_shard(shard, optimizer.state.get(shard.main) or {}, held, is_sharded=sharding.holder.is_sharded)
     for buffer in sharding.holder.buffers:
         # All ranks say the same, also of parameters that they own nothing of.
         dtype = dtype_name(main_dtype(buffer.param_data.dtype))
-        computed_in.update({canonical_name(name): dtype for name in buffer.params})
-    kind, named = type(optimizer.torch_optimizer).__name__, list(zip(groups, optimizer.param_groups, strict=True))
-    held.values.update(optimizer_values(kind, named, by_name, computed_in, held.shared.__setitem__))
-    return held
+        held.computed_in |= {names.of(name).global_name: dtype for name in buffer.params}
+    described = describe_shards(sharding.shards, optimizer.state)
+    is_part = sharding.holder.is_sharded
+    held.described += [([names.of(name).global_name for name in params], entries, is_part) for params, entries in described]
 
 
 def _hold_shard(shard: MainShard, state: Mapping[str, Any], held: HeldState, *, is_sharded: bool) -> None:
     flats = {key: value.detach() for key, value in state.items() if is_per_element(key, value, shard.main)}
     for piece in shard.pieces():
-        like, name = shard.buffer.slots[piece.param].view, canonical_name(piece.param)
-        of_param = {state_name(name, key): flat for key, flat in flats.items()}
+        like, own = shard.buffer.slots[piece.param].view, held.names.of(piece.param)
+        of_param = {state_name(own.global_name, key): flat for key, flat in flats.items()}
         if shard.has_own_values:
-            of_param[f"{MAIN_PREFIX}{name}"] = shard.main.detach()
+            of_param[f"{MAIN_PREFIX}{own.global_name}"] = shard.main.detach()
         for tensor_name, flat in of_param.items():
-            if is_sharded:
-                info, own = info_of(tensor_name, like, flat.dtype), flat[piece.in_run.start : piece.in_run.stop]
-                held.own.append(Piece(info, piece.in_param.start, piece.in_param.stop, own))
-            else:
-                held.shared[tensor_name] = view_like(flat, piece.in_run.start, like.shape, like.stride())
+            if not is_sharded:
+                held.share(tensor_name, view_like(flat, piece.in_run.start, like.shape, like.stride()), own)
+            elif writes(held.ranks, own):
+                info, values = info_of(tensor_name, like, flat.dtype, own), flat[piece.in_run.start : piece.in_run.stop]
+                held.own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
 
 
 def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
@@ -396,29 +468,27 @@ def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
 
 
-def _hold_whole(
-    state: Mapping[Any, Mapping[str, Any]], names: Mapping[torch.Tensor, str], shared: dict[str, torch.Tensor]
-) -> dict[str, Description]:
-    """Return what is held for whole parameters, by name; the tensors of it go into ``shared``."""
-    described: dict[str, Description] = {}
+def _hold_whole(held: HeldState, state: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Take what is held for whole parameters."""
     for param, of_param in state.items():
         if isinstance(param, torch.Tensor) and of_param:
-            name = names[param]
-            described[name] = tuple(_hold_entry(name, key, value, param, shared) for key, value in of_param.items())
-    return described
+            own = held.names.identities[param]
+            keep = partial(held.share, identity=own)
+            entries = [_hold_entry(own.global_name, key, value, param, keep) for key, value in of_param.items()]
+            held.described.append(([own.global_name], entries, False))
 
 
-def _hold_entry(name: str, key: str, value: Any, param: torch.Tensor, shared: dict[str, torch.Tensor]) -> StateEntry:
+def _hold_entry(name: str, key: str, value: Any, param: torch.Tensor, keep: Keep) -> StateEntry:
     tensor_name = state_name(name, key)
     if is_per_element(key, value, param):
-        shared[tensor_name] = value
+        keep(tensor_name, value)
         return StateEntry(key, "elements", dtype_name(value.dtype))
     if type(value).__name__ in NUMBER_TYPES or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return describe_number(key, value, param.device)
     if isinstance(value, torch.Tensor):
-        shared[tensor_name] = value
+        keep(tensor_name, value)
         return StateEntry(key, "other", dtype_name(value.dtype), shape=tuple(value.shape))
-    return StateEntry(key, "plain", number=("json", json.dumps(encode(value, tensor_name, shared.__setitem__))))
+    return StateEntry(key, "plain", number=("json", json.dumps(encode(value, tensor_name, keep))))
 
 
 def optimizer_values(

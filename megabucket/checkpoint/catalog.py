@@ -35,6 +35,8 @@ MAX_STEP: Final = 10**15 - 1
 _STEP: Final = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,8}))?")
 _LATEST: Final = re.compile(r"(step-[0-9.]{8,40}) ([0-9a-f]{64})\n")
 _MAX_LOOKED_AT: Final = 50
+_MAX_LATEST_BYTES: Final = 1024
+_MAX_MANIFEST_BYTES: Final = 1 << 30
 
 
 class CheckpointWarning(UserWarning):
@@ -80,7 +82,7 @@ def read_latest(file_system: FileSystem, root: Path) -> Latest:
         OSError: it cannot be read.
         ValueError: it does not say anything.
     """
-    match = _LATEST.fullmatch(str(file_system.read(root / LATEST), "ascii", errors="replace"))
+    match = _LATEST.fullmatch(str(file_system.read(root / LATEST, _MAX_LATEST_BYTES), "ascii", errors="replace"))
     directory = StepDirectory.parse(match[1]) if match else None
     if match is None or directory is None:
         raise ValueError("it does not say which checkpoint is the newest")
@@ -116,7 +118,7 @@ def read_manifest(file_system: FileSystem, path: Path, directory: StepDirectory,
         OSError: it cannot be read.
         ValueError: it is not sealed, not as it must be, or of another step than the directory.
     """
-    sealed = decode_manifest(bytes(file_system.read(path / MANIFEST_NAME)), key=key)
+    sealed = decode_manifest(bytes(file_system.read(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)), key=key)
     if sealed.manifest.step != directory.step:
         raise ValueError(f"it is of step {sealed.manifest.step}, in the directory of step {directory.step}")
     return sealed

@@ -100,7 +100,7 @@ def load_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
         CheckpointMismatchError: it does not fit; the text names everything that does not.
         PhaseError: a step is open.
     """
-    ranks = GroupRanks.of(ddp, "loading a checkpoint")
+    ranks = GroupRanks(ddp, "loading a checkpoint")
     stored = _open(Path(root), ranks, step=step, key=key, allow_fallback=allow_fallback)
     parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
     return restore(stored, parts, cast=cast, with_rng=with_rng)
@@ -183,7 +183,7 @@ class Checkpointer:
         self.root = Path(root)
         self.parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
         self._settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key)
-        self._ranks = GroupRanks.of(ddp, "saving a checkpoint")
+        self._ranks = GroupRanks(ddp, "saving a checkpoint")
         self._writer = BackgroundWriter(self.root, self._ranks, self._settings, when_busy=when_busy)
         self._is_asynchronous = asynchronous
         self._on_host: Snapshot | None = None

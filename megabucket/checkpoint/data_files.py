@@ -8,11 +8,11 @@ files at a time overlap all three. Knows nothing of other ranks, of commits or o
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -48,13 +48,14 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is all of a tensor, row-major, so that it can have its name and shape in the file."""
-        return self.stop - self.start == self.info.numel and self.info.order == tuple(range(len(self.info.shape)))
+        """Whether this is all of a block, row-major, so that it can have its name and shape in the file."""
+        info = self.info
+        return self.stop - self.start == info.numel and info.order == tuple(range(len(info.shape)))
 
     @property
     def key(self) -> str:
         """The name of this part in the file."""
-        return self.info.name if self.is_whole else f"{self.info.name}[{self.start}:{self.stop}]"
+        return self.info.key if self.is_whole else f"{self.info.key}[{self.start}:{self.stop}]"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,7 +134,8 @@ def cut_into_files(ranges: Sequence[Range], max_file_bytes: int) -> list[tuple[P
 
 def header_bound(key: str, shape: Sequence[int]) -> int:
     """Return no less than what one more tensor adds to a header."""
-    return len(json.dumps([key, *shape])) + 2 * 20 + len('"dtype":"F8_E4M3","shape":"data_offsets":[,]{,,},')
+    fields = '"dtype":"F8_E4M3","shape":"data_offsets":[,]{,,},'  # and two offsets of at most 20 digits
+    return len(encode_basestring_ascii(key)) + len(str(list(shape))) + len(fields) + 42
 
 
 def _parts_that_fit(index: int, info: TensorInfo, start: int, stop: int, room: int) -> Iterator[Part]:
@@ -143,7 +145,7 @@ def _parts_that_fit(index: int, info: TensorInfo, start: int, stop: int, room: i
         yield whole
         return
     # A key with the largest numbers that can occur bounds the keys of all parts.
-    step = (room - header_bound(f"{info.name}[{stop}:{stop}]", (stop,))) // ITEM_BYTES[info.dtype]
+    step = (room - header_bound(f"{info.key}[{stop}:{stop}]", (stop,))) // ITEM_BYTES[info.dtype]
     if step < 1:
         raise ValueError(f"max_file_bytes is {room + _EMPTY_HEADER_BYTES}, too few for one element of {info.name!r:.200}")
     for begin in range(start, stop, step):

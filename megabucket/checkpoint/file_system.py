@@ -102,13 +102,19 @@ class FileSystem:
         finally:
             os.close(descriptor)
 
-    def read(self, path: Path) -> memoryview:
-        """Return the contents of a regular file of this directory: no link out of it, no pipe (which could block for ever)."""
+    def read(self, path: Path, max_bytes: int) -> memoryview:
+        """Return the contents of a regular file of this directory: no link out of it, no pipe (which could block for ever).
+
+        Raises:
+            ValueError: it is larger than it can be; a sparse file could ask for more memory than there is.
+        """
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
+            if found.st_size > max_bytes:
+                raise ValueError(f"it has {found.st_size} bytes, and at most {max_bytes} belong there")
             # numpy asks the kernel for large pages; without them the faults of new memory cost as much as a hash.
             data = rest = np.empty(found.st_size, np.uint8).data
             while count := file.readinto(rest):
@@ -149,6 +155,12 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"[Errno {error.errno}] {error.strerror}"
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def check_regular(path: Path, kind: type[Exception]) -> None:
+    """Refuse what is there and no file, before somebody else's reader waits for a pipe for ever."""
+    if path.exists() and not path.is_file():
+        raise kind(f"{path}: it is no regular file")
 
 
 def write_file(file_system: FileSystem, path: Path, chunks: Iterable[bytes | memoryview]) -> int:

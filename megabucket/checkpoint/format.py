@@ -2,7 +2,9 @@
 
 The manifest is one JSON object::
 
-    {"format":"megabucket-checkpoint","version":1,"step":..,"world_size":..,"files":[..],"tensors":{..},"values":{..},"seal":"<hex>"[,"hmac":"<hex>"]}
+    {"format":"megabucket-checkpoint","version":2,"step":..,"world_size":..,"files":[..],"tensors":{..},"values":{..},"seal":"<hex>"[,"hmac":"<hex>"]}
+
+A tensor is stored in blocks: one that is the whole, or those that model-parallel ranks hold. Version 1 had whole tensors only.
 
 The seal is the SHA-256 of every byte before ``,"seal":``, and is checked before the rest is parsed. The manifest holds the
 SHA-256 of every data file, so a file that passes both checks is what was written, and its contents are not questioned again.
@@ -21,10 +23,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
-
-from megabucket.checkpoint.plan import StoredRange, coverage_problem
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,8 @@ MANIFEST_NAME: Final = "manifest.json"
 MIN_KEY_BYTES: Final = 16
 _ALIGNMENT: Final = 8
 _FORMAT: Final = "megabucket-checkpoint"
-_VERSION: Final = 1
+_VERSION: Final = 2
+_READS: Final = (1, 2)
 _LENGTH_BYTES: Final = 8
 _METADATA_KEY: Final = "__metadata__"
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -55,24 +57,65 @@ Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Js
 """What JSON can hold; nan and the infinities excepted."""
 
 
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""A rectangular part of a tensor: start and stop in each dimension."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One canonical tensor of a checkpoint. Its name says what it is, never where it was: no rank, bucket or padding.
+    """One canonical tensor of a checkpoint, or a rectangular block of it, as model-parallel ranks hold them.
+
+    The name says what it is, never where it was: no rank, bucket or padding.
 
     Args:
+        name: that of the whole tensor.
         dtype: torch's name without ``torch.``: "float32", "bfloat16", "uint8", "bool", ...
+        shape: of the block.
         order: the dimensions from slowest to fastest as the flat values are stored; ``(0, 1, ...)`` is row-major.
+        offset: where the block begins in the whole tensor, one index per dimension.
+        global_shape: of the whole tensor. Left out, this block is the whole.
+        group: name of the reduction group that the parameter is in.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
+    offset: tuple[int, ...] = ()
+    global_shape: tuple[int, ...] = ()
+    group: str = "dense"
+
+    def __post_init__(self) -> None:
+        if not self.global_shape:
+            object.__setattr__(self, "offset", (0,) * len(self.shape))
+            object.__setattr__(self, "global_shape", self.shape)
 
     @property
     def numel(self) -> int:
         """The number of elements; 1 for a tensor without dimensions."""
         return math.prod(self.shape)
+
+    @property
+    def whole(self) -> TensorInfo:
+        """The tensor of which this is a block; row-major, unless the block is all of it."""
+        if self.shape == self.global_shape:
+            return self
+        order = tuple(range(len(self.shape)))
+        return TensorInfo(self.name, self.dtype, self.global_shape, order, group=self.group)
+
+    @property
+    def box(self) -> Box:
+        """Where the block lies in the whole tensor."""
+        return tuple((start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def key(self) -> str:
+        """What the block is called in files: the name, with the offset unless it is the whole tensor.
+
+        >>> TensorInfo("w", "float32", (4, 3), (0, 1), (0, 3), (4, 6)).key
+        'w@0,3'
+        """
+        return self.name if self.shape == self.global_shape else f"{self.name}@{','.join(map(str, self.offset))}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,8 +155,17 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor and where it lies: ranges in order that cover it exactly once."""
+class StoredRange:
+    """Elements ``start:stop`` of a tensor lie in file ``file`` (a position in the manifest's list)."""
+
+    file: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One block of a tensor and where it lies: ranges in order that cover it exactly once."""
 
     info: TensorInfo
     ranges: tuple[StoredRange, ...]
@@ -121,12 +173,17 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that a checkpoint holds; ``world_size`` is the number of ranks that wrote it."""
+    """All that a checkpoint holds.
+
+    Args:
+        world_size: the number of ranks that wrote it.
+        tensors: the blocks of each tensor; they cover it exactly once.
+    """
 
     step: int
     world_size: int
     files: tuple[StoredFile, ...]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, tuple[StoredBlock, ...]]
     values: Mapping[str, Json]
 
 
@@ -179,12 +236,11 @@ def encode_manifest(manifest: Manifest, *, key: bytes | None = None) -> bytes:
         "step": manifest.step,
         "world_size": manifest.world_size,
         "files": [{"name": file.name, "bytes": file.num_bytes, "sha256": file.sha256} for file in manifest.files],
-        "tensors": {name: _tensor_fields(tensor) for name, tensor in manifest.tensors.items()},
+        "tensors": {name: _tensor_fields(blocks) for name, blocks in manifest.tensors.items()},
         "values": manifest.values,
     }
-    raw = seal_body(json_text(fields)[:-1].encode("ascii"), key=key)
-    decode_manifest(raw, key=key)
-    return raw
+    _check_tensors(manifest)
+    return seal_body(json_text(fields)[:-1].encode("ascii"), key=key)
 
 
 def json_text(value: object, *, sort_keys: bool = False) -> str:
@@ -203,10 +259,18 @@ def _plain(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} is nothing that JSON has")
 
 
-def _tensor_fields(tensor: StoredTensor) -> dict[str, object]:
-    info = tensor.info
-    pieces = [[part.file, part.start, part.stop] for part in tensor.ranges]
-    return {"dtype": info.dtype, "shape": info.shape, "order": info.order, "pieces": pieces}
+def _tensor_fields(blocks: Sequence[StoredBlock]) -> dict[str, object]:
+    first = blocks[0].info
+    fields = [
+        {
+            "offset": block.info.offset,
+            "shape": block.info.shape,
+            "order": block.info.order,
+            "pieces": [[part.file, part.start, part.stop] for part in block.ranges],
+        }
+        for block in blocks
+    ]
+    return {"dtype": first.dtype, "shape": first.global_shape, "group": first.group, "blocks": fields}
 
 
 def seal_body(body: bytes, *, key: bytes | None = None) -> bytes:
@@ -265,24 +329,104 @@ def _signature(body: bytes, key: bytes) -> str:
 
 
 def _manifest(fields: Any) -> Manifest:
-    if (fields["format"], fields["version"]) != (_FORMAT, _VERSION):
-        raise ValueError(f"it is {fields['format']!r} {fields['version']!r}; this library reads {_FORMAT!r} {_VERSION}")
+    if fields["format"] != _FORMAT or fields["version"] not in _READS:
+        raise ValueError(f"it is {fields['format']!r} {fields['version']!r}; this library reads {_FORMAT!r} up to {_VERSION}")
     files = tuple(StoredFile(file["name"], file["bytes"], file["sha256"]) for file in fields["files"])
     for file in files:
         if not _FILE_NAME.fullmatch(file.name):  # no name leads out of the directory
             raise ValueError(f"{file.name!r} is no name for a data file")
-    tensors = {name: _tensor(name, of, len(files)) for name, of in fields["tensors"].items()}
-    return Manifest(int(fields["step"]), int(fields["world_size"]), files, tensors, dict(fields["values"]))
+    tensors = {name: _blocks(name, of) for name, of in fields["tensors"].items()}
+    manifest = Manifest(int(fields["step"]), int(fields["world_size"]), files, tensors, dict(fields["values"]))
+    _check_tensors(manifest)
+    return manifest
 
 
-def _tensor(name: str, fields: Any, num_files: int) -> StoredTensor:
-    info = TensorInfo(name, fields["dtype"], tuple(fields["shape"]), tuple(fields["order"]))
-    if info.dtype not in ITEM_BYTES:
-        raise ValueError(f"{name!r} has the dtype {info.dtype!r}, which is none of {', '.join(ITEM_BYTES)}")
-    if sorted(info.order) != list(range(len(info.shape))):
-        raise ValueError(f"{name!r} has order {info.order} for {len(info.shape)} dimensions")
-    ranges = tuple(StoredRange(*numbers) for numbers in fields["pieces"])
-    problem = coverage_problem(ranges, info.numel)
-    if problem is not None or any(not 0 <= part.file < num_files for part in ranges):
-        raise ValueError(f"the pieces of {name!r}: {problem or 'they are in files that are not listed'}")
-    return StoredTensor(info, tuple(sorted(ranges, key=lambda part: part.start)))
+def _blocks(name: str, fields: Any) -> tuple[StoredBlock, ...]:
+    whole, group = tuple(fields["shape"]), fields.get("group", "dense")
+    given = fields.get("blocks") or [{**fields, "offset": (0,) * len(whole)}]  # version 1 said it of the whole
+    blocks = []
+    for one in given:
+        shape, order = tuple(one["shape"]), tuple(one["order"])
+        info = TensorInfo(name, fields["dtype"], shape, order, tuple(one["offset"]), whole, group)
+        ranges = [StoredRange(*numbers) for numbers in one["pieces"]]
+        blocks.append(StoredBlock(info, tuple(sorted(ranges, key=lambda part: part.start))))
+    return tuple(blocks)
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    """Make sure that every tensor is there once; for who writes a manifest as for who reads it.
+
+    Raises:
+        ValueError: one is not, or is of a dtype or order that nobody can read.
+    """
+    for name, blocks in manifest.tensors.items():
+        first = blocks[0].info
+        if first.dtype not in ITEM_BYTES:
+            raise ValueError(f"{name!r} has the dtype {first.dtype!r}, which is none of {', '.join(ITEM_BYTES)}")
+        for block in blocks:
+            info = block.info
+            if sorted(info.order) != list(range(len(info.shape))):
+                raise ValueError(f"{name!r} has order {info.order} for {len(info.shape)} dimensions")
+            problem = coverage_problem(block.ranges, info.numel)
+            if problem is not None or any(not 0 <= part.file < len(manifest.files) for part in block.ranges):
+                raise ValueError(f"the pieces of {info.key!r}: {problem or 'they are in files that are not listed'}")
+        if len(blocks) > 1 or first.shape != first.global_shape or any(first.offset):
+            problem = block_problem([block.info.box for block in blocks], first.global_shape)
+            if problem is not None:
+                raise ValueError(f"the blocks of {name!r} {problem}")
+
+
+def coverage_problem(ranges: Sequence[StoredRange], numel: int) -> str | None:
+    """Return why ``ranges`` do not cover ``0:numel`` exactly once, or None when they do.
+
+    A tensor without elements is covered by the one range ``0:0``; no other range may be empty.
+
+    >>> coverage_problem([StoredRange(0, 0, 3), StoredRange(1, 5, 8)], 8)
+    'elements 3:5 are in no file'
+    """
+    if numel == 0:
+        fits = [(part.start, part.stop) for part in ranges] == [(0, 0)]
+        return None if fits else "it has no elements, so one range 0:0 must stand for it"
+    covered = 0
+    for part in [*sorted(ranges, key=lambda part: part.start), StoredRange(-1, numel, numel + 1)]:
+        if part.start < covered:
+            return f"elements {part.start}:{min(covered, part.stop)} are there twice, or beyond its {numel}"
+        if part.start > covered:
+            return f"elements {covered}:{part.start} are in no file"
+        if part.start == part.stop:
+            return f"the range {part.start}:{part.stop} is empty"
+        covered = part.stop
+    return None
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return what two boxes of a tensor have in common, or None without a common element.
+
+    >>> overlap(((0, 4), (0, 3)), ((2, 6), (1, 9)))
+    ((2, 4), (1, 3))
+    """
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def block_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
+    """Return why blocks do not cover a tensor exactly once, or None when they do.
+
+    >>> block_problem([((0, 4), (0, 3))], (4, 6))
+    'hold 12 of its 24 elements: [0:4, 0:3]'
+    """
+    held = sum(math.prod(stop - start for start, stop in box) for box in boxes)
+    for box in boxes:
+        if len(box) != len(shape) or any(not 0 <= a <= b <= size for (a, b), size in zip(box, shape, strict=False)):
+            return f"lie outside of it: {box_text(box)} of shape {tuple(shape)}"
+    for one, other in combinations(boxes, 2):
+        if one == other or overlap(one, other) is not None:
+            return f"hold elements twice: {box_text(one)} and {box_text(other)}"
+    if held != math.prod(shape):
+        return f"hold {held} of its {math.prod(shape)} elements: {', '.join(map(box_text, boxes))}"
+    return None
+
+
+def box_text(box: Box) -> str:
+    """Return a box as Python writes slices."""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

@@ -9,13 +9,12 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, TypeVar
 
-import torch
-
 import megabucket.errors
-from megabucket.comm import Communicator, exchange
+from megabucket.comm import exchange
 from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.step import GradSync
-from megabucket.errors import CheckpointError, MegabucketError
+from megabucket.ddp.groups import RankGroups
+from megabucket.errors import CheckpointError, ConfigError, MegabucketError, name_list
+from megabucket.layout.identity import ParamIdentity
 
 _Result = TypeVar("_Result")
 _LABEL: Final = "saving or loading a checkpoint"
@@ -48,24 +47,16 @@ class AloneRanks:
 
 
 class GroupRanks:
-    """The ranks of a communicator.
+    """The ranks of a wrapper that agree on steps, and so on checkpoints.
 
     Args:
-        device: where the process group can work.
-        sync: of the wrapper; finds ranks that are in another call.
-        call: what the ranks do together, for them to compare.
+        call: what they do together; ranks that are in another call are found.
     """
 
-    def __init__(
-        self, communicator: Communicator, device: torch.device, sync: GradSync | None = None, call: str = _LABEL
-    ) -> None:
-        self._communicator, self._device, self._sync, self._call = communicator, device, sync, call
-        self.rank, self.size = communicator.rank, communicator.size
-
-    @classmethod
-    def of(cls, ddp: DistributedDataParallel, call: str = _LABEL) -> GroupRanks:
-        """Return the ranks of a wrapper."""
-        return cls(ddp.communicator, ddp.param_and_grad_buffers[0].grad_data.device, ddp.sync, call)
+    def __init__(self, ddp: DistributedDataParallel, call: str = _LABEL) -> None:
+        self._communicator, self._sync, self._call = ddp.ranks.step, ddp.sync, call
+        self._device = ddp.param_and_grad_buffers[0].grad_data.device
+        self.rank, self.size = self._communicator.rank, self._communicator.size
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Return what each rank gave, by rank.
@@ -75,9 +66,31 @@ class GroupRanks:
         """
         if self.size == 1:
             return [payload]
-        if self._sync is not None:
-            self._sync.call(self._call)
+        self._sync.call(self._call)
         return exchange(self._communicator, payload, device=self._device, label=self._call)
+
+
+def writes(ranks: RankGroups, identity: ParamIdentity) -> bool:
+    """Whether this rank and those it shares shards with write a parameter: the first replica, if it has the first copy."""
+    group = ranks.by_name[identity.group]
+    first = [ranks.copies[name].members[0] for name in identity.copies if name in ranks.copies]
+    return group.replica == 0 and all(rank in group.communicator.members for rank in first)
+
+
+def check_one_group(ddp: DistributedDataParallel, what: str) -> None:
+    """Refuse a wrapper whose ranks hold different parameters, or parts of larger ones.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    shapes = {name: tuple(param.shape) for name, param in ddp.module.named_parameters()}
+    others = [name for name, own in ddp.identities.items() if (own.global_name, own.global_shape) != (name, shapes.get(name))]
+    if others or not ddp.ranks.has_same_params:
+        raise ConfigError(
+            f"{what} is for wrappers whose ranks all hold the same whole parameters under their local names. This one has "
+            f"the groups {name_list(list(ddp.ranks.by_name))}, and {len(others)} parameters with other names or shapes in the "
+            "whole model. save_checkpoint and load_checkpoint take such wrappers."
+        )
 
 
 def tell(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:

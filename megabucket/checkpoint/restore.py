@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,24 +14,27 @@ from typing import Any, Protocol
 import torch
 
 from megabucket.buffer import ParamAndGradBuffer, dtype_name, dtype_named
-from megabucket.checkpoint.canonical import canonical_name, empty_piece, in_shape, named_buffers, named_params, order_of
+from megabucket.checkpoint.canonical import GlobalNames, empty_piece, in_shape, info_of, order_of
 from megabucket.checkpoint.capture import (
     LOCAL_PREFIX,
     MAIN_PREFIX,
     MODEL_PREFIX,
+    STATE_PREFIX,
     VALUES_VERSION,
     TrainingParts,
+    WholeModel,
     members_by_name,
     members_of,
+    model_to_tell,
     settle,
     state_name,
-    with_extra_state,
 )
-from megabucket.checkpoint.format import Json, Piece, TensorInfo
-from megabucket.checkpoint.ranks import GroupRanks, together
+from megabucket.checkpoint.format import ITEM_BYTES, Json, Piece, TensorInfo
+from megabucket.checkpoint.ranks import GroupRanks, tell, together
 from megabucket.checkpoint.values import RNG_PREFIX, check_rng, decode, restore_rng
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
+from megabucket.layout.identity import ParamIdentity
 from megabucket.layout.shards import shard_slices
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
@@ -76,16 +79,25 @@ class Staging:
     finish: list[Callable[[], None]] = field(default_factory=list)
     """What else is to be done then, in this order; nothing that could fail."""
 
-    def want(self, name: str, like: torch.Tensor, start: int, values: torch.Tensor) -> None:
-        """Want a range of a stored tensor, in the order in which ``like`` lies in memory, in the dtype of ``values``."""
+    def want(
+        self, name: str, like: torch.Tensor, start: int, values: torch.Tensor, identity: ParamIdentity | None = None
+    ) -> None:
+        """Want a range of a stored tensor, in the order in which ``like`` lies in memory, in the dtype of ``values``.
+
+        Args:
+            start: counted from the beginning of ``like``.
+            identity: of the parameter that ``like`` is or belongs to; it says which part of the stored tensor ``like`` is.
+        """
         if values.numel():
-            info = TensorInfo(name, dtype_name(values.dtype), tuple(like.shape), order_of(like))
+            info = info_of(name, like, values.dtype, identity)
             self.wanted.append(Piece(info, start, start + values.numel(), values.detach()))
 
-    def want_like(self, name: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Want a whole tensor, and return what it will be: in the shape, memory order and place of ``like``."""
+    def want_like(
+        self, name: str, like: torch.Tensor, dtype: torch.dtype | None = None, identity: ParamIdentity | None = None
+    ) -> torch.Tensor:
+        """Want all that is here of a tensor, and return what it will be: in the shape, memory order and place of ``like``."""
         values = torch.empty(like.numel(), dtype=dtype or like.dtype, device=like.device)
-        self.want(name, like, 0, values)
+        self.want(name, like, 0, values, identity)
         return in_shape(values, tuple(like.shape), order_of(like))
 
     def want_stored(self, name: str) -> torch.Tensor:
@@ -102,16 +114,17 @@ class Staging:
         self.stored.read(self.wanted, cast=True)
 
 
-def find_difference(info: TensorInfo | None, name: str, like: torch.Tensor, dtype: torch.dtype, *, cast: bool) -> str | None:
-    """Return why a stored tensor cannot become one of the shape of ``like`` and of a dtype, or ``None``."""
+def find_difference(stored: Stored, name: str, shape: Sequence[int], dtype: torch.dtype, *, cast: bool) -> str | None:
+    """Return why a stored tensor cannot become one of a shape and a dtype, or ``None``."""
+    info = stored.tensors.get(name)
     if info is None:
         return f"{name!r} is not in the checkpoint"
-    if info.shape != tuple(like.shape):
-        return f"{name!r} has shape {info.shape} in the checkpoint and {tuple(like.shape)} here"
-    stored = dtype_named(info.dtype)
-    if stored == dtype:
+    if info.shape != tuple(shape):
+        return f"{name!r} has shape {info.shape} in the checkpoint and {tuple(shape)} here"
+    there = dtype_named(info.dtype)
+    if there == dtype:
         return None
-    if not (stored.is_floating_point and dtype.is_floating_point):
+    if not (there.is_floating_point and dtype.is_floating_point):
         return f"{name!r} is {info.dtype} in the checkpoint and {dtype_name(dtype)} here, and is never converted"
     return None if cast else f"{name!r} is {info.dtype} in the checkpoint and {dtype_name(dtype)} here; cast=True converts"
 
@@ -157,16 +170,18 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
     Raises:
         CheckpointMismatchError: it does not fit; the text names everything that does not. As with all other errors, model,
             optimizer, schedulers and random numbers are as they were, on every rank.
+        LayoutError: some part of the model is on no rank, or claimed by several.
         CheckpointInvalidError: a file is not what was written.
         PhaseError: a step is open on some rank.
         CheckpointError: what else failed on some rank.
     """
-    ranks = GroupRanks.of(parts.ddp, "loading a checkpoint")
-    together(ranks, lambda: settle(parts, "loading a checkpoint"))
-    together(ranks, lambda: _refuse(stored, mismatches(stored, parts, cast=cast)))
-    read = together(ranks, lambda: _read(stored, parts, ranks, with_rng=with_rng))
+    ranks = GroupRanks(parts.ddp, "loading a checkpoint")
+    names = GlobalNames(parts.ddp)
+    model = WholeModel.of(tell(ranks, lambda: _between_steps(parts, names)))
+    together(ranks, lambda: _refuse(stored, _mismatches(stored, parts, names, model, cast=cast)))
+    read = together(ranks, lambda: _read(stored, parts, names, ranks, with_rng=with_rng))
     try:
-        together(ranks, lambda: _load_stateful(stored, parts, read))
+        together(ranks, lambda: _load_stateful(stored, parts, names, read))
     except BaseException:
         for undo in reversed(read.undo):
             with suppress(Exception):  # what cannot take its own state back has failed before
@@ -176,20 +191,36 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
     return read.found
 
 
+def _between_steps(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
+    settle(parts, "loading a checkpoint")
+    return model_to_tell(parts, names)
+
+
 def mismatches(stored: Stored, parts: TrainingParts, *, cast: bool) -> list[str]:
     """Return everything in which a checkpoint and a run differ; nothing, if it can be restored. Local, and changes nothing.
+
+    Where ranks hold different parameters, what only other ranks could take is not looked at.
 
     Raises:
         OptimizerParametersError: the optimizer has parameters that are not the module's.
     """
+    names, model = GlobalNames(parts.ddp), None
+    if parts.ddp.ranks.has_same_params:
+        groups = [] if parts.optimizer is None else members_by_name(members_of(parts.optimizer), names)
+        model = WholeModel(groups, {*names.params.values(), *names.buffers}, dict.fromkeys(names.stateful))
+    return _mismatches(stored, parts, names, model, cast=cast)
+
+
+def _mismatches(stored: Stored, parts: TrainingParts, names: GlobalNames, model: WholeModel | None, *, cast: bool) -> list[str]:
     if stored.values.get("version") != VALUES_VERSION:
         return [f"its values are of version {stored.values.get('version')!r}, and this one reads version {VALUES_VERSION}"]
-    problems = check_model(stored, parts.ddp.module, cast=cast)
+    problems = [*_malformed(stored), *check_model(stored, names, model, cast=cast)]
     if parts.optimizer is not None:
-        problems += check_optimizer(stored, parts.optimizer, parts.ddp.module, cast=cast)
+        problems += check_optimizer(stored, parts.optimizer, names, model, cast=cast)
         problems += _name_problems(set(_dict(stored, "stateful")), set(parts.stateful), "of the training run")
-    modules, extra_state = set(with_extra_state(parts.ddp.module)), set(_dict(stored, "module_extra_state"))
-    return problems + _name_problems(extra_state, modules, "that module.get_extra_state() gives")
+    extra_state, here = set(_dict(stored, "module_extra_state")), set(names.stateful)
+    elsewhere = extra_state - here if model is None else model.modules.keys() - here
+    return problems + _name_problems(extra_state - elsewhere, here, "that module.get_extra_state() gives")
 
 
 def _refuse(stored: Stored, problems: list[str]) -> None:
@@ -198,8 +229,30 @@ def _refuse(stored: Stored, problems: list[str]) -> None:
 
 
 def _dict(stored: Stored, key: str) -> dict[str, Any]:
-    found: Any = stored.values[key]
-    return dict(found)
+    found: Any = stored.values.get(key)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _malformed(stored: Stored) -> list[str]:
+    """Return what of the values nobody could use; somebody may have written and sealed them by other means."""
+    values: Any = stored.values
+    try:
+        for key in ("stateful", "module_extra_state", "extras"):
+            values[key].items()
+        for key in ("stateful", "module_extra_state", "extras", "data_position", "rng_ranks"):
+            decode(values[key], _nothing_of(stored))
+    except (KeyError, AttributeError, ValueError) as error:
+        return [f"what the checkpoint says beside its tensors cannot be read: {type(error).__name__}: {error}"]
+    return []
+
+
+def _nothing_of(stored: Stored) -> Callable[[str], torch.Tensor]:
+    """Return what says whether a tensor is there, and reads nothing of it."""
+
+    def find(name: str) -> torch.Tensor:
+        return torch.empty(stored.tensors[name].shape, device="meta")
+
+    return find
 
 
 def _name_problems(there: set[str], here: set[str], what: str) -> list[str]:
@@ -209,11 +262,11 @@ def _name_problems(there: set[str], here: set[str], what: str) -> list[str]:
     ]
 
 
-def _read(stored: Stored, parts: TrainingParts, ranks: GroupRanks, *, with_rng: bool) -> _Read:
+def _read(stored: Stored, parts: TrainingParts, names: GlobalNames, ranks: GroupRanks, *, with_rng: bool) -> _Read:
     staging = Staging(stored)
-    stage_model(staging, parts.ddp)
+    stage_model(staging, parts.ddp, names)
     if parts.optimizer is not None:
-        stage_optimizer(staging, parts.optimizer, parts.ddp.module)
+        stage_optimizer(staging, parts.optimizer, names)
     values = stored.values
     kept = [values["data_position"], values["extras"]]
     plain = [decode(value, staging.want_stored) for value in kept]
@@ -227,7 +280,7 @@ def _read(stored: Stored, parts: TrainingParts, ranks: GroupRanks, *, with_rng: 
     return _Read(staging, found, rng)
 
 
-def _load_stateful(stored: Stored, parts: TrainingParts, read: _Read) -> None:
+def _load_stateful(stored: Stored, parts: TrainingParts, names: GlobalNames, read: _Read) -> None:
     """Load scheduler, scaler and modules' extra state, which can be taken back."""
     staging = Staging(stored)
     todo: list[tuple[Callable[[Any], Any], Any, Any]] = []
@@ -235,9 +288,9 @@ def _load_stateful(stored: Stored, parts: TrainingParts, read: _Read) -> None:
         for name, value in _dict(stored, "stateful").items():
             item = parts.stateful[name]
             todo.append((item.load_state_dict, item.state_dict(), decode(value, staging.want_stored)))
-    modules = with_extra_state(parts.ddp.module)
-    for name, value in _dict(stored, "module_extra_state").items():
-        module = modules[name]
+    extra_state = _dict(stored, "module_extra_state")
+    for name, module in names.stateful.items():
+        value = extra_state[name]
         todo.append((module.set_extra_state, module.get_extra_state(), decode(value, staging.want_stored)))
     staging.read()
     for take, before, state in todo:
@@ -258,54 +311,60 @@ def _commit(parts: TrainingParts, read: _Read) -> None:
 # Weights and module buffers
 
 
-def check_model(stored: Stored, module: torch.nn.Module, *, cast: bool) -> list[str]:
-    """Return everything in which the stored model and the module differ."""
-    own = {**named_params(module), **named_buffers(module)}
-    differences = [
-        find_difference(stored.tensors.get(f"{MODEL_PREFIX}{name}"), f"{MODEL_PREFIX}{name}", tensor, tensor.dtype, cast=cast)
-        for name, tensor in own.items()
-    ]
+def check_model(stored: Stored, names: GlobalNames, model: WholeModel | None, *, cast: bool) -> list[str]:
+    """Return everything in which the stored model and that of this rank differ.
+
+    Args:
+        model: what all ranks hold; None where nobody has asked them.
+    """
+    shapes = {own.global_name: own.global_shape for param, own in names.identities.items() if not param.is_meta}
+    dtypes = {own.global_name: param.dtype for param, own in names.identities.items()}
+    here = [(f"{MODEL_PREFIX}{name}", shape, dtypes[name]) for name, shape in shapes.items()]
+    here += [(_source_of_buffer(stored, names, name), buffer.shape, buffer.dtype) for name, buffer in names.buffers.items()]
+    differences = [find_difference(stored, *one, cast=cast) for one in here]
     unknown = [
         f"{name!r} is in the checkpoint and not in the model"
         for name in stored.tensors
-        if name.startswith(MODEL_PREFIX) and name.removeprefix(MODEL_PREFIX) not in own
+        if model is not None and name.startswith(MODEL_PREFIX) and name.removeprefix(MODEL_PREFIX) not in model.names
     ]
     return [difference for difference in differences if difference is not None] + unknown
 
 
-def stage_model(staging: Staging, ddp: DistributedDataParallel) -> None:
+def _source_of_buffer(stored: Stored, names: GlobalNames, name: str) -> str:
+    """Return the stored tensor that a module buffer comes from: this rank's own, where as many ranks have written it."""
+    local = f"{LOCAL_PREFIX}{names.ranks.rank}.{name}"
+    is_own = local in stored.tensors and stored.world_size == names.ranks.size
+    return local if is_own else f"{MODEL_PREFIX}{name}"
+
+
+def stage_model(staging: Staging, ddp: DistributedDataParallel, names: GlobalNames) -> None:
     """Want all weights and module buffers."""
-    tensors, is_sharded = staging.stored.tensors, ddp.ddp_config.use_distributed_optimizer
-    for buffer in ddp.param_and_grad_buffers:
-        if is_sharded:
-            _stage_param_shards(staging, ddp, buffer)
-            continue
-        for name, param in buffer.params.items():
-            values = staging.want_like(source_of(tensors, canonical_name(name), param.dtype), param)
-            staging.copies.append((param.detach(), values))
-    buffered = set(ddp.param_names)
-    rest: dict[str, torch.Tensor] = {name: param for name, param in named_params(ddp.module).items() if param not in buffered}
-    sources = {name: source_of(tensors, name, param.dtype) for name, param in rest.items()}
-    for name, running in named_buffers(ddp.module).items():
-        rest[name], local = running, f"{LOCAL_PREFIX}{ddp.communicator.rank}.{name}"
-        is_own = local in tensors and staging.stored.world_size == ddp.communicator.size
-        sources[name] = local if is_own else f"{MODEL_PREFIX}{name}"
-    for name, tensor in rest.items():
-        staging.copies.append((tensor.detach(), staging.want_like(sources[name], tensor)))
+    is_sharded, sharded = ddp.ddp_config.use_distributed_optimizer, set(ddp.param_names)
+    for buffer in ddp.param_and_grad_buffers if is_sharded else ():
+        _stage_param_shards(staging, ddp, names, buffer)
+    for param, own in names.identities.items():
+        if not param.is_meta and not (is_sharded and param in sharded):
+            source = source_of(staging.stored.tensors, own.global_name, param.dtype)
+            staging.copies.append((param.detach(), staging.want_like(source, param, identity=own)))
+    for name, running in names.buffers.items():
+        source = _source_of_buffer(staging.stored, names, name)
+        staging.copies.append((running.detach(), staging.want_like(source, running)))
     if is_sharded:
         staging.finish.append(lambda: _gather(ddp))
 
 
-def _stage_param_shards(staging: Staging, ddp: DistributedDataParallel, buffer: ParamAndGradBuffer) -> None:
-    rank, layout = ddp.communicator.rank, buffer.layout
+def _stage_param_shards(staging: Staging, ddp: DistributedDataParallel, names: GlobalNames, buffer: ParamAndGradBuffer) -> None:
+    layout = buffer.layout
+    rank = ddp.ranks.by_name[layout.key.group].communicator.rank
     for bucket in layout.buckets:
         span = layout.shard_span(bucket=bucket.index, rank=rank)
         target = buffer.param_data[span.start : span.stop]
         values = target.clone()  # with the padding, which stays
         for piece in shard_slices(layout, bucket=bucket.index, rank=rank):
-            source = source_of(staging.stored.tensors, canonical_name(piece.param), values.dtype)
+            identity = names.of(piece.param)
+            source = source_of(staging.stored.tensors, identity.global_name, values.dtype)
             own = values[piece.in_shard.start : piece.in_shard.stop]
-            staging.want(source, buffer.params[piece.param], piece.in_param.start, own)
+            staging.want(source, buffer.params[piece.param], piece.in_param.start, own, identity)
         staging.copies.append((target, values))
 
 
@@ -346,6 +405,32 @@ class StoredOptimizer:
             {name: dtype for dtype, names in values["computed_in"].items() for name in names},
         )
 
+    def problems(self, stored: Stored) -> list[str]:
+        """Return what of it contradicts itself.
+
+        Raises:
+            ValueError: a number of the state is none; or KeyError, TypeError, AttributeError.
+        """
+        for entry in {entry for description in self.state.values() for entry in description}:
+            if entry.kind == "plain":
+                decode(json.loads(entry.number[1]), _nothing_of(stored))
+            elif entry.kind in ("number", "tensor"):
+                number_in(entry, torch.device("cpu"))
+            elif entry.kind not in ("elements", "other") or entry.dtype not in ITEM_BYTES:
+                raise ValueError(f"an entry of the kind {entry.kind!r} and the dtype {entry.dtype!r}")
+        keys = [(name, entry) for name, description in self.state.items() for entry in description]
+        known = {state_name(name, entry.key) for name, entry in keys}
+        below = tuple(f"{state_name(name, entry.key)}." for name, entry in keys if entry.kind == "plain")
+        problems = [
+            f"{name!r} has state and is in no group of the checkpoint's optimizer"
+            for name in self.state.keys() - self.group_of.keys()
+        ]
+        return problems + [
+            f"{name!r} is in the checkpoint, and its optimizer knows nothing of it"
+            for name in stored.tensors
+            if name.startswith(STATE_PREFIX) and name not in known and not name.startswith(below)
+        ]
+
     def dtype_of(self, name: str, entry: StateEntry, stored: Stored, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of values per element here, where the optimizer computes in ``dtype``.
 
@@ -356,8 +441,13 @@ class StoredOptimizer:
         return dtype if entry.dtype == computed_in else dtype_named(entry.dtype)
 
 
-def check_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, module: torch.nn.Module, *, cast: bool) -> list[str]:
+def check_optimizer(
+    stored: Stored, optimizer: torch.optim.Optimizer, names: GlobalNames, model: WholeModel | None, *, cast: bool
+) -> list[str]:
     """Return everything in which the stored optimizer and this one differ.
+
+    Args:
+        model: what all ranks hold; None where nobody has asked them.
 
     Raises:
         OptimizerParametersError: a parameter is not the module's.
@@ -366,20 +456,29 @@ def check_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, module: to
         return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
     try:
         there = StoredOptimizer.read(stored.values["optimizer"])
-    except (TypeError, KeyError, ValueError, AttributeError) as error:  # somebody has written and sealed it by other means
+        hyperparameters = [
+            {key: decode(value, _nothing_of(stored)) for key, value in group.items()} for group in there.hyperparameters
+        ]
+        problems = there.problems(stored)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         return [f"what the checkpoint says of its optimizer cannot be read: {type(error).__name__}: {error}"]
     inner = optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
-    members, names = members_by_name(members_of(optimizer), module)
-    problems = [] if type(inner).__name__ == there.kind else [f"the optimizer was {there.kind} and is {type(inner).__name__}"]
-    problems += _group_problems(there.groups, members)
+    members = members_by_name(members_of(optimizer), names)
+    problems += [] if type(inner).__name__ == there.kind else [f"the optimizer was {there.kind} and is {type(inner).__name__}"]
+    problems += [
+        f"{key!r} of group {index} is {value!r:.100} in the checkpoint and {own[key]!r:.100} here"
+        for index, (of_group, own) in enumerate(zip(hyperparameters, optimizer.param_groups, strict=False))
+        for key, value in of_group.items()
+        if not _is_alike(value, own.get(key))
+    ]
+    problems += _group_problems(there.groups, members, there.groups if model is None else model.groups)
     computes_in_main = isinstance(optimizer, DistributedOptimizer)
-    for param, name in names.items():
-        dtype = main_dtype(param.dtype) if computes_in_main else param.dtype
+    for param, own in names.identities.items():
+        name, dtype = own.global_name, main_dtype(param.dtype) if computes_in_main else param.dtype
         for entry in there.state.get(name, ()):
             if entry.kind == "elements":
-                tensor = state_name(name, entry.key)
                 wanted = there.dtype_of(name, entry, stored, dtype)
-                found = find_difference(stored.tensors.get(tensor), tensor, param, wanted, cast=cast)
+                found = find_difference(stored, state_name(name, entry.key), own.global_shape, wanted, cast=cast)
                 problems += [found] if found else []
             elif entry.kind in ("other", "plain") and computes_in_main:
                 problems.append(
@@ -389,18 +488,31 @@ def check_optimizer(stored: Stored, optimizer: torch.optim.Optimizer, module: to
     return problems
 
 
-def _group_problems(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> list[str]:
+def _is_alike(there: Any, here: Any) -> bool:
+    """Whether a hyperparameter can take the place of another: a number that of a number, in a tensor or not."""
+    if isinstance(here, tuple | list):
+        return isinstance(there, tuple | list) and len(there) == len(here) and all(map(_is_alike, there, here))
+    return not _is_number(here) or _is_number(there)
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+
+
+def _group_problems(
+    there: Sequence[Sequence[str]], here: Sequence[Sequence[str]], everywhere: Sequence[Collection[str]]
+) -> list[str]:
     problems = []
     if len(there) != len(here):
         problems.append(f"the checkpoint has {len(there)} parameter groups, the optimizer has {len(here)}")
-    for index, (names, own) in enumerate(zip_longest(there, here, fillvalue=())):
-        missing, unknown = sorted(set(own) - set(names)), sorted(set(names) - set(own))
+    for index, (names, own, of_all) in enumerate(zip_longest(there, here, everywhere, fillvalue=())):
+        missing, unknown = sorted(set(own) - set(names)), sorted(set(names) - set(of_all))
         problems += [f"group {index} of the optimizer has {name_list(missing)}, that of the checkpoint has not"] * bool(missing)
         problems += [f"group {index} of the checkpoint has {name_list(unknown)}, that of the optimizer has not"] * bool(unknown)
     return problems
 
 
-def stage_optimizer(staging: Staging, optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+def stage_optimizer(staging: Staging, optimizer: torch.optim.Optimizer, names: GlobalNames) -> None:
     """Want all of an optimizer's state."""
     there = StoredOptimizer.read(staging.stored.values["optimizer"])
     # What the checkpoint does not know of, an option of a later torch, say, stays as it is.
@@ -409,12 +521,12 @@ def stage_optimizer(staging: Staging, optimizer: torch.optim.Optimizer, module: 
         for own, of_group in zip(optimizer.param_groups, there.hyperparameters, strict=True)
     ]
     if isinstance(optimizer, DistributedOptimizer):
-        _stage_shards(staging, optimizer, there, groups)
+        _stage_shards(staging, optimizer, names, there, groups)
         return
     state: dict[torch.Tensor, dict[str, Any]] = {}
-    for param, name in members_by_name(members_of(optimizer), module)[1].items():
-        if name in there.state:
-            state[param] = _stage_whole(staging, there, name, param, param.dtype)
+    for param, own in names.identities.items():
+        if own.global_name in there.state:
+            state[param] = _stage_whole(staging, there, own, param, param.dtype)
 
     def finish() -> None:
         for param in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
@@ -430,21 +542,28 @@ def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stage_shards(
-    staging: Staging, optimizer: DistributedOptimizer, there: StoredOptimizer, groups: Sequence[dict[str, Any]]
+    staging: Staging,
+    optimizer: DistributedOptimizer,
+    names: GlobalNames,
+    there: StoredOptimizer,
+    groups: Sequence[dict[str, Any]],
 ) -> None:
     sharding = optimizer.sharding
     signature_of = {
-        name: (there.state.get(canonical_name(name)), there.computed_in.get(canonical_name(name)))
-        for name in optimizer.ddp.param_names.values()
+        name: (there.state.get(names.params[param]), there.computed_in.get(names.params[param]))
+        for param, name in optimizer.ddp.param_names.items()
     }
-    state = {shard: _stage_shard(staging, there, shard, groups[shard.run.group]) for shard in sharding.plan_load(signature_of)}
-    others = _stage_others(staging, optimizer, there)
+    shards = sharding.plan_load(signature_of)
+    state = {shard: _stage_shard(staging, names, there, shard, groups[shard.run.group]) for shard in shards}
+    others = _stage_others(staging, optimizer, names, there)
     staging.finish.append(partial(sharding.take_loaded, state, groups, others))
 
 
-def _stage_shard(staging: Staging, there: StoredOptimizer, shard: MainShard, group: Mapping[str, Any]) -> dict[str, Any]:
+def _stage_shard(
+    staging: Staging, names: GlobalNames, there: StoredOptimizer, shard: MainShard, group: Mapping[str, Any]
+) -> dict[str, Any]:
     """Want one shard's main values and state; return the state."""
-    first = canonical_name(shard.run.params[0])
+    first = names.of(shard.run.params[0]).global_name
     state: dict[str, Any] = {}
     for entry in there.state.get(first, ()):
         if entry.kind == "elements":
@@ -453,45 +572,46 @@ def _stage_shard(staging: Staging, there: StoredOptimizer, shard: MainShard, gro
         else:
             state[entry.key] = _number(entry, shard.main.device, group)
     for piece in shard.pieces():
-        like, name = shard.buffer.slots[piece.param].view, canonical_name(piece.param)
-        keys = [entry.key for entry in there.state.get(name, ()) if entry.kind == "elements"]
-        flats = {state_name(name, key): state[key] for key in keys}
+        like, own = shard.buffer.slots[piece.param].view, names.of(piece.param)
+        keys = [entry.key for entry in there.state.get(own.global_name, ()) if entry.kind == "elements"]
+        flats = {state_name(own.global_name, key): state[key] for key in keys}
         if shard.has_own_values:
-            flats[source_of(staging.stored.tensors, name, shard.main.dtype)] = shard.main.detach()
+            flats[source_of(staging.stored.tensors, own.global_name, shard.main.dtype)] = shard.main.detach()
         for source, values in flats.items():
-            staging.want(source, like, piece.in_param.start, values[piece.in_run.start : piece.in_run.stop])
+            staging.want(source, like, piece.in_param.start, values[piece.in_run.start : piece.in_run.stop], own)
     return state
 
 
-def _stage_others(staging: Staging, optimizer: DistributedOptimizer, there: StoredOptimizer) -> WholeState:
+def _stage_others(staging: Staging, optimizer: DistributedOptimizer, names: GlobalNames, there: StoredOptimizer) -> WholeState:
     """Want the state of parameters without a shard: frozen ones, which may be unfrozen later."""
-    members, names = members_by_name(optimizer.sharding.members.by_group(), optimizer.ddp.module)
-    in_groups = {name for group in members for name in group}
+    in_groups = {param for group in optimizer.sharding.members.by_group() for param in group}
     values: dict[torch.Tensor, dict[str, Any]] = {}
     mains: dict[torch.Tensor, torch.Tensor] = {}
     dtypes: dict[torch.Tensor, torch.dtype] = {}
-    for param, name in names.items():
-        if param in optimizer.ddp.param_names or name not in in_groups:
+    for param, own in names.identities.items():
+        if param in optimizer.ddp.param_names or param not in in_groups:
             continue
+        name = own.global_name
         dtypes[param] = dtype_named(there.computed_in.get(name, dtype_name(param.dtype)))
         if name in there.state:
             dtypes[param] = main_dtype(param.dtype)
-            values[param] = _stage_whole(staging, there, name, param, dtypes[param])
+            values[param] = _stage_whole(staging, there, own, param, dtypes[param])
         if f"{MAIN_PREFIX}{name}" in staging.stored.tensors and main_dtype(param.dtype) != param.dtype:
-            mains[param] = staging.want_like(f"{MAIN_PREFIX}{name}", param, main_dtype(param.dtype))
+            mains[param] = staging.want_like(f"{MAIN_PREFIX}{name}", param, main_dtype(param.dtype), own)
     return WholeState(values, mains, dtypes)
 
 
 def _stage_whole(
-    staging: Staging, there: StoredOptimizer, name: str, param: torch.Tensor, dtype: torch.dtype
+    staging: Staging, there: StoredOptimizer, own: ParamIdentity, param: torch.Tensor, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Want the state of one whole parameter and return it."""
+    name = own.global_name
     hyperparameters = there.hyperparameters[there.group_of[name]]
     state: dict[str, Any] = {}
     for entry in there.state[name]:
         if entry.kind == "elements":
             wanted = there.dtype_of(name, entry, staging.stored, dtype)
-            state[entry.key] = staging.want_like(state_name(name, entry.key), param, wanted)
+            state[entry.key] = staging.want_like(state_name(name, entry.key), param, wanted, own)
         elif entry.kind == "other":
             state[entry.key] = staging.want_stored(state_name(name, entry.key)).to(param.device)
         elif entry.kind == "plain":

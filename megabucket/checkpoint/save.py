@@ -33,13 +33,13 @@ from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, re
 from megabucket.checkpoint.format import (
     Manifest,
     Snapshot,
+    StoredBlock,
     StoredFile,
-    StoredTensor,
+    StoredRange,
     TensorInfo,
     encode_manifest,
     json_text,
 )
-from megabucket.checkpoint.plan import StoredRange
 from megabucket.checkpoint.ranks import Ranks, as_error, written
 from megabucket.errors import CheckpointNotSavedError, MegabucketError
 
@@ -256,11 +256,12 @@ class Save:
         self._staging = self._root_directory.stage(self.step, names)
 
     def _report(self) -> dict[str, Any]:
-        parts = [
-            [part.info.name, part.info.dtype, part.info.shape, part.info.order, index, part.start, part.stop]
-            for index, file in enumerate(self._content.files)
-            for part in file.parts
-        ]
+        parts = []
+        for index, file in enumerate(self._content.files):
+            for part in file.parts:
+                info = part.info
+                fields = [info.name, info.dtype, info.shape, info.order, info.offset, info.global_shape, info.group]
+                parts.append([fields, index, part.start, part.stop])
         return {"files": [[file.name, file.num_bytes, file.sha256] for file in self._written], "parts": parts}
 
 
@@ -272,19 +273,20 @@ def merge_reports(step: int, content: Content, reports: Sequence[Mapping[str, An
     """
     files: list[StoredFile] = []
     infos: dict[str, TensorInfo] = {}
-    ranges: dict[str, list[StoredRange]] = {}
+    ranges: dict[TensorInfo, list[StoredRange]] = {}
     for rank, report in enumerate(reports):
         first = len(files)
         files.extend(StoredFile(*fields) for fields in report["files"])
-        for name, dtype, shape, order, index, start, stop in report["parts"]:
-            info = TensorInfo(name, dtype, tuple(shape), tuple(order))
-            if infos.setdefault(name, info) != info:
-                raise ValueError(f"{name!r} is {info} on rank {rank} and {infos[name]} on a rank before it")
-            ranges.setdefault(name, []).append(StoredRange(first + index, start, stop))
-    tensors = {
-        name: StoredTensor(info, tuple(sorted(ranges[name], key=lambda part: part.start)))
-        for name, info in sorted(infos.items())
-    }
+        for fields, index, start, stop in report["parts"]:
+            name, dtype, shape, order, offset, whole, group = fields
+            info = TensorInfo(name, dtype, tuple(shape), tuple(order), tuple(offset), tuple(whole), group)
+            earlier = infos.setdefault(name, info)
+            if info != earlier and (info.whole != earlier.whole or info.box == earlier.box):
+                raise ValueError(f"{name!r} is {info} on rank {rank} and {earlier} on a rank before it")
+            ranges.setdefault(info, []).append(StoredRange(first + index, start, stop))
+    tensors: dict[str, tuple[StoredBlock, ...]] = dict.fromkeys(sorted(infos), ())
+    for info, parts in sorted(ranges.items(), key=lambda item: item[0].offset):
+        tensors[info.name] += (StoredBlock(info, tuple(sorted(parts, key=lambda part: part.start))),)
     return Manifest(step, content.num_writers, tuple(files), tensors, content.values)
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
 from megabucket.buffer import dtype_named
+from megabucket.checkpoint.canonical import in_shape
 from megabucket.checkpoint.catalog import (
     LATEST,
     CheckpointWarning,
@@ -34,12 +37,16 @@ from megabucket.checkpoint.format import (
     Json,
     Piece,
     SealedManifest,
+    StoredBlock,
     StoredFile,
     TensorInfo,
     first_bytes,
+    overlap,
 )
-from megabucket.checkpoint.plan import StoredRange, WantedRange, files_of, plan_reads
 from megabucket.errors import CheckpointError, CheckpointInvalidError, CheckpointMismatchError, CheckpointMissingError
+
+_Target: TypeAlias = tuple[StoredBlock, int, torch.Tensor]
+"""A block, and what is to be filled with its elements from a first one on."""
 
 
 class _DamagedFileError(Exception):
@@ -57,7 +64,8 @@ class StoredCheckpoint:
         path: its directory.
         step: of which step it is.
         world_size: how many ranks wrote it.
-        tensors: what each tensor is, by name.
+        tensors: what each tensor is as a whole, by name.
+        blocks: the blocks that each tensor is stored in, by name.
         values: everything that is not a tensor.
         files: the data files.
         seal: SHA-256 of the manifest's text, which stands for the whole checkpoint.
@@ -69,10 +77,10 @@ class StoredCheckpoint:
         self.path = root / directory.name
         self.step, self.world_size = manifest.step, manifest.world_size
         self.seal, self.signed = sealed.seal, sealed.signed
-        self.tensors: Mapping[str, TensorInfo] = {name: tensor.info for name, tensor in manifest.tensors.items()}
+        self.blocks: Mapping[str, tuple[StoredBlock, ...]] = manifest.tensors
+        self.tensors: Mapping[str, TensorInfo] = {name: blocks[0].info.whole for name, blocks in self.blocks.items()}
         self.values: Mapping[str, Json] = manifest.values
         self.files: tuple[StoredFile, ...] = manifest.files
-        self.ranges: Mapping[str, tuple[StoredRange, ...]] = {name: t.ranges for name, t in manifest.tensors.items()}
         self._root, self._directory, self._file_system = root, directory, file_system
 
     def verify(self, *, part: int = 0, parts: int = 1) -> None:
@@ -102,11 +110,13 @@ class StoredCheckpoint:
     def _verified(self, file: StoredFile) -> memoryview:
         """Return the contents of a file, once the SHA-256 of these bytes was found right."""
         try:
-            contents = self._file_system.read(self.path / file.name)
+            contents = self._file_system.read(self.path / file.name, file.num_bytes)
         except FileNotFoundError:
             raise _DamagedFileError(file.name, "it is missing") from None
         except OSError as error:
             raise _DamagedFileError(file.name, f"it cannot be read: {reason_of(error)}") from None
+        except ValueError as error:
+            raise _DamagedFileError(file.name, str(error)) from None
         if len(contents) != file.num_bytes:
             raise _DamagedFileError(file.name, f"it has {len(contents)} bytes, and the manifest says {file.num_bytes}")
         digest = hashlib.sha256(contents).hexdigest()
@@ -120,7 +130,7 @@ class StoredCheckpoint:
         A piece is filled only from files that were verified before, but a file that is found damaged later leaves
         pieces filled and others not: read into memory that can be thrown away.
 
-        Pieces whose ``order`` is another than the stored one cost memory for the whole tensor while this runs.
+        Pieces of a block that is not stored as such, or in another ``order``, cost memory for two copies while this runs.
 
         Args:
             cast: take stored values of other dtypes, if the wanted one is of the same or a wider kind (bool, integer,
@@ -133,22 +143,27 @@ class StoredCheckpoint:
         problems = [problem for piece in wanted for problem in self._mismatches(piece, cast=cast)]
         if problems:
             raise CheckpointMismatchError(path=str(self.path), problems=problems)
-        targets: list[tuple[WantedRange, torch.Tensor]] = []
-        reordered: dict[str, torch.Tensor] = {}
-        for piece in wanted:
-            info = self.tensors[piece.info.name]
-            if _same_order(piece.info, info) or piece.start == piece.stop:
-                targets.append((WantedRange(info.name, piece.start, piece.stop), piece.values.detach()))
-            elif info.name not in reordered:
-                reordered[info.name] = torch.empty(info.numel, dtype=dtype_named(info.dtype))
-                targets.append((WantedRange(info.name, 0, info.numel), reordered[info.name]))
+        targets: list[_Target] = []
+        rebuilt: dict[TensorInfo, torch.Tensor] = {}
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        converted: list[tuple[torch.Tensor, Piece]] = []
+        for piece in (piece for piece in wanted if piece.start < piece.stop):
+            blocks = self.blocks[piece.info.name]
+            same = next((block for block in blocks if _lies_alike(piece.info, block.info)), None)
+            if same is not None:
+                targets.append((same, piece.start, piece.values.detach()))
+                continue
+            wider, start = _narrowed(piece)
+            if wider not in rebuilt:
+                rebuilt[wider] = torch.empty(wider.numel, dtype=dtype_named(blocks[0].info.dtype))
+                for block in blocks:
+                    _copy_common(block, wider, rebuilt[wider], targets, copies)
+            converted.append((rebuilt[wider][start : start + len(piece.values)], piece))
         self._fill(targets)
-        for piece in wanted:
-            info = self.tensors[piece.info.name]
-            if info.name in reordered and not _same_order(piece.info, info):
-                stored = reordered[info.name].view([info.shape[dim] for dim in info.order])
-                flat = stored.permute([info.order.index(dim) for dim in piece.info.order]).reshape(-1)
-                copy_checked(flat[piece.start : piece.stop], piece.values.detach(), info.name)
+        for target, source in copies:
+            target.copy_(source)
+        for values, piece in converted:
+            copy_checked(values, piece.values.detach(), piece.info.name)
 
     def _mismatches(self, piece: Piece, *, cast: bool) -> list[str]:
         wanted = piece.info
@@ -156,9 +171,9 @@ class StoredCheckpoint:
         if info is None:
             return [f"{wanted.name!r} is not in the checkpoint"]
         found = []
-        if wanted.shape != info.shape:
-            found.append(f"{wanted.name!r} has shape {info.shape} in the checkpoint, and {wanted.shape} is wanted")
-        elif not 0 <= piece.start <= piece.stop <= info.numel or piece.values.shape != (piece.stop - piece.start,):
+        if wanted.global_shape != info.shape:
+            found.append(f"{wanted.name!r} has shape {info.shape} in the checkpoint, and {wanted.global_shape} is wanted")
+        elif not 0 <= piece.start <= piece.stop <= wanted.numel or piece.values.shape != (piece.stop - piece.start,):
             found.append(f"{wanted.name!r} {piece.start}:{piece.stop} is wanted into {tuple(piece.values.shape)} elements")
         if str(piece.values.dtype) != f"torch.{wanted.dtype}":
             found.append(f"{wanted.name!r} is wanted as {wanted.dtype} into values of {piece.values.dtype}")
@@ -170,22 +185,28 @@ class StoredCheckpoint:
             )
         return found
 
-    def _fill(self, targets: Sequence[tuple[WantedRange, torch.Tensor]]) -> None:
-        by_file = files_of(plan_reads(self.ranges, [wanted for wanted, _ in targets]))
+    def _fill(self, targets: Sequence[_Target]) -> None:
+        by_file: dict[int, list[tuple[Part, int, torch.Tensor]]] = {}
+        for block, start, target in targets:
+            stop = start + len(target)
+            for source in block.ranges[bisect_right(block.ranges, start, key=lambda source: source.start) - 1 :]:
+                if source.start >= stop:
+                    break
+                first, last = max(start, source.start), min(stop, source.stop)
+                part = Part(block.info, source.start, source.stop)
+                by_file.setdefault(source.file, []).append((part, first - source.start, target[first - start : last - start]))
 
         def fill(index: int) -> None:
             contents = self._verified(self.files[index])
             begins = first_bytes(contents)
-            for copy in by_file[index]:
-                info, item_bytes = self.tensors[copy.name], ITEM_BYTES[self.tensors[copy.name].dtype]
-                begin = begins[Part(info, copy.source.start, copy.source.stop).key] + copy.source_start * item_bytes
-                values = torch.frombuffer(contents, dtype=dtype_named(info.dtype), count=copy.numel, offset=begin)
-                target = targets[copy.target][1]
-                copy_checked(values, target[copy.target_start : copy.target_start + copy.numel], copy.name)
+            for part, skipped, target in by_file[index]:
+                begin = begins[part.key] + skipped * ITEM_BYTES[part.info.dtype]
+                values = torch.frombuffer(contents, dtype=dtype_named(part.info.dtype), count=len(target), offset=begin)
+                copy_checked(values, target, part.info.key)
 
         try:
             with ThreadPoolExecutor(num_file_threads(), "megabucket-load") as pool:
-                list(pool.map(fill, by_file))  # after a failure those that have not begun are cancelled
+                list(pool.map(fill, sorted(by_file)))  # after a failure those that have not begun are cancelled
         except _DamagedFileError as error:
             raise self._invalid(error) from None
 
@@ -217,8 +238,48 @@ def _is_finite(values: torch.Tensor) -> torch.Tensor:
     return wide.isfinite().cpu()
 
 
-def _same_order(one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether both lay out the same shape alike; dimensions of one element are laid out anyhow."""
+def _narrowed(piece: Piece) -> tuple[TensorInfo, int]:
+    """Return the block of whole slices along the slowest dimension that holds a piece, and where the piece begins in it."""
+    info = piece.info
+    if not info.shape:
+        return info, piece.start
+    dim = info.order[0]
+    slice_numel = info.numel // info.shape[dim]
+    first, last = piece.start // slice_numel, -(-piece.stop // slice_numel)
+    shape, offset = list(info.shape), list(info.offset)
+    shape[dim], offset[dim] = last - first, offset[dim] + first
+    return replace(info, shape=tuple(shape), offset=tuple(offset)), piece.start - first * slice_numel
+
+
+def _copy_common(
+    block: StoredBlock,
+    wanted: TensorInfo,
+    values: torch.Tensor,
+    targets: list[_Target],
+    copies: list[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Read what a stored block has in common with a wanted one into memory of its own, and copy that into ``values``."""
+    stored = block.info
+    common = overlap(stored.box, wanted.box)
+    if common is None:
+        return
+    strides, stride = [0] * len(common), 1
+    for dim in reversed(stored.order):
+        strides[dim], stride = stride, stride * stored.shape[dim]
+    sizes = [stop - start for start, stop in common]
+    first = sum((start - begin) * step for (start, _), begin, step in zip(common, stored.offset, strides, strict=True))
+    # From the first common element to the last; for a cut along the slowest dimension there is nothing else between them.
+    numel = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+    found = torch.empty(numel, dtype=values.dtype)
+    targets.append((block, first, found))
+    inside = tuple(slice(a - begin, b - begin) for (a, b), begin in zip(common, wanted.offset, strict=True))
+    copies.append((in_shape(values, wanted.shape, wanted.order)[inside], found.as_strided(sizes, strides)))
+
+
+def _lies_alike(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether both are the same block and lay it out alike; dimensions of one element are laid out anyhow."""
+    if (one.offset, one.shape) != (other.offset, other.shape):
+        return False
     first, second = ([dim for dim in info.order if info.shape[dim] != 1] for info in (one, other))
     return first == second or one.numel <= 1
 

@@ -102,17 +102,23 @@ def decode(value: Json, find: Find = _no_tensor) -> Any:
         find: gives the tensors that ``encode`` gave away, by name.
 
     Raises:
-        KeyError: a tensor is not there.
-        ValueError: the JSON is not of ``encode``.
+        ValueError: the JSON is not of ``encode``, or a tensor is not there.
     """
+    try:
+        return _decode(value, find)
+    except (TypeError, KeyError, AttributeError, AssertionError, IndexError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{value!r:.100} is no value of a checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _decode(value: Json, find: Find) -> Any:
     if isinstance(value, str) or not isinstance(value, Mapping | list):
         return value
     if isinstance(value, list):
-        return [decode(item, find) for item in value]
+        return [_decode(item, find) for item in value]
     tag = next(iter(value), "")
     if len(value) == 1 and tag.startswith("!"):
         return _decode_tagged(tag, value[tag], find)
-    return {key: decode(item, find) for key, item in value.items()}
+    return {key: _decode(item, find) for key, item in value.items()}
 
 
 def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
@@ -120,11 +126,11 @@ def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
         "!int": int,
         "!float": float,
         "!bytes": bytes.fromhex,
-        "!tuple": lambda items: tuple(decode(item, find) for item in items),
-        "!dict": lambda items: {decode(key, find): decode(item, find) for key, item in items},
-        "!number": lambda parts: torch.full(parts[1], decode(parts[2], find), dtype=dtype_named(parts[0])),
+        "!tuple": lambda items: tuple(_decode(item, find) for item in items),
+        "!dict": lambda items: {_decode(key, find): _decode(item, find) for key, item in items},
+        "!number": lambda parts: torch.full(parts[1], _decode(parts[2], find), dtype=dtype_named(parts[0])),
         "!tensor": find,
-        "!json": lambda text: decode(json.loads(text), find),  # deep values, by earlier versions
+        "!json": lambda text: _decode(json.loads(text), find),  # deep values, by earlier versions
     }
     if tag not in readers:
         raise ValueError(f"unknown kind of value {tag!r}")

@@ -203,8 +203,16 @@ def _described(stored: StoredCheckpoint) -> dict[str, object]:
             name: {
                 "dtype": info.dtype,
                 "shape": list(info.shape),
-                "order": list(info.order),
-                "pieces": len(stored.ranges[name]),
+                "group": info.group,
+                "blocks": [
+                    {
+                        "offset": block.info.offset,
+                        "shape": block.info.shape,
+                        "order": block.info.order,
+                        "pieces": len(block.ranges),
+                    }
+                    for block in stored.blocks[name]
+                ],
             }
             for name, info in stored.tensors.items()
         },
@@ -214,7 +222,7 @@ def _described(stored: StoredCheckpoint) -> dict[str, object]:
 
 def _lines(stored: StoredCheckpoint) -> Iterator[str]:
     from megabucket.checkpoint.format import ITEM_BYTES
-    from megabucket.cli.text_table import text_table
+    from megabucket.cli.output import text_table
     from megabucket.errors import printable
     from megabucket.units import format_count
 
@@ -223,12 +231,16 @@ def _lines(stored: StoredCheckpoint) -> Iterator[str]:
     yield f"{stored.path}: step {stored.step}, written by {stored.world_size} ranks, sealed, {signature}"
     yield f"{len(stored.files)} files, {_size(total_bytes)}; {len(stored.tensors)} tensors"
     yield ""
-    rows = [["tensor", "dtype", "shape", "elements", "bytes", "pieces"]]
+    # Of a model that is parallel in other ways than by data, also its groups, and how many blocks tensors were cut into.
+    is_parallel = any(len(blocks) > 1 or blocks[0].info.group != "dense" for blocks in stored.blocks.values())
+    rows = [["tensor", "dtype", "shape", "elements", "bytes", "pieces", *(["blocks", "group"] if is_parallel else [])]]
     for name, info in stored.tensors.items():
         size = _size(info.numel * ITEM_BYTES[info.dtype])
         shape = "x".join(map(str, info.shape)) or "scalar"
-        pieces = str(len(stored.ranges[name]))
-        rows.append([printable(name, 60), info.dtype, shape, format_count(info.numel), size, pieces])
+        blocks = stored.blocks[name]
+        pieces = str(sum(len(block.ranges) for block in blocks))
+        more = [str(len(blocks)), printable(info.group, 20)] if is_parallel else []
+        rows.append([printable(name, 60), info.dtype, shape, format_count(info.numel), size, pieces, *more])
     yield from text_table(rows, num_left=3)
     yield ""
     for name, value in stored.values.items():

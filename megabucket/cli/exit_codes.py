@@ -8,31 +8,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Final, NoReturn, ParamSpec, TypeVar
 
 import typer
 
-from megabucket.errors import (
-    AlreadyWrappedError,
-    CheckpointError,
-    CheckpointUnavailableError,
-    ConfigError,
-    CorpusError,
-    LayoutError,
-    MegabucketError,
-    MismatchedCollectiveError,
-    ModelChangedError,
-    NonFiniteGradientError,
-    NoTrainableParametersError,
-    OptimizerParametersError,
-    PeerLostError,
-    PhaseError,
-    PlainOptimizerError,
-    ProcessGroupMissingError,
-    RanksDisagreeError,
-    UnsupportedParameterError,
-    UnusedParameterError,
-)
+from megabucket import errors
+from megabucket.errors import MegabucketError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,9 +38,9 @@ class ExitCode(enum.IntEnum):
         return _MEANINGS[self]
 
 
-_MEANINGS = {
+_MEANINGS: Final = {
     ExitCode.OK: "done",
-    ExitCode.FAILED: "a check that was asked for did not hold, or an error without a code of its own",
+    ExitCode.FAILED: "a check did not hold, or an error without a code of its own",
     ExitCode.USAGE: "wrong usage, config or model, or calls in a wrong order",
     ExitCode.MISMATCH: "ranks disagree",
     ExitCode.NUMERICAL: "a value that is not finite",
@@ -69,31 +50,26 @@ _MEANINGS = {
     ExitCode.TERMINATED: "terminated (SIGTERM)",
 }
 
-_CODES: tuple[tuple[type[MegabucketError], ExitCode], ...] = (
-    (ConfigError, ExitCode.USAGE),
-    (LayoutError, ExitCode.USAGE),
-    (UnsupportedParameterError, ExitCode.USAGE),
-    (NoTrainableParametersError, ExitCode.USAGE),
-    (AlreadyWrappedError, ExitCode.USAGE),
-    (OptimizerParametersError, ExitCode.USAGE),
-    (ProcessGroupMissingError, ExitCode.USAGE),
-    (CorpusError, ExitCode.USAGE),
-    (PhaseError, ExitCode.USAGE),
-    (UnusedParameterError, ExitCode.USAGE),
-    (ModelChangedError, ExitCode.USAGE),
-    (PlainOptimizerError, ExitCode.USAGE),
-    (RanksDisagreeError, ExitCode.MISMATCH),
-    (MismatchedCollectiveError, ExitCode.MISMATCH),
-    (NonFiniteGradientError, ExitCode.NUMERICAL),
-    (PeerLostError, ExitCode.PEER_LOST),
-    (CheckpointError, ExitCode.CHECKPOINT),
-    (CheckpointUnavailableError, ExitCode.CHECKPOINT),
-)
+_CODES: Final = {
+    # A ValueError of ours is about what was given.
+    ExitCode.USAGE: (
+        ValueError,
+        errors.ProcessGroupMissingError,
+        errors.PhaseError,
+        errors.UnusedParameterError,
+        errors.ModelChangedError,
+        errors.PlainOptimizerError,
+    ),
+    ExitCode.MISMATCH: (errors.RanksDisagreeError,),
+    ExitCode.NUMERICAL: (errors.NonFiniteGradientError,),
+    ExitCode.PEER_LOST: (errors.PeerLostError,),
+    ExitCode.CHECKPOINT: (errors.CheckpointError, errors.CheckpointUnavailableError),
+}
 
 
 def exit_code_of(error: MegabucketError) -> ExitCode:
     """Return the exit code of a command that ended with ``error``."""
-    return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
+    return next((code for code, kinds in _CODES.items() if isinstance(error, kinds)), ExitCode.FAILED)
 
 
 def exit_code_table() -> str:

@@ -19,8 +19,8 @@ _GIB = 1024**3
 
 
 def plan(
-    config: Annotated[Path, typer.Option("-c", "--config", help="YAML file with a model section")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example ddp.bucket_size=40M")] = None,
+    config: Annotated[Path | None, typer.Option("-c", "--config", help="YAML file with a model section")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example model=config.json")] = None,
     dp_size: Annotated[int, typer.Option(min=1, help="data-parallel ranks that buckets are cut for")] = 1,
     expert_dp_size: Annotated[int | None, typer.Option(min=1, help="ranks that expert buckets are cut for")] = None,
     max_padding: Annotated[float, typer.Option(min=0, max=1, help="exit with 1 above this fraction of padding")] = 1.0,
@@ -35,26 +35,32 @@ def plan(
     from megabucket.planning.architecture import param_specs
     from megabucket.planning.describe import describe_rows, describe_totals
     from megabucket.planning.memory import memory_by_mode
-    from megabucket.planning.run_config import load_config
+    from megabucket.planning.run_config import group_sizes_of, load_config
 
     run = load_config(config, overrides or [])
     if run.model is None:
-        raise ConfigError(f"{config}: model is required to plan; describe one, for example model: {{kind: gpt, ...}}")
+        raise ConfigError(
+            f"{config or 'command line'}: model is required to plan; describe one in a config, for example "
+            "model: {kind: gpt, ...}, or give model=path/config.json of Hugging Face, or model=module:callable"
+        )
     specs = param_specs(run.model)
-    layout = build_layout(specs, run.ddp, dp_size=dp_size, expert_dp_size=expert_dp_size)
+    group_sizes = group_sizes_of(run, specs, expert_dp_size=expert_dp_size)
+    layout = build_layout(specs, run.ddp, dp_size=dp_size, group_sizes=group_sizes)
     rows = describe_rows(layout)
     totals = describe_totals(layout, rows)
     memory = memory_by_mode(
         specs,
         run.ddp,
         dp_size=dp_size,
-        expert_dp_size=expert_dp_size,
+        group_sizes=group_sizes,
         moments_per_element=run.optimizer.moments_per_element,
         activation_bytes=int(activation_gib * _GIB),
     )
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     if json:
-        head = {"dp_size": dp_size, "expert_dp_size": expert_dp_size, "mode": chosen, "fingerprint": layout.fingerprint}
+        experts = group_sizes.get("expert")
+        head = {"dp_size": dp_size, "expert_dp_size": experts, "group_sizes": group_sizes, "mode": chosen}
+        head["fingerprint"] = layout.fingerprint
         _print_json(rows, totals, memory, head)
     else:
         for line in bucket_lines(rows, show_all=show_all):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Final
 
-from megabucket.cli.text_table import output_width, shortened, text_table
+from megabucket.cli.output import counted, output_width, shortened, text_table
 from megabucket.errors import printable
 from megabucket.planning.describe import BucketRow, LayoutTotals
 from megabucket.planning.memory import RankMemory
@@ -73,11 +73,6 @@ def total_lines(totals: LayoutTotals, fingerprint: str) -> Iterator[str]:
         idle = counted(totals.num_buckets_with_padding_only_ranks, "bucket")
         yield f"in {idle} some ranks own only padding and have nothing to update"
     yield f"fingerprint {fingerprint}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _cells(row: BucketRow) -> tuple[str, ...]:

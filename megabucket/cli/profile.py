@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megabucket.cli.workload import ConfigFile, WorkloadName, open_workload
+from megabucket.cli.workload import ConfigFile, Overrides, WorkloadName, open_workload
 
 if TYPE_CHECKING:
     from megabucket.measure.profile_steps import WorkloadProfile
@@ -16,67 +16,62 @@ if TYPE_CHECKING:
 _TENSORS_SHOWN = 5
 
 
-class WhichRank(str, Enum):
-    """What ``--rank`` may be."""
-
-    SLOWEST = "slowest"
-    MEDIAN = "median"
-
-
 def profile(
     workload: WorkloadName,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example mode=reduce_scatter")] = None,
+    overrides: Overrides = None,
     config: ConfigFile = None,
     out: Annotated[Path, typer.Option(help="where the workload is written")] = Path("workload.json"),
     steps: Annotated[int, typer.Option(help="steps that count")] = 10,
     warmup: Annotated[int, typer.Option(help="steps before them that do not")] = 3,
-    rank: Annotated[WhichRank, typer.Option(help="whose figures are taken")] = WhichRank.SLOWEST,
+    rank: Annotated[Literal["slowest", "median"], typer.Option(help="whose figures are taken")] = "slowest",
     json: Annotated[bool, typer.Option("--json", help="print the workload as JSON on stdout")] = False,
 ) -> None:
     """Measure when gradients are ready and parameters needed; start several ranks with torchrun -m megabucket profile ..."""
     import os
 
+    from megabucket.cli.output import print_json, print_lines, progress
     from megabucket.measure.profile import ProfilePlan, profile_program
     from megabucket.measure.ranks import read_launch
 
     function, run = open_workload(workload, config, overrides)
     launch = read_launch(os.environ)
-    plan = ProfilePlan(num_steps=steps, num_warmup_steps=warmup, which_rank=rank.value)
-    measured = profile_program(function, run, plan, launch=launch, out=out)
-    if launch.rank == 0:
-        if json:
-            _print_json(measured)
-        else:
-            _print_summary(measured, out)
+    plan = ProfilePlan(num_steps=steps, num_warmup_steps=warmup, which_rank=rank)
+    measured = profile_program(function, run, plan, launch=launch, out=out, note=progress())
+    if launch.rank:
+        return
+    if json:
+        print_json(measured.to_dict())
+        return
+    print_lines(_lines(measured, out))
 
 
-def _print_json(measured: WorkloadProfile) -> None:
-    import json
-
-    typer.echo(json.dumps(measured.to_dict(), indent=1))
-
-
-def _print_summary(measured: WorkloadProfile, out: Path) -> None:
+def _lines(measured: WorkloadProfile, out: Path) -> Iterator[str]:
+    from megabucket.cli.output import text_table
     from megabucket.errors import printable
     from megabucket.units import format_bytes, format_seconds
 
     workload, facts = measured.workload, measured.facts
-    ranks_s = facts["compute_s_of_ranks"]
-    typer.echo(f"wrote {out}: {len(workload.tensors)} tensors, {workload.numel:,} elements")
-    grad_bytes = format_bytes(workload.numel * workload.bytes_per_element)
-    lines = (
-        ("forward", format_seconds(workload.forward_s), "per microbatch"),
-        ("backward", format_seconds(workload.backward_s), "per microbatch, until the last gradient"),
-        ("optimizer", format_seconds(workload.optimizer_s), "per step, of all parameters on one rank"),
-        ("step", format_seconds(workload.compute_s), f"{workload.num_microbatches} microbatch(es), nothing sent"),
-        ("gradients", grad_bytes, f"{workload.bytes_per_element} bytes per element on the wire"),
-        ("ranks", f"{len(ranks_s)}", f"rank {facts['rank']} is the {facts['which_rank']} one"),
-        ("steps", f"{facts['num_steps']}", f"on {facts['device']}"),
+    yield f"wrote {out}: {len(workload.tensors)} tensors, {workload.numel:,} elements"
+    yield from text_table(
+        [
+            ("figure", "value", "meaning"),
+            ("forward", format_seconds(workload.forward_s), "per microbatch"),
+            ("backward", format_seconds(workload.backward_s), "per microbatch, until the last gradient"),
+            ("optimizer", format_seconds(workload.optimizer_s), "per step, of all parameters on one rank"),
+            ("step", format_seconds(workload.compute_s), f"microbatches: {workload.num_microbatches}; nothing sent"),
+            (
+                "gradients",
+                format_bytes(workload.numel * workload.bytes_per_element),
+                f"{workload.bytes_per_element} bytes each",
+            ),
+            ("ranks", str(len(facts["compute_s_of_ranks"])), f"rank {facts['rank']} is the {facts['which_rank']} one"),
+            ("steps", str(facts["num_steps"]), f"on {facts['device']}"),
+        ],
+        num_folded=1,
     )
-    for name, value, meaning in lines:
-        typer.echo(f"  {name:<10}{value:>12}  {meaning}")
-    typer.echo("longest backward:")
-    for tensor in sorted(workload.tensors, key=lambda tensor: -tensor.backward_s)[:_TENSORS_SHOWN]:
-        typer.echo(f"  {format_seconds(tensor.backward_s):>12}  {printable(tensor.name)}")
+    yield ""
+    longest = sorted(workload.tensors, key=lambda tensor: -tensor.backward_s)[:_TENSORS_SHOWN]
+    rows = [(format_seconds(tensor.backward_s), printable(tensor.name)) for tensor in longest]
+    yield from text_table([("backward", "of the tensors with the longest"), *rows], num_left=0, num_folded=1)
     if facts["unused"]:
-        typer.echo(f"without a gradient: {', '.join(printable(name) for name in facts['unused'])}")
+        yield f"without a gradient: {', '.join(printable(name) for name in facts['unused'])}"

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from megabucket.cli.workload import Overrides
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megabucket.report import Report
 
 
 def report(
     config: Annotated[
         Path, typer.Option("-c", "--config", help="YAML file with a link and a workload, or a model and its speed")
     ],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example ddp.bucket_size=40M")] = None,
+    overrides: Overrides = None,
     dp_size: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks; needed for ring and two_level links")] = None,
     expert_dp_size: Annotated[int | None, typer.Option(min=1, help="ranks that expert buckets are cut for")] = None,
     out: Annotated[Path, typer.Option(help="the page; .json and .trace.json are written beside it")] = Path("report.html"),
@@ -22,21 +29,27 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="print all figures as JSON on stdout")] = False,
 ) -> None:
     """Write a page with timeline, sweep, buckets, memory and scaling, its figures as JSON, and a Chrome trace."""
+    from megabucket.cli.output import print_json, print_lines, progress
     from megabucket.planning.run_config import load_config
     from megabucket.report import collect, read_measured, write_report
 
     run = load_config(config, overrides or [])
     steps = None if measured is None else read_measured(measured)
-    figures = collect(run, dp_size=dp_size, expert_dp_size=expert_dp_size, measured=steps, title=config.name)
+    figures = collect(run, dp_size=dp_size, expert_dp_size=expert_dp_size, measured=steps, title=config.name, note=progress())
     written = write_report(figures, out)
     typer.echo(f"wrote {', '.join(str(path) for path in written)}", err=True)
     if json:
-        from json import dumps
-
-        typer.echo(dumps(figures.to_dict(), indent=1, allow_nan=False))
+        print_json(figures.to_dict())
         return
+    print_lines(_lines(figures))
+
+
+def _lines(figures: Report) -> Iterator[str]:
+    from megabucket.cli.output import text_table
     from megabucket.units import format_seconds
 
-    for plan in figures.plans:
-        typer.echo(f"{plan.name:<14} {format_seconds(plan.step_s):>12} a step, {plan.num_buckets:,} buckets")
-    typer.echo(f"{'lower bound':<14} {format_seconds(figures.outlook.lower_bound_s):>12}")
+    yield from figures.summary
+    yield ""
+    rows = [(plan.name, format_seconds(plan.step_s), f"{plan.row.buckets:,}") for plan in figures.plans]
+    rows.append(("lower bound", format_seconds(figures.outlook.lower_bound_s), ""))
+    yield from text_table([("plan", "step", "buckets"), *rows])

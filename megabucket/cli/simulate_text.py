@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from textwrap import wrap
 from typing import Final
 
-from megabucket.cli.text_table import output_width, text_table, wrapped
+from megabucket.cli.output import counted, output_width, text_table
 from megabucket.errors import printable
-from megabucket.planning.ladder import Rung
 from megabucket.planning.links import FlatLink
-from megabucket.planning.outlook import Outlook
-from megabucket.planning.sweep import SweepRow
+from megabucket.planning.setting import Outlook, SweepRow
 from megabucket.units import format_count
 
 _NAME_CHARS: Final = 200
@@ -19,7 +18,9 @@ _NAME_CHARS: Final = 200
 def outlook_lines(outlook: Outlook, *, show_cuts: bool) -> Iterator[str]:
     """Yield the figures of an outlook."""
     setting, workload = outlook.setting, outlook.setting.workload
-    tensors, ranks = _counted(len(workload.tensors), "tensor"), _counted(setting.dp_size, "rank")
+    size = format_count(outlook.best.bucket_numel or 0)
+    yield f"optimal cuts {_ms(outlook.optimal.step_s)} ms a step, {_against(outlook.optimal, outlook.best)} ({size})"
+    tensors, ranks = counted(len(workload.tensors), "tensor"), counted(setting.dp_size, "rank")
     what = f"{setting.mode.value} of {tensors}, {format_count(workload.numel)} elements"
     # A flat link costs the same on any number, and without a model nothing else depends on it.
     yield f"{what}, on {ranks}" if setting.specs is not None or not isinstance(setting.link, FlatLink) else what
@@ -45,25 +46,6 @@ def outlook_lines(outlook: Outlook, *, show_cuts: bool) -> Iterator[str]:
         yield from _cut_lines(outlook)
 
 
-def ladder_lines(rungs: Sequence[Rung], *, num_tensors: int, bytes_per_element: int, num_microbatches: int) -> Iterator[str]:
-    """Yield the table of six strategies."""
-    passes = _counted(num_microbatches, "backward")
-    yield f"{_counted(num_tensors, 'tensor')}, {bytes_per_element} bytes per element, {passes} per step"
-    yield ""
-    rows = [("strategy", "per sync", "syncs", "per step", "overlaps")]
-    rows += [
-        (
-            rung.strategy,
-            f"{rung.collectives_per_sync:,}",
-            str(rung.syncs_per_step),
-            f"{rung.collectives_per_step:,}",
-            "yes" if rung.overlaps else "no",
-        )
-        for rung in rungs
-    ]
-    yield from text_table(rows)
-
-
 def _cells(name: str, row: SweepRow, outlook: Outlook, note: str) -> tuple[str, ...]:
     gain = outlook.no_overlap_s / row.step_s if row.step_s > 0 else 1.0
     return (name, f"{row.buckets:,}", _ms(row.step_s), _ms(row.exposed_s), f"{gain:.2f}x", note)
@@ -71,7 +53,9 @@ def _cells(name: str, row: SweepRow, outlook: Outlook, note: str) -> tuple[str, 
 
 def _against(optimal: SweepRow, best: SweepRow) -> str:
     gain = 1 - optimal.step_s / best.step_s if best.step_s > 0 else 0.0
-    return f"{gain:.2%} below the best size" if gain > 5e-5 else "as the best size" if gain > -5e-5 else "padded"
+    if abs(gain) <= 5e-5:
+        return "as the best size"
+    return f"{gain:.2%} below the best size" if gain > 0 else f"{-gain:.2%} above the best size, by padding"
 
 
 def _scaling_lines(outlook: Outlook) -> Iterator[str]:
@@ -92,11 +76,7 @@ def _cut_lines(outlook: Outlook) -> Iterator[str]:
         yield from (f"    - {printable(name, _NAME_CHARS)}" for name in outlook.cuts)
     else:
         names = ", ".join(printable(name, _NAME_CHARS) for name in outlook.cuts)
-        yield from wrapped(f"cuts after: {names}", width=output_width(), indent="")
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+        yield from wrap(f"cuts after: {names}", output_width(), break_long_words=False, break_on_hyphens=False)
 
 
 def _ms(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""``--workload``: which training program a command measures."""
+"""What several commands are given: a config with overrides, and which training program they measure."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ WorkloadName = Annotated[
     str, typer.Option("-w", "--workload", help="package.module:function, which returns a TrainingProgram", show_default=False)
 ]
 ConfigFile = Annotated[Path | None, typer.Option("-c", "--config", help="YAML file; the defaults when not given")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example mode=reduce_scatter")]
 
 
 def open_workload(name: str, config: Path | None, overrides: list[str] | None) -> tuple[WorkloadFunction, RunConfig]:

@@ -7,12 +7,11 @@ from megabucket.comm.communicator import (
     Broadcast,
     Call,
     Communicator,
-    DoneHandle,
     Handle,
     LocalCommunicator,
-    Progress,
     ReduceOp,
     ReduceScatter,
+    ReplicaReducer,
 )
 from megabucket.comm.device import Accelerator, Arrival, GradStreams
 from megabucket.comm.exchange import Exchange, Gate, exchange
@@ -29,7 +28,6 @@ __all__ = [
     "Broadcast",
     "Call",
     "Communicator",
-    "DoneHandle",
     "Exchange",
     "Gate",
     "GradStreams",
@@ -37,9 +35,9 @@ __all__ = [
     "Liveness",
     "LocalCommunicator",
     "ProcessGroupCommunicator",
-    "Progress",
     "ReduceOp",
     "ReduceScatter",
+    "ReplicaReducer",
     "SameHostCommunicator",
     "StragglerWarning",
     "discover_communicator",

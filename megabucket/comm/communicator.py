@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megabucket.errors import InvariantError, WrapperBrokenError
+from megabucket.comm.device import Accelerator
+from megabucket.errors import InvariantError, PeerLostError, WrapperBrokenError
 from megabucket.trace.clock import Clock, HostClock
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Recorder
+
+Finding = PeerLostError | WrapperBrokenError
+"""Why nothing can be launched any more: the error that all ranks raise."""
 
 
 class ReduceOp(enum.Enum):
@@ -121,20 +126,28 @@ class Handle(ABC):
         Idempotent; a wait that was interrupted may be begun again.
         """
 
-    def poll(self) -> None:  # noqa: B027 - most launches are as good as done
-        """Do what ``wait`` would, where it would not have to wait."""
+    def read(self, result: torch.Tensor) -> torch.Tensor:
+        """Wait, and return a result as the host may read it, where ``wait`` alone lets a stream wait.
+
+        Raises:
+            MegabucketError: as ``wait``.
+        """
+        self.wait()
+        return result.cpu()
+
+    def poll(self) -> bool:
+        """Do what ``wait`` would, where it would not have to wait. Return whether it was done."""
+        return False
 
 
 class DoneHandle(Handle):
     """A launch with nobody to talk to: nothing to do, unless a shard is a tensor of its own."""
 
+    is_started = True
+    """It needs no start."""
+
     def __init__(self, calls: Sequence[Call] = ()) -> None:
         self._calls = calls
-
-    @property
-    def is_started(self) -> bool:
-        """It needs no start."""
-        return True
 
     def start(self) -> None:
         """Bring shards of their own to their place, or from there."""
@@ -147,6 +160,10 @@ class DoneHandle(Handle):
     def wait(self) -> None:
         """Return at once."""
 
+    def poll(self) -> bool:
+        """Return at once."""
+        return True
+
 
 @dataclass(slots=True)
 class Progress:
@@ -157,11 +174,24 @@ class Progress:
     bucket: int = -1  # -1: in none
     num_launched: int = 0  # batches of collectives so far, on both channels
     given_recorders: tuple[Recorder, ...] = field(default=(), compare=False, repr=False)
+    members: Sequence[int] = field(default=(), compare=False, repr=False)
+    """Ranks of the whole program that agree on steps, where that are more than those of a communicator: errors count them."""
+    token: str = field(default="", compare=False, repr=False)
+    """Of the wrapper on the board, the same for all of its communicators."""
     recorders: tuple[Recorder, ...] = field(init=False, compare=False, repr=False)
     """Those that were given, and that of the wrapper that was made last."""
 
     def __post_init__(self) -> None:
         self.recorders = self.given_recorders
+
+    def number_of(self, member: int, rank: int) -> int:
+        """Return what errors call a rank: its place among all ranks of the wrapper.
+
+        Args:
+            member: the rank in the whole program.
+            rank: the same in its group, for wrappers of one group.
+        """
+        return self.members.index(member) if member in self.members else rank
 
     def enter(self, step: int, phase: str) -> None:
         """Note that a phase begins."""
@@ -180,6 +210,8 @@ class Communicator(ABC):
     def __init__(self, *, rank: int, size: int, recorder: Recorder | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.members: Sequence[int] = range(size)
+        """The ranks in the whole program, in order."""
         self.progress = Progress(given_recorders=() if recorder is None else (recorder,))
         """Shared with ``control``."""
         self._control: Communicator | None = None
@@ -192,6 +224,10 @@ class Communicator(ABC):
     @control.setter
     def control(self, control: Communicator) -> None:
         self._control = None if control is self else control
+
+    def number_of(self, rank: int) -> int:
+        """Return what errors call a rank of this group: its place among all ranks of the wrapper."""
+        return self.progress.number_of(self.members[rank], rank)
 
     def prepare(self, calls: Sequence[Call]) -> Batch:
         """Return the calls as a batch for many launches. Calls on empty tensors are left out.
@@ -232,7 +268,7 @@ class Communicator(ABC):
         handle.start()
         return handle
 
-    def break_off(self, error: WrapperBrokenError) -> None:  # noqa: B027  (alone, there is nobody to tell)
+    def break_off(self, error: Finding) -> None:  # noqa: B027  (alone, there is nobody to tell)
         """Launch nothing more, and let the other ranks know: their waits raise ``error`` within two seconds.
 
         What is under way may never end, so its buffers are kept until the program ends.
@@ -263,6 +299,80 @@ class Communicator(ABC):
                     f"{label}: a shard of {call.shard.numel()} elements is not one of {self.size} equal shards of a buffer of "
                     f"{call.full.numel()}"
                 )
+
+
+class ReplicaReducer:
+    """Reductions over replicas, each of what a reduction inside each replica has left.
+
+    ::
+
+        inside         |-- bucket 0 --|-- bucket 1 --|-- bucket 2 --|
+        over replicas                 |-- bucket 0 --|-- bucket 1 --|-- bucket 2 --|
+
+    On each of the two communicators all ranks launch in the order of the buckets. On a host a reduction over replicas is sent
+    with the first launch after the one inside is complete, or by the first wait, so backward never stands still for it. On a
+    device, which has queues, both are sent at once, the second behind the first on a stream of its own: so all ranks send
+    everything in one order, as NCCL needs it, and the stream of backward does not wait.
+
+    Args:
+        communicator: the ranks that hold the same shard, one of each replica.
+        accelerator: of the buffers; ``None``: they are on a host.
+    """
+
+    def __init__(self, communicator: Communicator, accelerator: Accelerator | None) -> None:
+        self.communicator = communicator
+        self._stream = None if accelerator is None else accelerator.side_stream()
+        self.pending: deque[_TwoLevelHandle] = deque()
+        """Launches whose reduction over replicas was not sent, in order."""
+
+    def behind(self, inside: Handle, calls: Sequence[Call], *, label: str) -> Handle:
+        """Return a launch of ``inside``, and of calls over the replicas behind it."""
+        return _TwoLevelHandle(self, inside, self.communicator.handle(calls, label=label))
+
+    def begin(self, handle: _TwoLevelHandle) -> None:
+        """Start the launch inside, and those over the replicas that can be."""
+        self.pending.append(handle)
+        handle.inside.start()
+        if self._stream is None:
+            self.advance()
+        else:
+            with self._stream:
+                self.advance(until=handle)
+
+    def advance(self, *, until: _TwoLevelHandle | None = None) -> None:
+        """Start the reductions over replicas that can be, in order. Wait until that of ``until`` and those before it can."""
+        while self.pending:
+            first = self.pending[0]
+            if first.inside.is_started:  # else an interrupt came before, and another launch has taken its place
+                if until not in self.pending and not first.inside.poll():
+                    return
+                first.inside.wait()
+                first.over_replicas.start()
+            self.pending.popleft()
+
+
+class _TwoLevelHandle(Handle):
+    """A launch inside a replica, and one over the replicas behind it. Whoever has started the first starts the second."""
+
+    def __init__(self, reducer: ReplicaReducer, inside: Handle, over_replicas: Handle) -> None:
+        self._reducer, self.inside, self.over_replicas = reducer, inside, over_replicas
+
+    @property
+    def is_started(self) -> bool:
+        # A replica of one rank sends nothing inside, so that alone tells nothing.
+        return self.inside.is_started and (self in self._reducer.pending or self.over_replicas.is_started)
+
+    def start(self) -> None:
+        if not self.is_started:
+            self._reducer.begin(self)
+
+    def wait(self) -> None:
+        self._reducer.advance(until=self)
+        self.over_replicas.wait()
+
+    def poll(self) -> bool:
+        self._reducer.advance()
+        return self.over_replicas.is_started and self.over_replicas.poll()
 
 
 class LocalCommunicator(Communicator):

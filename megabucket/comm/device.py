@@ -7,12 +7,16 @@ another one does after it has waited for the event. The host waits only where it
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
 import torch
 
 from megabucket.trace.clock import DeviceClock
+
+_LONGEST_PAUSE_S: Final = 0.001  # between two questions of the host whether the device has come to an event
 
 
 class Accelerator:
@@ -40,6 +44,10 @@ class Accelerator:
     def current(self) -> Any:
         """Return the current stream. As a context it is the current one inside."""
         return torch.accelerator.current_stream(self._device)
+
+    def side_stream(self) -> Any:
+        """Return a stream of its own. As a context it is the current one inside."""
+        return torch.Stream(self._device)
 
     def record(self) -> Any:
         """Return an event behind all that the current stream has to do so far."""
@@ -135,3 +143,30 @@ class Arrival:
         if stream_id not in self._known:
             self._event.wait()
             self._known.add(stream_id)
+
+
+class HostCopy:
+    """A copy on the host of values that the current stream is going to have. It can be waited for as a work of gloo can."""
+
+    def __init__(self, accelerator: Accelerator, values: torch.Tensor) -> None:
+        self.values = accelerator.pinned(values.shape, values.dtype).copy_(values, non_blocking=True)
+        """To be read when the wait is over."""
+        self._event = accelerator.record()
+
+    def is_completed(self) -> bool:
+        """Return whether the device has come here."""
+        return bool(self._event.query())
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the device has come here. A signal handler may run meanwhile.
+
+        Raises:
+            RuntimeError: ``timeout`` is over; the copy goes on then.
+        """
+        started_s = time.monotonic()
+        while not self.is_completed():
+            waited_s = time.monotonic() - started_s
+            if timeout is not None and waited_s >= timeout.total_seconds():
+                raise RuntimeError("Operation timed out!")  # gloo's text, which waits in slices look for
+            time.sleep(min(waited_s / 16, _LONGEST_PAUSE_S))  # so much later than it could the host may go on
+        return True

@@ -80,8 +80,7 @@ class Gate:
         """
         if self._handle is None:
             raise CollectiveError("there is no message whose answer could be taken")
-        self._handle.wait()
-        kind, no_kind, fingerprint, no_fingerprint, flag, nonfinite = self._vector.tolist()
+        kind, no_kind, fingerprint, no_fingerprint, flag, nonfinite = self._handle.read(self._vector).tolist()
         self._handle = None
         return Answer(kind == -no_kind and fingerprint == -no_fingerprint, flag, bool(nonfinite))
 
@@ -128,8 +127,7 @@ class Exchange:
     def wait(self) -> list[bytes]:
         """Return what each speaker said, in their order."""
         self._handle.start()
-        self._handle.wait()
-        rows = [row.tobytes() for row in self._rows.cpu().numpy()]
+        rows = [row.tobytes() for row in self._handle.read(self._rows).numpy()]
         return [row[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(row[:_LENGTH_BYTES], "little")] for row in rows]
 
 
@@ -148,8 +146,8 @@ def exchange(
     """
     said = payload if speakers is None or communicator.rank in speakers else b""
     longest = torch.tensor([len(said)], dtype=torch.int64, device=device)  # 1D
-    communicator.control.launch([AllReduce(longest, ReduceOp.MAX)], label=f"{label} length").wait()
-    capacity_bytes = int(longest)
+    handle = communicator.control.launch([AllReduce(longest, ReduceOp.MAX)], label=f"{label} length")
+    capacity_bytes = int(handle.read(longest))
     if capacity_bytes > _MOST_BYTES:
         raise CollectiveError(f"{label}: a rank has {capacity_bytes} bytes to say, and {_MOST_BYTES} are the limit")
     whole = Exchange(communicator, said, capacity_bytes=capacity_bytes, device=device, label=label, speakers=speakers)

@@ -63,6 +63,8 @@ class Plan:
     def __init__(self, *, rank: int, size: int, is_gloo: bool, is_kept: bool) -> None:
         self._rank, self._size = rank, size
         self.is_gloo, self.is_kept = is_gloo, is_kept
+        self.accelerator: Accelerator | None = None
+        """Of the device that the results are on, if it has a queue."""
         self.starts: list[Start] = []
         self.copies: list[Pair] = []
         """Targets and sources, before each launch."""

@@ -12,7 +12,8 @@ all ranks raise what stands there.
       view               <----------    publish a View                  board/rank/<r>             Block: where a rank waits
                                         every heartbeat_s   -------->   board/finding/<token>      Finding
 
-Only works of gloo can be waited for in slices: a wait that times out does them no harm.
+What can be waited for in slices: works of gloo, to which a wait that times out does no harm, and a device, which the host asks
+whether it has come to an event (``comm/device.py``). A work of NCCL is not: a wait that times out ends its group.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from megabucket.comm.communicator import Progress
+from megabucket.comm.communicator import Finding, Progress
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import ConfigError, ForkedProcessError, MegabucketError, PeerLostError, WrapperBrokenError
 
@@ -220,10 +221,6 @@ class Block(NamedTuple):
     members: Sequence[int]  # ranks of the wrapper
 
 
-Finding = PeerLostError | WrapperBrokenError
-"""Why nothing can be launched any more: the error that all ranks raise."""
-
-
 class _Request(NamedTuple):
     """What the thread is asked for: a view of the store."""
 
@@ -294,6 +291,8 @@ class Heartbeat:
         self.is_stopped = False
         self.progress = progress
         self._is_wanted, self._group_name = is_wanted, group_name
+        self.num_launched = 0
+        """Batches of collectives that this rank has launched among these members, on both channels."""
         self._num_beats = 0
         self._block: Block | None = None  # of this rank, as it stands on the board
         self._circle: dict[int, Block] = {}  # that was seen last
@@ -359,7 +358,10 @@ class Heartbeat:
         # Several wrappers may share a group, one after the other, too. All ranks make them in the same order.
         self.name = f"megabucket/{connection.store.add(f'megabucket/instances/{self.rank}', 1)}"
         store = PrefixStore(self.name, connection.store)
-        self._token = store.compare_set("token", "", secrets.token_hex(8)).decode()
+        own = store.compare_set("token", "", secrets.token_hex(8)).decode()
+        # A wrapper of several groups has one for all of them: ranks that wait in two of its groups are in no circle, since all
+        # ranks launch in one order, and what one group finds is heard in the others.
+        self._token = self.progress.token = self.progress.token or own
         self._write_block(connection.board, None)
         next_beat_s = time.monotonic()
         while True:
@@ -384,7 +386,7 @@ class Heartbeat:
     def _beat(self, store: Store, *, has_left: bool = False) -> None:
         progress = self.progress
         self._num_beats += 1
-        place = (progress.step, progress.phase, progress.bucket, progress.num_launched)
+        place = (progress.step, progress.phase, progress.bucket, self.num_launched)
         # A list, because a file store keeps every beat.
         beat = json.dumps(Beat(self.process, self._num_beats, self.every_s, *place, has_left), separators=(",", ":"))
         store.set(_rank_key(self.rank), beat)
@@ -788,9 +790,9 @@ class PeerWatch:
         if wait.has_warned or limit_s is None or waited_s < limit_s:
             return
         wait.has_warned = True
-        findings = [f"rank {rank} {state}" for rank, state in wait.late().items()]
+        findings = [f"rank {self._number_of(rank)} {state}" for rank, state in wait.late().items()]
         late = "; ".join(findings[:_RANKS_SHOWN]) or "no rank is known to be late: heartbeats are off, or the transfer is slow"
-        rank = self.heartbeat.rank
+        rank = self._number_of(self.heartbeat.rank)
         text = f"[rank {rank}] has waited {waited_s:.3g} s for {self._waiting_for(wait)}: {late}. The wait goes on."
         try:
             warnings.warn(text, StragglerWarning, stacklevel=2)
@@ -836,9 +838,12 @@ class PeerWatch:
     def _settle(self, wait: Observations, states: Mapping[int, str], reason: str = "") -> Finding:
         """Return the finding that ranks are lost, or what another rank has found before."""
         during = f"noticed while waiting for {self._waiting_for(wait)}" + (f": {reason}" if reason else "")
-        finding = PeerLostError(ranks=tuple(states), states=tuple(states.values()), during=during)
+        finding = PeerLostError(ranks=tuple(map(self._number_of, states)), states=tuple(states.values()), during=during)
         self.heartbeat.post(finding)
         return self._refresh(wait) or finding
+
+    def _number_of(self, rank: int) -> int:
+        return self._progress.number_of(self.heartbeat.members[rank], rank)
 
     def _waiting_for(self, wait: Observations) -> str:
         return f"{wait.label} of step {self._progress.step} ({self._progress.phase})"

@@ -35,7 +35,17 @@ from typing import Any, Final
 
 import torch
 
-from megabucket.comm.communicator import AllGather, AllReduce, Batch, Call, Communicator, Handle, ReduceOp, ReduceScatter
+from megabucket.comm.communicator import (
+    AllGather,
+    AllReduce,
+    Batch,
+    Call,
+    Communicator,
+    Finding,
+    Handle,
+    ReduceOp,
+    ReduceScatter,
+)
 from megabucket.comm.exchange import exchange
 from megabucket.comm.gloo import (
     Operation,
@@ -49,7 +59,6 @@ from megabucket.comm.gloo import (
 )
 from megabucket.comm.liveness import identify_this_process
 from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle
-from megabucket.errors import WrapperBrokenError
 from megabucket.trace.recorder import CollectiveRecord
 
 LEAST_BYTES: Final = 1 << 20
@@ -69,7 +78,7 @@ class SameHostCommunicator(Communicator):
 
     def __init__(self, inner: ProcessGroupCommunicator, memory: PeerMemory, sockets: PeerSockets) -> None:
         super().__init__(rank=inner.rank, size=inner.size)
-        self.progress, self.control = inner.progress, inner.control
+        self.progress, self.control, self.members = inner.progress, inner.control, inner.members
         self.inner = inner
         """The communicator for everything else."""
         self.process_group = inner.process_group
@@ -86,7 +95,7 @@ class SameHostCommunicator(Communicator):
             return self.inner._handle(batch, record, is_kept=is_kept)
         return WorkHandle(self.inner.link, None, copies.plan, record, run=copies.run)
 
-    def break_off(self, error: WrapperBrokenError) -> None:
+    def break_off(self, error: Finding) -> None:
         """Launch nothing more, and let the others know why."""
         self.inner.break_off(error)
 

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, cast
@@ -24,26 +25,27 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh
 
 from megabucket.comm.communicator import (
     Batch,
     Communicator,
+    Finding,
     Handle,
     LocalCommunicator,
     Progress,
     ReduceScatter,
 )
-from megabucket.comm.device import Accelerator
+from megabucket.comm.device import Accelerator, HostCopy
 from megabucket.comm.gloo import Operation, Plan
 from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, wait_slice
 from megabucket.errors import (
     CollectiveError,
+    ConfigError,
     ForkedProcessError,
     GroupDestroyedError,
     MegabucketError,
-    PeerLostError,
     ProcessGroupMissingError,
-    WrapperBrokenError,
 )
 from megabucket.trace.clock import Clock, DeviceClock, HostClock
 from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
@@ -52,6 +54,7 @@ FABRIC: Final = "megabucket_fabric"
 """Name of the emulated fabric among torch's back-ends."""
 
 _GLOO_LIKE: Final = ("gloo", FABRIC)
+_ALONE: Final = "fake"  # torch's back-end for one rank whose peers do not exist
 _ROOM_BYTES: Final = 1 << 25  # for small all-reduces that are launched again and again, all together
 _BACKGROUND_BYTES: Final = 1 << 23  # of a batch that a thread completes; of smaller ones the hooks of backward feel the thread
 _RELEASE_S: Final = 0.2
@@ -66,11 +69,18 @@ _is_completed: Final = operator.methodcaller("is_completed")
 
 
 def discover_communicator(
-    process_group: dist.ProcessGroup | None, recorder: Recorder | None = None, liveness: Liveness | None = None
+    process_group: dist.ProcessGroup | None,
+    recorder: Recorder | None = None,
+    liveness: Liveness | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> Communicator:
     """Return the communicator of a wrapper for a group: the given one, the default one, or a single process.
 
     Over gloo it has groups of its own, so every rank of the group calls this, in the same order.
+
+    Args:
+        progress: of the wrapper, where it has several communicators; it brings the recorder.
 
     Raises:
         ProcessGroupMissingError: a launcher started several processes but ``torch.distributed`` is not initialized.
@@ -78,12 +88,47 @@ def discover_communicator(
         MegabucketError: another rank does not come, or waits elsewhere.
     """
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
-        return ProcessGroupCommunicator(process_group, recorder, liveness=liveness, owns_groups=True)
+        return ProcessGroupCommunicator(process_group, recorder, liveness=liveness, owns_groups=True, progress=progress)
     # Read only to refuse: a forgotten init_process_group() would otherwise train replicas that never talk.
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ProcessGroupMissingError(world_size=int(launched))
     return LocalCommunicator()
+
+
+def process_group_of(ranks: Any) -> Communicator | dist.ProcessGroup:
+    """Return what collectives run on: a communicator, or a process group, which may be that of a device mesh.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(ranks, Communicator | dist.ProcessGroup):
+        return ranks
+    if isinstance(ranks, DeviceMesh) and ranks.ndim == 1:
+        return ranks.get_group()
+    raise ConfigError(
+        "a group of ranks must be a process group, a device mesh of one dimension or a communicator, got a "
+        f"{type(ranks).__name__}"
+    )
+
+
+def levels_of(ranks: Any) -> tuple[Any, Any]:
+    """Return the ranks that shards are cut over, and those that hold the same one: a mesh (replicate, shard) has both."""
+    if isinstance(ranks, DeviceMesh) and ranks.ndim == 2:
+        return ranks.get_group(1), ranks.get_group(0)
+    return ranks, None
+
+
+def default_group_of(num_ranks: int) -> dist.ProcessGroup | None:
+    """Return the default group, if it has so many ranks."""
+    is_there = dist.is_available() and dist.is_initialized() and dist.get_world_size() == num_ranks
+    return dist.group.WORLD if is_there else None
+
+
+def members_of(ranks: Any) -> Sequence[int]:
+    """Return the ranks of the whole program in a group, in order. Raises as ``process_group_of``."""
+    group = process_group_of(ranks)
+    return group.members if isinstance(group, Communicator) else dist.get_process_group_ranks(group)
 
 
 class _Channel(Communicator):
@@ -112,6 +157,7 @@ class _Channel(Communicator):
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
         backend = self._backend(batch[0].full.device)
         plan = Plan(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE, is_kept=is_kept)
+        plan.accelerator = Accelerator.of(batch[0].full.device)
         wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
         rest = [call for call in batch if call not in wide]
         plan.add_in_fp32(wide)
@@ -127,7 +173,7 @@ class _Channel(Communicator):
             self._backends[device.type] = backend_of(self._group or cast("dist.ProcessGroup", dist.group.WORLD), device)
         return self._backends[device.type]
 
-    def break_off(self, error: WrapperBrokenError) -> None:
+    def break_off(self, error: Finding) -> None:
         """Launch nothing more, and write the reason into the store of the group, where the waits of the others find it."""
         self.link.break_off(error)
 
@@ -141,9 +187,10 @@ class ProcessGroupCommunicator(_Channel):
 
     Args:
         group: ``None``: the default group.
-        liveness: how the ranks watch each other over gloo; when not given, without heartbeats, so that only dead and stopped
+        liveness: how the ranks watch each other; when not given, without heartbeats, so that only dead and stopped
             processes of the same host are noticed.
         owns_groups: whether to work over groups of its own, where that is possible. Then all ranks make it together.
+        progress: shared with the other communicators of a wrapper; it brings the recorder.
 
     Raises:
         CollectiveError: this process is not a member of the group.
@@ -158,6 +205,7 @@ class ProcessGroupCommunicator(_Channel):
         *,
         liveness: Liveness | None = None,
         owns_groups: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         if dist.get_rank(group) < 0:
             raise CollectiveError(
@@ -165,8 +213,9 @@ class ProcessGroupCommunicator(_Channel):
                 "group's members only, or pass a group that contains this rank."
             )
         living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
-        link = Link(living, recorder, liveness)
+        link = Link(living, liveness, progress or Progress(given_recorders=() if recorder is None else (recorder,)))
         super().__init__(link, None if group is dist.group.WORLD else group)
+        self.members = dist.get_process_group_ranks(living)
         self.process_group = self._group
         """The group it was made from, also where it works over groups of its own; ``None`` stands for the default one."""
         self._finish = weakref.finalize(self, link.close)
@@ -189,9 +238,9 @@ class ProcessGroupCommunicator(_Channel):
 class Link:
     """What the channels of one communicator share: the watch over the other ranks, the thread, the count of launches."""
 
-    def __init__(self, group: dist.ProcessGroup, recorder: Recorder | None, liveness: Liveness | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, liveness: Liveness | None, progress: Progress) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.progress = Progress(given_recorders=() if recorder is None else (recorder,))
+        self.progress = progress
         self._host_clock = HostClock()
         self._device_clock: DeviceClock | None = None
         self.worker = Worker(name=f"megabucket-worker-{self.rank}")
@@ -203,8 +252,9 @@ class Link:
         self._given, self._exists = weakref.ref(group), existence_of(group)
         self._pid = os.getpid()
         self.timeout_s = timeout_s_of(group)
-        store, cpu = store_of(group), torch.device("cpu")
-        if self.size > 1 and store is not None and backend_of(group, cpu) in _GLOO_LIKE:
+        store = store_of(group)
+        has_peers = any(backend.name() != _ALONE for backend in backends_of(group))
+        if self.size > 1 and store is not None and has_peers:
             liveness = (liveness or Liveness(heartbeat_s=None, is_default=True)).fitted_to(self.timeout_s)
             heartbeat = Heartbeat(
                 store,
@@ -213,7 +263,7 @@ class Link:
                 progress=self.progress,
                 every_s=liveness.heartbeat_s,
                 is_wanted=self._exists,
-                group_name=str(group.group_name),
+                group_name=name_of(group),
             )
             self.watch = PeerWatch(heartbeat, liveness, group_timeout_s=self.timeout_s, on_loss=self._abandon)
 
@@ -244,7 +294,7 @@ class Link:
         if not self._exists():
             raise GroupDestroyedError(rank=self.rank, operation=f"{label} was launched")
 
-    def break_off(self, error: PeerLostError | WrapperBrokenError) -> None:
+    def break_off(self, error: Finding) -> None:
         """Launch nothing more, and let the others know why."""
         if self.watch is not None:
             self.watch.break_off(error)
@@ -256,7 +306,9 @@ class Link:
         # frozen rank, destroy_process_group() and the end of the program would take that long. See docs/decisions/liveness.md.
         given = self._given()
         kept = self.own_groups or ([given] if given is not None else [])
-        threading.Thread(target=_keep, args=(kept,), name="megabucket-lost-groups", daemon=True).start()
+        is_aborted = threading.Event()
+        threading.Thread(target=_lose, args=(kept, is_aborted), name="megabucket-lost-groups", daemon=True).start()
+        is_aborted.wait(_JOIN_S)
 
     def close(self) -> None:
         """End the threads and groups. Also called when a communicator is dropped, and at the end of the program."""
@@ -266,8 +318,17 @@ class Link:
         self.own_groups = []
 
 
-def _keep(_: Sequence[dist.ProcessGroup]) -> None:
-    """Hold references that even the end of the program does not drop: those in the frame of a daemon thread."""
+def _lose(groups: Sequence[dist.ProcessGroup], is_aborted: threading.Event) -> None:
+    """End what waits in queues of devices, and hold references that even the end of the program does not drop.
+
+    Nothing else drops those in the frame of a daemon thread. Without the abort, every later wait of the host for a device would
+    be one for a collective that never ends.
+    """
+    for backend in [backend for group in groups for backend in backends_of(group)]:
+        if backend.name() not in _GLOO_LIKE:
+            with suppress(Exception):  # not every back-end can; there is nobody to tell
+                backend.abort()
+    is_aborted.set()
     threading.Event().wait()
 
 
@@ -287,6 +348,7 @@ class WorkHandle(Handle):
     ) -> None:
         self._link, self._group, self._label = link, group, record.label
         self._plan: Plan | None = plan
+        self._accelerator = plan.accelerator
         self._launch: Launch | None = None
         self._job: Job | None = None
         self._run, self._unread = run, dict[int, str]()
@@ -327,7 +389,9 @@ class WorkHandle(Handle):
         if launch is not None:
             launch.note("launched")
         self._sent.extend(map(_call, steps))
-        link.progress.num_launched = self._sent[0]
+        link.progress.num_launched += 1
+        if link.watch is not None:
+            link.watch.heartbeat.num_launched = self._sent[0]
         if launch is not None:
             for recorder in link.progress.recorders:
                 recorder.record_launch(launch)
@@ -350,11 +414,11 @@ class WorkHandle(Handle):
         if self._launch is not None:
             self._launch.note("wait_start")
         works: Sequence[Work] = self._sent[1:] if self._job is None else (self._job,)
-        if link.watch is not None:
+        if plan.is_gloo and link.watch is not None:
             link.watch.wait(works, label=self._label, number=self._sent[0])
         else:
             for work in works:
-                work.wait()  # over NCCL: the current stream waits, not the host
+                work.wait()  # over NCCL the current stream waits; with a time limit the host would, and then end the group
         if self._unread and link.watch is not None:
             raise link.watch.lose(self._unread, label=self._label, number=self._sent[0])
         self._complete(plan)
@@ -365,11 +429,24 @@ class WorkHandle(Handle):
         if self._launch is not None:
             self._launch.note("wait_stop")
 
-    def poll(self) -> None:
+    def read(self, result: torch.Tensor) -> torch.Tensor:
+        """Wait, also for a device, in slices; return a result as the host may read it."""
+        self.wait()
+        if self._accelerator is None:
+            return result
+        copy = HostCopy(self._accelerator, result)
+        if self._link.watch is None:
+            copy.wait()
+        else:
+            self._link.watch.wait([copy], label=self._label, number=self._sent[0])
+        return copy.values
+
+    def poll(self) -> bool:
         """Do what ``wait`` would, where the host would not have to wait. Over NCCL it never does, so nothing is gained."""
         works: Sequence[Work] = self._sent[1:] if self._job is None else (self._job,)
         if self._plan is not None and self._plan.is_gloo and all(map(_is_completed, works)):
             self.wait()
+        return self._plan is None
 
     def _complete(self, plan: Plan) -> None:
         """Do what is left to do with the results, in one call in C: as a whole or not at all."""
@@ -506,11 +583,21 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         return ""
 
 
+def name_of(group: dist.ProcessGroup) -> str:
+    """Return the name of a group, the same on all ranks."""
+    return str(dist.distributed_c10d._world.pg_names.get(group, ""))
+
+
+def backends_of(group: dist.ProcessGroup) -> list[Any]:
+    """Return the back-ends of a group, one for each kind of device."""
+    return [group._get_backend(device) for device in getattr(group, "_device_types", ())]
+
+
 def timeout_s_of(group: dist.ProcessGroup) -> float:
-    """Return the time limit of a gloo group's collectives, or torch's own when torch does not tell."""
+    """Return the time limit of a group's collectives, or torch's own when torch does not tell."""
     try:
-        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
+        return min(float(backend.options._timeout.total_seconds()) for backend in backends_of(group))
+    except (AttributeError, RuntimeError, ValueError):
         return _TIME_LIMIT_S
 
 
@@ -536,9 +623,8 @@ def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float
     ``split_group`` does the same over three new connections to that store, and the constructor of each asks for the name of an
     address: where a name server loses a question, that takes 5 s, while the other ranks run into their time limit.
     """
-    backends = {backend_of(group, device) for device in getattr(group, "_device_types", ())}
     store = store_of(group)
-    if backends != {"gloo"} or store is None:
+    if {backend.name() for backend in backends_of(group)} != {"gloo"} or store is None:
         return []
     try:
         given: Any = group._get_backend(torch.device("cpu")).options

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from megabucket.config.ddp import DistributedDataParallelConfig, Section
-from megabucket.config.resolve import Resolved, ResolvedConfig, resolve
 
 __all__ = [
     "DistributedDataParallelConfig",
-    "Resolved",
-    "ResolvedConfig",
     "Section",
-    "resolve",
 ]

@@ -199,7 +199,7 @@ class DistributedDataParallelConfig(Section):
 
     nonfinite_gradients: Literal["error", "skip_step", "allow"] = "error"
     """What nan or inf in a gradient of any rank means, looked for before it is reduced: an error that names rank, bucket and
-    parameter; a step that no rank takes; or nothing, for instance because a loss scaler looks itself."""
+    parameter; a step that no rank takes; or nothing, because ``torch.amp.GradScaler``, for instance, looks itself."""
 
     skipped_forwards: Literal["error", "allow"] = "error"
     """What it means that ranks ran different numbers of training forwards that no backward has reached when gradients are

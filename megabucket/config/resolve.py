@@ -388,7 +388,8 @@ def _why_withheld(config: DistributedDataParallelConfig) -> str:
             "is reduce-scattered (use_distributed_optimizer=True): from backward to the optimizer's step each rank has a "
             "gradient of its own there, or one shard of the reduced one, in memory that a collective may own. Its norm, and "
             "what is clipped by it, would differ between ranks. Clip with DistributedOptimizer(..., clip_grad=1.0), and read "
-            "the norm over all ranks from what its step() returns; scale with ddp.scale_gradients() after finish_grad_sync(). "
+            "the norm over all ranks from what its step() returns, or call its clip_grad_norm_(1.0); scale with "
+            "ddp.scale_gradients() after finish_grad_sync(). "
             "With ddp.force_all_reduce = True before backward, finish_grad_sync() leaves whole gradients in param.grad."
         )
     if config.finish == "explicit":

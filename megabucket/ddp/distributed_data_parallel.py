@@ -5,23 +5,26 @@ What a user calls. The parts are put together in ``wrap``; no rule lives here.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
-from megabucket.comm import Communicator, Exchange, Liveness, discover_communicator, with_same_host_copies
+from megabucket.comm import Communicator, Exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.fence import step_number_of
-from megabucket.ddp.replicas import broadcast_replicas, check_replicas, unbuffered_state
+from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
+from megabucket.ddp.replicas import broadcast_replica, find_divergence, naming_replaced, unbuffered_state
 from megabucket.ddp.step import GradSync
 from megabucket.ddp.wrap import (
     Detached,
@@ -35,6 +38,7 @@ from megabucket.ddp.wrap import (
 )
 from megabucket.errors import ConfigError, MegabucketError, PhaseError
 from megabucket.layout import ModelLayout
+from megabucket.layout.identity import ParamIdentity
 from megabucket.trace import Recorder, StepRecorder, StepTrace
 
 _LOGGER: Final = logging.getLogger("megabucket")
@@ -52,9 +56,14 @@ class DistributedDataParallel(torch.nn.Module):
         module: on its final device and in its final dtypes.
         config: the defaults all-reduce with overlap.
         process_group: the ranks to reduce with; the default group when not given, or this process alone when
-            ``torch.distributed`` is not initialized.
+            ``torch.distributed`` is not initialized. Of a device mesh of two dimensions the last one holds
+            the shards of a replica, and the first one the replicas (``ReductionGroup``).
         recorder: receives launches and phases, for traces and tests.
         communicator: an implementation of the port to use instead of a process group, for instance of a ``LoopbackWorld``.
+        groups: in place of ``process_group``, where parameters are reduced over different ranks, or the model is parallel in
+            another way, too: ``ParallelGroups``, or a dict of its ``reduction`` groups alone.
+        disable_bucketing: one bucket per buffer, whatever the config says of their sizes: for pipeline stages but the first,
+            whose reductions end while the first one still computes. Alike on the ranks of a reduction group.
 
     Raises:
         NoTrainableParametersError: nothing requires a gradient.
@@ -63,7 +72,7 @@ class DistributedDataParallel(torch.nn.Module):
         LayoutMismatchError: the ranks do not wrap the same module with the same config and versions.
         PeerFailedError: another rank could not wrap its module.
         ProcessGroupMissingError: several processes were launched, but they have no process group.
-        ConfigError: the config cannot be honoured for this module.
+        ConfigError: the config, or the groups, cannot be honoured for this module.
     """
 
     def __init__(
@@ -71,38 +80,55 @@ class DistributedDataParallel(torch.nn.Module):
         module: torch.nn.Module,
         config: DistributedDataParallelConfig | None = None,
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         recorder: Recorder | None = None,
         communicator: Communicator | None = None,
+        groups: ParallelGroups | Mapping[str, Any] | None = None,
+        disable_bucketing: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(config, DistributedDataParallelConfig | None):
-            raise ConfigError(
-                f"config must be a DistributedDataParallelConfig, got a {type(config).__name__}; "
-                "DistributedDataParallelConfig(**fields) makes one of a dict"
-            )
-        self.ddp_config = config if config is not None else DistributedDataParallelConfig()
+        self.ddp_config = _checked(config, disable_bucketing=disable_bucketing)
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
-        self._owns_communicator = communicator is None
-        self.communicator = communicator or _discover(module, self.ddp_config, process_group, recorder)
+        if groups is not None and (process_group is not None or communicator is not None):
+            raise ConfigError("groups= names all ranks; drop process_group= and communicator=")
+        if isinstance(process_group, DeviceMesh):
+            groups, process_group = {DENSE: process_group}, None
+        self._groups = groups if isinstance(groups, ParallelGroups | None) else ParallelGroups(groups)
+        if self._groups is not None:
+            self.ranks = discover(self._groups, self.ddp_config, device=exchange_device(module), recorder=recorder)
+        else:
+            device = exchange_device(module)
+            found = communicator or communicator_for(process_group, self.ddp_config, device=device, recorder=recorder)
+            self.ranks = single(found, resolve_step(self.ddp_config), is_owned=communicator is None)
+        self.communicator = self.ranks.step
+        """Of the ranks that agree on steps."""
         self.num_value_changes = 0
         """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
         self._step_recorder: StepRecorder | None = None
         self._wrapping: Wrapping | Detached = Detached()
         self.module = module
+        self.__dict__["module"] = module  # each step reads it; setting another one removes this entry
+        # With the signature of the module's forward: trainers choose by it which fields of a batch to pass.
+        forward = functools.partial(type(self).forward, self)
+        self.forward = functools.wraps(module.forward)(forward)  # type: ignore[method-assign]
         try:
-            self._wrapping = Wrapping(module, self.ddp_config, self.communicator, on_load=self._note_load)
+            self._wrapping = self._wrap()
             self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
             if self.ddp_config.step_traces:
                 self._record_steps()
             if self.ddp_config.init_sync:
-                self._broadcast()
+                with naming_replaced(self.param_names, self.communicator):
+                    self._broadcast()
+                self._broadcast_copies()
         except BaseException:
             self.detach()  # a module that could not be wrapped is as it was
             raise
+
+    def _wrap(self) -> Wrapping:
+        return Wrapping(self.module, self.ddp_config, self.ranks, groups=self._groups, on_load=self._note_load)
 
     def _record_steps(self) -> None:
         progress, device = self.communicator.progress, self.param_and_grad_buffers[0].param_data.device
@@ -125,6 +151,11 @@ class DistributedDataParallel(torch.nn.Module):
     def param_names(self) -> dict[torch.nn.Parameter, str]:
         """The names of the parameters in the buffers."""
         return self._wrapping.param_names
+
+    @property
+    def identities(self) -> dict[str, ParamIdentity]:
+        """The identity of each parameter, frozen ones included, by name."""
+        return self._wrapping.identities
 
     @property
     def param_and_grad_buffers(self) -> list[ParamAndGradBuffer]:
@@ -153,6 +184,8 @@ class DistributedDataParallel(torch.nn.Module):
             PhaseError: the wrapper was detached, or ``ddp.module`` was replaced.
         """
         self._wrapping.check_is_wrapped(self.module)
+        if torch.compiler.is_compiling() or self.module._compiled_call_impl is not None:
+            return self._wrapping.call_compiled(*args, **kwargs)
         return self.module(*args, **kwargs)
 
     # Gradients #
@@ -163,6 +196,19 @@ class DistributedDataParallel(torch.nn.Module):
         What counts is where backward runs, not forward. Contexts may be nested.
         """
         return self.sync.no_sync()
+
+    def grad_ready(self, param: torch.Tensor) -> None:
+        """Take the gradient of a parameter that is computed apart from backward, perhaps after ``backward()`` has returned.
+
+        Such a parameter has had the attribute ``skip_backward_post_hook = True`` since before wrapping. Its gradient is in
+        ``param.grad``, or was added to ``param.main_grad``. Call this once for each backward of a step; a bucket with such a
+        parameter is launched when all of its gradients are there.
+
+        Raises:
+            ConfigError: gradients of the parameter are taken from autograd.
+            PhaseError: it comes after the gradient sync, or was added to values of an earlier step.
+        """
+        self.sync.grad_ready(param)
 
     def start_grad_sync(self) -> None:
         """Launch the reduction of every bucket that was not launched yet, and return without waiting."""
@@ -308,16 +354,35 @@ class DistributedDataParallel(torch.nn.Module):
         """
         self.sync.call("broadcast_params()")
         self._broadcast()
+        self._broadcast_copies()
 
     @torch.no_grad()
     def _broadcast(self) -> None:
         self.finish_param_sync()
-        flats = [buffer.param_data for buffer in self.param_and_grad_buffers]
-        broadcast_replicas(chain(flats, unbuffered_state(self.module, self.param_names)), self.communicator)
+        flats = [(buffer.layout.key.group, buffer.param_data) for buffer in self.param_and_grad_buffers]
+        others = unbuffered_state(self.module, self.param_names, self.identities) if self.communicator.size > 1 else ()
+        for group, tensor in chain(flats, others):
+            for communicator in self.ranks.by_name[group].communicators:
+                broadcast_replica(tensor, communicator)
         self.num_value_changes += 1
         self.sync.counters.note_broadcast()
 
+    def _broadcast_copies(self) -> None:
+        """Make tied weights equal, before an optimizer makes main parameters of them: in the same order on all ranks."""
+        for param, name in sorted(self.param_names.items(), key=lambda item: self.identities[item[1]].global_name):
+            for along in self.identities[name].partial:
+                broadcast_replica(param.data, self.ranks.copies[along])
+
     # The wrapper as a module #
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the wrapper lacks from the wrapped module: ``config``, ``generate``, ``save_pretrained`` and the like."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -378,7 +443,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._wrapping.undo()
             self.ddp_config = config
             torch.nn.Module.zero_grad(self.module)  # also parameters that were in no buffer
-            self._wrapping = Wrapping(self.module, self.ddp_config, self.communicator, on_load=self._note_load)
+            self._wrapping = self._wrap()
             self.sync.continue_from(before)
             if self.ddp_config.init_sync:
                 self._broadcast()
@@ -401,14 +466,19 @@ class DistributedDataParallel(torch.nn.Module):
     def check_replicas(self) -> None:
         """Compare the parameters of all ranks, bit by bit through checksums. A collective call; reads every parameter once.
 
-        Finds what no gradient can tell: a flipped bit, a write on one rank only, an update that one rank missed.
+        Finds what no gradient can tell: a flipped bit, a write on one rank only, an update that one rank missed. Compares the
+        copies that ``groups`` describes as well, and logs a warning if a parameter that is cut is equal on all their ranks.
 
         Raises:
             ReplicasDivergedError: some parameter differs; the text names the first.
         """
         self.sync.call("check_replicas()")
         self.finish_param_sync()
-        check_replicas(dict(self.module.named_parameters()), self.communicator, step=self.sync.step)
+        failure = find_divergence(dict(self.module.named_parameters()), self.identities, self.ranks, step=self.sync.step)
+        if not self.ranks.has_same_params:
+            self.sync.call("check_replicas()", failure=failure)
+        if failure is not None:
+            raise failure
 
     def detach(self) -> torch.nn.Module:
         """Undo the wrapping: give the parameters storages of their own, remove all hooks, and return the module.
@@ -423,8 +493,7 @@ class DistributedDataParallel(torch.nn.Module):
             progress = self.communicator.progress
             if self._step_recorder in progress.recorders:
                 progress.recorders = progress.given_recorders
-            if self._owns_communicator:
-                self.communicator.close()
+            self.ranks.close()
         return self.module
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -439,16 +508,17 @@ class DistributedDataParallel(torch.nn.Module):
         )
 
 
-def _discover(
-    module: torch.nn.Module,
-    config: DistributedDataParallelConfig,
-    process_group: dist.ProcessGroup | None,
-    recorder: Recorder | None,
-) -> Communicator:
-    communicator = discover_communicator(process_group, recorder, Liveness.from_config(config))
-    if resolve_step(config).copies_on_host:
-        communicator = with_same_host_copies(communicator, exchange_device(module))
-    return communicator
+def _checked(config: DistributedDataParallelConfig | None, *, disable_bucketing: bool) -> DistributedDataParallelConfig:
+    if not isinstance(config, DistributedDataParallelConfig | None):
+        raise ConfigError(
+            f"config must be a DistributedDataParallelConfig, got a {type(config).__name__}; "
+            "DistributedDataParallelConfig(**fields) makes one of a dict"
+        )
+    config = config or DistributedDataParallelConfig()
+    if not disable_bucketing:
+        return config
+    sizes = dict.fromkeys(("bucket_size", "bucket_cap_mb", "num_buckets"))
+    return config.model_copy(update={**sizes, "bucket_cuts": ()})
 
 
 def _warn_without_overlap(communicator: Communicator, config: DistributedDataParallelConfig, layout: ModelLayout) -> None:
@@ -467,23 +537,15 @@ def _warn_without_overlap(communicator: Communicator, config: DistributedDataPar
 class AgreedStop:
     """Whether the run is to end: asked of any rank, at any time; answered alike on all ranks, after each step.
 
-    The fence of each step carries the wish, so agreeing costs nothing. Where there is no fence (``fence=False``) the ranks ask
-    each other with a collective of their own, every so many steps.
+    The fence of each step carries the wish, so agreeing costs nothing. Where there is no fence (``fence=False``), ``poll`` is a
+    small collective of its own: every rank calls it after the same steps, as often as that is worth it.
 
     Args:
         ddp: the wrapper whose steps are meant.
-        ask_every_steps: of how many calls of ``poll`` one asks, where there is no fence.
-
-    Raises:
-        ValueError: ``ask_every_steps`` is less than 1.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, *, ask_every_steps: int = 10) -> None:
-        if ask_every_steps < 1:
-            raise ValueError(f"ask_every_steps is {ask_every_steps}, and must be 1 or more")
-        self._ddp, self._ask_every_steps = ddp, ask_every_steps
-        self._num_polls = 0
-        self._is_requested = False
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp, self._is_requested = ddp, False
 
     def request(self) -> None:
         """Ask for the end. Notes it and does nothing else, so a signal handler may call it."""
@@ -491,7 +553,7 @@ class AgreedStop:
         self._ddp.sync.counters.wants_stop = True
 
     def poll(self) -> bool:
-        """Return whether some rank was asked to stop: the same on every rank. A collective call, once after each step.
+        """Return whether some rank was asked to stop: the same on every rank. A collective call, after a step.
 
         A rank that was asked after its side of the step was sent is heard after the next one.
 
@@ -502,9 +564,6 @@ class AgreedStop:
         communicator = self._ddp.communicator
         if self._ddp.policy.has_fence or communicator.size == 1:
             return self._ddp.sync.counters.stop_is_wanted
-        self._num_polls += 1
-        if self._num_polls % self._ask_every_steps:
-            return False
         device = self._ddp.param_and_grad_buffers[0].grad_data.device
         said = Exchange(communicator, bytes([self._is_requested]), capacity_bytes=1, device=device, label="stop").wait()
         return any(word != b"\0" for word in said)

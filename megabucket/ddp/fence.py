@@ -462,7 +462,7 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
     yield from _divergences(step, reports)
     yield from _problems(step, reports, _FIRST_KINDS)
     yield from _disagreements(step, reports)
-    yield from _problems(step, reports, (errors.LateGradientError,))
+    yield from _problems(step, reports, (errors.LateGradientError, errors.DelayedGradientError))
     yield from _unused(step, num_buckets, reports)
     yield from _problems(step, reports, (errors.NonFiniteGradientError,))
     if all(report.doing == _END_OF_STEP for report in reports) and (
@@ -568,9 +568,10 @@ def agree_on_difference(
     texts = exchange(communicator, payload, speakers=speakers, device=device, label=f"{label} texts")
     rows = list(zip_longest(*map(json.loads, texts), fillvalue="nothing"))
     differences: list[str] = []
-    for index, row in enumerate(rows):  # the first speaker is rank 0
-        others = [(rank, line) for rank, line in zip(speakers, row, strict=True) if line != row[0]]
-        differences += [f"entry {index}: rank 0 has {row[0]}, rank {rank} has {line}" for rank, line in others[:1]]
+    first, *_ = names = [f"rank {communicator.number_of(rank)}" for rank in speakers]
+    for index, row in enumerate(rows):
+        others = [(name, line) for name, line in zip(names, row, strict=True) if line != row[0]]
+        differences += [f"entry {index}: {first} has {row[0]}, {name} has {line}" for name, line in others[:1]]
     return errors.LayoutMismatchError(
         differences=differences[:_DIFFERENCES_SHOWN],
         num_different=len(differences),

@@ -286,7 +286,9 @@ class PlainOptimizerGuard:
         """Count a step that has updated parameters of the wrapper: all ranks must have made as many."""
         held = self._held_by(optimizer)
         if held.params:
-            self._sync.counters.note_update((*read_hyperparameters(optimizer.param_groups), *held.members))
+            # Ranks that agree on steps need not hold the same parameters, where there are several groups.
+            members = held.members if self._sync.ranks.has_same_params else ()
+            self._sync.counters.note_update((*read_hyperparameters(optimizer.param_groups), *members))
             self._stepped[optimizer] = self._sync.step
             self._sync.pause()
 

@@ -14,7 +14,7 @@ import dataclasses
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer import _ParamAndGradBucketGroup
 from megabucket.buffer.bucket_group import LARGE_BYTES
-from megabucket.errors import ConcurrentBackwardError, PhaseError
+from megabucket.config.resolve import StepPolicy
+from megabucket.ddp.groups import RankGroups
+from megabucket.errors import ConcurrentBackwardError, ConfigError, PhaseError, name_list
 
 if TYPE_CHECKING:
     from megabucket.ddp.step import GradSync
@@ -33,8 +35,8 @@ GradHook = Callable[[torch.Tensor], None]
 
 def register_hooks(
     module: torch.nn.Module, groups: Sequence[_ParamAndGradBucketGroup], sync: GradSync, on_load: Callable[[], None]
-) -> list[RemovableHandle]:
-    """Hook parameters and module of one wrapper.
+) -> tuple[list[RemovableHandle], Callable[..., Any]]:
+    """Hook parameters and module of one wrapper. Return the hooks, and what calls the module when it is compiled.
 
     The hooks of the module also keep ``sync`` alive as long as the module: those of the parameters know it weakly.
 
@@ -46,7 +48,8 @@ def register_hooks(
         for group in groups
         for param, hook in zip(group.params, grad_hooks(sync, group), strict=True)
     ]
-    handles += watch_forwards(module, sync)
+    watching, call_compiled = watch_forwards(module, sync)
+    handles += watching
     submodules = set(module.modules())
 
     def note_load(loaded: torch.nn.Module, _: Any) -> None:
@@ -54,11 +57,13 @@ def register_hooks(
             on_load()
 
     handles += [submodule.register_load_state_dict_post_hook(note_load) for submodule in submodules]
-    return handles
+    return handles, call_compiled
 
 
 def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook]:
     """Return the hook of each parameter of a bucket group.
+
+    Parameters whose gradients are computed apart from backward have one that drops the dummy of Megatron's layers.
 
     They know ``sync`` weakly: Python's garbage collector does not see cycles through hooks of tensors. And they are the same
     few functions for all parameters, not one for each: thousands of functions do not stay in the cache.
@@ -91,14 +96,48 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
         else:
             receive(param)
 
+    def drop_dummy(param: torch.Tensor) -> None:
+        if (sync := reference()) is not None:
+            sync.drop_dummy(index, position_of[id(param)])
+
     hook_of_small = stage if streams is None else stage_on_stream
-    return [hook_of_small if param.nbytes <= LARGE_BYTES else receive for param in group.params]
+    hooks: list[GradHook] = [hook_of_small if param.nbytes <= LARGE_BYTES else receive for param in group.params]
+    for position in group.delayed:
+        hooks[position] = drop_dummy
+    return hooks
 
 
-def watch_forwards(module: torch.nn.Module, sync: GradSync) -> list[RemovableHandle]:
-    """Tell ``sync`` about training forwards of ``module``: those in ``train()`` mode with gradients switched on."""
+def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: RankGroups) -> None:
+    """Refuse to reduce gradients at the end of a backward where more is to come, or other ranks wait for what it returns.
+
+    Raises:
+        ConfigError: the config wants that.
+    """
+    if not policy.finishes_with_backward:
+        return
+    delayed = [name for name, param in params.items() if getattr(param, "skip_backward_post_hook", False)]
+    why = f"gradients of {name_list(delayed)} may come after backward (skip_backward_post_hook=True)" if delayed else ""
+    if not ranks.copies.keys().isdisjoint(("pp", "embd")):
+        why = "an earlier pipeline stage waits for what backward of a later one returns"
+    if why:
+        raise ConfigError(
+            f"{why}, but with finish='auto' and all-reduce backward waits for the gradient sync of all ranks. Set "
+            "finish='explicit' and call ddp.finish_grad_sync() or finalize_grads() before the optimizer's step, or "
+            "use_distributed_optimizer=True."
+        )
+
+
+def watch_forwards(module: torch.nn.Module, sync: GradSync) -> tuple[list[RemovableHandle], Callable[..., Any]]:
+    """Tell ``sync`` about training forwards of ``module``: those in ``train()`` mode with gradients switched on.
+
+    Hooks that ``torch.compile`` traces do nothing, so that the module may be one graph (``fullgraph=True``). The second result
+    calls the module and does what the hooks would do, outside of the graph.
+    """
+    outside = _Outside()
 
     def counts(called: torch.nn.Module) -> bool:
+        if torch.compiler.is_compiling() or outside.is_watching:
+            return False
         # A deepcopy of the module shares these hooks, and its training is none of our business. Neither is a forward that
         # activation checkpointing runs again inside a backward, which may even end in an exception of its own.
         return called is module and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
@@ -119,10 +158,35 @@ def watch_forwards(module: torch.nn.Module, sync: GradSync) -> list[RemovableHan
         if not _watch_outputs(output, sync, note_reached) and note_reached is not None:
             note_reached()  # nothing that a backward could start from
 
-    return [
+    handles = [
         module.register_forward_pre_hook(before, prepend=True),
         module.register_forward_hook(after, always_call=True),
     ]
+    return handles, outside.make_call(module, before, after)
+
+
+@dataclasses.dataclass(slots=True)
+class _Outside:
+    """Calls a module that is compiled, and its hooks around it."""
+
+    is_watching: bool = False
+    """Whether hooks that run in spite of that do nothing."""
+
+    def make_call(self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Callable[..., Any]:
+        note_begin, note_end = torch.compiler.disable(before), torch.compiler.disable(after)
+
+        @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note_begin(module, args)
+            output, self.is_watching = None, True
+            try:
+                output = module(*args, **kwargs)
+            finally:
+                self.is_watching = False
+                note_end(module, args, output)
+            return output
+
+        return call  # type: ignore[no-any-return]
 
 
 def _watch_outputs(output: Any, sync: GradSync, note_reached: Callable[[], None] | None) -> bool:
@@ -156,22 +220,23 @@ class BackwardWatch:
     """Follows one backward at a time. Those that activation checkpointing runs inside another one belong to it."""
 
     def __init__(self) -> None:
-        self.running: object | None = None
-        """Stands for the backward that is running."""
-        self._task_id = -1
+        self.running: int | None = None
+        """The id that autograd has given the backward that is running."""
+        self.has_failed = False
+        """Whether autograd has dropped it without an end."""
         self._thread = threading.current_thread()
 
     def open(self, follower: GradSync) -> None:
         """Begin to follow the backward that is running. ``follower`` is known weakly: autograd keeps callbacks in C++."""
-        self._task_id = torch._C._current_graph_task_id()
-        self._thread = threading.current_thread()
-        running = object()
-        torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self, running, follower))
+        running = torch._C._current_graph_task_id()
+        self._thread, self.has_failed = threading.current_thread(), False
+        end = _EndOfBackward(self, running, weakref.ref(follower))
+        torch.autograd.Variable._execution_engine.queue_callback(end)
         self.running = running
 
     def is_gone(self) -> bool:
-        """Whether the backward has ended without a word: an interrupt met the destructor that should have said so."""
-        return torch._C._current_graph_task_id() < 0 and threading.current_thread() is self._thread
+        """Whether the backward has failed and the step was not told: an interrupt or its thread kept the destructor from it."""
+        return self.has_failed or (torch._C._current_graph_task_id() < 0 and threading.current_thread() is self._thread)
 
     def check_is_one(self, *, rank: int) -> None:
         """Refuse another backward than the one that is open.
@@ -182,24 +247,29 @@ class BackwardWatch:
         Raises:
             ConcurrentBackwardError: it is another one.
         """
-        if torch._C._current_graph_task_id() != self._task_id:
+        if torch._C._current_graph_task_id() != self.running:
             thread = threading.current_thread()
             raise ConcurrentBackwardError(rank=rank, thread=thread.name, other_thread=self._thread.name)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _EndOfBackward:
-    __slots__ = ("_backward", "_follower", "_watch")
+    """What autograd calls at the end of one backward, or only drops."""
 
-    def __init__(self, watch: BackwardWatch, backward: object, follower: GradSync) -> None:
-        self._watch, self._backward = watch, backward
-        self._follower = weakref.ref(follower)
+    watch: BackwardWatch
+    backward: int
+    follower: weakref.ref[GradSync]
 
     def __call__(self) -> None:
-        follower = self._follower()
-        if follower is not None and self._watch.running is self._backward:
+        follower = self.follower()
+        if follower is not None and self.watch.running == self.backward:
             follower.end_backward()  # closes the watch: an interrupt before that leaves the rest to the destructor
 
     def __del__(self) -> None:
-        follower = self._follower()
-        if follower is not None and self._watch.running is self._backward:
-            follower.abandon_backward()
+        follower = self.follower()
+        if follower is not None and self.watch.running == self.backward:
+            self.watch.has_failed = True
+            # In a thread of autograd, which is one of a device and unknown to Python, the caller may have the exception already
+            # and go on: the next call, in the caller's thread, tells the others. See docs/decisions/failed-backwards.md.
+            if not isinstance(threading.current_thread(), threading._DummyThread):
+                follower.abandon_backward()

@@ -101,5 +101,6 @@ class ParamGather:
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     """Return the hook as one that ``torch.compile`` leaves alone: waiting for a collective is nothing to trace."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)
+    reason = "a module waits here for its parameters: use overlap_param_gather=False with fullgraph=True"
+    disabled: Callable[..., None] = torch.compiler.disable(hook, reason=reason)
     return disabled

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Final
 
 import torch
 
 from megabucket.comm import AllReduce, Broadcast, Communicator, Exchange, ReduceOp
-from megabucket.errors import ConfigError, ReplicasDivergedError
+from megabucket.ddp.groups import RankGroups, buffer_groups
+from megabucket.errors import ConfigError, ReplicasDivergedError, name_list
+from megabucket.layout.identity import ParamIdentity
+
+_LOGGER: Final = logging.getLogger("megabucket")
 
 
-def broadcast_replicas(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
-    """Copy tensors of the group's first rank to all ranks, one after the other."""
-    if communicator.size == 1:
-        return
-    for tensor in tensors:
+def broadcast_replica(tensor: torch.Tensor, communicator: Communicator) -> None:
+    """Copy a tensor of the group's first rank to all ranks."""
+    if communicator.size > 1:
         dense = tensor if tensor.is_contiguous() else tensor.contiguous()
         communicator.launch([Broadcast(dense)], label="initial broadcast").wait()
         if dense is not tensor:
             tensor.copy_(dense)
 
 
-def unbuffered_state(module: torch.nn.Module, buffered: Container[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
-    """Return frozen parameters and module buffers that have values.
+def unbuffered_state(
+    module: torch.nn.Module, buffered: Container[torch.nn.Parameter], identities: Mapping[str, ParamIdentity]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return frozen parameters and module buffers that have values, each with its reduction group.
 
     Args:
         buffered: the parameters that live in buffers, which are sent as a whole.
@@ -31,6 +40,7 @@ def unbuffered_state(module: torch.nn.Module, buffered: Container[torch.nn.Param
     Raises:
         ConfigError: one of them is sparse.
     """
+    group_of = {**buffer_groups(module, identities), **{name: identity.group for name, identity in identities.items()}}
     frozen = [(name, param) for name, param in module.named_parameters() if param not in buffered]
     for name, tensor in [*frozen, *module.named_buffers()]:
         if tensor.layout is not torch.strided:
@@ -40,7 +50,38 @@ def unbuffered_state(module: torch.nn.Module, buffered: Container[torch.nn.Param
             )
         if not tensor.is_meta:
             # Of an expanded dimension one element is all there is; torch refuses to write through the expanded view.
-            yield tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+            single = tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+            yield group_of[name], single
+
+
+@contextmanager
+def naming_replaced(params: Mapping[torch.nn.Parameter, str], communicator: Communicator) -> Iterator[None]:
+    """Log which parameters a broadcast inside has replaced by other values, if it has left others as they were.
+
+    Where all of them are replaced, the ranks were seeded apart, and the broadcast is what the caller wants. Some among equal
+    ones are parts of a model that is not the same on all ranks, such as experts.
+    """
+    if communicator.size == 1:
+        yield
+        return
+    before = _norms_of(params)
+    yield
+    was_equal = torch.isclose(before, _norms_of(params), rtol=0.0, atol=0.0, equal_nan=True).tolist()
+    replaced = [name for name, is_equal in zip(params.values(), was_equal, strict=True) if not is_equal]
+    if len(replaced) < len(was_equal) and replaced:
+        _LOGGER.warning(
+            "megabucket: [rank %d] %s differed from those of the first rank and were replaced by them, while all others were "
+            "equal. If each rank is to have its own (experts), pass groups=; otherwise give all ranks the same seed.",
+            communicator.rank,
+            name_list(replaced),
+        )
+
+
+@torch.no_grad()
+def _norms_of(params: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    dtypes = [torch.promote_types(param.dtype, torch.float32) for param in params]
+    norms = [torch.linalg.vector_norm(param, dtype=dtype) for param, dtype in zip(params, dtypes, strict=True)]
+    return torch.stack([norm.double() for norm in norms])  # 1D
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -49,24 +90,81 @@ def checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(values.data)
 
 
-def check_replicas(params: Mapping[str, torch.Tensor], communicator: Communicator, *, step: int) -> None:
-    """Return when all ranks hold the same bits in every parameter.
+def find_divergence(
+    params: Mapping[str, torch.Tensor], identities: Mapping[str, ParamIdentity], ranks: RankGroups, *, step: int
+) -> ReplicasDivergedError | None:
+    """Compare parameters over all ranks that hold the same ones, and return what differs first on this rank.
 
-    One all-reduce of 16 bytes for each parameter, whatever the number of ranks: the largest checksum and the smallest.
-
-    Raises:
-        ReplicasDivergedError: they do not.
+    Args:
+        params: those of the module, by name, frozen ones included.
     """
-    own = [0 if param.is_meta or not param.numel() else checksum(param) for param in params.values()]
+    sums = {name: 0 if param.is_meta or not param.numel() else checksum(param) for name, param in params.items()}
     device = next((param.device for param in params.values() if not param.is_meta), torch.device("cpu"))
-    extremes = torch.tensor([own, [-number for number in own]], dtype=torch.int64, device=device).flatten()  # 1D
-    communicator.control.launch([AllReduce(extremes, ReduceOp.MAX)], label="replica checksums").wait()
-    largest, negated = extremes.view(2, -1).tolist()
-    differing = [index for index, (high, low) in enumerate(zip(largest, negated, strict=True)) if high != -low]
-    if differing:
-        first = own[differing[0]].to_bytes(4, "little")
-        answers = Exchange(communicator, first, capacity_bytes=4, device=device, label="checksums that differ").wait()
-        sums = [int.from_bytes(answer, "little") for answer in answers]
-        name = list(params)[differing[0]]
-        others = f" and {len(differing) - 1} more parameters" if len(differing) > 1 else ""
-        raise ReplicasDivergedError(step=step, what=f"the bits of {name!r}{others} (CRC-32)", by_rank=sums)
+    compare = partial(_compare, step=step, device=device)
+    found = []
+    for group, reduction in ranks.by_name.items():
+        of_group = {f"{name!r}": number for name, number in sums.items() if identities[name].group == group}
+        found += [compare(of_group, communicator) for communicator in reduction.communicators]
+    names = sorted(params, key=lambda name: (identities[name].global_name, identities[name].offset))
+    for along, communicator in ranks.copies.items():
+        copies = [name for name in names if along in identities[name].copies]
+        where = f"copies along {along!r}"
+        # Ranks of other pipeline stages have other parameters, so they compare what they hold before its values.
+        listed = compare({f"the list of {where},": _crc(identities[name].global_name for name in copies)}, communicator)
+        found.append(listed or compare({f"{name!r}, {where},": sums[name] for name in copies}, communicator))
+        cut = [name for name in names if identities[name].global_shape != tuple(params[name].shape) and name not in copies]
+        offsets = [_crc(identities[name].offset) for name in cut]
+        if not _differing([_crc(identities[name].global_name for name in cut)], communicator, device=device):
+            equal = set(range(len(cut))) - set(_differing([sums[name] for name in cut], communicator, device=device))
+            equal &= set(_differing(offsets, communicator, device=device))
+            _warn_of_equal_parts([cut[index] for index in sorted(equal) if _varies(params[cut[index]])], along, ranks)
+    return next(filter(None, found), None)
+
+
+def _crc(values: Iterable[object]) -> int:
+    return zlib.crc32(repr(tuple(values)).encode())
+
+
+def _varies(param: torch.Tensor) -> bool:
+    """Whether values differ: biases and norms begin as zeros or ones everywhere."""
+    return not param.is_meta and bool((param != param.flatten()[:1]).any())
+
+
+def _warn_of_equal_parts(names: Sequence[str], along: str, ranks: RankGroups) -> None:
+    holders = [ranks.copies[along], *chain.from_iterable(reduction.communicators for reduction in ranks.by_name.values())]
+    if names and not any(communicator.rank for communicator in holders):
+        _LOGGER.warning(
+            "megabucket: %s should be cut over the ranks %s (%s), and all of them hold the same values. Parts of one parameter "
+            "need different seeds; copies must not be marked as cut, or the norm counts each of them.",
+            name_list(names),
+            [ranks.copies[along].number_of(rank) for rank in range(ranks.copies[along].size)],
+            along,
+        )
+
+
+def _differing(numbers: Sequence[int], communicator: Communicator, *, device: torch.device) -> list[int]:
+    """Return the indices of numbers that are not the same on all ranks: one all-reduce of 16 bytes for each of them."""
+    extremes = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.int64, device=device).flatten()  # 1D
+    handle = communicator.control.launch([AllReduce(extremes, ReduceOp.MAX)], label="replica checksums")
+    largest, negated = handle.read(extremes).view(2, -1).tolist()
+    return [index for index, (high, low) in enumerate(zip(largest, negated, strict=True)) if high != -low]
+
+
+def _compare(
+    sums: Mapping[str, int], communicator: Communicator, *, step: int, device: torch.device
+) -> ReplicasDivergedError | None:
+    """Return an error if ranks have different checksums.
+
+    Args:
+        sums: by what they are of.
+    """
+    differing = _differing(list(sums.values()), communicator, device=device)
+    if not differing:
+        return None
+    name = list(sums)[differing[0]]
+    own = sums[name].to_bytes(4, "little")
+    answers = Exchange(communicator, own, capacity_bytes=4, device=device, label="checksums that differ").wait()
+    others = f" and {len(differing) - 1} more parameters" if len(differing) > 1 else ""
+    by_rank = [int.from_bytes(answer, "little") for answer in answers]
+    ranks = [communicator.number_of(rank) for rank in range(communicator.size)]
+    return ReplicasDivergedError(step=step, what=f"the bits of {name}{others} (CRC-32)", by_rank=by_rank, ranks=ranks)

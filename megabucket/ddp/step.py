@@ -36,10 +36,13 @@ from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.fence import Entry, Fence, Report, describe, resolve_error
+from megabucket.ddp.groups import RankGroups, single
 from megabucket.ddp.guards import ModelWatch, Problem
 from megabucket.ddp.hooks import BackwardWatch
 from megabucket.errors import (
     CallMismatchError,
+    ConfigError,
+    DelayedGradientError,
     ForkedProcessError,
     GroupDestroyedError,
     InvariantError,
@@ -98,6 +101,7 @@ class GradSync:
         groups: bucket groups in launch order.
         watch: finds out whether the module was changed; ``None`` does not look.
         backward_hooks: of the module and its parts. While there are any, no gradient is staged: they may look at others.
+        ranks: of the wrapper; ``None``: those of the bucket groups are all.
     """
 
     def __init__(
@@ -107,15 +111,18 @@ class GradSync:
         watch: ModelWatch | None = None,
         *,
         backward_hooks: Sequence[Sized] = (),
+        ranks: RankGroups | None = None,
     ) -> None:
         self.groups = groups
+        self.ranks = ranks or single(groups[0].communicator, policy)
         self.policy = policy
         self._watch = watch
         self._backward_hooks = backward_hooks
         self._sum_tests = [(group.index, group.sum_test) for group in groups if group.sum_test.flats]
-        self._communicator = groups[0].communicator
-        device = groups[0].buckets[0].grad_data.device
-        self._fence = Fence(self._communicator, num_buckets=len(groups), policy=policy, device=device)
+        self._delayed = [group for group in groups if group.delayed]
+        self._communicator = self.ranks.step
+        self._device = groups[0].buckets[0].grad_data.device
+        self._fence = Fence(self._communicator, num_buckets=len(groups), policy=policy, device=self._device)
         self.counters = self._fence.counters
         """What this rank will report at the next fence."""
         self.step = 0
@@ -245,10 +252,10 @@ class GradSync:
             ConcurrentBackwardError: another backward of the module is running.
             MegabucketError: as ``begin_forward``.
         """
-        if self._backward.running is not None:
-            self._backward.check_is_one(rank=self._communicator.rank)
-        else:
+        if self._backward.running is None or self._backward.has_failed:
             self._open_backward()
+        else:
+            self._backward.check_is_one(rank=self._communicator.rank)
         self._has_reached_outputs = True
 
     def _open_backward(self) -> None:
@@ -329,6 +336,72 @@ class GradSync:
         phase = group.grad_phase.value
         self.counters.note_late(slot.name, bucket=group.index, num_buckets=len(self.groups), phase=phase)
 
+    def grad_ready(self, param: torch.Tensor) -> None:
+        """Take a gradient that was computed apart from backward, and launch what waits for nothing else.
+
+        Raises:
+            ConfigError: gradients of the parameter are taken from autograd.
+            PhaseError: it comes after the gradient sync, or was added to values of an earlier step.
+        """
+        group = next((group for group in self._delayed if group.position_of.get(id(param)) in group.delayed), None)
+        if group is None:
+            raise ConfigError(
+                f"grad_ready() was called with a parameter of shape {tuple(param.shape)} whose gradients are taken from "
+                "autograd: they would count twice. Set param.skip_backward_post_hook = True before wrapping if they are "
+                "computed apart from backward."
+            )
+        self.settle()
+        position = group.position_of[id(param)]
+        with self.leaving_no_mess("grad_ready()"):
+            if group.grad_phase is GradPhase.REDUCED:
+                raise PhaseError(
+                    f"grad_ready() was called for {group.slots[position].name!r} when the gradients of the step were reduced: "
+                    "this one would be left out. Call it before finish_grad_sync() or the optimizer's step, and zero_grad() "
+                    "before the next step begins."
+                )
+            if group.grad_phase is GradPhase.IN_FLIGHT:
+                self._note_late(group, position)
+                return
+            if self.state is StepState.IDLE:
+                self.enter(StepState.OPEN)
+            group.receive_delayed(position)
+            if self._backward.running is None:
+                self._launch_delayed()
+
+    def drop_dummy(self, index: int, position: int) -> None:
+        """Forget what backward has brought for a parameter whose gradient is computed apart. Note what is no dummy."""
+        slot = self.groups[index].slots[position]
+        if getattr(slot.param, "zero_out_wgrad", False):
+            return  # zeros, and what the other end of a tied weight has added to them: taken with the delayed gradient
+        if not (slot.param.grad is None or slot.param.grad_added_to_main_grad):  # type: ignore[attr-defined]
+            self._note_delayed(slot.name, "has come through autograd, in backward")
+        slot.param.grad, slot.param.grad_added_to_main_grad = None, False  # type: ignore[attr-defined]
+
+    def _note_delayed(self, name: str, finding: str) -> None:
+        """Note what is wrong with a gradient that is to be computed apart from backward. The text tells of the first one."""
+        problem = Problem(DelayedGradientError.__name__, {"params": [], "finding": finding})
+        params = self.counters.problems.setdefault("delayed", problem).fields["params"]
+        if name not in params:
+            params.append(name)
+
+    def _launch_delayed(self) -> None:
+        """Launch groups whose last gradient was a delayed one. No backward is running."""
+        if self.state is not StepState.LAUNCHING or not self.policy.overlaps_grads:
+            return
+        for group in self._delayed:
+            group.note_delayed(self.counters.num_microbatches)
+        while self._num_launched < len(self.groups) and self.groups[self._num_launched].is_complete:
+            self._launch_next()
+            self.groups[self._num_launched - 1].withhold_grads()
+
+    def _check_delayed(self) -> None:
+        """Note parameters with fewer or more delayed gradients than backwards."""
+        expected = self.counters.num_microbatches
+        for group in self._delayed:
+            for position, count in group.delayed.items():
+                if count > expected or (count < expected and not group.policy.unused_is_zero):
+                    self._note_delayed(group.slots[position].name, f"has come {count} times in {expected} backwards")
+
     def end_backward(self) -> None:
         """Finish the sync where the end of a backward does. Called by autograd; what is raised leaves ``backward()``.
 
@@ -346,6 +419,8 @@ class GradSync:
                     group.end_backward()
                     if self.state is StepState.LAUNCHING:
                         group.withhold_grads()
+                if self._delayed:
+                    self._launch_delayed()
         self.pause()
 
     def _look_for_what_is_missing(self, *, has_received: bool) -> bool:
@@ -354,7 +429,8 @@ class GradSync:
         Returns whether it has brought none because the module has changed: no optimizer that is built over the parameters of
         now would ask this wrapper.
         """
-        counts = has_received or (self._has_reached_outputs and self.policy.unused_is_zero)
+        may_bring_none = self.policy.unused_is_zero or bool(self._delayed)
+        counts = has_received or (self._has_reached_outputs and may_bring_none)
         self.counters.num_microbatches += counts
         is_odd = self._has_reached_outputs and not has_received and self._no_sync_depth == 0
         has_changed = is_odd and self._watch is not None and self._watch.find_change() is not None
@@ -444,12 +520,14 @@ class GradSync:
         problems = self.counters.problems
         if self._watch is not None and (change := self._watch.find_change()) is not None:
             problems["change"] = change
+        if self._delayed:
+            self._check_delayed()
         self._flush()
         tests: list[FiniteTest] = []
         for group in self.groups:
             # Without any backward, what the caller wrote into zeroed views counts; what had to be zeroed is unused.
             unused = group.missing if self.counters.num_microbatches else group.cleared
-            if unused and unused_counts and not self.policy.unused_is_zero:
+            if unused and unused_counts and not group.policy.unused_is_zero:
                 fields: dict[str, Any] = {"params": [], "bucket": group.index}
                 problems.setdefault("unused", Problem(UnusedParameterError.__name__, fields)).fields["params"] += unused
             if group.finite_test.peaks:
@@ -664,8 +742,8 @@ class GradSync:
                 group.withdraw_grads()  # this rank is through with the step, so the caller may clear gradients in any way
             if not self._fence.is_sent:
                 self._fence.send(self._report())
-        except MegabucketError as cause:  # the group is gone: there is nobody to tell
-            self.state, self.broken = StepState.BROKEN, self.broken or cause
+        except MegabucketError as cause:  # the group is gone
+            self._break(self.broken or cause)
 
     def conclude_giving_up(self) -> MegabucketError:
         """Wait for the others; return the error that all ranks raise about the step that this rank has given up."""
@@ -718,7 +796,7 @@ class GradSync:
             raise  # whoever goes through the groups that come out of ``agree`` says why it goes no further
         except BaseException as error:
             if isinstance(error, _GROUP_ERRORS):
-                self.state, self.broken = StepState.BROKEN, self.broken or error
+                self._break(self.broken or error)
             elif self.state in final or (self._fence.is_sent and self.state not in (StepState.GIVING_UP, StepState.BROKEN)):
                 self.break_off(phase, describe(error))
             elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.policy.is_sharded):
@@ -729,19 +807,31 @@ class GradSync:
     def break_off(self, phase: str, cause: str) -> None:
         """Note that this rank cannot go on where others do: nothing is sent any more. Their waits hear so in two seconds."""
         step = self.step - (self.state is StepState.AGREED)  # which was counted when the ranks agreed
-        broken = WrapperBrokenError(step=step, rank=self._communicator.rank, phase=phase, cause=cause)
-        self.state, self.broken = StepState.BROKEN, broken
-        self._communicator.break_off(broken)
+        self._break(WrapperBrokenError(step=step, rank=self._communicator.rank, phase=phase, cause=cause))
+
+    def _break(self, error: MegabucketError) -> None:
+        self.state, self.broken = StepState.BROKEN, error
+        if isinstance(error, PeerLostError | WrapperBrokenError):
+            for communicator in self.ranks.communicators:
+                communicator.break_off(error)  # which has heard of it already, if it is the one that has found it
 
     # Calls outside of a step #
 
-    def call(self, label: str, entries: Sequence[Entry] = (), failure: Exception | None = None) -> None:
+    def call(
+        self,
+        label: str,
+        entries: Sequence[Entry] = (),
+        failure: Exception | None = None,
+        *,
+        by_group: Mapping[str, Sequence[Entry]] = MappingProxyType({}),
+    ) -> None:
         """Open a collective call together with all ranks, or go on in it: return when all of them have come here alike.
 
         Args:
             label: of the call; its part before a colon names it.
             entries: what must be equal on all ranks.
             failure: why this rank cannot go on; the others must not wait for it.
+            by_group: what must be equal on the ranks of each reduction group.
 
         Raises:
             CallMismatchError: some rank is in another call, or in a step.
@@ -752,7 +842,9 @@ class GradSync:
         self.settle()
         before, self.state = self.state, StepState.CALL
         with self.leaving_no_mess(label):
-            error, sent_buckets = self._fence.call(label, entries, failure, step=self.step)
+            error, sent_buckets = self.ranks.agree(
+                self._fence, label, entries, by_group, failure, device=self._device, step=self.step
+            )
             self.state = before
             if isinstance(error, CallMismatchError) and sent_buckets:
                 self._drop(error, takes_part=True)

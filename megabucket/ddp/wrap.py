@@ -16,12 +16,13 @@ from torch.nn.parameter import UninitializedParameter
 
 import megabucket
 from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, dtype_name
-from megabucket.comm import Communicator
+from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, resolve_step
 from megabucket.ddp.fence import Entry, Fence
+from megabucket.ddp.groups import DENSE, ParallelGroups, RankGroups, buffer_groups, copies_key, identify
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
-from megabucket.ddp.hooks import register_hooks
+from megabucket.ddp.hooks import check_finish, register_hooks
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.ddp.step import GradSync
 from megabucket.errors import (
@@ -37,12 +38,15 @@ from megabucket.errors import (
     name_list,
 )
 from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order
+from megabucket.layout.identity import ParamIdentity
 from megabucket.units import DTYPE_BYTES
 
 _CUTTING_FIELDS: Final = frozenset(
     {"bucket_size", "bucket_cap_mb", "num_buckets", "bucket_cuts", "bucket_order", "bucket_groups"}
 )
 """What of a config a rebuild may change: where buckets are cut and how they are batched."""
+
+_LISTS: Final = ("bucket_cuts", "bucket_order")
 
 
 class FollowsRebuild(Protocol):
@@ -82,13 +86,14 @@ def discover_params(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return trainable
 
 
-def _specs(params: Mapping[str, torch.nn.Parameter]) -> list[ParamSpec]:
+def _specs(params: Mapping[str, torch.nn.Parameter], identities: Mapping[str, ParamIdentity]) -> list[ParamSpec]:
     """Describe parameters for ``build_layout``."""
     return [
         ParamSpec(
             name=name,
             shape=tuple(param.shape),
             dtype=dtype_name(param.dtype),
+            group=identities[name].group,
             shared_embedding=bool(getattr(param, "shared_embedding", False)),
         )
         for name, param in params.items()
@@ -117,9 +122,6 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
     if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
         reason = f"it is expanded: shape {tuple(param.shape)} with strides {param.stride()} repeats the same memory"
         yield reason, "Make it a parameter of its own with .clone() before wrapping."
-    if getattr(param, "allreduce", True) is False:
-        reason = "it is an expert parameter (allreduce=False), which is reduced over another group than the others"
-        yield reason, "Expert groups can be planned with build_layout(), but not be trained in this version."
     if param.device != first.device:
         remedy = "One buffer lives on one device: move the module to a single device before wrapping."
         yield f"it is on {param.device}, but {first_name!r} is on {first.device}", remedy
@@ -159,34 +161,80 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 # What must be equal on all ranks #
 
 
-def model_entries(module: torch.nn.Module, config: DistributedDataParallelConfig) -> list[Entry]:
-    """Return what must be equal on all ranks: versions, every config field, parameters with aliases, and module buffers.
-
-    Of parameters also what decides how they are laid out, and whether they have a gradient, which counts in the first step.
-    """
+def config_entries(config: DistributedDataParallelConfig) -> list[Entry]:
+    """Return what must be equal on all ranks whatever they hold: versions, and every config field."""
     entries: list[Entry] = [
         ("megabucket", megabucket.__version__),
         ("torch", str(torch.__version__)),
         # A patch of Python changes nothing here; nodes of one cluster may well differ in it.
         ("python", ".".join(platform.python_version_tuple()[:2])),
     ]
-    fields = config.model_dump()
-    lists = {name: fields.pop(name) for name in ("bucket_cuts", "bucket_order")}
-    fields |= {name: None if names is None else f"{len(names)} names" for name, names in lists.items()}
-    entries += [(f"config {name}={value}",) for name, value in fields.items()]
+    return entries + [(f"config {name}={value}",) for name, value in config.model_dump(exclude=set(_CUTTING_FIELDS)).items()]
+
+
+def model_entries(
+    module: torch.nn.Module, config: DistributedDataParallelConfig, identities: Mapping[str, ParamIdentity]
+) -> dict[str, list[Entry]]:
+    """Return, by reduction group, what must be equal on its ranks: parameters with aliases, and module buffers.
+
+    Of parameters also what decides how they are laid out, and whether they have a gradient, which counts in the first step.
+    """
+    lists = {field: getattr(config, field) for field in _LISTS}
+    # How buckets are cut is the business of the ranks that share them: pipeline stages may differ.
+    cuts = {field: getattr(config, field) for field in sorted(_CUTTING_FIELDS)}
+    cuts |= {field: f"{len(names)} names" for field, names in lists.items() if names is not None}
+    entries: dict[str, list[Entry]] = {
+        group: [(f"config {field}={value}",) for field, value in cuts.items()]
+        for group in {DENSE, *(identity.group for identity in identities.values())}
+    }
     first_name_of: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         first_name = first_name_of.setdefault(id(param), name)
+        identity = identities[first_name]
         facts = {
             "frozen": not param.requires_grad,
             f"tied to {first_name}": first_name is not name,
             "with shared_embedding": getattr(param, "shared_embedding", False),
             "with a gradient from before wrapping": param.grad is not None and param.requires_grad,
+            f"at {identity.offset} of {identity.global_name} {identity.global_shape}": (
+                (identity.global_name, identity.global_shape) != (first_name, tuple(param.shape))
+            ),
         }
-        entries.append(_entry_of(name, param, *(fact for fact, holds in facts.items() if holds)))
-    entries += [_entry_of(name, buffer, "buffer") for name, buffer in module.named_buffers(remove_duplicate=False)]
+        entries[identity.group].append(_entry_of(name, param, *(fact for fact, holds in facts.items() if holds)))
+    group_of = buffer_groups(module, identities)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        entries.setdefault(group_of[name], []).append(_entry_of(name, buffer, "buffer"))
     # Name by name, so that an error shows the ones that differ; last, because lists of two lengths shift what follows.
-    return entries + [(f"config {field}[{i}]={name}",) for field, names in lists.items() for i, name in enumerate(names or ())]
+    for field, names in lists.items():
+        for index, name in enumerate(names or ()):
+            group = identities[name].group if name in identities else DENSE
+            entries.setdefault(group, []).append((f"config {field}[{index}]={name}",))
+    return entries
+
+
+def partial_entries(
+    params: Mapping[str, torch.nn.Parameter],
+    identities: Mapping[str, ParamIdentity],
+    layout: ModelLayout,
+    ranks: RankGroups,
+) -> dict[str, list[Entry]]:
+    """Return, for each of ``ranks.copies``, the parameters whose gradients its ranks add up.
+
+    With shards each rank adds to the part that it owns, so they must lie alike in their buckets.
+    """
+    entries: dict[str, list[Entry]] = {copies_key(along): [] for along in ranks.copies}
+    slots = {name: buffer for buffer in layout.buffers for name in buffer.params}
+    for name in sorted(params, key=lambda name: (identities[name].global_name, identities[name].offset)):
+        identity, buffer = identities[name], slots[name]
+        entry: Entry = (identity.global_name, "at", identity.offset, "shape", tuple(params[name].shape), buffer.key.grad_dtype)
+        if ranks.by_name[identity.group].policy.is_sharded:
+            slot = buffer.params[name]
+            bucket = buffer.buckets[slot.bucket]
+            where = f"from element {slot.start - bucket.start} of a bucket of {bucket.numel} in {buffer.num_shards} shards"
+            entry = (*entry, where, "(param.shared_embedding = True gives it a bucket of its own)")
+        for along in identity.partial:
+            entries[copies_key(along)].append(entry)
+    return entries
 
 
 def _entry_of(name: str, tensor: torch.Tensor, *facts: str) -> Entry:
@@ -214,6 +262,7 @@ class Wrapping:
     """The parts around one module.
 
     Args:
+        groups: as the caller gave them; they also say which parameter is of which group.
         on_load: called after a ``load_state_dict`` of the module or of any part of it.
 
     Raises:
@@ -225,22 +274,24 @@ class Wrapping:
         self,
         module: torch.nn.Module,
         config: DistributedDataParallelConfig,
-        communicator: Communicator,
+        ranks: RankGroups,
         *,
+        groups: ParallelGroups | None = None,
         on_load: Callable[[], None],
     ) -> None:
         self.module, self.policy = module, resolve_step(config)
-        params, self.layout = _agree_on_model(module, config, communicator)
+        params, self.identities, self.layout = _agree_on_model(module, config, ranks, groups)
         self.param_names = {param: name for name, param in params.items()}
-        self.buffers, self.groups = _attach(self.layout, params, self.policy, communicator)
+        self.buffers, self.groups = _attach(self.layout, params, self.policy, ranks)
         self._is_attached = True
         watch = ModelWatch(module, params, self.groups) if self.policy.watches_model else None
         modules = list(module.modules())
         backward_hooks = [hooks for part in modules for hooks in (part._backward_hooks, part._backward_pre_hooks)]
-        self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks)
+        self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks, ranks=ranks)
         self.gather = ParamGather(self.groups, module, overlaps=self.policy.overlaps_params)
-        self._guard = PlainOptimizerGuard(params, self.sync, rank=communicator.rank)
-        self._handles = [*self.gather.handles, *register_hooks(module, self.groups, self.sync, on_load)]
+        self._guard = PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank)
+        handles, self.call_compiled = register_hooks(module, self.groups, self.sync, on_load)
+        self._handles = [*self.gather.handles, *handles]
 
     def check_is_wrapped(self, module: torch.nn.Module) -> None:
         """Refuse to call a module that was put in the place of the wrapped one.
@@ -395,42 +446,53 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
 
 
 def _agree_on_model(
-    module: torch.nn.Module, config: DistributedDataParallelConfig, communicator: Communicator
-) -> tuple[dict[str, torch.nn.Parameter], ModelLayout]:
-    """Return the parameters and the layout of a module that is the same on all ranks.
+    module: torch.nn.Module, config: DistributedDataParallelConfig, ranks: RankGroups, groups: ParallelGroups | None
+) -> tuple[dict[str, torch.nn.Parameter], dict[str, ParamIdentity], ModelLayout]:
+    """Return the parameters, their identities and the layout of a module that is the same on all ranks.
 
     Raises:
         LayoutMismatchError: it is not, or configs or versions differ.
         PeerFailedError: some rank cannot wrap its module.
-        MegabucketError: what ``discover_params`` and ``build_layout`` raise, where all ranks raise it alike.
+        MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
     entries: list[Entry] = []
-    params, layout, failure = None, None, None
+    by_group: dict[str, list[Entry]] = {}
+    params, identities, layout, failure = None, None, None, None
     try:
         params = discover_params(module)
-        layout = build_layout(_specs(params), config, dp_size=communicator.size)
-        entries = model_entries(module, config)
+        check_finish(params, resolve_step(config), ranks)
+        identities = identify(module, ranks, groups)
+        sizes = {name: group.communicator.size for name, group in ranks.by_name.items()}
+        layout = build_layout(_specs(params, identities), config, dp_size=sizes[DENSE], group_sizes=sizes)
+        entries, by_group = config_entries(config), model_entries(module, config, identities)
+        order = [layout.buffers[index].key.group for index, _ in launch_order(layout)]
+        for of_group in by_group.values() if len(ranks.by_name) > 1 else ():
+            of_group.append(("groups of the buckets, in launch order", *order))
+        by_group |= partial_entries(params, identities, layout, ranks)
     except Exception as error:
         failure = error
-    _agree(communicator, "wrap", entries, failure, exchange_device(module))
-    assert params is not None and layout is not None  # noqa: S101, PT018 - otherwise there was a failure
-    return params, layout
+    _agree(ranks, "wrap", entries, by_group, failure, exchange_device(module))
+    assert params is not None and identities is not None and layout is not None  # noqa: S101, PT018 - else there was a failure
+    return params, identities, layout
 
 
 def _agree(
-    communicator: Communicator, label: str, entries: Sequence[Entry], failure: Exception | None, device: torch.device
+    ranks: RankGroups,
+    label: str,
+    entries: Sequence[Entry],
+    by_group: Mapping[str, Sequence[Entry]],
+    failure: Exception | None,
+    device: torch.device,
 ) -> None:
     """Go through the gate before there is a step."""
-    error, _ = Fence(communicator, num_buckets=0, policy=_NO_STEP, device=device).call(label, entries, failure)
+    fence = Fence(ranks.step, num_buckets=0, policy=ranks.by_name[DENSE].policy, device=device)
+    error, _ = ranks.agree(fence, label, entries, by_group, failure, device=device)
     if error is not None:
         raise error from failure
 
 
-_NO_STEP: Final = resolve_step(DistributedDataParallelConfig())
-
-
 def _attach(
-    layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], policy: StepPolicy, communicator: Communicator
+    layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], policy: StepPolicy, ranks: RankGroups
 ) -> tuple[list[ParamAndGradBuffer], list[_ParamAndGradBucketGroup]]:
     """Move the parameters into buffers, on all ranks or on none; return these and their bucket groups in launch order."""
     buffers: list[ParamAndGradBuffer] = []
@@ -442,12 +504,17 @@ def _attach(
             for buffer_layout in layout.buffers:
                 buffers.append(ParamAndGradBuffer(buffer_layout, params))
                 undo.callback(buffers[-1].detach)
-            buckets = [buffers[i].buckets[j] for i, j in launch_order(layout)]
-            for index, batch in enumerate([buckets] if policy.is_one_batch else [[bucket] for bucket in buckets]):
-                groups.append(_ParamAndGradBucketGroup(batch, index=index, communicator=communicator, policy=policy))
+            batches: dict[object, list[_ParamAndGradBucket]] = {}
+            for bucket_id in launch_order(layout):
+                bucket = buffers[bucket_id.buffer].buckets[bucket_id.bucket]
+                batches.setdefault(bucket.buffer.layout.key.group if policy.is_one_batch else bucket_id, []).append(bucket)
+            for index, batch in enumerate(batches.values()):
+                reduction = ranks.by_name[batch[0].buffer.layout.key.group]._asdict()
+                del reduction["places"]
+                groups.append(_ParamAndGradBucketGroup(batch, index=index, **reduction))
         except Exception as error:
             failure = error
-        _agree(communicator, "wrap: buffers", [], failure, device)
+        _agree(ranks, "wrap: buffers", [], {}, failure, device)
         undo.pop_all()
     return buffers, groups
 

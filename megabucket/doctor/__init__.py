@@ -1,4 +1,4 @@
-"""The self-check: how this back-end behaves, and whether gradients through the configured path are right.
+"""The self-check: ten questions to the ranks of this run, and whether gradients through the configured path are right.
 
 ``run_doctor`` asks and answers; ``megabucket doctor`` prints the report. Nothing here is needed to train.
 """

@@ -1,4 +1,4 @@
-"""Gradients that say which ranks are in them, through real wrappers and real optimizer steps.
+"""Gradients that say which ranks are in them, through the real wrapper and real optimizer steps.
 
 Each rank's gradients are its ``contribution`` to a known sum. The reduced ones are compared with it bit by bit in the buffers,
 then the parameters after an update are, and differences are decoded into the ranks that are missing or counted twice.
@@ -6,8 +6,7 @@ then the parameters after an update are, and differences are decoded into the ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, Final, NamedTuple
 
@@ -15,145 +14,145 @@ import torch
 
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
-from megabucket.doctor.collectives import Problem, contribution, name_of, read_sum, whole_sum
-from megabucket.doctor.question import Answer, Asking, Bench, Question, merge
-from megabucket.doctor.report import Verdict
-from megabucket.errors import name_list
+from megabucket.errors import name_list, rank_list
 from megabucket.layout.shards import shard_slices
 from megabucket.optim import DistributedOptimizer
 
+_OWN: Final = 5
+"""What a rank adds to its own elements. Small and whole, and a mean of it is not exact for most numbers of ranks."""
+_TOLERANCE: Final = 0.1
+"""Of how often a rank is counted: more than a mean in 16 bits is rounded by."""
 _MICROBATCHES: Final = (1, 2)
 """Of each step. The second step must not see the first one's gradients."""
-_BUCKET_SIZE: Final = 40
-"""Elements: several buckets of each buffer, of one or two parameters."""
 _MOST_BUCKETS: Final = 4
 """That a small model can be cut into."""
-_REDUCTIONS: Final[dict[str, dict[str, Any]]] = {
-    "mean": {"grad_reduction": "mean", "average_in_collective": False, "grad_reduce_in_fp32": True},
-    "mean by AVG": {"grad_reduction": "mean", "average_in_collective": True, "grad_reduce_in_fp32": True},
-    "mean in 16 bits": {"grad_reduction": "mean", "average_in_collective": False, "grad_reduce_in_fp32": False},
-    "sum": {"grad_reduction": "sum", "average_in_collective": False, "grad_reduce_in_fp32": True},
-}
 
 
-def paths(config: DistributedDataParallelConfig) -> dict[str, DistributedDataParallelConfig]:
-    """Return the configured path, then all others by name: mode x overlap x grouping x reduction, with several buckets.
+class Problem(NamedTuple):
+    """What a wrong sum says."""
 
-    What none of the four says stays as configured.
+    text: str
+    ranks: tuple[int, ...] = ()
+    """Those that are missing or counted too often, where that can be told."""
+
+
+def contribution(rank: int, size: int, numel: int) -> torch.Tensor:
+    """Return what ``rank`` adds to a sum of ``numel`` elements, in float64.
+
+    >>> contribution(1, 3, 6).tolist()
+    [0.0, 5.0, 0.0, 0.0, 5.0, 0.0]
     """
-    fields = config.model_dump()
-    # A large model's number of buckets may be more than the small one has elements.
-    num_buckets = None if config.num_buckets is None else min(config.num_buckets, _MOST_BUCKETS)
-    found = {"as configured": DistributedDataParallelConfig(**{**fields, "num_buckets": num_buckets})}
-    cut = {"bucket_size": _BUCKET_SIZE, "bucket_cap_mb": None, "num_buckets": None, "overlap_param_gather": False}
-    modes = {"all-reduce": False, "reduce-scatter": True}
-    overlaps = {"overlap": True, "no overlap": False}
-    groupings = {"each bucket": "per_bucket", "one batch": "single"}
-    for mode, overlap, grouping, reduction in product(modes, overlaps, groupings, _REDUCTIONS):
-        changes = {
-            **cut,
-            "use_distributed_optimizer": modes[mode],
-            "overlap_grad_reduce": overlaps[overlap],
-            "bucket_groups": groupings[grouping],
-            **_REDUCTIONS[reduction],
-        }
-        found[f"{mode}, {overlap}, {grouping}, {reduction}"] = DistributedDataParallelConfig(**{**fields, **changes})
-    return found
+    return _OWN * (torch.arange(numel) % size == rank).double()
 
 
-def gradient_questions(config: DistributedDataParallelConfig) -> Iterator[Question]:
-    """Return one question a path: whether gradients and updates are right."""
-    for index, (name, path) in enumerate(paths(config).items()):
-        is_configured = index == 0
-        averages = path.average_in_collective
-        yield Question(
-            "gradients",
-            name,
-            partial(path_is_right, config=path, is_configured=is_configured),
-            refusal=f"a wrapper with these settings does not work here{'; it needs AVG' if averages else ''}",
-            is_required=is_configured or not averages,
-        )
+def read_sum(sums: torch.Tensor, size: int, *, start: int = 0, times: int = 1) -> Problem | None:
+    """Return what is wrong with sums of contributions, or ``None`` when they are exact.
+
+    Args:
+        sums: 1D, of the elements ``[start, start + len(sums))``.
+        times: how often every rank should be counted.
+
+    >>> read_sum(contribution(1, 2, 6), size=2)
+    Problem(text='rank 0 is missing', ranks=(0,))
+    """
+    counts = sums.double().cpu() / _OWN  # how often the rank is counted that an element belongs to
+    if bool((counts == times).all()):
+        return None
+    if not counts.isfinite().all():
+        return Problem("values are not finite")
+    wrong = (counts - times).abs() > _TOLERANCE
+    if not wrong.any():
+        return Problem("sums of whole numbers are rounded")
+    factors = counts / times
+    if len(counts) >= size and bool((factors - factors[0]).abs().max() < 1e-3):
+        return Problem(_describe_factor(round(factors[0].item(), 3)))
+    for index in wrong.nonzero().flatten().tolist():
+        count = counts[index].item()
+        if abs(count - round(count)) > _TOLERANCE or not 0 <= round(count) <= 4 * times:
+            return Problem(f"not a sum of ranks: element {start + index} is {_OWN * count:g} instead of {_OWN * times}")
+    owners = (torch.arange(start, start + len(counts)) % size)[wrong].tolist()
+    count_of = dict(sorted(zip(owners, counts[wrong].round().int().tolist(), strict=True)))
+    texts = []
+    for count in dict.fromkeys(count_of.values()):
+        ranks = [rank for rank in count_of if count_of[rank] == count]
+        instead = "" if times == 1 else f" instead of {_often(times)}"
+        how = "missing" if count == 0 else f"counted {_often(count)}{instead}"
+        texts.append(f"{rank_list(ranks)} {'is' if len(ranks) == 1 else 'are'} {how}")
+    return Problem("; ".join(texts), tuple(count_of))
 
 
-def path_is_right(bench: Bench, config: DistributedDataParallelConfig, *, is_configured: bool) -> Asking:
-    """Ask whether gradients, updates and gathered parameters are right in two steps of a small model."""
-    model = _Model(bench)
-    ranks: dict[str, Any] = {"communicator": bench.communicator}
-    if is_configured and bench.group is not None:
-        # As in training: the wrapper makes a communicator of its own, with heartbeats. One for each path would be 33 threads
-        # with a connection to the store each.
-        ranks = {"process_group": bench.group}
+def _often(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _describe_factor(factor: float) -> str:
+    if factor == 0:
+        return "every rank is missing: all values are 0"
+    if factor > 1 and factor.is_integer():
+        return f"every value is {factor:g} times the right one: not divided, or every rank counted as often"
+    if 0 < factor < 1 and abs(1 / factor - round(1 / factor)) < 0.01 / factor:
+        return f"every value is 1/{round(1 / factor)} of the right one: divided once too often"
+    return f"every value is {factor:g} times the right one"
+
+
+class Difference(NamedTuple):
+    """The first comparison that is off, ready for JSON; without a problem, how much was rounded."""
+
+    problem: str = ""
+    ranks: tuple[int, ...] = ()
+    where: str = ""
+    """The parameters."""
+    is_in_gradients: bool = False
+    rounding: float = 0.0
+    """Relative; 0 for the exact bits."""
+
+
+def first_difference(
+    config: DistributedDataParallelConfig, *, rank: int, size: int, device: torch.device, **ranks: Any
+) -> Difference:
+    """Train a small model for two steps; return where this rank's tensors first differ from the right ones.
+
+    Args:
+        ranks: what the wrapper is given, a process group or a communicator.
+    """
+    if config.num_buckets is not None:  # a large model's number of buckets may be more than the small one has elements
+        config = config.model_copy(update={"num_buckets": min(config.num_buckets, _MOST_BUCKETS)})
+    model = _Model(rank, size, device)
     ddp = DistributedDataParallel(model, config, **ranks)
     try:
-        differences = list(_differences(ddp, model, bench))
+        # All of them: a rank that stopped at its first one would leave the others in the next step.
+        found = list(_differences(ddp, model, rank, size))
     finally:
         ddp.detach()
-    first = next((found for found in differences if found.problem is not None), _Difference(None))
-    meaning = "gradients, updates and gathered parameters are right"
-    meaning = f"with this config {meaning}" if is_configured else f"{meaning}, every rank is in them exactly once"
-    own = right = Answer(Verdict.HOLDS, "exact", meaning)
-    if first.problem is not None:
-        own = Answer(Verdict.FINDING, first.problem.text, "training would go wrong without a word", first.problem.ranks)
-    rounding = max(found.rounding for found in differences)
-    facts = yield {"answer": own, "where": first.where, "is_in_gradients": first.is_in_gradients, "rounding": rounding}
-
-    causes = [fact for fact in facts if fact["is_in_gradients"]]
-    if causes:
-        # Wrong gradients make wrong parameters, also at ranks that own none of these gradients: those only follow. They take
-        # the word of the others about who is at fault.
-        told = next((fact["answer"] for fact in causes if fact["answer"][-1]), right)
-        facts = [{**fact, "answer": told} if fact["where"] and fact not in causes else fact for fact in facts]
-    answer = merge([fact["answer"] for fact in facts])
-    if answer.verdict is Verdict.FINDING:
-        where = next(fact["where"] for fact in causes or facts if fact["where"])
-        return answer._replace(text=f"{answer.text} (in {where})")
-    rounding = max(fact["rounding"] for fact in facts)
-    if rounding > 0:
-        text = f"every rank once, but rounded: up to {rounding:.1g}"
-        return Answer(Verdict.NOTE, text, "AVG rounds on this back-end; ddp.average_in_collective=false does not")
-    return answer
+    rounding = max(difference.rounding for difference in found)
+    return next((difference for difference in found if difference.problem), Difference(rounding=rounding))
 
 
 class _Model(torch.nn.Module):
     """Parameters of several dtypes and shapes, all zero, whose gradients are this rank's contributions."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
         super().__init__()
-        # So large that a rank's shard of a bucket speaks of every rank of some block.
-        unit = max(16, 7 * bench.size)
+        unit = max(16, 7 * size)  # so large that a rank's shard of a bucket speaks of every rank
         shapes = ((3 * unit + 1,), (5, unit), (unit + 7,), ())
         self._coefficients: dict[str, torch.Tensor] = {}
         for dtype, (index, shape) in product((torch.float32, torch.bfloat16, torch.float16), enumerate(shapes)):
-            name, values = f"{name_of(dtype)}_{index}", torch.zeros(shape, dtype=dtype, device=bench.device)
+            name, values = f"{dtype}_{index}".replace("torch.", ""), torch.zeros(shape, dtype=dtype, device=device)
             self.register_parameter(name, torch.nn.Parameter(values))
-            coded = contribution(bench.rank, bench.size, 0, values.numel())
-            self._coefficients[name] = coded.float().view(shape).to(bench.device)
+            self._coefficients[name] = contribution(rank, size, values.numel()).float().view(shape).to(device)
 
     def forward(self) -> torch.Tensor:
         """Return a number whose derivative by each parameter is its coefficient."""
         return torch.stack([(param.float() * self._coefficients[name]).sum() for name, param in self.named_parameters()]).sum()
 
 
-class _Difference(NamedTuple):
-    """How far one comparison is off: wrong, or rounded."""
-
-    problem: Problem | None
-    where: str = ""  # the parameters
-    is_in_gradients: bool = False
-    rounding: float = 0.0  # relative, where nothing is wrong
-
-
-def _differences(ddp: DistributedDataParallel, model: _Model, bench: Bench) -> Iterator[_Difference]:
-    """Train for two steps and yield every difference between this rank's tensors and the right ones."""
-    config, size = ddp.ddp_config, bench.size
+def _differences(ddp: DistributedDataParallel, model: _Model, rank: int, size: int) -> Iterator[Difference]:
+    """Train for two steps and compare, after each reduction and after each update."""
+    config = ddp.ddp_config
     divisor = 1 if config.grad_reduction == "sum" else size
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), ddp)
     grad_dtypes = {name: buffer.grad_data.dtype for buffer in ddp.param_and_grad_buffers for name in buffer.params}
     updated = {name: torch.zeros(param.numel()) for name, param in model.named_parameters()}  # float32, as the optimizer's
-
-    def reduced(name: str, start: int, stop: int, times: int) -> torch.Tensor:
-        # Whole numbers, divided and rounded once.
-        return (whole_sum(size, start, stop, times=times) / divisor).to(grad_dtypes[name])
 
     def error_of(got: torch.Tensor, right: torch.Tensor) -> float:
         """Return 0 for the same bits, the relative error where AVG may have rounded, and infinity for wrong values."""
@@ -170,28 +169,31 @@ def _differences(ddp: DistributedDataParallel, model: _Model, bench: Bench) -> I
         ddp().backward()
         ddp.finish_grad_sync()
 
-        pieces = list(_pieces(ddp, bench.rank))
-        errors = [error_of(grad.cpu(), reduced(name, start, start + len(grad), times)) for name, start, grad in pieces]
+        # Whole numbers, divided and rounded once.
+        right = torch.tensor(_OWN * times / divisor, dtype=torch.float64)
+        reduced = {name: right.to(dtype) for name, dtype in grad_dtypes.items()}
+        pieces = list(_pieces(ddp, rank))
+        errors = [error_of(grad.cpu(), reduced[name].expand_as(grad)) for name, _, grad in pieces]
         wrong = [piece for piece, error in zip(pieces, errors, strict=True) if error == float("inf")]
         if wrong:
             _, start, grad = max(wrong, key=lambda piece: len(piece.grad))  # the more elements, the more surely they are read
             problem = read_sum(grad.double() * divisor, size, start=start, times=times) or Problem("values are rounded")
-            problem = problem._replace(text=f"step {step}: {problem.text}")
-            yield _Difference(problem, _names(piece.name for piece in wrong), is_in_gradients=True)
+            names = name_list(list(dict.fromkeys(piece.name for piece in wrong)))
+            yield Difference(f"step {step}: {problem.text}", problem.ranks, names, is_in_gradients=True)
         else:
-            yield _Difference(None, rounding=max(errors, default=0.0))
+            yield Difference(rounding=max(errors, default=0.0))
 
         optimizer.step()
         ddp.finish_param_sync()
         errors = []
         for name, param in model.named_parameters():
-            updated[name] -= reduced(name, 0, param.numel(), times).float()
+            updated[name] -= reduced[name].float()
             errors.append(error_of(param.detach().reshape(-1).cpu(), updated[name].to(param.dtype)))
-        names = [name for name, error in zip(updated, errors, strict=True) if error == float("inf")]
-        if names:
-            yield _Difference(Problem(f"step {step}: parameters are wrong after the update"), _names(names))
+        names_wrong = [name for name, error in zip(updated, errors, strict=True) if error == float("inf")]
+        if names_wrong:
+            yield Difference(f"step {step}: parameters are wrong after the update", where=name_list(names_wrong))
         else:
-            yield _Difference(None, rounding=max(errors))
+            yield Difference(rounding=max(errors))
         optimizer.zero_grad()
 
 
@@ -214,7 +216,3 @@ def _pieces(ddp: DistributedDataParallel, rank: int) -> Iterator[_Piece]:
             for piece in shard_slices(buffer.layout, bucket=bucket, rank=rank):
                 values = buffer.grad_data[piece.in_buffer.start : piece.in_buffer.stop]
                 yield _Piece(piece.param, piece.in_param.start, values)
-
-
-def _names(names: Iterable[str]) -> str:
-    return name_list(list(dict.fromkeys(names)))

@@ -1,9 +1,9 @@
 """Where parameters lie: pure data and arithmetic, importable without torch."""
 
 from megabucket.layout.build import build_layout
+from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity
 from megabucket.layout.layout import BucketId, BucketLayout, BufferLayout, ModelLayout, ParamSlot, Span, launch_order
-from megabucket.layout.serialize import layout_diff
-from megabucket.layout.shards import ShardOwners, ShardSlice, shard_owners, shard_slices
+from megabucket.layout.shards import ShardSlice, shard_owners, shard_slices
 from megabucket.layout.spec import BufferKey, ParamSpec
 
 __all__ = [
@@ -11,15 +11,18 @@ __all__ = [
     "BucketLayout",
     "BufferKey",
     "BufferLayout",
+    "IdentityOf",
     "ModelLayout",
+    "ParamIdentity",
     "ParamSlot",
     "ParamSpec",
-    "ShardOwners",
     "ShardSlice",
     "Span",
     "build_layout",
+    "check_identities",
     "launch_order",
-    "layout_diff",
+    "megatron_identity",
+    "plain_identity",
     "shard_owners",
     "shard_slices",
 ]

@@ -30,7 +30,7 @@ def build_layout(
     config: DistributedDataParallelConfig,
     *,
     dp_size: int,
-    expert_dp_size: int | None = None,
+    group_sizes: Mapping[str, int] | None = None,
 ) -> ModelLayout:
     """Return where each parameter lies and how the buffers are cut.
 
@@ -39,8 +39,9 @@ def build_layout(
 
     Args:
         specs: trainable parameters in registration order.
-        dp_size: ranks that the dense buckets are cut for.
-        expert_dp_size: ranks that the expert buckets are cut for; ``dp_size`` when not given.
+        dp_size: ranks that buckets are cut for.
+        group_sizes: ranks that the buckets of a reduction group are cut for, by its name, where that is another number. A
+            group may have no parameter here.
 
     Raises:
         LayoutError: no parameter, the same name twice, or sizes that are not positive integers.
@@ -54,7 +55,8 @@ def build_layout(
     (228, 256)
     """
     specs = tuple(specs)
-    _check_arguments(specs, dp_size, expert_dp_size)
+    group_sizes = group_sizes or {}
+    _check_arguments(specs, dp_size, group_sizes)
     total_numel = sum(spec.numel for spec in specs)
     by_key: dict[BufferKey, list[tuple[int, ParamSpec]]] = {}
     for index, spec in enumerate(specs):
@@ -65,7 +67,7 @@ def build_layout(
     cuts, ready = _cuts(config, specs), _ready_indices(config, specs)
     buffers = []
     for key, indexed_specs in by_key.items():
-        group_size = expert_dp_size if key.group == "expert" and expert_dp_size is not None else dp_size
+        group_size = group_sizes.get(key.group, dp_size)
         empty = BufferLayout(
             key=key,
             params={},
@@ -81,12 +83,12 @@ def build_layout(
     return ModelLayout(tuple(buffers))
 
 
-def _check_arguments(specs: Sequence[ParamSpec], dp_size: int, expert_dp_size: int | None) -> None:
+def _check_arguments(specs: Sequence[ParamSpec], dp_size: int, group_sizes: Mapping[str, int]) -> None:
     if not specs:
         raise LayoutError("a layout needs at least one trainable parameter, got none")
     check_group_size(dp_size)
-    if expert_dp_size is not None:
-        check_group_size(expert_dp_size, name="expert_dp_size")
+    for group, size in group_sizes.items():
+        check_group_size(size, name=f"group_sizes[{group!r}]")
     seen: set[str] = set()
     twice = [spec.name for spec in specs if spec.name in seen or seen.add(spec.name)]  # type: ignore[func-returns-value]
     if twice:

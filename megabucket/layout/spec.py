@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
 
 from megabucket.errors import LayoutError
 from megabucket.units import DTYPE_BYTES
-
-GROUPS: Final = ("dense", "expert")
-"""Reduction groups: ``dense`` parameters are reduced over all data-parallel ranks, ``expert`` ones over their own group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +17,7 @@ class ParamSpec:
         name: unique in the model; layouts, errors and checkpoints are keyed by it.
         shape: sizes of the dimensions; ``()`` is a scalar, a zero makes an empty parameter.
         dtype: storage dtype, by torch's name without the module (``"bfloat16"``).
-        group: ``"dense"`` or ``"expert"``.
+        group: name of the reduction group. ``"dense"`` parameters are reduced over all data-parallel ranks.
         shared_embedding: a copy of this parameter lives on another pipeline stage. It gets a bucket of its own in padded
             layouts, so that both copies are cut into the same shards.
 
@@ -47,8 +43,8 @@ class ParamSpec:
         if self.dtype not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
             raise LayoutError(f"parameter {self.name!r}: dtype {self.dtype!r} cannot be held by a buffer; use one of {known}")
-        if self.group not in GROUPS:
-            raise LayoutError(f"parameter {self.name!r}: group must be one of {', '.join(GROUPS)}, got {self.group!r}")
+        if not isinstance(self.group, str) or not self.group:
+            raise LayoutError(f"parameter {self.name!r}: group must be a non-empty string, got {self.group!r}")
         if not isinstance(self.shared_embedding, bool):
             raise LayoutError(f"parameter {self.name!r}: shared_embedding must be a bool, got {self.shared_embedding!r}")
         object.__setattr__(self, "shape", shape)

@@ -17,10 +17,9 @@ from megabucket import __version__
 from megabucket.comm import Accelerator, Communicator, discover_communicator
 from megabucket.errors import ConfigError
 from megabucket.measure.collectives import Timing, cells_of, time_collectives
-from megabucket.measure.ranks import Launch, Ranks, check_writable, joined_ranks
-from megabucket.planning.fit import AffineFit, fit_affine
+from megabucket.measure.ranks import Launch, Note, Ranks, check_writable, joined_ranks, silent
 from megabucket.planning.inputs import write_link
-from megabucket.planning.links import MeasuredLink, TableKey
+from megabucket.planning.links import AffineFit, MeasuredLink, TableKey, fit_affine
 from megabucket.planning.simulation_config import FabricConfig
 from megabucket.trace import CollectiveKind
 from megabucket.units import format_bytes, format_seconds
@@ -92,7 +91,7 @@ class Calibration:
     def residuals(self, key: TableKey) -> tuple[float, ...]:
         """Return ``(line - measured) / measured`` for each point of a table."""
         fit = self.fits[key]
-        return tuple(fit.seconds(size) / seconds - 1 for size, seconds in self.link.tables[key])
+        return tuple(fit.line(size) / seconds - 1 for size, seconds in self.link.tables[key])
 
     def is_affine(self, key: TableKey) -> bool:
         """Whether the line describes the table: no point is further than a quarter of its time away."""
@@ -113,22 +112,24 @@ class Calibration:
         return tuple(found)
 
     def describe(self) -> Iterator[str]:
-        """Yield a line for each operation and each of its sizes, and what has to be known to use the lines.
+        """Yield the line of each operation and what has to be known to use it, then each size.
 
         Of each size: median, quartiles, and how far the line is from the median.
         """
         facts = self.facts
-        where = f"{facts['backend']} on {facts['device']}, {self.num_ranks} ranks"
-        yield f"{where}: median of {facts['repetitions']} (quartiles), line against median"
+        yield f"{facts['backend']} on {facts['device']}, {self.num_ranks} ranks, {facts['repetitions']} repetitions"
         for key, fit in self.fits.items():
             bandwidth = f"{1e-9 / fit.seconds_per_byte:.3g} GB/s" if fit.seconds_per_byte else "any bandwidth"
             line = f"{format_seconds(fit.latency_s)} + bytes / ({bandwidth}), median {fit.residual:.1%} off"
             yield f"{key[0].value} {key[1]}: {line}"
+        yield from self.remarks
+        for key in self.tables:
+            yield ""
+            yield f"{key[0].value} {key[1]}: median (quartiles), line against median"
             for timing, residual in zip(self.tables[key], self.residuals(key), strict=True):
                 lower, upper = (f"{quartile / timing.median_s - 1:+.0%}" for quartile in timing.quartiles_s)
                 median = f"{format_bytes(timing.cell.num_bytes):>12}{format_seconds(timing.median_s):>12}"
                 yield f"{median}  ({lower} {upper})  {residual:+.0%}"
-        yield from self.remarks
 
     def write(self, path: Path) -> None:
         """Write ``link.yaml``: points, quartiles, fits and facts, as ``link: {path: link.yaml}`` reads them.
@@ -138,10 +139,7 @@ class Calibration:
         """
         spreads_s = {key: [timing.quartiles_s for timing in rows] for key, rows in self.tables.items()}
         facts = self.facts | {f"remark {number}": text for number, text in enumerate(self.remarks, start=1)}
-        try:
-            write_link(path, self.link, fits=self.fits, spreads_s=spreads_s, facts=facts)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+        write_link(path, self.link, fits=self.fits, spreads_s=spreads_s, facts=facts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, with every repetition, ready for JSON."""
@@ -166,12 +164,14 @@ def calibrate(
     launch: Launch,
     out: Path,
     fabric: FabricConfig | None = None,
+    note: Note = silent,
 ) -> Calibration:
     """Start the ranks' group, measure, and write the file. Every process of the run calls it.
 
     Args:
         out: the file; looked at before anything is measured, and written by the first rank after everything.
         fabric: an emulated link to measure instead of the machine's own.
+        note: called on the first rank with what happens next.
 
     Raises:
         ConfigError: there is one rank only, the file cannot be written, or the buffers do not fit.
@@ -181,7 +181,7 @@ def calibrate(
             "one rank has nobody to talk to, so there is nothing to measure; start more with torchrun --nproc-per-node 2 -m "
             "megabucket calibrate ..."
         )
-    with joined_ranks(launch, fabric) as ranks:
+    with joined_ranks(launch, fabric, note=note) as ranks:
         check_writable(ranks, [out])
         calibration = measure_link(plan, ranks, fabric=fabric)
         if ranks.rank == 0:
@@ -198,7 +198,7 @@ def measure_link(
     """Measure on ranks that have joined; equal on all of them. Every rank calls it."""
     cells = cells_of(plan.kinds, plan.dtypes, plan.max_bytes, ranks.num_ranks)
     with closing(discover_communicator(None)) as communicator:
-        timings = time_collectives(cells, communicator, device=ranks.device, repetitions=plan.repetitions)
+        timings = time_collectives(cells, communicator, device=ranks.device, repetitions=plan.repetitions, note=ranks.note)
     hosts = ranks.gather(platform.node())
     return Calibration(ranks.num_ranks, timings, _facts(plan, ranks, hosts, fabric))
 

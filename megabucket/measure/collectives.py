@@ -13,12 +13,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Final
 
 import torch
 
 from megabucket.comm import Accelerator, AllGather, AllReduce, Batch, Broadcast, Call, Communicator, ReduceScatter, exchange
 from megabucket.errors import ConfigError
+from megabucket.measure.ranks import Note, silent
 from megabucket.trace import CollectiveKind
 from megabucket.units import dtype_bytes
 
@@ -102,6 +104,7 @@ def time_collectives(
     device: torch.device,
     repetitions: int,
     in_flight_bytes: int = 0,
+    note: Note = silent,
 ) -> tuple[Timing, ...]:
     """Measure collectives. All ranks call it with the same arguments.
 
@@ -112,6 +115,7 @@ def time_collectives(
         repetitions: rounds; 1 or more.
         in_flight_bytes: with 0 each collective is waited for before the next. Otherwise up to eight of a kind are launched
             before the first wait, as many as these bytes hold and one at least; a collective takes its part of the whole.
+        note: called with what happens next.
 
     Returns:
         The timings in the order of ``cells``, equal on all ranks.
@@ -124,16 +128,14 @@ def time_collectives(
     sync = accelerator.synchronize if accelerator is not None else lambda: None
     counts = _count_calls(calls, communicator, device, sync)
     own: list[list[float]] = [[] for _ in cells]
-    meeting = communicator.prepare([AllReduce(torch.zeros(1, device=device))])
+    meet = meeting(communicator, device=device)
     for number in range(repetitions):
+        note(f"timing {len(cells)} collectives, round {number + 1} of {repetitions}")
         for index in random.Random(number).sample(range(len(cells)), len(cells)):  # noqa: S311 - alike on all ranks
-            communicator.launch(meeting, label="meet").wait()  # nobody starts long before the others
+            meet()  # nobody starts long before the others
             own[index].append(_time_calls(calls[index], counts[index], communicator, sync))
-    everybody = exchange_numbers(own, communicator, device)
-    return tuple(
-        Timing(cell, tuple(max(times) for times in zip(*(rank[index] for rank in everybody), strict=True)))
-        for index, cell in enumerate(cells)
-    )
+    all_s = iter(slowest(list(chain.from_iterable(own)), communicator, device=device))
+    return tuple(Timing(cell, tuple(islice(all_s, repetitions))) for cell in cells)
 
 
 def _make_calls(
@@ -180,9 +182,8 @@ def _count_calls(
     for batches in calls:
         _time_calls(batches, _WARMUPS, communicator, sync)
         own.append(_time_calls(batches, 1, communicator, sync) * len(batches))
-    everybody = exchange_numbers([own], communicator, device)
-    slowest = [max(times) for times in zip(*(rank[0] for rank in everybody), strict=True)]
-    return [min(max(math.ceil(_SAMPLE_S / max(seconds, 1e-9)), 1), _MAX_CALLS) for seconds in slowest]
+    slowest_s = slowest(own, communicator, device=device)
+    return [min(max(math.ceil(_SAMPLE_S / max(seconds, 1e-9)), 1), _MAX_CALLS) for seconds in slowest_s]
 
 
 def _time_calls(batches: Sequence[Sequence[Call]], count: int, communicator: Communicator, sync: Callable[[], None]) -> float:
@@ -196,7 +197,20 @@ def _time_calls(batches: Sequence[Sequence[Call]], count: int, communicator: Com
     return (time.perf_counter() - start_s) / (count * len(batches))
 
 
-def exchange_numbers(own: Any, communicator: Communicator, device: torch.device) -> list[Any]:
-    """Return what every rank gave, in rank order: lists of numbers. Collective call."""
+def meeting(communicator: Communicator, *, device: torch.device) -> Callable[[], None]:
+    """Return a call that returns when every rank has made it and everything launched before is through."""
+    calls = communicator.prepare([AllReduce(torch.zeros(1, device=device))])
+    accelerator = Accelerator.of(device)
+
+    def meet() -> None:
+        communicator.launch(calls, label="meet").wait()
+        if accelerator is not None:
+            accelerator.synchronize()
+
+    return meet
+
+
+def slowest(own: Sequence[float], communicator: Communicator, *, device: torch.device) -> list[float]:
+    """Return the largest of all ranks' numbers, place by place. Collective call."""
     payloads = exchange(communicator, json.dumps(own).encode(), device=device, label="timings")
-    return [json.loads(payload) for payload in payloads]
+    return [max(column) for column in zip(*map(json.loads, payloads), strict=True)]

@@ -1,4 +1,4 @@
-"""What the host adds to a step, measured phase by phase on a wrapped model and its real group: ``planning.host.HostCosts``.
+"""What the host adds to a step, measured phase by phase on a wrapped model and its real group: ``planning.simulate.HostCosts``.
 
 A step is taken apart: gradients are accumulated without being sent, then handed over, finished, stepped on and gathered, each
 phase timed by itself after all ranks have met, when nothing is left on the link. Two plans of the same model, one with few
@@ -13,15 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
-from megabucket.comm import Accelerator, AllReduce, Communicator
 from megabucket.ddp import DistributedDataParallel
-from megabucket.measure.collectives import exchange_numbers
+from megabucket.measure.collectives import meeting, slowest
 from megabucket.optim import DistributedOptimizer
-from megabucket.planning.host import HostCosts
 from megabucket.planning.links import Link
-from megabucket.planning.simulate import FENCE
+from megabucket.planning.simulate import FENCE, HostCosts
 
 _WARMUPS: Final = 2
 
@@ -117,20 +113,6 @@ def _per_bucket(few_s: float, many_s: float, num_more: int) -> float:
     return max(0.0, many_s - few_s) / num_more if num_more > 0 else 0.0
 
 
-def meeting(communicator: Communicator, *, device: torch.device) -> Callable[[], None]:
-    """Return a call that returns when every rank has made it and everything launched before is through."""
-    calls = communicator.prepare([AllReduce(torch.zeros(1, device=device))])
-
-    accelerator = Accelerator.of(device)
-
-    def meet() -> None:
-        communicator.launch(calls, label="meet").wait()
-        if accelerator is not None:
-            accelerator.synchronize()
-
-    return meet
-
-
 def _update(optimizer: DistributedOptimizer) -> Callable[[], None]:
     def step() -> None:
         optimizer.step()
@@ -144,8 +126,3 @@ def _timed_after(meet: Callable[[], None], phase: Callable[[], None]) -> float:
     start_s = time.perf_counter()
     phase()
     return time.perf_counter() - start_s
-
-
-def slowest(own: list[float], communicator: Communicator, *, device: torch.device) -> list[float]:
-    """Return the largest of all ranks' numbers, place by place. Collective call."""
-    return [max(column) for column in zip(*exchange_numbers(own, communicator, device), strict=True)]

@@ -29,10 +29,10 @@ from megabucket.layout import ParamSpec
 from megabucket.measure.profile_hooks import ProfileHooks
 from megabucket.measure.profile_steps import WorkloadProfile, reduce_steps
 from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction
-from megabucket.measure.ranks import Launch, check_writable, joined_ranks
+from megabucket.measure.ranks import Launch, Note, check_writable, joined_ranks, silent
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.run_config import RunConfig
-from megabucket.planning.workload_match import model_fingerprint
+from megabucket.planning.workload import model_fingerprint
 from megabucket.units import dtype_bytes
 
 WhichRank = Literal["slowest", "median"]
@@ -260,19 +260,26 @@ class ProfilePlan:
 
 
 def profile_program(
-    workload: WorkloadFunction, config: RunConfig, plan: ProfilePlan, *, launch: Launch, out: Path | None = None
+    workload: WorkloadFunction,
+    config: RunConfig,
+    plan: ProfilePlan,
+    *,
+    launch: Launch,
+    out: Path | None = None,
+    note: Note = silent,
 ) -> WorkloadProfile:
     """Return what the steps of a workload compute; the same on every rank. Every process of the run calls it.
 
     Args:
         out: a file; looked at before anything is measured, and written by the first rank after everything.
+        note: called on the first rank with what happens next.
 
     Raises:
         ConfigError: the config cannot be honoured, or the file cannot be written.
     """
-    with joined_ranks(launch) as ranks:
+    with joined_ranks(launch, note=note) as ranks:
         check_writable(ranks, [] if out is None else [out])
-        own = profile_steps(workload(config, ranks), config.ddp, plan)
+        own = profile_steps(workload(config, ranks), config.ddp, plan, note=ranks.note)
         profile = choose_rank(ranks.gather(own), plan.which_rank)
         if out is not None and ranks.rank == 0:
             profile.write(out)
@@ -280,7 +287,12 @@ def profile_program(
 
 
 def profile_steps(
-    program: TrainingProgram, config: DistributedDataParallelConfig, plan: ProfilePlan, *, counts_launches: bool = True
+    program: TrainingProgram,
+    config: DistributedDataParallelConfig,
+    plan: ProfilePlan,
+    *,
+    counts_launches: bool = True,
+    note: Note = silent,
 ) -> WorkloadProfile:
     """Return the workload of this rank's steps, with nothing sent.
 
@@ -294,7 +306,9 @@ def profile_steps(
     quiet = config.model_copy(update={"overlap_param_gather": False, "step_traces": False})
     trainee = Trainee(program, quiet, LocalCommunicator())
     with WorkloadProfiler(trainee.ddp, optimizer=trainee.optimizer, warmup_steps=plan.num_warmup_steps) as profiler:
-        for _ in range(plan.num_warmup_steps + plan.num_steps):
+        num_steps = plan.num_warmup_steps + plan.num_steps
+        for step in range(num_steps):
+            note(f"step {step + 1} of {num_steps}")
             trainee.accumulate(program.num_microbatches)
             with profiler.handing_over() if counts_launches else nullcontext():
                 trainee.ddp.start_grad_sync()

@@ -50,10 +50,7 @@ class WorkloadProfile:
         Raises:
             ConfigError: the file cannot be written.
         """
-        try:
-            write_workload(Path(path), self.workload, facts=self.facts)
-        except OSError as error:
-            raise ConfigError(f"the workload {str(path)!r} cannot be written: {error.strerror}") from error
+        write_workload(Path(path), self.workload, facts=self.facts)
 
 
 @dataclass(slots=True)

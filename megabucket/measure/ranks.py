@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,15 @@ from megabucket.planning.simulation_config import FabricConfig
 
 T = TypeVar("T")
 
+Note: TypeAlias = Callable[[str], None]
+"""Is told what happens next."""
+
 _LOGGER: Final = logging.getLogger("megabucket")
 _TIMEOUT: Final = timedelta(minutes=10)
+
+
+def silent(_: str) -> None:
+    """Say nothing: the default ``Note``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,8 @@ class Ranks:
     device: torch.device
     backend: str
     """``gloo``, ``nccl``, ``megabucket_fabric``, or ``none`` for one process on its own."""
+    note: Note = silent
+    """Says what happens next, on the first rank."""
 
     def gather(self, value: T) -> list[T]:
         """Return the ``value`` of every rank, in rank order. All ranks must call it."""
@@ -107,13 +116,14 @@ def device_index(launch: Launch, num_devices: int) -> int | None:
 
 
 @contextmanager
-def joined_ranks(launch: Launch, fabric: FabricConfig | None = None) -> Iterator[Ranks]:
+def joined_ranks(launch: Launch, fabric: FabricConfig | None = None, *, note: Note = silent) -> Iterator[Ranks]:
     """Join the other processes for the time of the context: NCCL when this host has a GPU for each, else gloo on CPU.
 
     The process group is destroyed at the end, also after an error.
 
     Args:
         fabric: an emulated link to use instead, on CPU.
+        note: called on the first rank alone.
 
     Raises:
         ConfigError: the ranks are not all on one machine, and a fabric is asked for.
@@ -123,11 +133,11 @@ def joined_ranks(launch: Launch, fabric: FabricConfig | None = None) -> Iterator
     if index is not None:
         torch.cuda.set_device(device)
     if not launch.is_launched:
-        yield Ranks(rank=0, num_ranks=1, device=device, backend="none")
+        yield Ranks(rank=0, num_ranks=1, device=device, backend="none", note=note)
         return
     backend = _start_group(fabric, device)
     try:
-        yield Ranks(launch.rank, launch.num_ranks, device, backend)
+        yield Ranks(launch.rank, launch.num_ranks, device, backend, note if launch.rank == 0 else silent)
     finally:
         # The group's threads live as long as anything holds it, and wrappers are full of reference cycles. A thread that still
         # releases the tensors of the last collective while the interpreter shuts down would abort the process.

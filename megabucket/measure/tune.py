@@ -10,7 +10,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -27,16 +27,13 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import ConfigError, printable
 from megabucket.layout import ParamSpec
 from megabucket.measure.calibrate import CalibrationPlan, measure_link, pipelined_link
-from megabucket.measure.host import host_costs, meeting, optimizer_s, time_phases
+from megabucket.measure.collectives import meeting
+from megabucket.measure.host import host_costs, optimizer_s, time_phases
 from megabucket.measure.profile import ProfilePlan, choose_rank, profile_steps
 from megabucket.measure.program import Trainee, WorkloadFunction
-from megabucket.measure.ranks import Launch, Ranks, check_writable, joined_ranks
-from megabucket.planning.links import Link
-from megabucket.planning.run_config import RunConfig
-from megabucket.planning.simulate import FENCE, Mode
-from megabucket.planning.tune import (
+from megabucket.measure.ranks import Launch, Note, Ranks, check_writable, joined_ranks, silent
+from megabucket.planning.candidates import (
     DEFAULT,
-    SIZE_FIELDS,
     Candidate,
     Comparison,
     Decision,
@@ -47,6 +44,11 @@ from megabucket.planning.tune import (
     mode_of,
     pick,
 )
+from megabucket.planning.documents import write_text
+from megabucket.planning.links import Link
+from megabucket.planning.run_config import RunConfig
+from megabucket.planning.setting import SIZE_FIELDS
+from megabucket.planning.simulate import FENCE, Mode
 from megabucket.units import format_seconds
 
 _CUTTING: Final = frozenset({*SIZE_FIELDS, "bucket_order", "bucket_groups"})
@@ -144,7 +146,7 @@ def tune_program(
     *,
     launch: Launch,
     outputs: Sequence[Path] = (),
-    note: Callable[[str], None] = lambda _: None,
+    note: Note = silent,
 ) -> Tuning:
     """Tune the ``ddp`` section of a config for a workload on the ranks of this run. Every process calls it.
 
@@ -160,10 +162,9 @@ def tune_program(
             "one rank sends nothing, so there is nothing to tune; start more with torchrun --nproc-per-node 2 -m megabucket "
             "tune --workload package.module:function"
         )
-    say = note if launch.rank == 0 else lambda _: None
-    with joined_ranks(launch, config.fabric) as ranks:
+    with joined_ranks(launch, config.fabric, note=note) as ranks:
         check_writable(ranks, outputs)
-        return _Tuner(workload, config, ranks, until_s=time.monotonic() + plan.max_s).tune(plan, say)
+        return _Tuner(workload, config, ranks, until_s=time.monotonic() + plan.max_s).tune(plan)
 
 
 class _Tuner:
@@ -177,9 +178,9 @@ class _Tuner:
             ParamSpec(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in params if param.requires_grad
         )
 
-    def tune(self, plan: TunePlan, say: Callable[[str], None]) -> Tuning:
+    def tune(self, plan: TunePlan) -> Tuning:
         """Measure, search, run, decide."""
-        default = self._config.ddp
+        default, say = self._config.ddp, self._ranks.note
         say("calibrating the link")
         link, overhead_s = self._measure_link()
         measured = {}
@@ -189,7 +190,7 @@ class _Tuner:
         candidates = find_candidates(self._specs, default, measured, link, num_ranks=self._ranks.num_ranks)
         finalists = pick(candidates, plan.num_candidates)
         say(f"{len(candidates)} candidates predicted; running {len(finalists)} of them")
-        seconds = self._run(finalists, plan, say)
+        seconds = self._run(finalists, plan)
         for trainee in self._trainees.values():
             trainee.ddp.detach()
         fabric = self._config.fabric
@@ -226,13 +227,13 @@ class _Tuner:
         host = host_costs(few, many, link, wake_s=wake_s, **group)
         return Measured(replace(workload, optimizer_s=optimizer_s(few, many, host, link, **group)), host)
 
-    def _run(self, finalists: Sequence[Candidate], plan: TunePlan, say: Callable[[str], None]) -> dict[str, tuple[float, ...]]:
+    def _run(self, finalists: Sequence[Candidate], plan: TunePlan) -> dict[str, tuple[float, ...]]:
         own: dict[str, list[float]] = {each.name: [] for each in finalists}
         for number in range(plan.num_rounds):
             # All ranks go by the clock of the first one.
             if number and self._ranks.gather(time.monotonic() > self._until_s)[0]:
                 break
-            say(f"round {number + 1}/{plan.num_rounds}")
+            self._ranks.note(f"round {number + 1}/{plan.num_rounds}")
             for each in random.Random(number).sample(finalists, len(finalists)):  # noqa: S311 - alike on all ranks
                 own[each.name].append(_turn(self._trainee_of(each.ddp), each.ddp, plan.steps_per_turn))
         everybody = self._ranks.gather(own)
@@ -279,13 +280,8 @@ def write_tuning(config: RunConfig, tuning: Tuning, *, out: Path, evidence: Path
     Raises:
         ConfigError: a file cannot be written.
     """
-    texts = {out: tuned_text(config, tuning), evidence: json.dumps(tuning.to_dict(), indent=1, allow_nan=False) + "\n"}
-    try:
-        for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+    write_text(out, tuned_text(config, tuning))
+    write_text(evidence, json.dumps(tuning.to_dict(), indent=1, allow_nan=False) + "\n")
 
 
 def tuned_text(config: RunConfig, tuning: Tuning) -> str:
@@ -310,10 +306,10 @@ def tuned_data(config: RunConfig, choice: Candidate) -> dict[str, Any]:
 
 
 def describe(tuning: Tuning) -> list[str]:
-    """Return what was found, a line for each plan that was run and one for the decision."""
+    """Return what was found, a line for each plan that was run and before them one for the decision."""
     facts, comparisons = tuning.facts, {each.name: each for each in tuning.decision.comparisons}
     counts = f"{len(tuning.candidates)} plans predicted, {len(tuning.seconds)} run"
-    lines = [f"{facts['num_ranks']} ranks, {facts['backend']}; {counts}"]
+    lines = [_verdict(tuning), f"{facts['num_ranks']} ranks, {facts['backend']}; {counts}"]
     for name in sorted(tuning.seconds, key=tuning.measured_s):
         each, measured_s = tuning.candidate(name), tuning.measured_s(name)
         text = (
@@ -321,7 +317,7 @@ def describe(tuning: Tuning) -> list[str]:
             f"{format_seconds(measured_s)} (error {each.predicted_s / measured_s - 1:+.1%})"
         )
         lines.append(f"  {text}{_gain(comparisons[name])}" if name in comparisons else f"  {text}")
-    return [*lines, _verdict(tuning)]
+    return lines
 
 
 def _gain(found: Comparison) -> str:

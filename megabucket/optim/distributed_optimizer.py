@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeVar, overload
 
 import torch
 
@@ -16,11 +17,13 @@ from megabucket.ddp.fence import check_not_capturing
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.step import CALLING, UPDATING, StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
-from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
-from megabucket.optim.shards import MainShard, Sharding
+from megabucket.optim.norm import GlobalNorm, clip_by_norm, l2_norm
+from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
 from megabucket.optim.state_dict import pack
 
-_buffer_grads: Final = attrgetter("buffer_grads")
+_Loss = TypeVar("_Loss")
+_grad: Final = attrgetter("grad")
+_LOSS_SCALE: Final = "loss scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class StepResult:
     updated: bool
     """Whether parameters were changed."""
     grad_norm: float
-    """Global L2 norm of the reduced gradients, before clipping; nan where it was not computed."""
+    """Global L2 norm of the reduced gradients, before ``clip_grad`` clips them; nan where it was not computed."""
     reason: str
     """Why parameters were not changed, with the parameters at fault on this rank; empty when they were."""
 
@@ -58,10 +61,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         OptimizerParametersError: the optimizer's parameters are not the wrapper's, or its state does not fit into shards.
-        ConfigError: ``clip_grad`` is negative or not finite, or the optimizer cannot work on flat shards.
+        ConfigError: ``clip_grad`` is negative or not finite, or the optimizer cannot work on flat shards; or a norm is asked
+            for and the wrapper does not know which ranks hold the other parts of the model.
         LayoutMismatchError: the optimizer is not the same on all ranks.
         PeerFailedError: another rank could not make its own.
     """
+
+    # Torch's fused optimizers can unscale gradients in their kernel. Here all ranks agree before any of them steps.
+    _step_supports_amp_scaling = False
 
     def __init__(
         self,
@@ -75,17 +82,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.torch_optimizer = torch_optimizer
         self.ddp = ddp
         self._is_sharded = ddp.policy.is_sharded
-        self.sharding = Sharding(torch_optimizer, ddp)
+        self.sharding = Sharding(torch_optimizer, ddp, weakref.WeakMethod(self._answer_scaler))
         """The shards, for checkpoints."""
         self._returns_grad_norm = returns_grad_norm
         self.sharding.shard(clip_grad=clip_grad, returns_grad_norm=returns_grad_norm, label="DistributedOptimizer()")
         self.clip_grad = float(clip_grad)
+        self.last_step: StepResult | None = None
+        """What the last call of ``step`` that has come to an end has done; also where a loss scaler has skipped the call."""
+        # What was done by hand to the reduced gradients of one step; with any, the gradients of the shards are whole already.
+        self._changes: tuple[tuple[str, float], ...] = ()
+        self._changed_step = -1
+        self._versions: list[int] = []  # of the 16-bit gradients that were widened for it
+        self._found_inf: torch.Tensor | None = None  # of the scaler that was answered last
         self._begin_on_shards()
         ddp.follow_rebuilds(self)
 
     def _begin_on_shards(self) -> None:
         policy, grads = self.ddp.policy, [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
-        self._global_norm = GlobalNorm(self.ddp.communicator, device=grads[0].device, is_sharded=self._is_sharded)
+        ranks = self.ddp.ranks
+        self._has_norm = self.sharding.check_norm(is_wanted=False)
+        holders = ranks.norm or (ranks.step if self._is_sharded else None)
+        self._global_norm = GlobalNorm(holders, device=grads[0].device)
         # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
         has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
         self._computes_norm = self._returns_grad_norm or has_untested_sums or not (policy.has_fence and policy.tests_finite)
@@ -147,54 +164,74 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # A step #
 
+    @overload  # type: ignore[override]
+    def step(self, closure: None = None) -> StepResult: ...
+
+    @overload
+    def step(self, closure: Callable[[], _Loss]) -> _Loss: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the gradient sync, clip, update the shards and gather the parameters.
 
         Nothing is updated on any rank when the gradient norm is computed and not finite; the result says why.
 
+        Args:
+            closure: called once, with gradients switched on, before anything else; may hold the last backward of the step.
+
+        Returns what the closure returns, and without one the result of the step, which is in ``last_step`` in any case.
+
         Raises:
-            ConfigError: a closure was given; it could not know which backward is the last of the step.
             UnreducedGradientsError: no backward outside ``no_sync`` has run in this step.
             MegabucketError: the step is not whole on some rank; all ranks raise the same error and none updates.
             PhaseError: a gradient was cleared after the all-reduce, an error about the gradients was caught before, or a CUDA
                 graph is being captured.
         """
+        value = None
         if closure is not None:
-            raise ConfigError("DistributedOptimizer.step() takes no closure; run forward and backward before calling it")
+            with torch.enable_grad():
+                value = closure()
+        sync = self.ddp.sync
+        self._check_may_step()
+        needs_norm = self._computes_norm or self.clip_grad > 0
+        norms: list[torch.Tensor] = []
+        # With shards the others update and gather once all have agreed, whatever happens on this rank.
+        with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else CALLING):
+            for group in sync.agree(is_committing=self._is_sharded):
+                if needs_norm and self._is_sharded and not self._changes:  # while others are on their way
+                    norms += map(l2_norm, self.sharding.counted_grads[group.index])
+            self.ddp.communicator.progress.enter(sync.step, "optimizer")
+            if sync.skip_reason:
+                sync.end_update()
+                self.last_step = StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
+            else:
+                if not self._is_sharded:
+                    self._take_published_grads()
+                with sync.leaving_no_mess("optimizer.step()", UPDATING):
+                    self.last_step = self._update(norms, needs_norm=needs_norm)
+        return self.last_step if closure is None else value
+
+    def _check_may_step(self) -> None:
+        """Refuse a step that would go wrong on this rank, while all of them can still be told."""
         reader = "DistributedOptimizer.step() decides on the host what to do"
         remedy = "Capture a plain optimizer with capturable=True in its place (docs/gpu.md)."
         check_not_capturing(self._global_norm.accelerator, reader=reader, remedy=remedy)
         sync = self.ddp.sync
-        self._check_may_step()
-        needs_norm = self._computes_norm or self.clip_grad > 0
-        squares: list[torch.Tensor] = []
-        # With shards the others update and gather once all have agreed, whatever happens on this rank.
-        with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else CALLING):
-            for group in sync.agree(is_committing=self._is_sharded):
-                if needs_norm and self._is_sharded:  # while others are on their way
-                    squares += map(sum_of_squares, map(_buffer_grads, self.sharding.shards_of_group[group.index]))
-            self.ddp.communicator.progress.enter(sync.step, "optimizer")
-            if sync.skip_reason:
-                sync.end_update()
-                return StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
-            if not self._is_sharded:
-                self._take_published_grads()
-            with sync.leaving_no_mess("optimizer.step()", UPDATING):
-                return self._update(squares, needs_norm=needs_norm)
-
-    def _check_may_step(self) -> None:
-        """Refuse a step that would go wrong on this rank, while all of them can still be told."""
-        sync = self.ddp.sync
         sync.check_not_dropped()
+        if self._changes and not (sync.is_reduced and self._changed_step == sync.step):
+            self._changes = ()  # to gradients that were cleared since
         if sync.is_reduced and sync.state is not StepState.AGREED:
             raise PhaseError("step() was called twice on the same gradients; run backward and zero_grad() between two steps.")
         try:
             self.sharding.check_is_current()
+            if not self._has_norm:
+                self.sharding.check_norm(is_wanted=self.clip_grad > 0)
             self.sharding.check_shards_are_untouched()
             check_learning_rates(self.torch_optimizer.param_groups)
             hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
-            sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)))
+            sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes)
+            if self._changes:
+                self._check_nothing_is_lost()
             self.sharding.refresh()
         except Exception as error:
             if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else another has taken its place
@@ -228,24 +265,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise error
             slot.view.copy_(grad)
             slot.publish()
+        if self._changes:
+            self._check_nothing_is_lost()
 
-    def _update(self, squares: list[torch.Tensor], *, needs_norm: bool) -> StepResult:
+    def _update(self, norms: list[torch.Tensor], *, needs_norm: bool) -> StepResult:
         """Step on the shards where the gradient norm is finite, and gather what has come of it."""
         sync, shards, norm = self.ddp.sync, self.sharding.shards, math.nan
-        grads = list(map(MainShard.load_grad, shards))
+        grads = list(map(_grad if self._changes else MainShard.load_grad, shards))
         if needs_norm:
-            norm = self._global_norm.of(squares or map(sum_of_squares, map(_buffer_grads, shards)))
+            if self._changes or not self._is_sharded:
+                in_buffers = chain.from_iterable(self.sharding.counted_grads.values())
+                norms += map(l2_norm, self._counted(grads) if self._changes else in_buffers)
+            norm = self._global_norm.of(norms)
             if not math.isfinite(norm):
                 sync.end_update()
-                return StepResult(updated=False, grad_norm=norm, reason=self._why_not_finite(norm))
+                reason = self._why_not_finite(f"the gradient norm is {norm}")
+                return StepResult(updated=False, grad_norm=norm, reason=reason)
         try:
             if self.clip_grad > 0:
                 clip_by_norm(grads, norm=norm, max_norm=self.clip_grad)
-            for shard in shards:
+            for shard in self.sharding.stepped:
                 shard.main.grad = shard.grad
             self.torch_optimizer.step()
         finally:
-            for shard in shards:
+            for shard in self.sharding.stepped:
                 shard.withhold_grad()
                 shard.store_values()
         # Shards are updated after the fence has compared the hyperparameters, whole parameters before the next one does.
@@ -255,9 +298,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 group.mark_params_stale()
             self.ddp.start_param_sync()
         sync.end_update()
+        if not self._has_norm:
+            norm = math.nan  # it was taken over some ranks of the model, to find what is not finite
         return StepResult(updated=True, grad_norm=norm, reason="")
 
-    def _why_not_finite(self, norm: float) -> str:
+    def _why_not_finite(self, finding: str) -> str:
         names = [name for shard in self.sharding.shards for name in shard.params_with_nonfinite_grad()]
         if names:
             culprit = f"not finite in this rank's shard of {name_list(names)}"
@@ -265,7 +310,110 @@ class DistributedOptimizer(torch.optim.Optimizer):
             culprit = "not finite on another rank"
         else:
             culprit = "every gradient is finite, but the sum of their squares is not"
-        return f"the gradient norm is {norm}: {culprit}"
+        return f"{finding}: {culprit}"
+
+    # Reduced gradients before a step: loss scaling, and clipping by hand #
+
+    @torch.no_grad()
+    def unscale_grads(self, inv_scale: float | torch.Tensor) -> bool:
+        """Finish the gradient sync and multiply the gradients; return whether the step is skipped, alike on all ranks.
+
+        It is if some gradient of any rank is not finite; then the step is over, ``last_step`` says so, and ``zero_grad`` begins
+        the next one. For loss scalers, once in a step: ``torch.amp.GradScaler`` comes here by itself.
+
+        Args:
+            inv_scale: one over the scale of the loss.
+
+        Raises:
+            ConfigError: infinite gradients are errors before any scaler sees them (``nonfinite_gradients="error"``).
+            PhaseError: the gradients of this step are unscaled already.
+            MegabucketError: as ``step``.
+        """
+        sync, device = self.ddp.sync, self.ddp.param_and_grad_buffers[0].grad_data.device
+        if sync.policy.tests_finite and not sync.policy.skips_nonfinite:
+            raise ConfigError(
+                "torch.amp.GradScaler, or another loss scaler, looks for infinite gradients itself and lowers its scale, but "
+                "nonfinite_gradients='error' (the default) makes an error of each before they are reduced. Wrap the module "
+                "with DistributedDataParallelConfig(nonfinite_gradients='allow'), or 'skip_step'."
+            )
+        self._check_may_step()
+        if any(name == _LOSS_SCALE for name, _ in self._changes):
+            raise PhaseError("the gradients of this step were unscaled already; a loss scaler does it once before each step().")
+        with sync.leaving_no_mess("unscaling gradients", UPDATING if self._is_sharded else CALLING):
+            grads = self._take_grads()
+            found_inf = torch.full((), float(bool(sync.skip_reason)), device=device)
+            factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
+            for grad in grads:  # a kernel takes one dtype
+                CHECK_AND_UNSCALE([grad], found_inf, factor)
+            self._changes = (*self._changes, (_LOSS_SCALE, 1 / float(factor)))
+            if self._global_norm.of([found_inf]) == 0:
+                return False
+            sync.skip_reason = sync.skip_reason or self._why_not_finite("the loss scaler skips the step")
+            self.last_step = StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
+            sync.end_update()
+        return True
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Finish the gradient sync and clip to a global L2 norm; return the norm before, over all ranks.
+
+        In place of ``torch.nn.utils.clip_grad_norm_``, at the same place in a loop: after the last backward, and after
+        ``GradScaler.unscale_``. An infinite ``max_norm`` clips nothing. With a norm that is not finite nothing is changed, and
+        ``step`` updates nothing; nan stands for gradients that every rank has given up already.
+
+        Raises:
+            ConfigError: ``max_norm`` is no norm, or the wrapper does not know which ranks hold the other parts of the model.
+            MegabucketError: as ``step``.
+        """
+        if not max_norm >= 0:
+            raise ConfigError(f"max_norm must be a number >= 0, got {max_norm!r}")
+        if not self._has_norm:
+            self.sharding.check_norm(is_wanted=True)
+        if self.ddp.sync.skip_reason:
+            return torch.tensor(math.nan)
+        self._check_may_step()
+        with self.ddp.sync.leaving_no_mess("clip_grad_norm_()", UPDATING if self._is_sharded else CALLING):
+            grads = self._take_grads()
+            norm = self._global_norm.of(map(l2_norm, self._counted(grads)))
+            if math.isfinite(norm):
+                clip_by_norm(grads, norm=norm, max_norm=max_norm)
+            self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)))
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def _take_grads(self) -> list[torch.Tensor]:
+        """Finish the gradient sync and return the gradients to change: 16-bit ones widened, others in the buffers."""
+        sync, shards = self.ddp.sync, self.sharding.shards
+        sync.finish()
+        self._changed_step = sync.step
+        if not (self._is_sharded or sync.skip_reason):
+            self._take_published_grads()
+        if not self._changes:
+            self._versions = self._versions_of_widened()
+            return list(map(MainShard.load_grad, shards))
+        return list(map(_grad, shards))
+
+    def _versions_of_widened(self) -> list[int]:
+        """Return counts of the changes to 16-bit gradients, which come too late after they were widened."""
+        shards = self.sharding.shards
+        return [shard.buffer_grads._version for shard in shards if shard.grad is not shard.buffer_grads]
+
+    def _counted(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what enters the norm, of the gradients of all shards."""
+        return [grad for grad, shard in zip(grads, self.sharding.shards, strict=True) if shard.counts]
+
+    def _check_nothing_is_lost(self) -> None:
+        if self._changes and self._versions != self._versions_of_widened():
+            raise PhaseError(
+                "16-bit gradients were changed, by scale_gradients() or through param.grad, after they were unscaled or "
+                "clipped in float32, so the change would be lost. Make it before; clip with clip_grad_norm_() of the optimizer."
+            )
+
+    def _answer_scaler(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """Unscale for a torch scaler, which asks once for each dtype with the same ``found_inf``."""
+        if found_inf is not self._found_inf:
+            self._found_inf = found_inf
+            if self.unscale_grads(inv_scale):
+                found_inf.fill_(1.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients of the wrapped module; see ``DistributedDataParallel.zero_grad``."""

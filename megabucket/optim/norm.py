@@ -8,13 +8,18 @@ difference into the weights.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
 
 from megabucket.comm import Accelerator, AllReduce, Communicator
 from megabucket.errors import ConfigError
+
+_FLOAT32: Final = struct.Struct("f")
+_LARGEST: Final = torch.finfo(torch.float32).max
 
 _CHUNK_NUMEL: Final = 1 << 17
 """Elements summed at a time on CPU: the float64 copy torch makes of them (1 MiB) stays in the core's own cache."""
@@ -24,46 +29,43 @@ class GlobalNorm:
     """The L2 norm over the gradients of all ranks' shards, step after step.
 
     Args:
-        communicator: the ranks that hold the shards.
+        communicator: the ranks that hold parts of the gradients (one all-reduce of 8 bytes); ``None``: this one holds all.
         device: where the gradients of all ranks live, and the collective runs.
-        is_sharded: whether other ranks hold the rest (one all-reduce of 8 bytes), or each rank holds everything.
     """
 
-    def __init__(self, communicator: Communicator, *, device: torch.device, is_sharded: bool) -> None:
+    def __init__(self, communicator: Communicator | None, *, device: torch.device) -> None:
         self.accelerator = Accelerator.of(device)
         self._communicator = communicator
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
-        self._calls = communicator.prepare([AllReduce(self._total)]) if is_sharded else []
+        self._calls = () if communicator is None else communicator.prepare([AllReduce(self._total)])
 
-    def of(self, squares: Iterable[torch.Tensor]) -> float:
+    def of(self, norms: Iterable[torch.Tensor]) -> float:
         """Return the norm over this rank's gradients and those of the other ranks.
 
         Args:
-            squares: what ``sum_of_squares`` has made of each of this rank's gradients; alignment gaps and padding in them
-                are zero and count nothing. May be empty: a rank can own nothing but padding.
+            norms: the ``l2_norm`` of each of this rank's gradients; alignment gaps and padding in them are zero and count
+                nothing. May be empty: a rank can own nothing but padding.
         """
-        self._total.zero_()
-        for square in squares:
-            self._total += square
-        if self._calls:
-            self._communicator.launch(self._calls, label="grad norm").wait()
-        norm = self._total.sqrt()
+        if found := list(norms):
+            self._total.copy_(torch.stack(found).square_().sum())
+        else:
+            self._total.zero_()
+        total = self._total
+        if self._communicator is not None:
+            total = self._communicator.launch(self._calls, label="grad norm").read(total)
+        norm = math.sqrt(float(total))
         # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
-        rounded = float(norm.float())
-        return rounded if math.isfinite(rounded) else float(norm)
+        return _FLOAT32.unpack(_FLOAT32.pack(norm))[0] if norm <= _LARGEST else norm
 
 
-def sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the squares of all elements: float64, 0D, on the device of the gradient."""
+def l2_norm(grad: torch.Tensor) -> torch.Tensor:
+    """Return the L2 norm of all elements: float64, 0D, on the device of the gradient. One operation there."""
     if grad.device.type != "cpu":
         # The kernel for many tensors widens each element as it reads it; that of vector_norm makes a float64 copy of all.
-        (norm,) = torch._foreach_norm([grad], dtype=torch.float64)
-        return norm.square()
-    chunks = grad.split(_CHUNK_NUMEL)
-    total: torch.Tensor = torch.linalg.vector_norm(chunks[0], dtype=torch.float64).square()
-    for chunk in chunks[1:]:
-        total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
-    return total
+        norms: list[torch.Tensor] = list(torch._foreach_norm([grad], dtype=torch.float64))
+    else:
+        norms = list(map(partial(torch.linalg.vector_norm, dtype=torch.float64), grad.split(_CHUNK_NUMEL)))
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
@@ -23,9 +23,10 @@ from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.fence import Entry
 from megabucket.ddp.guards import read_hyperparameters, texts_of
 from megabucket.ddp.replicas import checksum
-from megabucket.errors import CheckpointUnavailableError, ConfigError, OptimizerParametersError, PhaseError, name_list
+from megabucket.errors import CheckpointUnavailableError, OptimizerParametersError, PhaseError, name_list
 from megabucket.layout import Span
 from megabucket.layout.runs import ShardRun, plan_runs
+from megabucket.optim.elementwise import check_elementwise
 from megabucket.optim.norm import check_clip_grad
 from megabucket.optim.state_dict import (
     KNOWN_NUMBERS,
@@ -41,15 +42,21 @@ from megabucket.optim.state_dict import (
     unshard,
 )
 
+CHECK_AND_UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""What ``torch.amp.GradScaler`` calls: sets a flag if some gradient is not finite, and multiplies all of them."""
+
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
 _WITHHELD: Final = frozenset({WithheldGrad, type(None)})
 _WITHHELD_BECAUSE: Final = (
     "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction, and one "
-    "rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0); its step() returns the norm over all ranks. "
-    "Call step() and zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
+    "rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0) or its clip_grad_norm_(), which take the norm "
+    "over all ranks. Call step() and zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
 )
 
+Unscale = weakref.ReferenceType[Callable[[torch.Tensor, torch.Tensor], None]]
+"""Leads to what answers a loss scaler for all ranks: takes its flag for gradients that are not finite, and one over its scale.
+Weakly, because a cycle through ``param.grad`` is never collected."""
 
 _NOT_IN_WRAPPER: Final = (
     "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
@@ -59,6 +66,38 @@ _IN_NO_GROUP: Final = (
     "trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
     "Add them with optimizer.add_param_group(), or freeze them with requires_grad_(False), before wrapping or ddp.rebuild().",
 )
+
+
+class ShardGrad(WithheldGrad):
+    """The gradient of a flat shard while no step runs. It answers ``torch.amp.GradScaler``, as torch's DTensor does.
+
+    A scaler makes one call over the gradients in an optimizer's groups: find what is not finite, multiply the rest. In its
+    shards each rank would find something else; so the optimizer finishes the gradient sync and answers for all ranks alike.
+    """
+
+    unscale: Unscale | None = None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer a scaler; refuse everything else.
+
+        Raises:
+            PhaseError: the gradient is used.
+        """
+        if func is CHECK_AND_UNSCALE:
+            reference = next(grad.unscale for grad in args[0] if isinstance(grad, ShardGrad))
+            unscale = None if reference is None else reference()
+            if unscale is not None:
+                return unscale(*args[1:])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _withheld(like: torch.Tensor, what: str, unscale: Unscale | None) -> WithheldGrad:
+    grad = ShardGrad(like, what=what, reason=_WITHHELD_BECAUSE, accumulates=bool)  # never
+    grad.unscale = unscale
+    return grad
 
 
 class RunPiece(NamedTuple):
@@ -78,9 +117,13 @@ class MainShard:
     ``main.grad`` is the gradient while the optimizer steps, and refuses to be used at other times.
     """
 
-    def __init__(self, run: ShardRun, buffer: ParamAndGradBuffer) -> None:
+    def __init__(
+        self, run: ShardRun, buffer: ParamAndGradBuffer, *, counts: bool = True, unscale: Unscale | None = None
+    ) -> None:
         self.run = run
         self.buffer = buffer
+        self.counts = counts
+        """Whether its gradients enter the norm; no other rank's do then."""
         self._model_values = buffer.param_data[run.span.start : run.span.stop]  # 1D, parameter dtype
         self.buffer_grads = buffer.grad_data[run.span.start : run.span.stop]
         """The gradient in the buffer: 1D, gradient dtype."""
@@ -89,12 +132,7 @@ class MainShard:
         self.main = torch.nn.Parameter(self._model_values.to(dtype))  # 1D, float32 or float64
         same_dtype = self.buffer_grads.dtype == self.main.dtype
         self.grad = self.buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
-        self.withheld = WithheldGrad(
-            self.grad,
-            what=f"the gradient of a flat shard ({name_list(run.params)})",
-            reason=_WITHHELD_BECAUSE,
-            accumulates=bool,  # never
-        )
+        self.withheld = _withheld(self.grad, f"the gradient of a flat shard ({name_list(run.params)})", unscale)
         self.withhold_grad()
 
     def pieces(self) -> Iterator[RunPiece]:
@@ -152,25 +190,22 @@ class MainShard:
         ]
 
 
-_NEEDS_WHOLE_TENSORS: Final = frozenset(
-    {"adafactor", "lbfgs", "muon", "shampoo", "lamb", "fusedlamb", "lars", "sparseadam"}  # names in lower case
-)
-"""Optimizers whose update of one element depends on others of the same tensor; a flat shard would change the result."""
+class Placeholder:
+    """One element that no optimizer steps on, for a group without a shard on this rank: scalers must find something there."""
 
+    grad = None
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that is known to look at whole tensors.
+    def __init__(self, *, device: torch.device, unscale: Unscale) -> None:
+        self.main = torch.nn.Parameter(torch.zeros(1, device=device))
+        self._withheld = _withheld(self.main.detach(), "the gradient of a group without a shard here", unscale)
+        self.withhold_grad()
 
-    Raises:
-        ConfigError: it is.
-    """
-    kind = type(optimizer).__name__
-    if any(base.__name__.lower() in _NEEDS_WHOLE_TENSORS for base in type(optimizer).__mro__):
-        raise ConfigError(
-            f"{kind} uses the shape of whole parameters, and a DistributedOptimizer steps on flat shards cut across them, so "
-            "the result would be silently different. Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or "
-            f"{kind} as a plain optimizer with use_distributed_optimizer=False."
-        )
+    def withhold_grad(self) -> None:
+        """Let nobody but scalers use ``main.grad``."""
+        self.main.grad = self._withheld
+
+    def store_values(self) -> None:
+        """Do nothing: it stands for no parameter."""
 
 
 class GroupMembers:
@@ -279,8 +314,8 @@ class _Cut(NamedTuple):
 
     shards: list[MainShard]
     state: dict[torch.nn.Parameter, ShardState]
-    entries: list[Entry]
-    """What must be equal on all ranks: group and state of each parameter."""
+    entries: dict[str, Entry]
+    """What must be equal on all ranks that hold the parameter: its group and state."""
 
 
 class Sharding:
@@ -289,11 +324,13 @@ class Sharding:
     Args:
         optimizer: over whole parameters, until ``shard`` is called.
         ddp: the wrapper of the parameters.
+        unscale: answers a loss scaler that looks at the gradients of the shards.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel, unscale: Unscale) -> None:
         self._optimizer = optimizer
         self._ddp = ddp
+        self._unscale = unscale
         self._is_sharded = ddp.policy.is_sharded
         self.members = GroupMembers(optimizer)
         # Of parameters that are in no shard, beside the optimizer's own state: see WholeState.
@@ -308,8 +345,10 @@ class Sharding:
         optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself(), held, "load_state_dict()"))
         self.shards: list[MainShard] = []
         """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
-        self.shards_of_group: dict[int, list[MainShard]] = {}
-        """Those in the buckets of each bucket group, by its index."""
+        self.stepped: list[MainShard | Placeholder] = []
+        """What is in the groups: the shards, and placeholders in groups that have none on this rank."""
+        self.counted_grads: dict[int, list[torch.Tensor]] = {}
+        """What enters the norm of the gradients in the buffers, by index of the bucket group."""
 
     def _cut(self, whole: WholeState) -> _Cut:
         """Cut parameters and state for the buffers as they are now. Changes nothing."""
@@ -321,34 +360,56 @@ class Sharding:
         for shard in shards:
             cutter.restore_main_values(shard)
         state = {shard.main: cutter.state_of(shard) for shard in shards}
-        return _Cut(shards, state, [(name, f"in group {group_of[name]}", *signature_of[name]) for name in params])
+        return _Cut(shards, state, {name: (name, f"in group {group_of[name]}", *signature_of[name]) for name in params})
+
+    def _by_group(self, entries: Mapping[str, Entry], texts: Iterable[str]) -> dict[str, list[Entry]]:
+        """Return what must be equal on the ranks of each reduction group: entries of its parameters, and the texts."""
+        found: dict[str, list[Entry]] = {name: [] for name in self._ddp.ranks.by_name}
+        for name, entry in entries.items():
+            found[self._ddp.identities[name].group].append(entry)
+        return {name: [*of_group, *((text,) for text in texts)] for name, of_group in found.items()}
 
     def _group_of(self) -> dict[str, int]:
         return self.members.by_name(self._ddp.param_names, set(self._ddp.module.parameters()))
 
     def _make_shards(self, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]) -> list[MainShard]:
-        rank, is_sharded = self._ddp.communicator.rank, self._is_sharded
+        ranks, is_sharded, identities = self._ddp.ranks, self._is_sharded, self._ddp.identities
+        counts = {name: ranks.counts(identities[name], is_sharded=is_sharded) for name in self._ddp.param_names.values()}
+        signatures = {name: (counts[name], signature_of.get(name)) for name in counts}
         return [
-            MainShard(run, buffer)
+            MainShard(run, buffer, counts=counts[run.params[0]], unscale=self._unscale)
             for buffer in self._ddp.param_and_grad_buffers
-            for run in plan_runs(buffer.layout, group_of, rank=rank, is_sharded=is_sharded, signature_of=signature_of)
+            for run in plan_runs(
+                buffer.layout,
+                group_of,
+                rank=ranks.by_name[buffer.layout.key.group].communicator.rank,
+                is_sharded=is_sharded,
+                signature_of=signatures,
+            )
         ]
 
     def _take(self, cut: _Cut) -> None:
         """Put shards in place of the parameters. Those without a shard keep their state, those gone from the module leave."""
         ddp, state = self._ddp, self._optimizer.state
-        self.members.replace([(shard.run.group, shard.main) for shard in cut.shards], set(ddp.module.parameters()))
+        empty = set(range(len(self._optimizer.param_groups))).difference(shard.run.group for shard in cut.shards)
+        device = ddp.param_and_grad_buffers[0].param_data.device
+        placeholders = {index: Placeholder(device=device, unscale=self._unscale) for index in sorted(empty)}
+        stand_ins = [(shard.run.group, shard.main) for shard in cut.shards]
+        stand_ins += [(index, placeholder.main) for index, placeholder in placeholders.items()]
+        self.members.replace(stand_ins, set(ddp.module.parameters()))
         staying = self._others()
         for key in [key for key in state if isinstance(key, torch.Tensor) and key not in staying]:
             del state[key]
         state.update({main: values for main, values in cut.state.items() if values})
         self._main_values = {param: values for param, values in self._main_values.items() if param in staying}
         self._dtypes = {param: dtype for param, dtype in self._dtypes.items() if param in staying}
-        self.shards, self._buffers = cut.shards, ddp.param_and_grad_buffers
-        self.shards_of_group = {group.index: [] for group in ddp.bucket_groups}
+        self.shards, self.stepped = cut.shards, [*cut.shards, *placeholders.values()]
+        self._buffers = ddp.param_and_grad_buffers
+        self.counted_grads = {group.index: [] for group in ddp.bucket_groups}
         index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}
         for shard in cut.shards:
-            self.shards_of_group[index_of[shard.run.params[0]]].append(shard)  # no run crosses buckets
+            if shard.counts:
+                self.counted_grads[index_of[shard.run.params[0]]].append(shard.buffer_grads)  # no run crosses buckets
         # Weights loaded after this point reach the main parameters at the next step.
         self._num_value_changes = ddp.num_value_changes
 
@@ -371,32 +432,44 @@ class Sharding:
         self._numbers = found.numbers
         self.members.restore()
         self.shards, self._buffers = [], []
-        self.shards_of_group.clear()
+        self.counted_grads.clear()
 
     def shard(self, *, clip_grad: float, returns_grad_norm: bool, label: str) -> None:
         """Shard, with the state there is and the main values from before. A collective call.
 
         Raises:
-            ConfigError: the optimizer cannot work on flat shards, or ``clip_grad`` is no norm.
+            ConfigError: the optimizer cannot work on flat shards, ``clip_grad`` is no norm, or the norm would be wrong.
             OptimizerParametersError: the groups do not hold the trainable parameters, or some state cannot be cut. Nothing was
                 changed.
             LayoutMismatchError: groups, hyperparameters, step counts or kinds of state are not the same on all ranks.
             PeerFailedError: another rank could not shard.
         """
         cut, failure = None, None
-        entries: list[Entry] = []
+        by_group: dict[str, list[Entry]] = {}
         try:
-            check_elementwise(self._optimizer)
             check_clip_grad(clip_grad)
+            self.check_norm(is_wanted=clip_grad > 0 or returns_grad_norm)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers))
+            check_elementwise(self._optimizer)  # after what is wrong with its parameters was found
             own = (f"clip_grad={float(clip_grad)}", f"returns_grad_norm={bool(returns_grad_norm)}")
-            entries = [*cut.entries, *((text,) for text in (type(self._optimizer).__name__, *own, *texts_of([numbers])))]
+            by_group = self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers])))
         except Exception as error:
             failure = error
-        self._ddp.sync.call(label, entries, failure)
+        self._ddp.sync.call(label, failure=failure, by_group=by_group)
         assert cut is not None  # noqa: S101 - otherwise there was a failure
         self._take(cut)
+
+    def check_norm(self, *, is_wanted: bool) -> bool:
+        """Return whether there is a norm over these parameters.
+
+        Raises:
+            ConfigError: there is none, and it is wanted.
+        """
+        obstacle = self._ddp.ranks.find_norm_obstacle(self._ddp.identities, self._ddp.param_names)
+        if obstacle is not None and is_wanted:
+            raise obstacle
+        return obstacle is None
 
     # Main values follow the parameters #
 
@@ -428,7 +501,7 @@ class Sharding:
     @property
     def holder(self) -> ShardHolder:
         """Where the shards lie."""
-        return ShardHolder(self._buffers, self._ddp.sync, self._ddp.communicator, self._is_sharded)
+        return ShardHolder(self._buffers, self._ddp.sync, self._is_sharded)
 
     def _others(self) -> set[torch.nn.Parameter]:
         """Return the members of groups that are in no shard: frozen ones, those that were added."""
@@ -471,18 +544,19 @@ class Sharding:
             PeerFailedError: another rank cannot load it.
         """
         cut, failure = None, None
-        entries: list[Entry] = []
+        by_group: dict[str, list[Entry]] = {}
         try:
             self.settle("load_state_dict()")
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
             whole, groups = unpack(self._optimizer, self.members.by_group(), names, state_dict)
             cut = self._cut(whole)
             self._fill_main_values(cut.shards, whole)
-            entries = [*cut.entries, *_checksums(whole, self._ddp.param_names)]
-            entries += [(text,) for text in texts_of([read_hyperparameters(groups, waits=True)])]
+            sums = _checksums(whole, self._ddp.param_names)
+            held = {name: (*entry, *sums[name]) for name, entry in cut.entries.items()}
+            by_group = self._by_group(held, texts_of([read_hyperparameters(groups, waits=True)]))
         except Exception as error:
             failure = error
-        self._ddp.sync.call("load_state_dict()", entries, failure)
+        self._ddp.sync.call("load_state_dict()", failure=failure, by_group=by_group)
         assert cut is not None  # noqa: S101 - otherwise there was a failure
         self._take(cut)
         self._take_others(whole, groups)
@@ -506,7 +580,7 @@ class Sharding:
             groups: hyperparameters by group, without ``params``.
             others: what belongs to parameters without a shard.
         """
-        self._take(_Cut(list(state), {shard.main: values for shard, values in state.items()}, []))
+        self._take(_Cut(list(state), {shard.main: values for shard, values in state.items()}, {}))
         self._take_others(others, groups)
         self._dtypes |= others.dtypes
 
@@ -545,7 +619,8 @@ class Sharding:
             CheckpointUnavailableError: the optimizer is the one that holds them.
         """
         if held is self._optimizer and self._buffers:
-            rank, num_shards = self._ddp.communicator.rank, self._ddp.communicator.size if self._is_sharded else 1
+            dense = self._buffers[0].layout
+            rank, num_shards = self._ddp.communicator.rank, dense.num_shards if self._is_sharded else 1
             raise CheckpointUnavailableError(optimizer=type(held).__name__, method=method, rank=rank, num_shards=num_shards)
 
     def check_is_current(self) -> None:
@@ -608,14 +683,14 @@ class Sharding:
             )
 
 
-def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> list[Entry]:
-    """Return a checksum of all values per element of each parameter, which ranks compare."""
-    entries: list[Entry] = []
+def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Entry]:
+    """Return checksums of all values per element of each parameter, which ranks compare."""
+    found: dict[str, Entry] = {}
     for param, name in names.items():
         held = [*(whole.values.get(param) or {}).values(), whole.main_values.get(param)]
         sums = [checksum(value) for value in held if isinstance(value, torch.Tensor) and value.numel()]
-        entries.append((f"checksum of the state of {name!r}:", *sums))
-    return entries
+        found[name] = (f"checksum of the state of {name!r}:", *sums)
+    return found
 
 
 def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:

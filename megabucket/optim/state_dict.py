@@ -270,11 +270,14 @@ class ShardHolder(NamedTuple):
 
     buffers: Sequence[ParamAndGradBuffer]
     sync: GradSync
-    communicator: Communicator
     is_sharded: bool
     """Whether each rank owns its shard of each bucket, or everything."""
     label: str = "rebuild"
     """What the state is wanted for; of collectives and errors."""
+
+    def communicator(self, buffer: ParamAndGradBuffer) -> Communicator:
+        """Return the ranks that a buffer is reduced over."""
+        return self.sync.ranks.by_name[buffer.layout.key.group].communicator
 
 
 @torch.no_grad()
@@ -299,10 +302,7 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
     except OptimizerParametersError as error:
         failure = error
     holder.sync.call(label, failure=failure)
-    texts = [json.dumps(own).encode()]
-    if holder.is_sharded:
-        texts = exchange(holder.communicator, texts[0], device=holder.buffers[0].param_data.device, label=label)
-    described = merge_descriptions(map(json.loads, texts))
+    described = merge_descriptions(_of_all_ranks(shards, own, holder, label))
     numbers = {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
     values: dict[torch.Tensor, Mapping[str, Any]] = {}
     main_values: dict[torch.Tensor, torch.Tensor] = {}
@@ -313,6 +313,18 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
         main_values |= _main_values(buffer, inside, holder)
         dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
     return WholeState(values, main_values, dtypes, KNOWN_NUMBERS | numbers)
+
+
+def _of_all_ranks(shards: Sequence[MainShard], own: Sequence[Any], holder: ShardHolder, label: str) -> list[Any]:
+    """Return what ``describe_shards`` has made of the shards of all ranks that hold parts of the same parameters."""
+    if not holder.is_sharded:
+        return [own]
+    found: list[bytes] = []
+    for name, group in holder.sync.ranks.by_name.items():
+        of_group = [one for shard, one in zip(shards, own, strict=True) if shard.buffer.layout.key.group == name]
+        payload = json.dumps(of_group).encode()
+        found += exchange(group.communicator, payload, device=holder.buffers[0].param_data.device, label=label)
+    return list(map(json.loads, found))
 
 
 # What shards hold #
@@ -411,14 +423,15 @@ def _gather(
     for span, values in own:
         flat[span.start : span.stop] = values
     if holder.is_sharded:
+        communicator = holder.communicator(buffer)
         wanted = sorted({buffer.layout.params[name].bucket for name in names})
         calls = []
         for bucket in (buffer.layout.buckets[index] for index in wanted):
-            shard = buffer.layout.shard_span(bucket=bucket.index, rank=holder.communicator.rank)
+            shard = buffer.layout.shard_span(bucket=bucket.index, rank=communicator.rank)
             # As bytes: whatever dtype an optimizer chose for its state, every backend can move it.
             whole, own_part = (flat[one.start : one.stop].view(torch.uint8) for one in (bucket, shard))
             calls.append(AllGather(whole, own_part))
-        holder.communicator.launch(calls, label="optimizer state values").wait()
+        communicator.launch(calls, label="optimizer state values").wait()
     return _cut_out(buffer, names, flat)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megabucket.errors import ConfigError, name_list
+from megabucket.errors import ConfigError
 from megabucket.layout import ModelLayout, ParamSpec, launch_order
-from megabucket.planning.workload import Workload
-from megabucket.planning.workload_match import check_workload_matches
+from megabucket.planning.workload import Workload, check_workload_matches
 from megabucket.units import dtype_bytes
 
 
@@ -83,32 +82,6 @@ def single_plan(workload: Workload) -> BucketPlan:
 def per_tensor_plan(workload: Workload) -> BucketPlan:
     """Return the plan of one bucket for each tensor."""
     return BucketPlan(tuple((index,) for index in workload.order))
-
-
-def plan_of_cuts(workload: Workload, names: Sequence[str]) -> BucketPlan:
-    """Return the plan whose buckets are closed, in ready order, by the tensors called ``names``; the inverse of ``cut_names``.
-
-    What comes after the last name is a bucket of its own.
-
-    Raises:
-        ConfigError: a name is not a tensor of the workload, or is given twice.
-    """
-    known = {tensor.name for tensor in workload.tensors}
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"cuts name tensors that the workload does not have: {name_list(unknown)}")
-    closing = set(names)
-    if len(closing) < len(names):
-        raise ConfigError(f"cuts name {len(names) - len(closing)} tensors more than once; a tensor closes one bucket")
-    buckets: list[tuple[int, ...]] = []
-    open_bucket: list[int] = []
-    for index in workload.order:
-        open_bucket.append(index)
-        if workload.tensors[index].name in closing:
-            buckets.append(tuple(open_bucket))
-            open_bucket = []
-    if open_bucket:
-        buckets.append(tuple(open_bucket))
-    return BucketPlan(tuple(buckets))
 
 
 def cuts_by_buffer(plan: BucketPlan, specs: Sequence[ParamSpec]) -> tuple[str, ...]:

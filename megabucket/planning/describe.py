@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from megabucket.layout import BucketLayout, BufferLayout, ModelLayout, shard_owners
 from megabucket.units import dtype_bytes
@@ -67,7 +66,11 @@ class LayoutTotals:
 
 def describe_rows(layout: ModelLayout) -> tuple[BucketRow, ...]:
     """Return one row per bucket, in buffer and bucket order. Time is linear in the number of parameters."""
-    return tuple(row for buffer in layout.buffers for row in _rows(buffer))
+    rows = []
+    for buffer in layout.buffers:
+        cuts = frozenset(buffer.cuts or ())
+        rows += [_row(buffer, bucket, closed_by=_closed_by(buffer, bucket, cuts)) for bucket in buffer.buckets]
+    return tuple(rows)
 
 
 def describe_totals(layout: ModelLayout, rows: Iterable[BucketRow]) -> LayoutTotals:
@@ -85,13 +88,7 @@ def describe_totals(layout: ModelLayout, rows: Iterable[BucketRow]) -> LayoutTot
     )
 
 
-def _rows(buffer: BufferLayout) -> Iterator[BucketRow]:
-    cuts = frozenset(buffer.cuts or ())
-    for bucket, following in zip_longest(buffer.buckets, buffer.buckets[1:]):
-        yield _row(buffer, bucket, closed_by=_closed_by(buffer, bucket, following, cuts))
-
-
-def _closed_by(buffer: BufferLayout, bucket: BucketLayout, following: BucketLayout | None, cuts: frozenset[str]) -> str:
+def _closed_by(buffer: BufferLayout, bucket: BucketLayout, cuts: frozenset[str]) -> str:
     if not bucket.params:
         return "end"
     last = buffer.params[bucket.params[-1]]
@@ -99,7 +96,7 @@ def _closed_by(buffer: BufferLayout, bucket: BucketLayout, following: BucketLayo
         return "cut"
     if buffer.bucket_size is not None and last.stop - bucket.start >= buffer.bucket_size:
         return "size"
-    return "end" if following is None else "shared embedding"
+    return "end" if bucket.index == len(buffer.buckets) - 1 else "shared embedding"
 
 
 def _row(buffer: BufferLayout, bucket: BucketLayout, *, closed_by: str) -> BucketRow:

@@ -5,21 +5,19 @@ Knows per ``model_type`` which keys say what, and which of them the file may lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pydantic import ValidationError
 
 from megabucket.errors import ConfigError, printable
-from megabucket.planning.json_file import read_json
-from megabucket.planning.model_config import GptConfig, HfConfig, LlamaConfig, MlaConfig, MoeConfig
+from megabucket.planning.documents import read_json
+from megabucket.planning.model_config import GptConfig, HfConfig, LlamaConfig, MoeConfig
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 """Bytes of a config.json; the largest are some kilobytes."""
-
-_Fields = dict[str, Any]
 
 # Our field -> the key in the file. The file must have the key ...
 _LLAMA_KEYS: Final = MappingProxyType(
@@ -65,11 +63,46 @@ _MLA_KEYS: Final = MappingProxyType(
     }
 )
 # ... and these, which null or absence means the default of.
-_OPTIONAL_KEYS: Final = MappingProxyType(
-    {"num_kv_heads": "num_key_value_heads", "head_size": "head_dim", "tied_embeddings": "tie_word_embeddings"}
+_TIED: Final = MappingProxyType({"tied_embeddings": "tie_word_embeddings"})
+_HEADS: Final = MappingProxyType({"num_kv_heads": "num_key_value_heads", "head_size": "head_dim", **_TIED})
+_BIASES: Final = MappingProxyType({"qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias"})
+_DEEPSEEK_MORE: Final = MappingProxyType(
+    {"num_shared_experts": "n_shared_experts", "num_dense_layers": "first_k_dense_replace", **_TIED}
+)
+_DENSE_KEYS: Final = MappingProxyType({"dense_ffn_size": "intermediate_size"})
+_QUERY_RANK: Final = MappingProxyType({"query_rank": "q_lora_rank"})
+
+
+class _Reader(NamedTuple):
+    """How the files of one ``model_type`` say what a decoder is."""
+
+    section: type[GptConfig | LlamaConfig | MoeConfig]
+    needed: Mapping[str, str]
+    optional: Mapping[str, str]
+    given: Mapping[str, Any]
+    """What the library's model has, unless the file says otherwise."""
+    only: Mapping[str, Any] = MappingProxyType({})
+    """Keys of the file with the one value, also its default, for which we know the parameters."""
+
+
+_DEEPSEEK: Final = _Reader(
+    MoeConfig, _DEEPSEEK_KEYS, _DEEPSEEK_MORE, {"kind": "moe"}, only={"moe_layer_freq": 1, "attention_bias": False}
+)
+_READERS: Final[Mapping[str, _Reader]] = MappingProxyType(
+    {
+        "gpt2": _Reader(
+            GptConfig, _GPT2_KEYS, {"ffn_size": "n_inner", **_TIED}, {"kind": "gpt"}, only={"add_cross_attention": False}
+        ),
+        "llama": _Reader(LlamaConfig, _LLAMA_KEYS, {**_HEADS, **_BIASES}, {"kind": "llama"}),
+        "mistral": _Reader(LlamaConfig, _LLAMA_KEYS, _HEADS, {"kind": "llama", "num_kv_heads": 8}),
+        "mixtral": _Reader(MoeConfig, _MIXTRAL_KEYS, _HEADS, {"kind": "moe", "names": "mixtral", "num_kv_heads": 8}),
+        "qwen2": _Reader(LlamaConfig, _LLAMA_KEYS, _HEADS, {"kind": "llama", "qkv_bias": True}),
+        "deepseek_v2": _DEEPSEEK,
+        "deepseek_v3": _DEEPSEEK,
+    }
 )
 _FILE_KEYS: Final = MappingProxyType(
-    {**_LLAMA_KEYS, **_GPT2_KEYS, **_MIXTRAL_KEYS, **_DEEPSEEK_KEYS, **_MLA_KEYS, **_OPTIONAL_KEYS, "query_rank": "q_lora_rank"}
+    {**_LLAMA_KEYS, **_GPT2_KEYS, **_MIXTRAL_KEYS, **_DEEPSEEK_KEYS, **_MLA_KEYS, **_HEADS, **_QUERY_RANK}
 )
 
 
@@ -93,102 +126,34 @@ def read_hf_config(config: HfConfig) -> GptConfig | LlamaConfig | MoeConfig:
         raise ConfigError(
             f"{source}: {said}; known are {', '.join(_READERS)}. Describe another model by kind: llama, moe, params or factory"
         )
+    values = {key: value for key, value in data.items() if value is not None}
+    for key, only in reader.only.items():
+        if (value := values.get(key, only)) != only:
+            raise ConfigError(
+                f"{source}: {key}={printable(repr(value), 60)} is not known for model_type {model_type}, only {only}. "
+                "Describe the model by kind: params or factory"
+            )
+    is_deepseek = reader is _DEEPSEEK
+    needed = {**reader.needed, **(_DENSE_KEYS if is_deepseek and values.get("first_k_dense_replace") else {})}
+    if missing := [key for key in (*needed.values(), *(_MLA_KEYS.values() if is_deepseek else ())) if key not in values]:
+        raise ConfigError(
+            f"{source}: {', '.join(missing)} missing, which model_type {model_type} needs; is this the whole config.json of "
+            "the model?"
+        )
+    fields = {**reader.given, **_fields(values, needed), **_fields(values, reader.optional)}
+    if is_deepseek:
+        fields["mla"] = _fields(values, {**_MLA_KEYS, **_QUERY_RANK})
+    dtype = config.dtype or values.get("dtype") or values.get("torch_dtype") or "float32"
+    fields["dtype"] = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     try:
-        dtype = config.dtype or data.get("dtype") or data.get("torch_dtype") or "float32"
-        return reader(_File(data, source, str(model_type)), dtype)
+        return reader.section.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(f"{source}: {'; '.join(_describe(detail) for detail in error.errors(include_url=False))}") from None
 
 
-class _File:
-    """The keys of one file."""
-
-    def __init__(self, data: Mapping[str, Any], source: str, model_type: str) -> None:
-        self._data, self._source, self._model_type = data, source, model_type
-
-    def fields(self, keys: Mapping[str, str], **optional: str) -> _Fields:
-        """Return our fields by the keys that must be there and by those that may be; what is null is left out."""
-        missing = [key for key in keys.values() if self._data.get(key) is None]
-        if missing:
-            raise ConfigError(
-                f"{self._source}: {', '.join(missing)} missing, which model_type {self._model_type} needs; is this the whole "
-                "config.json of the model?"
-            )
-        found = {name: self._data[key] for name, key in keys.items()}
-        return found | {name: self._data[key] for name, key in optional.items() if self._data.get(key) is not None}
-
-    def get(self, key: str, default: Any) -> Any:
-        """Return the value of a key; ``default`` where it is null or not there."""
-        value = self._data.get(key)
-        return default if value is None else value
-
-    def refuse(self, key: str, *, unless: Any, default: Any) -> None:
-        """Refuse a value that adds parameters we do not know."""
-        value = self.get(key, default)
-        if value != unless:
-            raise ConfigError(
-                f"{self._source}: {key}={printable(repr(value), 60)} is not known for model_type {self._model_type}, only "
-                f"{unless}. Describe the model by kind: params or factory"
-            )
-
-
-def _gpt2(file: _File, dtype: Any) -> GptConfig:
-    fields = file.fields(_GPT2_KEYS, ffn_size="n_inner")
-    file.refuse("add_cross_attention", unless=False, default=False)
-    return GptConfig(kind="gpt", tied_embeddings=file.get("tie_word_embeddings", True), dtype=_as(dtype), **fields)
-
-
-def _llama(file: _File, dtype: Any) -> LlamaConfig:
-    bias = file.get("attention_bias", False)
-    fields = file.fields(_LLAMA_KEYS, **_OPTIONAL_KEYS)
-    return LlamaConfig(
-        kind="llama", qkv_bias=bias, output_bias=bias, mlp_bias=file.get("mlp_bias", False), dtype=_as(dtype), **fields
-    )
-
-
-def _mistral(file: _File, dtype: Any) -> LlamaConfig:
-    fields = {"num_kv_heads": 8, **file.fields(_LLAMA_KEYS, **_OPTIONAL_KEYS)}
-    return LlamaConfig(kind="llama", dtype=_as(dtype), **fields)
-
-
-def _qwen2(file: _File, dtype: Any) -> LlamaConfig:
-    fields = file.fields(_LLAMA_KEYS, **_OPTIONAL_KEYS)
-    return LlamaConfig(kind="llama", qkv_bias=True, dtype=_as(dtype), **fields)
-
-
-def _mixtral(file: _File, dtype: Any) -> MoeConfig:
-    fields = {"num_kv_heads": 8, **file.fields(_MIXTRAL_KEYS, **_OPTIONAL_KEYS)}
-    return MoeConfig(kind="moe", names="mixtral", dtype=_as(dtype), **fields)
-
-
-def _deepseek(file: _File, dtype: Any) -> MoeConfig:
-    file.refuse("moe_layer_freq", unless=1, default=1)
-    file.refuse("attention_bias", unless=False, default=False)
-    fields = file.fields(_DEEPSEEK_KEYS, tied_embeddings="tie_word_embeddings")
-    num_dense = file.get("first_k_dense_replace", 0)
-    if num_dense:
-        fields |= {"num_dense_layers": num_dense, **file.fields({"dense_ffn_size": "intermediate_size"})}
-    shared = file.get("n_shared_experts", 0)
-    mla = file.fields(_MLA_KEYS, query_rank="q_lora_rank")
-    return MoeConfig(kind="moe", mla=MlaConfig(**mla), num_shared_experts=shared, dtype=_as(dtype), **fields)
-
-
-def _as(dtype: Any) -> Any:
-    """Return a dtype from a file, whatever it is: the section checks it."""
-    return dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
-
-
-_READERS: Final[Mapping[str, Callable[[_File, Any], GptConfig | LlamaConfig | MoeConfig]]] = MappingProxyType(
-    {
-        "gpt2": _gpt2,
-        "llama": _llama,
-        "mistral": _mistral,
-        "mixtral": _mixtral,
-        "qwen2": _qwen2,
-        "deepseek_v2": _deepseek,
-        "deepseek_v3": _deepseek,
-    }
-)
+def _fields(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return our fields by the keys that the file has."""
+    return {name: values[key] for name, key in keys.items() if key in values}
 
 
 def _describe(detail: Any) -> str:

@@ -1,41 +1,54 @@
-"""From config sections and files to links and workloads. No torch, no arithmetic.
+"""From config sections and files to links and workloads. No torch.
 
-Reads what ``megabucket calibrate`` and ``megabucket profile`` write, and writes it for them.
+Reads what ``megabucket calibrate`` and ``megabucket profile`` write, and writes it for them. Without a profile, when gradients
+become ready is guessed from a list of parameters and a rate.
+
+The rule of Kaplan et al. ("Scaling Laws for Neural Language Models", 2020, section 2.1): a parameter takes 2 operations per
+token in forward and 4 in backward. Attention's own products and all memory-bound work are left out, so ``flops_per_s`` is the
+rate a step reaches as a whole. A look-up in an embedding multiplies nothing: embeddings take no time, and a tied one takes its
+time where it serves as the output projection, at the end of forward and the beginning of backward. An expert computes its share
+of the tokens.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
-from megabucket.config import Section
+from megabucket.config import DistributedDataParallelConfig, Section
+from megabucket.config.resolve import resolve_grad_dtype
 from megabucket.errors import ConfigError, printable
 from megabucket.layout import ParamSpec
 from megabucket.planning import RunConfig
-from megabucket.planning.derive import workload_of_specs
-from megabucket.planning.fit import AffineFit
-from megabucket.planning.json_file import read_json
-from megabucket.planning.links import FlatLink, Link, MeasuredLink, Point, RingLink, TableKey, TwoLevelLink
+from megabucket.planning.architecture import decoder_of
+from megabucket.planning.documents import Document, read_json, read_yaml, write_text
+from megabucket.planning.links import AffineFit, FlatLink, Link, MeasuredLink, Point, RingLink, TableKey, TwoLevelLink
 from megabucket.planning.load import explain_validation_error
+from megabucket.planning.model_config import ArchitectureConfig, MoeConfig
 from megabucket.planning.simulation_config import (
-    FileLinkConfig,
     FlatLinkConfig,
     LinkConfig,
-    RingLinkConfig,
+    LinkLevelConfig,
     TableLinkConfig,
     TwoLevelLinkConfig,
     WorkloadConfig,
 )
-from megabucket.planning.workload import TensorWork, Workload
-from megabucket.planning.workload_match import check_workload_matches
-from megabucket.planning.yaml_loader import YamlDocument, read_yaml
+from megabucket.planning.workload import TensorWork, Workload, check_workload_matches
 from megabucket.trace import CollectiveKind
+from megabucket.units import dtype_bytes
+
+FORWARD_FLOPS: Final = 2
+"""Operations per parameter and token in forward: a multiplication and an addition."""
+
+BACKWARD_FLOPS: Final = 4
+"""Operations per parameter and token in backward: the same for the input's gradient and for the weight's."""
 
 MAX_WORKLOAD_BYTES: Final = 64 * 1024 * 1024
 """Bytes of a workload file: 100,000 tensors take a sixth of it."""
@@ -53,20 +66,23 @@ def link_of(config: LinkConfig) -> Link:
     """
     if isinstance(config, FlatLinkConfig):
         return FlatLink(config.latency_s, config.seconds_per_byte)
-    if isinstance(config, RingLinkConfig):
-        return RingLink(config.latency_s, config.bytes_per_s)
     if isinstance(config, TwoLevelLinkConfig):
-        inside, between = config.inside, config.between
-        return TwoLevelLink(
-            RingLink(inside.latency_s, inside.bytes_per_s),
-            RingLink(between.latency_s, between.bytes_per_s),
-            config.ranks_per_node,
-        )
-    if isinstance(config, FileLinkConfig):
-        return read_link(Path(config.path))
-    if config.path is not None:
-        return read_link(Path(config.path))
-    return _measured(config)
+        return TwoLevelLink(_ring(config.inside), _ring(config.between), config.ranks_per_node)
+    if isinstance(config, TableLinkConfig):
+        tables: dict[TableKey, tuple[Point, ...]] = {}
+        for table in config.tables:
+            key = (CollectiveKind(table.operation), table.dtype)
+            if key in tables:
+                raise ConfigError(f"link.tables has {table.operation}, {printable(table.dtype)} twice; keep one table for each")
+            tables[key] = table.points
+        return MeasuredLink(tables, config.num_ranks)
+    if isinstance(config, LinkLevelConfig):
+        return _ring(config)
+    return read_link(Path(config.path))
+
+
+def _ring(level: LinkLevelConfig) -> RingLink:
+    return RingLink(level.latency_s, level.bytes_per_s)
 
 
 def read_link(path: Path) -> Link:
@@ -84,9 +100,9 @@ def read_link(path: Path) -> Link:
     try:
         config = _LinkFile.model_validate({"link": data["link"]}).link
     except ValidationError as error:
-        raise explain_validation_error(error, data=data, document=YamlDocument(data, lines, str(path))) from None
-    if isinstance(config, FileLinkConfig) or (isinstance(config, TableLinkConfig) and config.path is not None):
-        raise ConfigError(f"{path}: names another file ({printable(config.path or '')}); name that one instead")
+        raise explain_validation_error(error, data=data, document=Document(data, lines, str(path))) from None
+    if another := getattr(config, "path", None):
+        raise ConfigError(f"{path}: names another file ({printable(another)}); name that one instead")
     try:
         return link_of(config)
     except ConfigError as error:
@@ -104,7 +120,7 @@ def write_link(
     """Write a measured link so that ``read_link`` gives it back unchanged, with fits, quartiles and facts beside the points.
 
     Raises:
-        OSError: the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     fits, spreads_s = fits or {}, spreads_s or {}
     tables = []
@@ -118,8 +134,7 @@ def write_link(
             table["spread_s"] = [list(pair) for pair in spreads_s[key]]
         tables.append(table)
     data = {"kind": "table", "num_ranks": link.num_ranks, "facts": dict(facts or {}), "tables": tables}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None), encoding="utf-8")
+    write_text(path, yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None))
 
 
 def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Workload:
@@ -140,12 +155,15 @@ def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Wor
     }
     if config.tensors is not None:
         tensors = (TensorWork(each.name, each.numel, each.backward_s, each.forward_s) for each in config.tensors)
-        return Workload(tuple(tensors), **overrides)
+        workload = Workload(tuple(tensors), **overrides)
+        if specs is not None:
+            check_workload_matches(workload, specs)
+        return workload
     if config.path is not None:
         workload, fingerprint = _read_workload(Path(config.path))
         if specs is not None:
             check_workload_matches(workload, specs, fingerprint=fingerprint)
-        return _with(workload, overrides)
+        return replace(workload, **overrides)
     if config.tokens_per_microbatch is None or config.flops_per_s is None or specs is None or run.model is None:
         raise ConfigError(
             "there is nothing to simulate: give workload.tensors, or workload.path, or a model section with "
@@ -154,7 +172,7 @@ def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Wor
     derived = workload_of_specs(
         specs, run.ddp, tokens=config.tokens_per_microbatch, flops_per_s=config.flops_per_s, model=run.model
     )
-    return _with(derived, overrides)
+    return replace(derived, **overrides)
 
 
 def read_workload(path: Path) -> Workload:
@@ -182,25 +200,85 @@ def write_workload(path: Path, workload: Workload, *, facts: Mapping[str, Any] |
     """Write a workload so that ``read_workload`` gives it back unchanged, with facts about its origin beside it.
 
     Raises:
-        OSError: the file cannot be written.
+        ConfigError: the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = {**workload.to_dict(), "facts": dict(facts or {})}
-    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
-def _with(workload: Workload, overrides: Mapping[str, Any]) -> Workload:
-    if not overrides:
-        return workload
-    fields = ("tensors", "bytes_per_element", "param_bytes_per_element", "optimizer_s", "num_microbatches", "ready_order")
-    return Workload(**{**{name: getattr(workload, name) for name in fields}, **overrides})
+def is_lookup(name: str) -> bool:
+    """Return whether a parameter is an embedding table by its name: a part contains ``embed``, or is ``wte`` or ``wpe``.
+
+    Output projections called ``unembed`` or ``embed_out`` are none.
+
+    >>> [is_lookup(name) for name in ("model.embed_tokens.weight", "wpe.weight", "lm_head.weight", "embed_out.weight")]
+    [True, True, False, False]
+    """
+    parts = name.lower().split(".")
+    return any(
+        part in {"wte", "wpe"} or ("embed" in part and "unembed" not in part and "out" not in part.split("_")) for part in parts
+    )
 
 
-def _measured(config: TableLinkConfig) -> MeasuredLink:
-    tables: dict[TableKey, tuple[Point, ...]] = {}
-    for table in config.tables or ():
-        key = (CollectiveKind(table.operation), table.dtype)
-        if key in tables:
-            raise ConfigError(f"link.tables has {table.operation}, {printable(table.dtype)} twice; keep one table for each")
-        tables[key] = table.points
-    return MeasuredLink(tables, config.num_ranks or 0)
+def workload_of_specs(
+    specs: Sequence[ParamSpec],
+    ddp: DistributedDataParallelConfig,
+    *,
+    tokens: int,
+    flops_per_s: float,
+    model: ArchitectureConfig | None = None,
+) -> Workload:
+    """Return the workload of a model that computes ``tokens`` per microbatch at ``flops_per_s``.
+
+    Args:
+        specs: trainable parameters in registration order, tied ones once.
+        ddp: decides the gradients' dtype, and the ready order if it has one.
+        model: says whether the token embedding is also the output projection, and how many of the experts a token passes.
+
+    Raises:
+        ConfigError: no parameters, ``ddp.bucket_order`` names others, or the model's ``config.json`` cannot be read.
+    """
+    second = tokens / flops_per_s  # of one operation on each token
+    decoder = decoder_of(model) if model is not None else None
+    routed = decoder.num_experts_per_token / decoder.num_experts if isinstance(decoder, MoeConfig) else 1.0
+    tensors = []
+    for spec in specs:
+        numel = 0.0 if is_lookup(spec.name) else spec.numel * (routed if spec.group == "expert" else 1.0)
+        tensors.append(TensorWork(spec.name, spec.numel, BACKWARD_FLOPS * numel * second, FORWARD_FLOPS * numel * second))
+    if decoder is not None and decoder.tied_embeddings:
+        # The output projection comes last: the gradient of the last parameter has to wait until it was passed.
+        numel, last = max(spec.numel for spec in specs if is_lookup(spec.name)), tensors[-1]
+        backward_s = last.backward_s + BACKWARD_FLOPS * numel * second
+        tensors[-1] = replace(last, backward_s=backward_s, forward_s=last.forward_s + FORWARD_FLOPS * numel * second)
+    wire = wire_bytes(specs, ddp)
+    return Workload(
+        tuple(tensors),
+        bytes_per_element=wire.gradient,
+        param_bytes_per_element=wire.parameter,
+        ready_order=_ready_order(specs, ddp),
+    )
+
+
+class WireBytes(NamedTuple):
+    """Bytes of an element on the wire."""
+
+    parameter: int
+    gradient: int
+
+
+def wire_bytes(specs: Sequence[ParamSpec], ddp: DistributedDataParallelConfig) -> WireBytes:
+    """Return the bytes of a parameter and of a gradient element, in the dtype most elements have."""
+    numel_of: Counter[str] = Counter()
+    for spec in specs:
+        numel_of[spec.dtype] += spec.numel
+    dtype = numel_of.most_common(1)[0][0] if numel_of else "float32"
+    return WireBytes(dtype_bytes(dtype), dtype_bytes(resolve_grad_dtype(ddp, dtype)))
+
+
+def _ready_order(specs: Sequence[ParamSpec], ddp: DistributedDataParallelConfig) -> tuple[int, ...] | None:
+    if ddp.bucket_order is None:
+        return None
+    index_of = {spec.name: index for index, spec in enumerate(specs)}
+    if set(ddp.bucket_order) != set(index_of):
+        raise ConfigError("ddp.bucket_order does not name exactly the trainable parameters of the model; record it anew")
+    return tuple(index_of[name] for name in ddp.bucket_order)

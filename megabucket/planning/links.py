@@ -12,7 +12,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol, TypeAlias
@@ -36,6 +37,10 @@ class Affine(NamedTuple):
     latency_s: float
     seconds_per_byte: float
 
+    def __call__(self, payload_bytes: float) -> float:
+        """Return the seconds of so many bytes."""
+        return self.latency_s + self.seconds_per_byte * payload_bytes
+
 
 class Link(Protocol):
     """What the simulator and the partitioner ask."""
@@ -53,8 +58,26 @@ class Link(Protocol):
         ...
 
 
+class _AffineLink:
+    """A link that is a formula: ``affine`` says all."""
+
+    __slots__ = ()
+
+    def collective_s(self, kind: CollectiveKind, payload_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
+        """Return the seconds of one collective.
+
+        Raises:
+            ConfigError: the link cannot say.
+        """
+        return self.affine(kind, num_ranks, dtype)(payload_bytes)
+
+    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:
+        """Return latency and slope."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
-class FlatLink:
+class FlatLink(_AffineLink):
     """``T = latency_s + seconds_per_byte * payload_bytes`` for any operation and any number of ranks.
 
     >>> FlatLink(latency_s=1.4e-3, seconds_per_byte=0.95e-9 / 4).collective_s(CollectiveKind.ALL_REDUCE, 4_000_000, 8)
@@ -67,10 +90,6 @@ class FlatLink:
     def __post_init__(self) -> None:
         _check_not_negative("FlatLink", latency_s=self.latency_s, seconds_per_byte=self.seconds_per_byte)
 
-    def collective_s(self, kind: CollectiveKind, payload_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
-        """Return the seconds of one collective."""
-        return _evaluate(self.affine(kind, num_ranks, dtype), payload_bytes)
-
     def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:  # noqa: ARG002 - the protocol's
         """Return the two constants."""
         check_question(kind, num_ranks)
@@ -78,7 +97,7 @@ class FlatLink:
 
 
 @dataclass(frozen=True, slots=True)
-class RingLink:
+class RingLink(_AffineLink):
     """``n`` ranks on a ring: ``latency_s`` for each step, ``bytes_per_s`` from each rank to the next.
 
     All-reduce ``2 (n-1) latency + 2 S (n-1)/n / bandwidth``; reduce-scatter, all-gather and broadcast half of it. One rank has
@@ -96,10 +115,6 @@ class RingLink:
         _check_not_negative("RingLink", latency_s=self.latency_s)
         _check_positive("RingLink", bytes_per_s=self.bytes_per_s)
 
-    def collective_s(self, kind: CollectiveKind, payload_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
-        """Return the seconds of one collective."""
-        return _evaluate(self.affine(kind, num_ranks, dtype), payload_bytes)
-
     def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:  # noqa: ARG002 - the protocol's
         """Return the latency of all steps and the seconds per byte of the full buffer."""
         check_question(kind, num_ranks)
@@ -108,7 +123,7 @@ class RingLink:
 
 
 @dataclass(frozen=True, slots=True)
-class TwoLevelLink:
+class TwoLevelLink(_AffineLink):
     """Ranks in equal nodes: one ring inside each node, and one ring between nodes for each position in a node.
 
     The hierarchical algorithms: an all-reduce is a reduce-scatter inside, an all-reduce of ``S / ranks_per_node`` between and
@@ -122,14 +137,6 @@ class TwoLevelLink:
     def __post_init__(self) -> None:
         if isinstance(self.ranks_per_node, bool) or not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
             raise ConfigError(f"TwoLevelLink: ranks_per_node must be an integer >= 1, got {self.ranks_per_node!r}")
-
-    def collective_s(self, kind: CollectiveKind, payload_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
-        """Return the seconds of one collective.
-
-        Raises:
-            ConfigError: the ranks do not fill their nodes.
-        """
-        return _evaluate(self.affine(kind, num_ranks, dtype), payload_bytes)
 
     def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:
         """Return latency and slope of both levels together.
@@ -243,10 +250,6 @@ def check_points(points: tuple[Point, ...], *, what: str) -> None:
             raise ConfigError(f"{what}: {following!r} bytes after {size!r}: sizes are given {problem}; sort them, each once")
 
 
-def _evaluate(cost: Affine, payload_bytes: float) -> float:
-    return cost.latency_s + cost.seconds_per_byte * payload_bytes
-
-
 def _interpolate(points: tuple[Point, ...], payload_bytes: float) -> float:
     if payload_bytes <= points[0][0]:
         return points[0][1]
@@ -270,3 +273,75 @@ def _check_positive(what: str, **values: float) -> None:
     for name, value in values.items():
         if value == 0:
             raise ConfigError(f"{what}: {name} must be more than 0, got {value!r}")
+
+
+# A straight line through measured collectives #
+
+
+@dataclass(frozen=True, slots=True)
+class AffineFit:
+    """``seconds = latency_s + seconds_per_byte * payload_bytes``, and how far the points are from it."""
+
+    latency_s: float
+    seconds_per_byte: float
+    residual: float
+    """Median of ``|fitted - measured| / measured`` over the points."""
+
+    @property
+    def line(self) -> Affine:
+        """The line alone."""
+        return Affine(self.latency_s, self.seconds_per_byte)
+
+
+def fit_affine(points: Sequence[Point]) -> AffineFit:
+    """Return the line with the least squared relative error, its latency and its slope not negative.
+
+    Relative, because the points span orders of magnitude: with absolute errors the largest size alone would decide, and the
+    latency would be noise.
+
+    Raises:
+        ConfigError: no table of at least two points with increasing sizes.
+
+    >>> fit_affine([(0, 1e-3), (1000, 2e-3), (3000, 4e-3)])
+    AffineFit(latency_s=0.001, seconds_per_byte=1e-06, residual=0.0)
+    """
+    points = tuple((float(size), float(seconds)) for size, seconds in points)
+    check_points(points, what="a table to fit")
+    timed = [(size, seconds) for size, seconds in points if seconds > 0]
+    if not timed:
+        return AffineFit(0.0, 0.0, 0.0)
+    candidates = [(0.0, _ratio(timed)), (_constant(timed), 0.0)]
+    line = _line(timed)
+    if line is not None and min(line) >= 0:
+        candidates.append(line)
+    # The sum of squares is convex, so with a bound that binds the optimum lies on that bound.
+    latency_s, slope = min(candidates, key=lambda pair: _squared_error(timed, *pair))
+    errors = [abs(latency_s + slope * size - seconds) / seconds for size, seconds in timed]
+    return AffineFit(latency_s, slope, statistics.median(errors))
+
+
+def _squared_error(timed: Sequence[Point], latency_s: float, slope: float) -> float:
+    return sum(((latency_s + slope * size) / seconds - 1) ** 2 for size, seconds in timed)
+
+
+def _line(timed: Sequence[Point]) -> Point | None:
+    """Return the unconstrained optimum: the normal equations of ``a / t + b * s / t = 1``."""
+    aa = sum(1 / t**2 for _, t in timed)
+    ab = sum(s / t**2 for s, t in timed)
+    bb = sum((s / t) ** 2 for s, t in timed)
+    a1, b1 = sum(1 / t for _, t in timed), sum(s / t for s, t in timed)
+    determinant = aa * bb - ab * ab
+    if determinant <= 0:
+        return None
+    return (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant
+
+
+def _ratio(timed: Sequence[Point]) -> float:
+    """Return the best slope without latency."""
+    squares = sum((s / t) ** 2 for s, t in timed)
+    return sum(s / t for s, t in timed) / squares if squares else 0.0
+
+
+def _constant(timed: Sequence[Point]) -> float:
+    """Return the best latency without slope."""
+    return sum(1 / t for _, t in timed) / sum(1 / t**2 for _, t in timed)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megabucket.config.ddp import Section
 from megabucket.errors import ConfigError, printable, quoted
-from megabucket.planning.yaml_loader import KeyPath, Plain, YamlDocument, parse_yaml, read_yaml
+from megabucket.planning.documents import Document, KeyPath, Plain, parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -56,7 +56,7 @@ def load_section(path: Path | str | None, overrides: Sequence[str], section: typ
         ConfigError: anything wrong with the file, an override or a value. The text lists at most 20 problems, each with
             its dotted path and the line or the argument it comes from; ``problems`` holds them one by one.
     """
-    document = YamlDocument({}, {}, "command line") if path is None else read_yaml(Path(path))
+    document = Document({}, {}, "command line") if path is None else read_yaml(Path(path))
     if document.data is not None and not isinstance(document.data, dict):
         raise ConfigError(f"{document.source}:{document.lines[()]}: a config is a mapping with keys such as 'ddp:'")
     parsed = [parse_override(text) for text in overrides]
@@ -127,7 +127,7 @@ def apply_overrides(data: Mapping[str, Plain], overrides: Iterable[Override]) ->
 
 
 def explain_validation_error(
-    error: ValidationError, *, data: Plain, document: YamlDocument, overrides: Iterable[Override] = ()
+    error: ValidationError, *, data: Plain, document: Document, overrides: Iterable[Override] = ()
 ) -> ConfigError:
     """Return what pydantic found as one ``ConfigError`` with paths and places.
 
@@ -178,7 +178,7 @@ def _path_in_data(loc: tuple[int | str, ...], data: Plain) -> KeyPath:
     return tuple(path)
 
 
-def _place(path: KeyPath, document: YamlDocument, arguments: Mapping[KeyPath, str]) -> str:
+def _place(path: KeyPath, document: Document, arguments: Mapping[KeyPath, str]) -> str:
     """Return the argument or the line of the innermost enclosing value that has one."""
     for length in range(len(path), -1, -1):
         outer = path[:length]

@@ -143,7 +143,7 @@ def memory_by_mode(
     config: DistributedDataParallelConfig,
     *,
     dp_size: int,
-    expert_dp_size: int | None = None,
+    group_sizes: Mapping[str, int] | None = None,
     moments_per_element: int = 2,
     activation_bytes: int = 0,
 ) -> dict[str, RankMemory]:
@@ -155,27 +155,20 @@ def memory_by_mode(
         LayoutError: no parameter, or a name twice.
         ConfigError: the config cannot be honoured for these parameters.
     """
-    layouts: dict[bool, ModelLayout] = {}
-    for is_sharded in (False, True):
-        depends_on_mode = config.layout == "megatron"
-        if depends_on_mode or not layouts:
-            fields = {"use_distributed_optimizer": is_sharded} if depends_on_mode else {}
-            layouts[is_sharded] = build_layout(
-                specs, config.model_copy(update=fields), dp_size=dp_size, expert_dp_size=expert_dp_size
-            )
-        else:
-            layouts[is_sharded] = layouts[False]
-    return {
-        "reduce_scatter" if is_sharded else "all_reduce": rank_memory(
+    layout, found = None, {}
+    for is_sharded, mode in enumerate(("all_reduce", "reduce_scatter")):
+        if layout is None or config.layout == "megatron":  # whose padding depends on the mode
+            fields = {"use_distributed_optimizer": bool(is_sharded)} if config.layout == "megatron" else {}
+            layout = build_layout(specs, config.model_copy(update=fields), dp_size=dp_size, group_sizes=group_sizes)
+        found[mode] = rank_memory(
             layout,
             rank=0,
-            is_sharded=is_sharded,
+            is_sharded=bool(is_sharded),
             moments_per_element=moments_per_element,
             has_fence=dp_size > 1,
             activation_bytes=activation_bytes,
         )
-        for is_sharded, layout in layouts.items()
-    }
+    return found
 
 
 def _buffers_memory(buffer: BufferLayout) -> RankMemory:

@@ -1,15 +1,17 @@
 """``ArchitectureConfig``: which parameters a model has, by the ``kind`` of its description. No torch.
 
-A decoder in a few numbers, or where the parameters come from: a list, a function, a config.json. ``planning.architecture`` and
-``planning.decoders`` turn them into descriptions of parameters.
+A decoder in a few numbers, or where the parameters come from: a list, a function, a config.json. ``planning.architecture``
+turns them into descriptions of parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
 import annotated_types as at
 from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import Self
 
 from megabucket.config.ddp import Count, PositiveCount, Section, read_tuple
 
@@ -32,26 +34,47 @@ Dimension = Annotated[int, at.Ge(0), at.Le(2**40)]
 Argument = Annotated[bool | int | float | str | None, BeforeValidator(_read_scalar)]
 
 
-class GptConfig(Section):
-    """A GPT-2 style decoder: learned positions, pre-norm blocks, one fused attention projection."""
-
-    kind: Literal["gpt"]
-    """Chooses this form of the section."""
+class _DecoderConfig(Section):
+    """What all built-in decoders have."""
 
     vocab_size: PositiveCount
-    """Rows of the token embedding; 256 for bytes."""
-
-    sequence_length: PositiveCount
-    """Rows of the position embedding, the longest sequence in tokens."""
+    """Rows of the token embedding, and of the output projection; 256 for bytes."""
 
     num_layers: NumLayers
     """Transformer blocks."""
 
     hidden_size: PositiveCount
-    """Width of the residual stream; a multiple of ``num_heads``."""
+    """Width of the residual stream; a multiple of ``num_heads`` unless the width of a head is given."""
 
     num_heads: PositiveCount
-    """Attention heads per block."""
+    """Attention heads (query heads) per block."""
+
+    tied_embeddings: bool = False
+    """Whether the output projection is the token embedding; it is then counted once."""
+
+    dtype: Dtype = "float32"
+    """Dtype of the parameters."""
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong with the numbers together, in words."""
+        if self.hidden_size % self.num_heads:
+            yield f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}"
+
+    @model_validator(mode="after")
+    def _numbers_fit(self) -> Self:
+        if problems := list(self._problems()):
+            raise ValueError("; ".join(problems))
+        return self
+
+
+class GptConfig(_DecoderConfig):
+    """A GPT-2 style decoder: learned positions, pre-norm blocks, one fused attention projection."""
+
+    kind: Literal["gpt"]
+    """Chooses this form of the section."""
+
+    sequence_length: PositiveCount
+    """Rows of the position embedding, the longest sequence in tokens."""
 
     ffn_multiplier: PositiveCount = 4
     """Width of the feed-forward layer as a multiple of ``hidden_size``."""
@@ -65,52 +88,49 @@ class GptConfig(Section):
     tied_embeddings: bool = True
     """Whether the output projection is the token embedding; it is then counted once."""
 
-    dtype: Dtype = "float32"
-    """Dtype of the parameters."""
-
     @property
     def resolved_ffn_size(self) -> int:
         """Width of the feed-forward layer."""
         return self.ffn_size if self.ffn_size is not None else self.ffn_multiplier * self.hidden_size
 
-    @model_validator(mode="after")
-    def _numbers_fit(self) -> GptConfig:
-        problems = _head_problems(self.hidden_size, self.num_heads)
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.ffn_size is not None and "ffn_multiplier" in self.model_fields_set:
-            problems.append(
+            yield (
                 f"ffn_size={self.ffn_size} and ffn_multiplier={self.ffn_multiplier} both size the feed-forward layer; "
                 "keep one of them"
             )
-        _raise_all(problems)
-        return self
 
 
-class LlamaConfig(Section):
+class _RotaryConfig(_DecoderConfig):
+    """Attention of the decoders with rotary positions."""
+
+    num_kv_heads: PositiveCount | None = None
+    """Key and value heads per block, a divisor of ``num_heads``. ``None``: as many as query heads. Not with ``mla``."""
+
+    head_size: PositiveCount | None = None
+    """Width of a head. ``None``: ``hidden_size / num_heads``. Not with ``mla``."""
+
+    @property
+    def resolved_head_size(self) -> int:
+        """Width of a head of plain attention."""
+        return self.head_size if self.head_size is not None else self.hidden_size // self.num_heads
+
+    def _problems(self) -> Iterator[str]:
+        if self.head_size is None:
+            yield from super()._problems()
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            yield f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+
+
+class LlamaConfig(_RotaryConfig):
     """A Llama style decoder (Llama, Mistral, Qwen2, SmolLM): rotary positions, grouped-query attention, gated feed-forward."""
 
     kind: Literal["llama"]
     """Chooses this form of the section."""
 
-    vocab_size: PositiveCount
-    """Rows of the token embedding and of the output projection."""
-
-    num_layers: NumLayers
-    """Transformer blocks."""
-
-    hidden_size: PositiveCount
-    """Width of the residual stream; a multiple of ``num_heads`` unless ``head_size`` is given."""
-
     ffn_size: PositiveCount
     """Width of the gated feed-forward layer."""
-
-    num_heads: PositiveCount
-    """Query heads per block."""
-
-    num_kv_heads: PositiveCount | None = None
-    """Key and value heads per block, a divisor of ``num_heads``. ``None``: as many as query heads."""
-
-    head_size: PositiveCount | None = None
-    """Width of a head. ``None``: ``hidden_size / num_heads``."""
 
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have biases, as in Qwen2."""
@@ -120,23 +140,6 @@ class LlamaConfig(Section):
 
     mlp_bias: bool = False
     """Whether the feed-forward layer has biases."""
-
-    tied_embeddings: bool = False
-    """Whether the output projection is the token embedding; it is then counted once."""
-
-    dtype: Dtype = "float32"
-    """Dtype of the parameters."""
-
-    @property
-    def resolved_head_size(self) -> int:
-        """Width of a head."""
-        return self.head_size if self.head_size is not None else self.hidden_size // self.num_heads
-
-    @model_validator(mode="after")
-    def _numbers_fit(self) -> LlamaConfig:
-        problems = [] if self.head_size is not None else _head_problems(self.hidden_size, self.num_heads)
-        _raise_all(problems + _kv_head_problems(self.num_heads, self.num_kv_heads))
-        return self
 
 
 class MlaConfig(Section):
@@ -158,7 +161,7 @@ class MlaConfig(Section):
     """Width of a head's value (``v_head_dim``)."""
 
 
-class MoeConfig(Section):
+class MoeConfig(_RotaryConfig):
     """A decoder whose feed-forward layers are experts: Mixtral style, or DeepSeek style with shared and fine-grained experts.
 
     Parameters of routed experts are of the group ``expert``; routers and shared experts are dense.
@@ -166,24 +169,6 @@ class MoeConfig(Section):
 
     kind: Literal["moe"]
     """Chooses this form of the section."""
-
-    vocab_size: PositiveCount
-    """Rows of the token embedding and of the output projection."""
-
-    num_layers: NumLayers
-    """Transformer blocks."""
-
-    hidden_size: PositiveCount
-    """Width of the residual stream."""
-
-    num_heads: PositiveCount
-    """Query heads per block."""
-
-    num_kv_heads: PositiveCount | None = None
-    """Key and value heads per block, a divisor of ``num_heads``. ``None``: as many as query heads. Not with ``mla``."""
-
-    head_size: PositiveCount | None = None
-    """Width of a head. ``None``: ``hidden_size / num_heads``. Not with ``mla``."""
 
     mla: MlaConfig | None = None
     """Multi-head latent attention instead of plain attention."""
@@ -206,42 +191,26 @@ class MoeConfig(Section):
     dense_ffn_size: PositiveCount | None = None
     """Width of the feed-forward layer of those blocks."""
 
-    tied_embeddings: bool = False
-    """Whether the output projection is the token embedding; it is then counted once."""
-
     names: Literal["deepseek", "mixtral"] = "deepseek"
     """Whose parameter names: ``mlp.experts.0.gate_proj`` or ``block_sparse_moe.experts.0.w1``."""
 
-    dtype: Dtype = "float32"
-    """Dtype of the parameters."""
-
-    @property
-    def resolved_head_size(self) -> int:
-        """Width of a head of plain attention."""
-        return self.head_size if self.head_size is not None else self.hidden_size // self.num_heads
-
-    @model_validator(mode="after")
-    def _numbers_fit(self) -> MoeConfig:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         if self.mla is None:
-            problems += [] if self.head_size is not None else _head_problems(self.hidden_size, self.num_heads)
-            problems += _kv_head_problems(self.num_heads, self.num_kv_heads)
-        else:
-            given = [name for name in ("num_kv_heads", "head_size") if getattr(self, name) is not None]
-            problems += [f"{name} belongs to plain attention and says nothing beside mla; drop one of them" for name in given]
+            yield from super()._problems()
+        for name in ("num_kv_heads", "head_size") if self.mla is not None else ():
+            if getattr(self, name) is not None:
+                yield f"{name} belongs to plain attention and says nothing beside mla; drop one of them"
         if self.num_experts_per_token > self.num_experts:
-            problems.append(f"num_experts_per_token={self.num_experts_per_token} is more than num_experts={self.num_experts}")
+            yield f"num_experts_per_token={self.num_experts_per_token} is more than num_experts={self.num_experts}"
         if self.num_dense_layers > self.num_layers:
-            problems.append(f"num_dense_layers={self.num_dense_layers} is more than num_layers={self.num_layers}")
+            yield f"num_dense_layers={self.num_dense_layers} is more than num_layers={self.num_layers}"
         if (self.num_dense_layers > 0) != (self.dense_ffn_size is not None):
-            problems.append(
+            yield (
                 f"num_dense_layers={self.num_dense_layers} and dense_ffn_size={self.dense_ffn_size} belong together; "
                 "give both, or neither"
             )
         if self.names == "mixtral" and (self.mla is not None or self.num_shared_experts or self.num_dense_layers):
-            problems.append("names=mixtral knows neither mla, nor shared experts, nor dense layers; use names=deepseek")
-        _raise_all(problems)
-        return self
+            yield "names=mixtral knows neither mla, nor shared experts, nor dense layers; use names=deepseek"
 
 
 class ParamEntry(Section):
@@ -256,8 +225,8 @@ class ParamEntry(Section):
     dtype: Dtype | None = None
     """Dtype of this parameter; ``None``: the list's."""
 
-    group: Literal["dense", "expert"] = "dense"
-    """Whether it is reduced over all data-parallel ranks or over the expert group."""
+    group: Name = "dense"
+    """The reduction group: ``dense`` for all data-parallel ranks, or any other name, whose ranks ``group_sizes`` counts."""
 
     shared_embedding: bool = False
     """Whether another pipeline stage holds a copy, which gives it a bucket of its own."""
@@ -322,24 +291,21 @@ class HfConfig(Section):
     """Dtype of the parameters; ``None``: what the file says (``torch_dtype`` or ``dtype``), else float32."""
 
 
+def _read_short(value: Any) -> Any:
+    """Accept ``path/config.json`` and ``module:callable`` for the section that names them."""
+    if not isinstance(value, str):
+        return value
+    if value.endswith(".json"):
+        return {"kind": "hf_config", "path": value}
+    if ":" in value:
+        return {"kind": "factory", "factory": value}
+    raise ValueError(
+        f"{value[:100]!r} is neither the config.json of a Hugging Face model nor module:callable; give one of these, or a "
+        "section with a kind"
+    )
+
+
 ArchitectureConfig: TypeAlias = Annotated[
-    GptConfig | LlamaConfig | MoeConfig | HfConfig | ParamListConfig | FactoryConfig, Field(discriminator="kind")
+    Annotated[GptConfig | LlamaConfig | MoeConfig | HfConfig | ParamListConfig | FactoryConfig, Field(discriminator="kind")],
+    BeforeValidator(_read_short),
 ]
-
-
-def _head_problems(hidden_size: int, num_heads: int) -> list[str]:
-    """Return what is wrong with a width that the heads share, in words."""
-    return [f"hidden_size={hidden_size} is not a multiple of num_heads={num_heads}"] if hidden_size % num_heads else []
-
-
-def _kv_head_problems(num_heads: int, num_kv_heads: int | None) -> list[str]:
-    """Return what is wrong with the number of key and value heads, in words."""
-    if num_kv_heads is None or num_heads % num_kv_heads == 0:
-        return []
-    return [f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}"]
-
-
-def _raise_all(problems: list[str]) -> None:
-    """Raise one ``ValueError`` with all problems, if there are any."""
-    if problems:
-        raise ValueError("; ".join(problems))

@@ -9,13 +9,15 @@ from typing import Annotated, Any, Final, Literal
 import annotated_types as at
 from pydantic import Field, model_validator
 
-from megabucket.config.ddp import DistributedDataParallelConfig, NonNegative, Section
+from megabucket.config.ddp import DistributedDataParallelConfig, NonNegative, PositiveCount, Section
+from megabucket.errors import ConfigError, name_list
+from megabucket.layout import ParamSpec
 from megabucket.planning.load import load_section
 from megabucket.planning.model_config import ArchitectureConfig
 from megabucket.planning.simulation_config import FabricConfig, LinkConfig, SweepConfig, WorkloadConfig
 
 _MODES: Final = ("all_reduce", "reduce_scatter")
-_SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "program", "link", "workload", "sweep"})
+_SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "program", "link", "workload", "sweep", "group_sizes"})
 
 Decay = Annotated[NonNegative, at.Lt(1)]
 
@@ -49,13 +51,18 @@ class RunConfig(Section):
     ``ddp.overlap_param_gather``, which would have nothing to gather."""
 
     model: ArchitectureConfig | None = None
-    """The model, by the ``kind`` of its description."""
+    """The model, by the ``kind`` of its description. Short for two of them: the path of a ``config.json`` of Hugging Face, and
+    ``module:callable``."""
 
     ddp: DistributedDataParallelConfig = Field(default_factory=DistributedDataParallelConfig)
     """How gradients are stored, cut into buckets and reduced."""
 
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer, for the memory that it takes."""
+
+    group_sizes: Annotated[dict[Annotated[str, at.Len(1, 1_000)], PositiveCount], at.MaxLen(100)] = Field(default_factory=dict)
+    """Ranks that the parameters of a reduction group are reduced over, by the group's name, for the commands that plan;
+    ``--dp-size`` for all others. Routed experts of the built-in decoders are of the group ``expert``."""
 
     program: Any = None
     """What the training program reads. Nothing here looks into it: it is handed to the function of ``--workload`` as it is."""
@@ -89,6 +96,25 @@ class RunConfig(Section):
         if self.mode is not None and given != (self.mode == "reduce_scatter"):
             raise ValueError(f"mode={self.mode} contradicts ddp.use_distributed_optimizer={given}; keep one of them")
         return self
+
+
+def group_sizes_of(run: RunConfig, specs: Sequence[ParamSpec], *, expert_dp_size: int | None = None) -> dict[str, int]:
+    """Return the ranks of the reduction groups that have another number of them than all, as ``build_layout`` takes them.
+
+    Args:
+        expert_dp_size: of the group ``expert``, over what the config says.
+
+    Raises:
+        ConfigError: the config sizes a group that no parameter is of.
+    """
+    known = list(dict.fromkeys(spec.group for spec in specs))
+    if unknown := [name for name in run.group_sizes if name not in known]:
+        raise ConfigError(
+            f"group_sizes has {name_list(unknown)}, but "
+            + (f"the parameters of the model are of {name_list(known)}" if known else "there is no model with groups")
+            + "; correct the name, or drop it: it would change nothing"
+        )
+    return {**run.group_sizes, **({} if expert_dp_size is None else {"expert": expert_dp_size})}
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:

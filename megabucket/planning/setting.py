@@ -1,4 +1,4 @@
-"""``Setting``: what one config simulates on one group of ranks, and the plans it compares. No torch.
+"""``Setting``: what one config simulates on one group of ranks; ``Outlook``: all its figures. No torch.
 
 With a ``model`` section buckets are those of its layout, padding included, and the small collectives of a step count. Without
 one the workload's tensors are all there is: buckets hold plain numbers of elements, as in a textbook.
@@ -6,10 +6,10 @@ one the workload's tensors are all there is: buckets hold plain numbers of eleme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
@@ -17,16 +17,35 @@ from megabucket.layout import ModelLayout, ParamSpec, build_layout
 from megabucket.planning import RunConfig
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.cuts import BucketPlan, cuts_by_buffer, per_tensor_plan, plan_of_layout, uniform_plan
-from megabucket.planning.derive import wire_bytes
 from megabucket.planning.inputs import link_of, workload_of
 from megabucket.planning.links import FlatLink, Link, MeasuredLink
 from megabucket.planning.partition import lower_bound_s, optimal_plan
-from megabucket.planning.simulate import FENCE, GRAD_NORM, Mode, StepCollective, simulate_step_s, simulate_steps
+from megabucket.planning.run_config import group_sizes_of
+from megabucket.planning.simulate import (
+    FENCE,
+    GRAD_NORM,
+    HostCosts,
+    Mode,
+    StepCollective,
+    SyncOptions,
+    simulate_step_s,
+    simulate_steps,
+)
 from megabucket.planning.workload import Workload
 from megabucket.trace import StepTrace
 
 SIZE_FIELDS: Final = ("bucket_size", "bucket_cap_mb", "num_buckets", "bucket_cuts")
 """The fields of ``ddp`` that say where buckets end."""
+
+RANKS: Final = tuple(2**exponent for exponent in range(13))
+"""1 to 4096."""
+
+MANY_TENSORS: Final = 10_000
+"""From here on fewer sizes and numbers of ranks are looked at: each of them is a layout of all tensors."""
+
+_FEW_SIZES: Final = 8
+_SOME_SIZES: Final = 20
+_FEW_RANKS: Final = RANKS[::3]
 
 
 @dataclass(frozen=True)
@@ -36,8 +55,9 @@ class Setting:
     Args:
         specs: trainable parameters of the model in registration order; ``None`` without a model.
         dp_size: ranks of the data-parallel group.
-        expert_dp_size: ranks that expert parameters are reduced over; ``None``: ``dp_size``.
+        group_sizes: ranks of the reduction groups that have another number of them, by name.
         has_grad_norm: whether a distributed optimizer computes the gradient norm, as it does by default.
+        host: what the host adds to a step; nothing when not given.
     """
 
     workload: Workload
@@ -45,8 +65,9 @@ class Setting:
     ddp: DistributedDataParallelConfig
     dp_size: int
     specs: tuple[ParamSpec, ...] | None = None
-    expert_dp_size: int | None = None
+    group_sizes: Mapping[str, int] = field(default_factory=dict)
     has_grad_norm: bool = True
+    host: HostCosts | None = None
 
     @property
     def mode(self) -> Mode:
@@ -71,10 +92,15 @@ class Setting:
         sends_norm = self.ddp.use_distributed_optimizer and self.has_grad_norm
         return ((FENCE,) if self.ddp.fence else ()) + ((GRAD_NORM,) if sends_norm else ())
 
+    @property
+    def expert_dp_size(self) -> int | None:
+        """Ranks that expert parameters are reduced over; ``None``: those of all others."""
+        return self.group_sizes.get("expert")
+
     def on(self, dp_size: int) -> Setting:
-        """Return the same on another number of ranks; expert groups keep their share of them."""
-        experts = None if self.expert_dp_size is None else max(1, dp_size * self.expert_dp_size // self.dp_size)
-        return replace(self, dp_size=dp_size, expert_dp_size=experts)
+        """Return the same on another number of ranks, of which each reduction group keeps its share."""
+        sizes = {name: max(1, dp_size * size // self.dp_size) for name, size in self.group_sizes.items()}
+        return replace(self, dp_size=dp_size, group_sizes=sizes)
 
     # Plans #
 
@@ -93,7 +119,7 @@ class Setting:
         """The plan of the config's own ``ddp`` section, or ``None`` when that says nothing about sizes or there is no model."""
         if self.specs is None or all(getattr(self.ddp, name) is None for name in SIZE_FIELDS):
             return None
-        return plan_of_layout(self.workload, self._layout(self.ddp))
+        return plan_of_layout(self.workload, self.layout)
 
     @property
     def default_numel(self) -> int:
@@ -102,40 +128,39 @@ class Setting:
 
     @cached_property
     def optimal_plan(self) -> BucketPlan:
-        """The plan of the optimal cuts.
+        """The plan of the optimal cuts; with a model they are padded like any other."""
+        return self._unpadded_plan if self.specs is None else self._plan_of_layout(bucket_cuts=self.optimal_cuts)
 
-        Cuts are found for the tensors' own sizes; with a model they are then padded like any other. Where parameters lie in
-        several buffers (dtypes, experts), each buffer is cut wherever the optimal plan cuts.
+    @property
+    def optimal_cuts(self) -> tuple[str, ...]:
+        """The ``bucket_cuts`` of the optimal plan, found for the tensors' own sizes.
+
+        Where parameters lie in several buffers (dtypes, experts), each buffer is cut wherever the optimal plan cuts.
         """
-        plan = optimal_plan(
-            self.as_launched,
-            self.link,
-            num_ranks=self.dp_size,
-            mode=self.mode,
-            overlap_grad_reduce=self.overlap_grad_reduce,
-            overlap_param_gather=self.overlap_param_gather,
-        )
         if self.specs is None:
-            return plan
-        return self._plan_of_layout(bucket_cuts=cuts_by_buffer(plan, self.specs or ()))
+            return self._unpadded_plan.cut_names(self.workload)
+        return cuts_by_buffer(self._unpadded_plan, self.specs)
+
+    @cached_property
+    def _unpadded_plan(self) -> BucketPlan:
+        return optimal_plan(self.as_launched, self.link, host=self.host, **self._sync)
 
     @cached_property
     def as_launched(self) -> Workload:
         """The workload as the buckets of a layout see it: launched in layout order, whatever order gradients come in."""
         if self.specs is None:
             return self.workload
-        order = self.ddp.bucket_order
-        if order is None:
-            return self.workload.in_order(range(len(self.specs) - 1, -1, -1))
         index_of = {spec.name: index for index, spec in enumerate(self.specs)}
-        return self.workload.in_order([index_of[name] for name in order])
+        return self.workload.in_order([index_of[name] for name in self.ddp.bucket_order or reversed(index_of)])
 
     def _plan_of_layout(self, **sizes: object) -> BucketPlan:
         ddp = self.ddp.model_copy(update={**dict.fromkeys(SIZE_FIELDS), **sizes})
-        return plan_of_layout(self.workload, self._layout(ddp))
+        return plan_of_layout(self.workload, replace(self, ddp=ddp).layout)
 
-    def _layout(self, ddp: DistributedDataParallelConfig) -> ModelLayout:
-        return build_layout(self.specs or (), ddp, dp_size=self.dp_size, expert_dp_size=self.expert_dp_size)
+    @property
+    def layout(self) -> ModelLayout:
+        """The layout that the config gives a model; built anew each time."""
+        return build_layout(self.specs or (), self.ddp, dp_size=self.dp_size, group_sizes=self.group_sizes)
 
     # Times #
 
@@ -145,24 +170,21 @@ class Setting:
         Raises:
             ConfigError: the link cannot say what a collective costs.
         """
-        return self._step_s(plan, overlaps=True)
+        more = self.step_collectives
+        return simulate_step_s(self.workload, plan, self.link, **self._sync, step_collectives=more, host=self.host)
 
     @property
     def no_overlap_s(self) -> float:
         """Seconds of a step with one collective for each tensor, all of them after backward."""
-        return self._step_s(per_tensor_plan(self.workload), overlaps=False)
+        ddp = self.ddp.model_copy(update={"overlap_grad_reduce": False, "overlap_param_gather": False})
+        plan, ranks = per_tensor_plan(self.workload), self._ranks_of
+        num_ranks = None if ranks is None else tuple(ranks[index] for (index,) in plan.buckets)
+        return replace(self, ddp=ddp).step_s(replace(plan, num_ranks=num_ranks))
 
     @property
     def lower_bound_s(self) -> float:
         """Seconds that no plan with buckets in ready order can beat; small collectives and padding are not in it."""
-        return lower_bound_s(
-            self.as_launched,
-            self.link,
-            num_ranks=self.dp_size,
-            mode=self.mode,
-            overlap_grad_reduce=self.overlap_grad_reduce,
-            overlap_param_gather=self.overlap_param_gather,
-        )
+        return lower_bound_s(self.as_launched, self.link, ranks_of=self._ranks_of, **self._sync)
 
     def traces(self, plan: BucketPlan, *, num_steps: int = 2) -> tuple[StepTrace, ...]:
         """Return simulated steps; all but the first are alike.
@@ -170,29 +192,24 @@ class Setting:
         Raises:
             ConfigError: the link cannot say what a collective costs.
         """
-        return simulate_steps(
-            self.workload,
-            plan,
-            self.link,
-            num_ranks=self.dp_size,
-            mode=self.mode,
-            overlap_grad_reduce=self.overlap_grad_reduce,
-            overlap_param_gather=self.overlap_param_gather,
-            num_steps=num_steps,
-            step_collectives=self.step_collectives,
-        )
+        more = self.step_collectives
+        return simulate_steps(self.workload, plan, self.link, **self._sync, step_collectives=more, num_steps=num_steps)
 
-    def _step_s(self, plan: BucketPlan, *, overlaps: bool) -> float:
-        return simulate_step_s(
-            self.workload,
-            plan,
-            self.link,
-            num_ranks=self.dp_size,
-            mode=self.mode,
-            overlap_grad_reduce=overlaps and self.overlap_grad_reduce,
-            overlap_param_gather=overlaps and self.overlap_param_gather,
-            step_collectives=self.step_collectives,
-        )
+    @property
+    def _ranks_of(self) -> tuple[int, ...] | None:
+        """The ranks that each tensor is reduced over; ``None`` where these are all."""
+        if not self.group_sizes:
+            return None
+        return tuple(self.group_sizes.get(spec.group, self.dp_size) for spec in self.specs or ()) or None
+
+    @property
+    def _sync(self) -> SyncOptions:
+        return {
+            "num_ranks": self.dp_size,
+            "mode": self.mode,
+            "overlap_grad_reduce": self.overlap_grad_reduce,
+            "overlap_param_gather": self.overlap_param_gather,
+        }
 
 
 def setting_of(run: RunConfig, *, dp_size: int | None = None, expert_dp_size: int | None = None) -> Setting:
@@ -200,9 +217,11 @@ def setting_of(run: RunConfig, *, dp_size: int | None = None, expert_dp_size: in
 
     Args:
         dp_size: ranks. ``None``: those that measured a table; any for a flat link, which costs the same on all of them.
+        expert_dp_size: ranks of the reduction group ``expert``, over what the config's ``group_sizes`` say.
 
     Raises:
-        ConfigError: no link, no workload, no number of ranks where it matters, or files that cannot be read.
+        ConfigError: no link, no workload, no number of ranks where it matters, a group without parameters, or files that
+            cannot be read.
         LayoutError: parameters that no buffer can hold.
     """
     if run.link is None:
@@ -212,55 +231,170 @@ def setting_of(run: RunConfig, *, dp_size: int | None = None, expert_dp_size: in
         )
     link = link_of(run.link)
     specs = tuple(param_specs(run.model)) if run.model is not None else None
-    return Setting(
-        workload=workload_of(run, specs),
-        link=link,
-        ddp=run.ddp,
-        dp_size=dp_size if dp_size is not None else _ranks_of(link),
-        specs=specs,
-        expert_dp_size=expert_dp_size,
+    workload = workload_of(run, specs)
+    group_sizes = group_sizes_of(run, specs or (), expert_dp_size=expert_dp_size)
+    if dp_size is None:
+        if not isinstance(link, MeasuredLink | FlatLink):
+            raise ConfigError("the cost of a collective on this link depends on the number of ranks; give --dp-size")
+        dp_size = link.num_ranks if isinstance(link, MeasuredLink) else 1
+    return Setting(workload, link, run.ddp, dp_size, specs, group_sizes)
+
+
+# Figures #
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One plan in numbers."""
+
+    bucket_numel: int | None
+    """The size that closes its buckets, in elements; ``None`` when they are cut in another way."""
+    buckets: int
+    """Buckets that send anything."""
+    step_s: float
+    exposed_s: float
+    """Seconds that communication adds to the compute of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRow:
+    """One number of ranks in numbers."""
+
+    num_ranks: int
+    step_s: float
+    efficiency: float
+    """Throughput per rank, as a fraction of that of one rank alone."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a step would take."""
+
+    setting: Setting
+    no_overlap_s: float
+    """One collective for each tensor, all of them after backward."""
+    lower_bound_s: float
+    """What no plan with buckets in ready order can beat."""
+    rows: tuple[SweepRow, ...]
+    """One for each bucket size."""
+    default: SweepRow | None
+    """The default bucket size; only with a model, whose wrapper has a default."""
+    configured: SweepRow | None
+    """What the config's ``ddp`` section says itself."""
+    optimal: SweepRow
+    cuts: tuple[str, ...]
+    """The tensors that close the optimal buckets, in the order in which gradients become ready."""
+    scaling: tuple[ScalingRow, ...]
+    """The optimal cuts of each number of ranks; empty where the link does not depend on it."""
+
+    @property
+    def best(self) -> SweepRow:
+        """The best size; of several that tie the largest, which has the fewest buckets."""
+        shortest_s = min(row.step_s for row in self.rows)
+        ties = (row for row in self.rows if row.step_s <= shortest_s * (1 + 1e-9))
+        return max(ties, key=lambda row: row.bucket_numel or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON: seconds, and elements where a name says ``numel``."""
+        setting, workload = self.setting, self.setting.workload
+        names = ("dp_size", "expert_dp_size", "group_sizes", "mode", "overlap_grad_reduce", "overlap_param_gather")
+        of_workload = ("numel", "num_microbatches", "forward_s", "backward_s", "optimizer_s", "compute_s")
+        optimal = asdict(self.optimal)
+        del optimal["bucket_numel"]
+        return {
+            **{name: getattr(setting, name) for name in names},
+            "num_tensors": len(workload.tensors),
+            **{name: getattr(workload, name) for name in of_workload},
+            "no_overlap_s": self.no_overlap_s,
+            "lower_bound_s": self.lower_bound_s,
+            "rows": [asdict(row) for row in self.rows],
+            "default": self.default and asdict(self.default),
+            "configured": self.configured and asdict(self.configured),
+            "optimal": {**optimal, "cuts": list(self.cuts)},
+            "scaling": [asdict(row) for row in self.scaling],
+        }
+
+
+def outlook_of(setting: Setting, sizes: Sequence[int] | None = None, *, has_scaling: bool = True) -> Outlook:
+    """Return all figures of a setting.
+
+    Args:
+        sizes: bucket sizes in elements to compare; ``None``: some between the smallest tensor and everything, with the default.
+        has_scaling: whether other numbers of ranks are looked at, too.
+
+    Raises:
+        ConfigError: the link cannot say what a collective costs, or the workload is of another model.
+    """
+    workload = setting.workload
+    is_large = len(workload.tensors) >= MANY_TENSORS
+    has_model = setting.specs is not None
+    if sizes is None:
+        some = sizes_to_sweep(workload, count=_FEW_SIZES if is_large else _SOME_SIZES)
+        sizes = sorted({*some, setting.default_numel} if has_model else some)
+    scales = has_scaling and not isinstance(setting.link, FlatLink | MeasuredLink)
+    return Outlook(
+        setting=setting,
+        no_overlap_s=setting.no_overlap_s,
+        lower_bound_s=setting.lower_bound_s,
+        rows=tuple(sweep_row(setting, setting.plan_of_size(size), size) for size in sizes),
+        default=sweep_row(setting, setting.plan_of_size(None), setting.default_numel) if has_model else None,
+        configured=None if setting.configured_plan is None else sweep_row(setting, setting.configured_plan),
+        optimal=sweep_row(setting, setting.optimal_plan),
+        cuts=setting.optimal_plan.cut_names(workload),
+        scaling=scaling(setting, _FEW_RANKS if is_large else RANKS) if scales else (),
     )
 
 
-def _ranks_of(link: Link) -> int:
-    if isinstance(link, MeasuredLink):
-        return link.num_ranks
-    if isinstance(link, FlatLink):
-        return 1
-    raise ConfigError("the cost of a collective on this link depends on the number of ranks; give --dp-size")
-
-
-def ladder_input(run: RunConfig) -> tuple[list[int], dict[str, int]]:
-    """Return the tensors' elements in registration order, and bytes per element and microbatches for ``planning.ladder``.
-
-    Two microbatches when the config says nothing.
-
-    Raises:
-        ConfigError: neither a model nor a workload of tensors, or files that cannot be read.
-        LayoutError: parameters that no buffer can hold.
-    """
-    given = run.workload
-    num_microbatches = given.num_microbatches if given is not None and given.num_microbatches is not None else 2
-    if run.model is not None:
-        specs = param_specs(run.model)
-        grad_bytes = given.bytes_per_element if given is not None else None
-        grad_bytes = grad_bytes or wire_bytes(specs, run.ddp).gradient
-        return [spec.numel for spec in specs], {"bytes_per_element": grad_bytes, "num_microbatches": num_microbatches}
-    workload = workload_of(run)
-    sizes = {"bytes_per_element": workload.bytes_per_element, "num_microbatches": num_microbatches}
-    return [tensor.numel for tensor in workload.tensors], sizes
-
-
-def sizes_to_sweep(workload: Workload, given: Sequence[int] | None = None, *, count: int = 20) -> tuple[int, ...]:
-    """Return the bucket sizes to compare: those given, else ``count`` from the smallest tensor to everything in one bucket.
+def sizes_to_sweep(workload: Workload, *, count: int = _SOME_SIZES) -> tuple[int, ...]:
+    """Return ``count`` bucket sizes, from the smallest tensor to everything in one bucket.
 
     >>> from megabucket.planning.workload import TensorWork
     >>> sizes_to_sweep(Workload((TensorWork("a", 10), TensorWork("b", 70))), count=4)
     (10, 20, 40, 80)
     """
-    if given is not None:
-        return tuple(given)
     smallest = min((tensor.numel for tensor in workload.tensors if tensor.numel), default=1)
     largest = max(workload.numel, smallest)
     ratio = (largest / smallest) ** (1 / (count - 1))
     return tuple(sorted({min(round(smallest * ratio**step), largest) for step in range(count)}))
+
+
+def sweep_row(setting: Setting, plan: BucketPlan, bucket_numel: int | None = None) -> SweepRow:
+    """Return one plan in numbers.
+
+    Raises:
+        ConfigError: the link cannot say what a collective costs.
+    """
+    step_s = setting.step_s(plan)
+    # Sums in another order may miss zero by a rounding error.
+    exposed_s = max(step_s - setting.workload.compute_s, 0.0)
+    return SweepRow(bucket_numel, plan.num_collectives(setting.workload), step_s, exposed_s)
+
+
+def scaling(setting: Setting, ranks: Iterable[int] = RANKS) -> tuple[ScalingRow, ...]:
+    """Return the efficiency of the optimal cuts over numbers of ranks, each rank keeping its own batch (weak scaling).
+
+    ``efficiency = throughput(n) / (n * throughput(1)) = step(1) / step(n)``: a rank alone sends nothing. Numbers of ranks that
+    the link knows nothing about (parts of nodes) are left out; a table knows one number only.
+    """
+    rows = []
+    for count in ranks:
+        there = setting.on(count)
+        try:
+            rows.append(scaling_row(there, lambda at: at.optimal_plan))
+        except ConfigError:
+            continue
+    return tuple(rows)
+
+
+def scaling_row(setting: Setting, plan_of: Callable[[Setting], BucketPlan]) -> ScalingRow:
+    """Return the step on the ranks of the setting in numbers.
+
+    Args:
+        plan_of: gives the plan. Not asked for one rank, which sends nothing whatever a link would charge for it.
+
+    Raises:
+        ConfigError: the link cannot say what a collective costs on so many ranks.
+    """
+    alone_s = setting.workload.compute_s
+    step_s = alone_s if setting.dp_size == 1 else setting.step_s(plan_of(setting))
+    return ScalingRow(setting.dp_size, step_s, alone_s / step_s if step_s > 0 else 1.0)

@@ -9,18 +9,23 @@ A bucket is ready when the last of its gradients is; buckets go out in order, on
 step (the fence, the gradient norm) follow the last bucket, then the optimizer runs. In reduce-scatter mode the updated
 parameters are gathered in reverse bucket order, either at once or while the next forward runs; a tensor's forward waits for
 the gather of its bucket. A bucket without bytes sends nothing, a tensor without elements waits for nothing. All ranks are
-alike, so nobody waits for a slower one.
+alike, so no rank waits for a slower one.
 
-``simulate_step_s`` gives the time of a step alone and builds nothing else: sweeps and searches call it.
+With ``HostCosts`` a step also pays for every bucket on the thread that computes (test and scale the gradients, launch, take
+the result over), and a thread that waits goes on a little late. ``megabucket.measure.host`` measures them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
+
+from typing_extensions import Required, TypedDict, Unpack
 
 from megabucket.errors import ConfigError
 from megabucket.planning.cuts import BucketPlan
@@ -44,52 +49,87 @@ class Mode(str, enum.Enum):
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
 
+    @property
+    def reduce_kind(self) -> CollectiveKind:
+        """The collective of a bucket of gradients."""
+        return CollectiveKind.ALL_REDUCE if self is Mode.ALL_REDUCE else CollectiveKind.REDUCE_SCATTER
 
-def simulate_step_s(
-    workload: Workload,
-    plan: BucketPlan,
-    link: Link,
-    *,
-    num_ranks: int,
-    mode: Mode,
-    overlap_grad_reduce: bool = True,
-    overlap_param_gather: bool = False,
-    step_collectives: Sequence[StepCollective] = (),
-) -> float:
-    """Return the seconds of one step in the steady state: the duration of the last trace of ``simulate_steps``.
+
+class SyncOptions(TypedDict, total=False):
+    """How gradients and parameters travel."""
+
+    num_ranks: Required[int]
+    """Ranks of the data-parallel group."""
+    mode: Required[Mode]
+    """All-reduce, or reduce-scatter with a gather of the parameters."""
+    overlap_grad_reduce: bool
+    """Whether a bucket goes out when it is ready (default), or all of them after backward."""
+    overlap_param_gather: bool
+    """Whether parameters are gathered during the next forward (default: no). Says nothing in all-reduce mode."""
+
+
+class StepOptions(SyncOptions, total=False):
+    """What decides how long a step takes, besides workload, plan and link."""
+
+    step_collectives: Sequence[StepCollective]
+    """What follows the buckets in every step (default: nothing), for example ``FENCE``; each waits for the one before it."""
+    host: HostCosts | None
+    """What the host adds; nothing when not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Seconds of the host, besides what the model computes and what the link takes.
+
+    Attributes:
+        launch_s: to hand one bucket to its collective, on the thread that runs backward.
+        launch_s_per_byte: for each byte of gradients in it: the test for nan and inf, the scaling.
+        finish_s: to take over one reduced bucket.
+        update_s: of each bucket in the optimizer's step: its shard, the launch of its gather.
+        gather_finish_s: to take over one gathered bucket.
+        wake_s: from the end of a collective to the moment a thread that waits for it goes on.
+        step_collective_s: of each small collective of a step (fence, norm) beyond the link.
+
+    Raises:
+        ConfigError: a number is negative or not finite.
+    """
+
+    launch_s: float = 0.0
+    launch_s_per_byte: float = 0.0
+    finish_s: float = 0.0
+    update_s: float = 0.0
+    gather_finish_s: float = 0.0
+    wake_s: float = 0.0
+    step_collective_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                raise ConfigError(f"HostCosts: {field.name} must be a finite number of seconds >= 0, got {value!r}")
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the numbers by name."""
+        return asdict(self)
+
+    def times(self, factor: float) -> HostCosts:
+        """Return the costs on a host that is slower by a factor."""
+        return HostCosts(**{name: value * factor for name, value in self.to_dict().items()})
+
+
+def simulate_step_s(workload: Workload, plan: BucketPlan, link: Link, **options: Unpack[StepOptions]) -> float:
+    """Return the seconds from the start of a forward to the start of the next, in the steady state.
 
     Raises:
         ConfigError: the plan is not one of this workload, or the link cannot say what a collective costs.
     """
-    check_plan(workload, plan)
-    costs = _costs(workload, plan, link, num_ranks=num_ranks, mode=mode, step_collectives=step_collectives)
-    finish_s = 0.0
-    for ready_s, cost_s in zip(_bucket_ready_s(workload, plan, overlaps=overlap_grad_reduce), costs.reduce_s, strict=True):
-        if cost_s is not None:
-            finish_s = max(finish_s, ready_s) + cost_s
-    gather_s = [cost for cost in costs.gather_s if cost is not None]
-    first_forward_s = workload.forward_s
-    after_step_s = 0.0
-    if overlap_param_gather:
-        first_forward_s = _waiting_forward_s(workload, plan, costs.gather_s)
-    else:
-        after_step_s = sum(gather_s)
-    before_s = first_forward_s + (workload.num_microbatches - 1) * (workload.forward_s + workload.backward_s)
-    step_s = max(finish_s, workload.backward_s) + sum(costs.extra_s) + workload.optimizer_s
-    return before_s + step_s + after_step_s
+    walk = _Walk(workload, plan, link, **options)
+    walk.step(finds_gathers=True)
+    return walk.now_s
 
 
-def simulate_steps(  # noqa: PLR0913 - one argument per choice of a step, all of them named
-    workload: Workload,
-    plan: BucketPlan,
-    link: Link,
-    *,
-    num_ranks: int,
-    mode: Mode,
-    overlap_grad_reduce: bool = True,
-    overlap_param_gather: bool = False,
-    num_steps: int = 2,
-    step_collectives: Sequence[StepCollective] = (),
+def simulate_steps(
+    workload: Workload, plan: BucketPlan, link: Link, *, num_steps: int = 2, **options: Unpack[StepOptions]
 ) -> tuple[StepTrace, ...]:
     """Return consecutive steps of one rank. The first finds its parameters gathered; all after it are alike.
 
@@ -98,291 +138,185 @@ def simulate_steps(  # noqa: PLR0913 - one argument per choice of a step, all of
     intervals are the time on the lane; a collective that waits for the lane begins later than its launch.
 
     Args:
-        num_ranks: ranks of the data-parallel group.
-        mode: all-reduce, or reduce-scatter with a gather of the parameters.
-        overlap_grad_reduce: whether a bucket goes out when it is ready, or all of them after backward.
-        overlap_param_gather: whether parameters are gathered during the next forward. Says nothing in all-reduce mode.
         num_steps: at least 1; two show the steady state.
-        step_collectives: what follows the buckets in every step, for example ``FENCE``; each waits for the one before it.
 
     Raises:
         ConfigError: the plan is not one of this workload, or the link cannot say what a collective costs.
     """
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
         raise ConfigError(f"num_steps={num_steps!r} must be an integer >= 1")
-    check_plan(workload, plan)
-    costs = _costs(workload, plan, link, num_ranks=num_ranks, mode=mode, step_collectives=step_collectives)
-    ready_s = _bucket_ready_s(workload, plan, overlaps=overlap_grad_reduce)
-    records = _records(workload, plan, num_ranks=num_ranks, mode=mode, step_collectives=step_collectives)
-    traces: list[StepTrace] = []
-    pending_gathers: tuple[float | None, ...] = (None,) * len(plan.buckets)
+    walk = _Walk(workload, plan, link, **options)
+    records = walk.records()
+    traces = []
     for step in range(num_steps):
-        lanes = _Lanes(traces[-1].stop_s if traces else 0.0)
-        _run_forwards_and_backwards(lanes, workload, plan, pending_gathers)
-        _run_last_backward(lanes, workload, ready_s, costs)
-        lanes.compute("optimizer", workload.optimizer_s)
-        if overlap_param_gather:
-            pending_gathers = costs.gather_s
-        else:
-            _run_gathers_at_once(lanes, costs.gather_s)
-        traces.append(lanes.trace(step, records))
+        start_s, walk.notes = walk.now_s, []
+        walk.step(finds_gathers=step > 0)
+        intervals = tuple(sorted(walk.notes, key=lambda part: (part.start_s, part.stop_s)))
+        traces.append(StepTrace(step, 0, start_s, walk.now_s, intervals, records))
     return tuple(traces)
 
 
-@dataclass(frozen=True, slots=True)
-class BucketTimes:
-    """What the model knows about one bucket. Seconds of a collective are ``None`` where the bucket sends nothing."""
+class _Walk:
+    """The thread that computes and the lane of its collectives."""
 
-    grad_bytes: int
-    param_bytes: int
-    ready_s: float
-    """From the start of the last backward to its last gradient."""
-    first_tensor: int
-    """Index of the tensor that needs its parameters first in forward."""
-    needed_s: float
-    """From the start of forward to that tensor."""
-    reduce_s: float | None
-    gather_s: float | None
+    def __init__(  # noqa: PLR0913 - one argument per choice of a step, all of them named
+        self,
+        workload: Workload,
+        plan: BucketPlan,
+        link: Link,
+        *,
+        num_ranks: int,
+        mode: Mode,
+        overlap_grad_reduce: bool = True,
+        overlap_param_gather: bool = False,
+        step_collectives: Sequence[StepCollective] = (),
+        host: HostCosts | None = None,
+    ) -> None:
+        _check_plan(workload, plan)
+        self.now_s = 0.0
+        """Where the thread is."""
+        self.notes: list[Interval] | None = None
+        """What the lanes did, when anybody wants to know."""
+        self._workload, self._plan, self._host = workload, plan, host or HostCosts()
+        self._mode, self._num_ranks = Mode(mode), num_ranks
+        self._overlaps_gathers, self._lane_free_s = overlap_param_gather, 0.0
+        count = len(plan.buckets)
+        self._group_sizes = plan.num_ranks or (num_ranks,) * count
+        self._grad_bytes = plan.grad_sizes_bytes(workload)
+        is_sharded = self._mode is Mode.REDUCE_SCATTER
+        self._param_bytes = plan.param_sizes_bytes(workload) if is_sharded else (0,) * count
+        self.reduce_s = self._costs(link, self._mode.reduce_kind, self._grad_bytes, workload.grad_dtype)
+        self.gather_s = self._costs(link, CollectiveKind.ALL_GATHER, self._param_bytes, workload.param_dtype)
+        self._step_collectives = [(*each, link.collective_s(*each, num_ranks)) for each in step_collectives]
+        # A bucket goes out after those before it, also empty ones.
+        ready = (max([workload.ready_s[index] for index in bucket]) for bucket in plan.buckets)
+        self.ready_s = list(accumulate(ready, max)) if overlap_grad_reduce else [workload.backward_s] * count
+
+    def _costs(self, link: Link, kind: CollectiveKind, sizes: Sequence[int], dtype: str) -> list[float | None]:
+        """Return the seconds of each bucket's collective; ``None`` where it sends nothing. Many tensors are equally large."""
+        cost = functools.cache(lambda size, ranks: link.collective_s(kind, size, ranks, dtype))
+        return [cost(size, ranks) if size else None for size, ranks in zip(sizes, self._group_sizes, strict=True)]
+
+    @functools.cached_property
+    def first_needs(self) -> list[int]:
+        """The tensor that needs each bucket first in forward. A tensor without elements needs nothing."""
+        tensors = self._workload.tensors
+        return [min([index for index in bucket if tensors[index].numel] or bucket) for bucket in self._plan.buckets]
+
+    def records(self) -> tuple[CollectiveRecord, ...]:
+        """Return what a step launches, in order."""
+        reduced, gathered = (
+            [
+                CollectiveRecord(kind, f"{name} {index}", 1, size, ranks)
+                for index, (size, ranks) in enumerate(zip(sizes, self._group_sizes, strict=True))
+                if size
+            ]
+            for kind, name, sizes in (
+                (self._mode.reduce_kind, "bucket", self._grad_bytes),
+                (CollectiveKind.ALL_GATHER, "param gather", self._param_bytes),
+            )
+        )
+        small = (
+            CollectiveRecord(kind, f"step collective {index}", 1, size, self._num_ranks)
+            for index, (kind, size, _) in enumerate(self._step_collectives)
+        )
+        return (*reduced, *small, *reversed(gathered))
+
+    def step(self, *, finds_gathers: bool) -> None:
+        """Walk from the start of a forward to the start of the next.
+
+        Args:
+            finds_gathers: whether overlapped gathers of the step before are still under way.
+        """
+        workload, host = self._workload, self._host
+        update_s = len(self._plan.buckets) * host.update_s
+        has_gathers = finds_gathers and self._overlaps_gathers
+        self._forward(self._gather_ends_s(self.now_s - update_s) if has_gathers else {})
+        for _ in range(workload.num_microbatches - 1):
+            self._compute("backward", workload.backward_s)
+            self._compute("forward", workload.forward_s)
+        self._last_backward()
+        self._compute("optimizer", workload.optimizer_s)
+        ends_s = {} if self._overlaps_gathers else self._gather_ends_s(self.now_s)
+        self.now_s += update_s
+        for bucket, end_s in ends_s.items():
+            self._wait("param gather", bucket, end_s, host.wake_s)
+            self.now_s += host.gather_finish_s
+
+    def _forward(self, gather_ends_s: Mapping[int, float]) -> None:
+        """Run a forward in which the first tensor of each bucket waits for its gather."""
+        done_s = 0.0
+        for index, bucket in sorted((self.first_needs[bucket], bucket) for bucket in gather_ends_s):
+            needed_s = self._workload.needed_s[index]
+            self._compute("forward", needed_s - done_s)
+            self._wait("param gather", bucket, gather_ends_s[bucket], self._host.wake_s)
+            self.now_s += self._host.gather_finish_s
+            done_s = needed_s
+        self._compute("forward", self._workload.forward_s - done_s)
+
+    def _gather_ends_s(self, launched_s: float) -> dict[int, float]:
+        """Return when each bucket is gathered, by index, when the launches begin at ``launched_s``; reversed launch order."""
+        ends_s, free_s = {}, launched_s
+        for bucket in reversed(range(len(self.gather_s))):
+            launched_s += self._host.update_s
+            cost_s = self.gather_s[bucket]
+            if cost_s is not None:
+                start_s = max(free_s, launched_s)
+                free_s = ends_s[bucket] = start_s + cost_s
+                self._note(Lane.COMM, "param gather", bucket, start_s, free_s)
+        return ends_s
+
+    def _last_backward(self) -> None:
+        """Run the backward whose buckets go out, take them over one by one, then the small collectives."""
+        host, start_s, launching_s = self._host, self.now_s, 0.0
+        free_s = start_s
+        ends_s = []
+        for bucket, (ready_s, cost_s) in enumerate(zip(self.ready_s, self.reduce_s, strict=True)):
+            launching_s += host.launch_s + host.launch_s_per_byte * self._grad_bytes[bucket]  # keeps the thread
+            if cost_s is not None:
+                begun_s = max(free_s, start_s + ready_s + launching_s)
+                free_s = begun_s + cost_s
+                self._note(Lane.COMM, "bucket", bucket, begun_s, free_s)
+            ends_s.append(free_s if cost_s is not None else start_s)
+        self._compute("backward", self._workload.backward_s)
+        self.now_s += launching_s
+        launched_s = self.now_s
+        for bucket, end_s in enumerate(ends_s):
+            self._wait("bucket", bucket, end_s, host.wake_s)
+            self.now_s += host.finish_s
+        for index, (_, _, cost_s) in enumerate(self._step_collectives):
+            begun_s = max(free_s, self.now_s if index else launched_s)  # the first follows the buckets at once
+            free_s = begun_s + cost_s
+            self._note(Lane.COMM, "step collective", index, begun_s, free_s)
+            self._wait("step collective", index, free_s, 0.0)
+            self.now_s += host.step_collective_s
+
+    def _compute(self, label: str, seconds: float) -> None:
+        self._note(Lane.COMPUTE, label, None, self.now_s, self.now_s + seconds)
+        self.now_s += seconds
+
+    def _wait(self, label: str, index: int, until_s: float, late_s: float) -> None:
+        """Let the thread stand still until a collective is complete, and wake up late."""
+        if until_s > self.now_s:
+            self._note(Lane.WAIT, label, index, self.now_s, until_s)
+            self.now_s = until_s + late_s
+
+    def _note(self, lane: Lane, label: str, index: int | None, start_s: float, stop_s: float) -> None:
+        if self.notes is None or (lane is Lane.COMPUTE and start_s == stop_s):
+            return
+        last = self.notes[-1] if self.notes else None
+        if index is not None:
+            label = f"{label} {index}"
+        elif last is not None and (last.lane, last.label, last.stop_s) == (lane, label, start_s):
+            start_s = self.notes.pop().start_s  # goes on with what it did
+        self.notes.append(Interval(lane, label, start_s, stop_s))
 
 
-def bucket_times(workload: Workload, plan: BucketPlan, link: Link, *, num_ranks: int, mode: Mode) -> tuple[BucketTimes, ...]:
-    """Return what the model knows about each bucket, in launch order.
-
-    Raises:
-        ConfigError: the plan is not one of this workload, or the link cannot say what a collective costs.
-    """
-    check_plan(workload, plan)
-    costs = _costs(workload, plan, link, num_ranks=num_ranks, mode=mode, step_collectives=())
-    first_needs, needed_s = _first_needs(workload, plan), workload.needed_s
-    columns = zip(
-        plan.grad_sizes_bytes(workload),
-        plan.param_sizes_bytes(workload),
-        _bucket_ready_s(workload, plan, overlaps=True),
-        first_needs,
-        [needed_s[first] for first in first_needs],
-        costs.reduce_s,
-        costs.gather_s,
-        strict=True,
-    )
-    return tuple(BucketTimes(*column) for column in columns)
-
-
-def check_plan(workload: Workload, plan: BucketPlan) -> None:
-    """Refuse a plan that does not hold every tensor of the workload once.
-
-    Raises:
-        ConfigError: a bucket is empty, or a tensor is missing, doubled or unknown.
-    """
+def _check_plan(workload: Workload, plan: BucketPlan) -> None:
+    """Refuse a plan that does not hold every tensor of the workload once."""
     indices = [index for bucket in plan.buckets for index in bucket]
     count = len(workload.tensors)
     if len(indices) != count or set(indices) != set(range(count)):
         raise ConfigError(f"the plan does not hold each of the workload's {count} tensors once; make it from this workload")
     if not all(plan.buckets):
         raise ConfigError("the plan has a bucket without tensors; leave it out")
-
-
-# Costs #
-
-
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """Seconds on the lane; ``None`` for a bucket that sends nothing."""
-
-    reduce_s: tuple[float | None, ...]
-    gather_s: tuple[float | None, ...]
-    extra_s: tuple[float, ...]
-
-
-def _costs(
-    workload: Workload, plan: BucketPlan, link: Link, *, num_ranks: int, mode: Mode, step_collectives: Sequence[StepCollective]
-) -> _Costs:
-    group_sizes = plan.num_ranks or (num_ranks,) * len(plan.buckets)
-    sends = _bucket_sends(workload, plan, mode)
-    costs = [_send_s(link, send, group_sizes) for send in sends]
-    return _Costs(
-        reduce_s=costs[0],
-        gather_s=costs[1] if len(costs) > 1 else (None,) * len(plan.buckets),
-        extra_s=tuple(link.collective_s(kind, payload_bytes, num_ranks) for kind, payload_bytes in step_collectives),
-    )
-
-
-class _Send(NamedTuple):
-    """One collective of each bucket."""
-
-    kind: CollectiveKind
-    label: str
-    sizes_bytes: tuple[int, ...]
-    dtype: str
-
-
-def _bucket_sends(workload: Workload, plan: BucketPlan, mode: Mode) -> tuple[_Send, ...]:
-    is_sharded = Mode(mode) is Mode.REDUCE_SCATTER
-    kind = CollectiveKind.REDUCE_SCATTER if is_sharded else CollectiveKind.ALL_REDUCE
-    reduce = _Send(kind, "bucket", plan.grad_sizes_bytes(workload), workload.grad_dtype)
-    if not is_sharded:
-        return (reduce,)
-    return reduce, _Send(CollectiveKind.ALL_GATHER, "param gather", plan.param_sizes_bytes(workload), workload.param_dtype)
-
-
-def _send_s(link: Link, send: _Send, group_sizes: Sequence[int]) -> tuple[float | None, ...]:
-    kind, _, sizes_bytes, dtype = send
-    lines = {ranks: link.affine(kind, ranks, dtype) for ranks in set(group_sizes)}
-    costs: list[float | None] = []
-    for size, ranks in zip(sizes_bytes, group_sizes, strict=True):
-        line = lines[ranks]
-        if not size:
-            costs.append(None)
-        elif line is not None:
-            costs.append(line[0] + line[1] * size)
-        else:
-            costs.append(link.collective_s(kind, size, ranks, dtype))
-    return tuple(costs)
-
-
-def _records(
-    workload: Workload, plan: BucketPlan, *, num_ranks: int, mode: Mode, step_collectives: Sequence[StepCollective]
-) -> tuple[CollectiveRecord, ...]:
-    """Return what a step launches, in order."""
-    group_sizes = plan.num_ranks or (num_ranks,) * len(plan.buckets)
-    sends = _bucket_sends(workload, plan, mode)
-    of_buckets = [
-        [
-            CollectiveRecord(send.kind, f"{send.label} {index}", 1, size, ranks)
-            for index, (size, ranks) in enumerate(zip(send.sizes_bytes, group_sizes, strict=True))
-            if size
-        ]
-        for send in sends
-    ]
-    small = [
-        CollectiveRecord(kind, f"step collective {index}", 1, payload_bytes, num_ranks)
-        for index, (kind, payload_bytes) in enumerate(step_collectives)
-    ]
-    return (*of_buckets[0], *small, *(reversed(of_buckets[1]) if len(of_buckets) > 1 else ()))
-
-
-def _bucket_ready_s(workload: Workload, plan: BucketPlan, *, overlaps: bool) -> list[float]:
-    """Return when each bucket may go out, in seconds from the start of the last backward.
-
-    That is after those before it, also empty ones: buckets are launched in order.
-    """
-    if not overlaps:
-        return [workload.backward_s] * len(plan.buckets)
-    ready_s = workload.ready_s
-    return list(accumulate((max([ready_s[index] for index in bucket]) for bucket in plan.buckets), max))
-
-
-def _gather_end_s(gather_s: Sequence[float | None]) -> list[float]:
-    """Return when the gather of each bucket is complete, in seconds from the end of the optimizer."""
-    ends = [0.0] * len(gather_s)
-    now_s = 0.0
-    for bucket in reversed(range(len(gather_s))):
-        now_s += gather_s[bucket] or 0.0
-        ends[bucket] = now_s
-    return ends
-
-
-def _first_needs(workload: Workload, plan: BucketPlan) -> list[int]:
-    """Return the tensor that needs each bucket first in forward. A tensor without elements needs nothing."""
-    tensors = workload.tensors
-    return [min([index for index in bucket if tensors[index].numel] or bucket) for bucket in plan.buckets]
-
-
-def _waiting_forward_s(workload: Workload, plan: BucketPlan, gather_s: Sequence[float | None]) -> float:
-    """Return the seconds of a forward that begins together with the gathers.
-
-    The forward ends ``rest`` after the last wait that holds it up, so it is the largest ``gathered + rest`` of any bucket, with
-    the rest of the forward counted from the first tensor that needs the bucket.
-    """
-    total_s, needed_s = workload.forward_s, workload.needed_s
-    ends = _gather_end_s(gather_s)
-    waits = zip(ends, gather_s, _first_needs(workload, plan), strict=True)
-    return max([total_s, *(end + (total_s - needed_s[first]) for end, cost, first in waits if cost is not None)])
-
-
-# Lanes #
-
-
-class _Lanes:
-    """The lanes of one step, filled from left to right."""
-
-    def __init__(self, start_s: float) -> None:
-        self._start_s = start_s
-        self._intervals: list[Interval] = []
-        self.now_s = start_s
-        """Where the caller's thread is."""
-
-    def compute(self, label: str, seconds: float) -> None:
-        """Let the thread compute."""
-        if seconds > 0:
-            self._add(Lane.COMPUTE, label, self.now_s, self.now_s + seconds)
-            self.now_s += seconds
-
-    def send(self, label: str, start_s: float, stop_s: float) -> None:
-        """Let a collective be under way."""
-        self._add(Lane.COMM, label, start_s, stop_s)
-
-    def wait(self, label: str, until_s: float) -> None:
-        """Let the thread stand still until a collective is complete."""
-        if until_s > self.now_s:
-            self._add(Lane.WAIT, label, self.now_s, until_s)
-            self.now_s = until_s
-
-    def trace(self, step: int, records: tuple[CollectiveRecord, ...]) -> StepTrace:
-        """Return what was filled in."""
-        intervals = tuple(sorted(self._intervals, key=lambda part: (part.start_s, part.stop_s)))
-        return StepTrace(step, 0, self._start_s, self.now_s, intervals, records)
-
-    def _add(self, lane: Lane, label: str, start_s: float, stop_s: float) -> None:
-        self._intervals.append(Interval(lane, label, start_s, stop_s))
-
-
-def _run_forwards_and_backwards(lanes: _Lanes, workload: Workload, plan: BucketPlan, gather_s: Sequence[float | None]) -> None:
-    """Run everything before the last backward; the first forward waits for the parameters."""
-    _run_forward_with_gathers(lanes, workload, plan, gather_s)
-    for _ in range(workload.num_microbatches - 1):
-        lanes.compute("backward", workload.backward_s)
-        lanes.compute("forward", workload.forward_s)
-
-
-def _run_forward_with_gathers(lanes: _Lanes, workload: Workload, plan: BucketPlan, gather_s: Sequence[float | None]) -> None:
-    start_s, needed_s = lanes.now_s, workload.needed_s
-    ends = _gather_end_s(gather_s)
-    begun_s = start_s
-    for bucket in reversed(range(len(gather_s))):
-        if gather_s[bucket] is not None:
-            lanes.send(f"param gather {bucket}", begun_s, start_s + ends[bucket])
-            begun_s = start_s + ends[bucket]
-    # In the order in which forward first needs a bucket; a bucket is waited for once.
-    needs = _first_needs(workload, plan)
-    done_s = 0.0
-    for index, bucket in sorted((needs[bucket], bucket) for bucket, cost in enumerate(gather_s) if cost is not None):
-        if start_s + ends[bucket] > lanes.now_s + (needed_s[index] - done_s):
-            lanes.compute("forward", needed_s[index] - done_s)
-            done_s = needed_s[index]
-            lanes.wait(f"param gather {bucket}", start_s + ends[bucket])
-    lanes.compute("forward", workload.forward_s - done_s)
-
-
-def _run_last_backward(lanes: _Lanes, workload: Workload, ready_s: Sequence[float], costs: _Costs) -> None:
-    start_s = lanes.now_s
-    lanes.compute("backward", workload.backward_s)
-    free_s = start_s
-    for bucket, (ready, cost) in enumerate(zip(ready_s, costs.reduce_s, strict=True)):
-        if cost is not None:
-            begun_s = max(free_s, start_s + ready)
-            free_s = begun_s + cost
-            lanes.send(f"bucket {bucket}", begun_s, free_s)
-            lanes.wait(f"bucket {bucket}", free_s)
-    for index, cost in enumerate(costs.extra_s):
-        begun_s = lanes.now_s
-        lanes.send(f"step collective {index}", begun_s, begun_s + cost)
-        lanes.wait(f"step collective {index}", begun_s + cost)
-
-
-def _run_gathers_at_once(lanes: _Lanes, gather_s: Sequence[float | None]) -> None:
-    for bucket in reversed(range(len(gather_s))):
-        cost = gather_s[bucket]
-        if cost is not None:
-            begun_s = lanes.now_s
-            lanes.send(f"param gather {bucket}", begun_s, begun_s + cost)
-            lanes.wait(f"param gather {bucket}", begun_s + cost)

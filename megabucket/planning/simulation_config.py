@@ -47,17 +47,11 @@ class LinkLevelConfig(Section):
     """Bytes per second from one rank to the next."""
 
 
-class RingLinkConfig(Section):
+class RingLinkConfig(LinkLevelConfig):
     """A ring of ranks: ``2 (n-1) latency + 2 S (n-1)/n / bandwidth`` for an all-reduce of ``S`` bytes, half for the others."""
 
     kind: Literal["ring"]
     """Chooses this form of the section."""
-
-    latency_s: NonNegative
-    """Seconds from one rank to the next, before the first byte."""
-
-    bytes_per_s: Positive
-    """Bytes per second from one rank to the next."""
 
 
 class TwoLevelLinkConfig(Section):
@@ -122,26 +116,14 @@ class TableLinkConfig(Section):
     kind: Literal["table"]
     """Chooses this form of the section."""
 
-    num_ranks: PositiveCount | None = None
+    num_ranks: PositiveCount
     """Ranks that measured; nothing is said about other numbers."""
 
-    tables: Annotated[tuple[LinkTableConfig, ...], BeforeValidator(read_tuple), at.Len(1, 100)] | None = None
+    tables: Annotated[tuple[LinkTableConfig, ...], BeforeValidator(read_tuple), at.Len(1, 100)]
     """One table for each operation and dtype."""
 
     facts: Annotated[dict[str, Fact], at.MaxLen(100)] = Field(default_factory=dict)
     """Where it was measured: device, backend, versions. Shown, never used."""
-
-    path: Path | None = None
-    """A file with the tables instead, relative to the working directory."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> TableLinkConfig:
-        if (self.tables is None) == (self.path is None):
-            given = "both are given" if self.tables is not None else "neither is given"
-            raise ValueError(f"the points come from tables or from path, one of them, but {given}")
-        if self.tables is not None and self.num_ranks is None:
-            raise ValueError("num_ranks is required beside tables: how many ranks measured?")
-        return self
 
 
 class FileLinkConfig(Section):

@@ -1,12 +1,15 @@
 """``Workload``: what a step computes and sends, tensor by tensor, as data. No torch.
 
-Written by ``megabucket profile`` from a real step, derived from a model and a rate by ``planning.derive``, or typed into a
+Written by ``megabucket profile`` from a real step, derived from a model and a rate by ``planning.inputs``, or typed into a
 config. Read by the simulator, the partitioner and the report.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,10 +17,12 @@ from itertools import accumulate
 from typing import Any, Final
 
 from megabucket.errors import ConfigError, name_list, printable
+from megabucket.layout import ParamSpec
 
 SCHEMA: Final = "megabucket.workload"
 SCHEMA_VERSION: Final = 1
 
+_DIFFERENCES_SHOWN: Final = 3
 _DTYPE_OF_BYTES: Final = {8: "float64", 4: "float32", 2: "bfloat16"}
 
 
@@ -148,10 +153,7 @@ class Workload:
             "optimizer_s": self.optimizer_s,
             "num_microbatches": self.num_microbatches,
             "ready_order": None if self.ready_order is None else list(self.ready_order),
-            "tensors": [
-                {"name": tensor.name, "numel": tensor.numel, "backward_s": tensor.backward_s, "forward_s": tensor.forward_s}
-                for tensor in self.tensors
-            ],
+            "tensors": [{name: getattr(tensor, name) for name in TensorWork.__slots__} for tensor in self.tensors],
         }
 
     @staticmethod
@@ -184,39 +186,77 @@ class Workload:
         )
 
 
+def check_workload_matches(workload: Workload, specs: Sequence[ParamSpec], *, fingerprint: str | None = None) -> None:
+    """Return if the workload has the trainable parameters of a model: names, order and elements.
+
+    Args:
+        specs: the trainable parameters, in registration order.
+        fingerprint: what ``model_fingerprint`` gave for the model that was profiled, to compare shapes, too.
+
+    Raises:
+        ConfigError: it is a workload of another model; the text names what differs.
+    """
+    found = {tensor.name: tensor.numel for tensor in workload.tensors}
+    wanted = {spec.name: spec.numel for spec in specs}
+    if list(found.items()) == list(wanted.items()) and fingerprint in (None, model_fingerprint(specs)):
+        return
+    differences = []
+    if missing := [name for name in wanted if name not in found]:
+        differences.append(f"it lacks {name_list(missing)}")
+    if extra := [name for name in found if name not in wanted]:
+        differences.append(f"the model has no {name_list(extra)}")
+    if not differences:
+        sizes = [
+            f"{printable(name)} ({found[name]} instead of {wanted[name]})" for name in wanted if found[name] != wanted[name]
+        ]
+        moved = [position for position, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b]
+        if sizes:
+            more = "" if len(sizes) <= _DIFFERENCES_SHOWN else f" and {len(sizes) - _DIFFERENCES_SHOWN} more"
+            differences.append(f"other numbers of elements: {', '.join(sizes[:_DIFFERENCES_SHOWN])}{more}")
+        elif moved:
+            names = (printable(list(each)[moved[0]]) for each in (found, wanted))
+            differences.append("the order differs from parameter {} on: {!r} instead of {!r}".format(moved[0], *names))
+        else:
+            differences.append("some parameters have other shapes (the fingerprints of names and shapes differ)")
+    raise ConfigError(
+        f"this workload ({len(found)} tensors) is from another model ({len(wanted)} trainable parameters): "
+        f"{'; '.join(differences)}. Profile this model, or describe the one that was profiled."
+    )
+
+
+def model_fingerprint(specs: Sequence[ParamSpec]) -> str:
+    """Return the SHA-256 of names and shapes, in registration order, as hexadecimal digits."""
+    return hashlib.sha256(json.dumps([[spec.name, list(spec.shape)] for spec in specs]).encode()).hexdigest()
+
+
 def _read_tensor(entry: object, index: int) -> TensorWork:
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"workload.tensors[{index}] must be a mapping with name and numel, got {_shown(entry)}")
-    if "name" not in entry or "numel" not in entry:
-        raise ConfigError(f"workload.tensors[{index}] needs a name and a numel, got {_shown(dict(entry))}")
-    unknown = [str(key) for key in entry if key not in ("name", "numel", "backward_s", "forward_s")]
-    if unknown:
-        raise ConfigError(f"workload.tensors[{index}] has unknown keys: {name_list(unknown)}")
-    return TensorWork(entry["name"], entry["numel"], entry.get("backward_s", 0.0), entry.get("forward_s", 0.0))
+    if not isinstance(entry, Mapping) or not {"name", "numel"} <= entry.keys() <= set(TensorWork.__slots__):
+        raise ConfigError(
+            f"workload.tensors[{index}] must be a mapping with name and numel, and perhaps backward_s and forward_s, got "
+            f"{_shown(entry)}"
+        )
+    return TensorWork(**entry)
 
 
 def _check_tensors(tensors: Sequence[TensorWork]) -> None:
     if not tensors:
         raise ConfigError("a workload needs at least one tensor, got none; there is nothing to compute or to send")
     for index, tensor in enumerate(tensors):
-        # The good case first and without building texts: a large model has 100,000 of them.
         if not isinstance(tensor.name, str) or not tensor.name:
             raise ConfigError(f"workload.tensors[{index}].name must be text, not empty; got {_shown(tensor.name)}")
-        if type(tensor.numel) is not int or tensor.numel < 0:
-            _check_count(tensor.numel, at_least=0, what=_place(tensor, index, "numel"))
-        if type(tensor.backward_s) is not float or not 0 <= tensor.backward_s < math.inf:
-            _check_seconds(tensor.backward_s, what=_place(tensor, index, "backward_s"))
-        if type(tensor.forward_s) is not float or not 0 <= tensor.forward_s < math.inf:
-            _check_seconds(tensor.forward_s, what=_place(tensor, index, "forward_s"))
-    names = [tensor.name for tensor in tensors]
-    if len(set(names)) < len(names):
-        seen: set[str] = set()
-        twice = [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+        # The good case first and without building texts: a large model has 100,000 of them.
+        if type(tensor.numel) is int and tensor.numel >= 0:
+            times = (tensor.backward_s, tensor.forward_s)
+            if all(type(seconds) is float and 0 <= seconds < math.inf for seconds in times):
+                continue
+        place = f"workload.tensors[{index}].{{}} ({printable(tensor.name, 60)!r})"
+        _check_count(tensor.numel, at_least=0, what=place.format("numel"))
+        _check_seconds(tensor.backward_s, what=place.format("backward_s"))
+        _check_seconds(tensor.forward_s, what=place.format("forward_s"))
+    counts = Counter(tensor.name for tensor in tensors)
+    if len(counts) < len(tensors):
+        twice = [name for name, count in counts.items() if count > 1]
         raise ConfigError(f"workload.tensors: the same name is given twice: {name_list(twice)}; a tensor is named once")
-
-
-def _place(tensor: TensorWork, index: int, field: str) -> str:
-    return f"workload.tensors[{index}].{field} ({printable(tensor.name, 60)!r})"
 
 
 def _check_count(value: object, *, at_least: int, what: str) -> None:

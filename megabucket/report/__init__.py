@@ -1,14 +1,13 @@
 """The report: figures of one config on one group, and the page, the JSON and the Chrome traces that show them. No torch.
 
-``collect`` computes, ``write_report`` writes. The page is self-contained and simulates itself what its slider asks for.
+``collect`` computes, ``write_report`` writes. Everything that the page shows comes from here; it computes nothing itself.
 """
 
 from megabucket.report.chrome import chrome_trace, write_chrome_trace
 from megabucket.report.collect import Report, collect
 from megabucket.report.measured import Measured, read_measured
-from megabucket.report.page import render_page
+from megabucket.report.page import render_page, write_report
 from megabucket.report.step_log import StepTraceLog, TensorBoardLog, step_figures
-from megabucket.report.write import write_report
 
 __all__ = [
     "Measured",

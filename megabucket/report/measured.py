@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megabucket.errors import ConfigError, printable
-from megabucket.planning.json_file import read_limited
+from megabucket.planning.documents import read_limited
 from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepTrace
 
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -100,19 +100,14 @@ def _read_candidates(path: Path, entries: object) -> tuple[MeasuredPlan, ...]:
             continue  # planned, not run
         numel = entry.get("bucket_numel")
         if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel < 1):
-            raise ConfigError(f"{where}.bucket_numel must be a number of elements, at least 1; got {_shown(numel)}")
-        seconds = {key: _optional_seconds(entry.get(key), f"{where}.{key}") for key in _CANDIDATE_TIMES}
-        plans.append(
-            MeasuredPlan(
-                name=str(entry.get("name", f"plan {index}")),
-                measured_s=_seconds(entry["measured_s"], f"{where}.measured_s"),
-                low_s=seconds["low_s"],
-                high_s=seconds["high_s"],
-                exposed_s=seconds["exposed_s"],
-                predicted_s=seconds["predicted_s"],
-                bucket_numel=numel,
+            raise ConfigError(
+                f"{where}.bucket_numel must be a number of elements, at least 1; got {printable(repr(numel), 80)}"
             )
-        )
+        seconds: dict[str, Any] = {
+            key: _seconds(entry[key], f"{where}.{key}") for key in _CANDIDATE_TIMES if entry.get(key) is not None
+        }
+        measured_s = _seconds(entry["measured_s"], f"{where}.measured_s")
+        plans.append(MeasuredPlan(str(entry.get("name", f"plan {index}")), measured_s, bucket_numel=numel, **seconds))
     if not plans:
         raise ConfigError(f"{path}: none of the candidates has a measured_s; {_ADVICE}")
     return tuple(plans)
@@ -181,15 +176,7 @@ def _trace(path: Path, step: Mapping[str, Any]) -> StepTrace:
         ) from None
 
 
-def _optional_seconds(value: object, what: str) -> float | None:
-    return None if value is None else _seconds(value, what)
-
-
 def _seconds(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{what} must be a finite number of seconds >= 0, got {_shown(value)}")
+        raise ConfigError(f"{what} must be a finite number of seconds >= 0, got {printable(repr(value), 80)}")
     return float(value)
-
-
-def _shown(value: object) -> str:
-    return printable(repr(value), 80)

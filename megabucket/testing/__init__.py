@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         check_layout,
     )
     from megabucket.testing.loopback import ListRecorder, LoopbackWorld
-    from megabucket.testing.one_of_many import OneOfMany
+    from megabucket.testing.readers import read_megatron_layout, read_torch_ddp_layout
     from megabucket.testing.strategies import (
         LayoutInput,
         ddp_configs,
@@ -40,7 +40,6 @@ __all__ = [
     "LayoutInput",
     "ListRecorder",
     "LoopbackWorld",
-    "OneOfMany",
     "assert_json_round_trip",
     "assert_layouts_equal",
     "assert_places",
@@ -55,13 +54,15 @@ __all__ = [
     "model_layouts",
     "param_shapes",
     "param_specs",
+    "read_megatron_layout",
+    "read_torch_ddp_layout",
 ]
 
 _MODULES: Final = MappingProxyType(
     {name: f"{__name__}.invariants" if name.startswith("assert_") else f"{__name__}.strategies" for name in __all__}
     | dict.fromkeys(("ListRecorder", "LoopbackWorld"), f"{__name__}.loopback")
     | dict.fromkeys(("BUFFER_INVARIANTS", "check_layout"), f"{__name__}.invariants")
-    | {"OneOfMany": f"{__name__}.one_of_many"}
+    | dict.fromkeys(("read_megatron_layout", "read_torch_ddp_layout"), f"{__name__}.readers")
     | dict.fromkeys(("EmulatedFabric", "Lateness", "fabric_lateness"), "megabucket.testing.fabric")
 )
 

@@ -16,17 +16,17 @@ from typing import Final, NoReturn
 
 import numpy as np
 
+from megabucket.errors import name_list
 from megabucket.layout import (
     BucketLayout,
     BufferLayout,
     ModelLayout,
+    ParamSlot,
     ParamSpec,
     ShardSlice,
     Span,
-    layout_diff,
     shard_slices,
 )
-from megabucket.layout.spec import GROUPS
 from megabucket.units import DTYPE_BYTES
 
 __all__ = [
@@ -38,11 +38,13 @@ __all__ = [
     "assert_sound",
     "assert_views_are_a_bijection",
     "check_layout",
+    "layout_diff",
 ]
 
 _Check = Callable[[BufferLayout], Iterator[str]]
 
 _MAX_LINES: Final = 10
+_MAX_DIFFERENCES: Final = 20
 _MAX_ALLOCATED_NUMEL: Final = 50_000_000
 
 
@@ -52,6 +54,7 @@ def check_layout(layout: ModelLayout) -> list[str]:
     Time is linear in the number of parameters (plus the sort by position). Never raises for a badly cut layout.
     """
     violations = [f"each-parameter-once: {text}" for text in _names_repeat(layout)]
+    violations += [f"groups-have-one-size: {text}" for text in _groups_have_several_sizes(layout)]
     for index, buffer in enumerate(layout.buffers):
         for name, check in BUFFER_INVARIANTS.items():
             violations += [f"{name}: buffer {index} ({buffer.key}): {text}" for text in check(buffer)]
@@ -228,6 +231,13 @@ def _names_repeat(layout: ModelLayout) -> Iterator[str]:
     yield from (f"place {index} of the recorded order is used {count} times" for index, count in ready.items() if count > 1)
 
 
+def _groups_have_several_sizes(layout: ModelLayout) -> Iterator[str]:
+    sizes: dict[str, set[int]] = {}
+    for buffer in layout.buffers:
+        sizes.setdefault(buffer.key.group, set()).add(buffer.num_shards)
+    yield from (f"buffers of {group!r} are cut for {sorted(found)} shards" for group, found in sizes.items() if len(found) > 1)
+
+
 def _each_parameter_in_one_bucket(buffer: BufferLayout) -> Iterator[str]:
     listed = Counter(name for bucket in buffer.buckets for name in bucket.params)
     for name in buffer.params:
@@ -380,8 +390,8 @@ def _key_is_known(buffer: BufferLayout) -> Iterator[str]:
     for dtype in (buffer.key.param_dtype, buffer.key.grad_dtype):
         if dtype not in DTYPE_BYTES:
             yield f"dtype {dtype!r} is not known"
-    if buffer.key.group not in GROUPS:
-        yield f"group {buffer.key.group!r} is not known"
+    if not buffer.key.group:
+        yield "the reduction group has no name"
 
 
 BUFFER_INVARIANTS: Final[dict[str, _Check]] = {
@@ -403,3 +413,46 @@ BUFFER_INVARIANTS: Final[dict[str, _Check]] = {
     "key-is-known": _key_is_known,
 }
 """Checks of one buffer by name; each yields a text per violation."""
+
+
+def layout_diff(ours: ModelLayout, theirs: ModelLayout) -> tuple[str, ...]:
+    """Return how two layouts differ, one line per difference, at most 20 and a count; empty when they are equal."""
+    lines: list[str] = []
+    if len(ours.buffers) != len(theirs.buffers):
+        lines.append(f"number of buffers: {len(ours.buffers)} != {len(theirs.buffers)}")
+    for index, (a, b) in enumerate(zip(ours.buffers, theirs.buffers, strict=False)):
+        where = f"buffer {index}"
+        for field in ("key", "num_shards", "bucket_size", "start_alignment", "end_multiple", "numel"):
+            left, right = getattr(a, field), getattr(b, field)
+            if left != right:
+                lines.append(f"{where}: {field}: {left} != {right}")
+        if a.cuts != b.cuts:
+            lines.append(f"{where}: cuts: {_cuts_text(a.cuts, b.cuts)} != {_cuts_text(b.cuts, a.cuts)}")
+        for name in [*a.params, *(name for name in b.params if name not in a.params)]:
+            left_slot, right_slot = a.params.get(name), b.params.get(name)
+            if left_slot is None or right_slot is None:
+                lines.append(f"{where}: parameter {name!r} is only in the {'second' if left_slot is None else 'first'}")
+            elif left_slot != right_slot:
+                lines.append(f"{where}: parameter {name!r}: {_slot_text(left_slot)} != {_slot_text(right_slot)}")
+        if a.buckets != b.buckets:
+            first = next(
+                (i for i, (x, y) in enumerate(zip(a.buckets, b.buckets, strict=False)) if x != y),
+                min(len(a.buckets), len(b.buckets)),
+            )
+            lines.append(f"{where}: buckets: {len(a.buckets)} and {len(b.buckets)}, first difference at bucket {first}")
+    hidden = len(lines) - _MAX_DIFFERENCES
+    return (*lines[:_MAX_DIFFERENCES], f"and {hidden} more differences") if hidden > 0 else tuple(lines)
+
+
+def _cuts_text(cuts: tuple[str, ...] | None, others: tuple[str, ...] | None) -> str:
+    """Return how many cuts there are and which the other layout does not have: the whole list can be long."""
+    if cuts is None:
+        return "by size"
+    own = [name for name in cuts if name not in set(others or ())]
+    return f"{len(cuts)} names" + (f", of them only here {name_list(own)}" if own else "")
+
+
+def _slot_text(slot: ParamSlot) -> str:
+    text = f"[{slot.start}, {slot.stop}) in bucket {slot.bucket}, shape {slot.shape}, number {slot.registration_index}"
+    ready = "" if slot.ready_index is None else f", ready as number {slot.ready_index}"
+    return text + ready + (", shared embedding" if slot.shared_embedding else "")

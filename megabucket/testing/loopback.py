@@ -1,6 +1,7 @@
 """A world of N ranks in one process, with real tensors and no network: the second rung of the tests, and public.
 
-Collectives are matched by their position in each rank's schedule, on data and on control by itself. A mismatch fails at once
+Collectives are matched by their position in each rank's schedule, in each group of ranks and there on data and on control by
+itself. A mismatch fails at once
 and names both calls, where a process group would hang or mix data. Results are computed when a collective completes: at the
 last launch, or, with ``completion="manual"``, when the test says so, in any order. Sums run in rank order in the tensors' own
 dtype.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -21,29 +23,60 @@ from typing import Literal, TypeVar
 import torch
 
 from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Call, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.errors import (
-    CollectiveDeadlockError,
-    CollectiveError,
-    InFlightWriteError,
-    MismatchedCollectiveError,
-    WrapperBrokenError,
-)
+from megabucket.comm.communicator import Finding, Progress
+from megabucket.errors import CollectiveError
 from megabucket.trace.clock import HostClock
 from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
 
 _Result = TypeVar("_Result")
 
 
-def describe_call(call: Call) -> str:
+class MismatchedCollectiveError(CollectiveError):
+    """Two ranks launched different collectives at the same position of their schedules."""
+
+    def __init__(self, *, sequence: int, rank: int, call: str, other_rank: int, other_call: str) -> None:
+        self.sequence, self.rank, self.call = sequence, rank, call
+        self.other_rank, self.other_call = other_rank, other_call
+        super().__init__(
+            f"collective {sequence} differs between ranks: rank {other_rank} launched {other_call}, rank {rank} launched "
+            f"{call}. On a real process group this hangs or mixes unrelated data. All ranks must launch the same "
+            "collectives in the same order."
+        )
+
+
+class CollectiveDeadlockError(CollectiveError):
+    """A rank waits for a collective that other ranks have not launched and cannot launch any more."""
+
+    def __init__(self, *, sequence: int, rank: int, call: str, missing_ranks: Sequence[int], elsewhere: str = "") -> None:
+        self.sequence, self.rank, self.call, self.missing_ranks = sequence, rank, call, tuple(missing_ranks)
+        super().__init__(
+            f"[rank {rank}] waits for collective {sequence} ({call}), which rank(s) {', '.join(map(str, missing_ranks))} "
+            f"have not launched{elsewhere}. Launch it on every rank before waiting, or run the ranks in threads."
+        )
+
+
+class InFlightWriteError(CollectiveError):
+    """A buffer changed between the launch and the completion of the collective that owned it."""
+
+    def __init__(self, *, sequence: int, rank: int, call: str, index: int) -> None:
+        self.sequence, self.rank, self.call, self.index = sequence, rank, call, index
+        super().__init__(
+            f"[rank {rank}] the input of collective {sequence} ({call}) changed while it was in flight, first at element "
+            f"{index}. On a real process group the reduced value would depend on timing. Nothing may write a buffer "
+            "between launch and completion."
+        )
+
+
+def describe_call(call: Call, members: Sequence[int] | None = None) -> str:
     """Return kind, reduce op or root, numel and dtype of a call: what ranks must agree on."""
     how = f" {call.op.value}" if isinstance(call, AllReduce | ReduceScatter) else ""
     if isinstance(call, Broadcast) and call.root:
-        how = f" from rank {call.root}"
+        how = f" from rank {call.root if members is None else members[call.root]}"
     return f"{call.kind.value}{how} of {call.full.numel()} x {str(call.full.dtype).removeprefix('torch.')}"
 
 
-def _describe(calls: Sequence[Call], label: str) -> str:
-    return f"{label} [{', '.join(describe_call(call) for call in calls)}]"
+def _describe(calls: Sequence[Call], label: str, members: Sequence[int]) -> str:
+    return f"{label} [{', '.join(describe_call(call, members) for call in calls)}]"
 
 
 def _calls_in(text: str) -> str:
@@ -59,11 +92,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Collective:
-    """One position of the schedule: the batches launched there so far."""
+    """One position of the schedule of a group: the batches launched there so far, by rank of the world."""
 
-    def __init__(self, sequence: int, *, compares_labels: bool) -> None:
+    def __init__(self, sequence: int, members: Sequence[int], *, compares_labels: bool) -> None:
         self.sequence = sequence
-        self._compares_labels = compares_labels
+        self._members, self._compares_labels = members, compares_labels
+        self.missing = set(members)
         self.batches: dict[int, Sequence[Call]] = {}
         self.texts: dict[int, str] = {}
         self.inputs_at_launch: dict[int, list[torch.Tensor]] = {}
@@ -78,12 +112,13 @@ class _Collective:
                 raise MismatchedCollectiveError(
                     sequence=self.sequence, rank=rank, call=text, other_rank=other_rank, other_call=other_text
                 )
+        self.missing.discard(rank)
         self.batches[rank] = calls
         self.texts[rank] = text
         self.inputs_at_launch[rank] = [_input(call).detach().clone() for call in calls]
 
     def complete(self) -> None:
-        ranks = sorted(self.batches)
+        ranks = self._members
         for rank in ranks:
             for call, before in zip(self.batches[rank], self.inputs_at_launch[rank], strict=True):
                 self._check_untouched(rank, _input(call), before)
@@ -104,7 +139,7 @@ class _Collective:
 
 
 def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
-    """Write the result of one collective to all ranks; ``calls[r]`` and ``inputs[r]`` belong to rank ``r``."""
+    """Write the result of one collective to all ranks; ``calls[r]`` and ``inputs[r]`` belong to rank ``r`` of the group."""
     first = calls[0]
     if isinstance(first, Broadcast):
         result = inputs[first.root]
@@ -124,6 +159,20 @@ def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
             call.full.detach().copy_(result)
         if isinstance(call, AllReduce | ReduceScatter) and call.divisor != 1:
             call.result.detach().div_(call.divisor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Channel:
+    """The collectives of one group of ranks, on data or on control."""
+
+    members: Sequence[int]
+    compares_labels: bool  # on control ranks in different calls meet, and find out that they are
+    collectives: list[_Collective] = field(default_factory=list)
+    num_launched: Counter[int] = field(default_factory=Counter)  # by rank of the world
+
+
+def _channels(members: Sequence[int]) -> tuple[_Channel, _Channel]:
+    return _Channel(members, compares_labels=True), _Channel(members, compares_labels=False)
 
 
 class LoopbackWorld:
@@ -153,11 +202,14 @@ class LoopbackWorld:
         self._is_threaded = False
         self._changed = threading.Condition()
         self._returned_ranks: set[int] = set()
+        self._waiting: defaultdict[_Collective, set[int]] = defaultdict(set)
         self._collectives: list[_Collective] = []
-        self._channels: dict[str, list[_Collective]] = {"data": [], "control": []}
-        self._num_launched = {(rank, channel): 0 for rank in range(size) for channel in self._channels}
+        self._schedules: list[list[str]] = [[] for _ in range(size)]
+        self._channels = _channels(range(size))
+        self._progress: dict[int, Progress] = {}  # of the newest communicator of each rank
+        self._in_subgroups: dict[int, list[_LoopbackCommunicator]] = {}
         self._failure: BaseException | None = None
-        self._broken: WrapperBrokenError | None = None
+        self._broken: Finding | None = None
 
     def communicator(self, rank: int, recorder: Recorder | None = None) -> Communicator:
         """Return the communicator of one rank; a second call for a rank continues its schedule.
@@ -167,12 +219,32 @@ class LoopbackWorld:
         """
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is not in a world of {self.size} (ranks count from 0)")
-        communicator = _LoopbackCommunicator(self, rank, recorder)
-        communicator.control = _LoopbackCommunicator(self, rank, channel="control")
-        communicator.control.progress = communicator.progress
+        communicator = _LoopbackCommunicator(self, rank, self._channels, recorder)
+        self._progress[rank] = communicator.progress
+        for other in self._in_subgroups.get(rank, ()):
+            other.share(communicator.progress)
         return communicator
 
-    def break_off(self, error: WrapperBrokenError) -> None:
+    def subgroup(self, ranks: Sequence[int]) -> dict[int, Communicator]:
+        """Return the communicators of a new group of some ranks, by rank of the world.
+
+        Its members count in the order given. Its collectives have an order of their own; numbers of collectives and ranks in
+        errors are those of the world. Progress and recorder of a member are those of the newest communicator of its rank.
+
+        Raises:
+            ValueError: the world has no such rank, or a rank is given twice.
+        """
+        members = tuple(ranks)
+        if not members or len(set(members)) < len(members) or not set(members) <= set(range(self.size)):
+            raise ValueError(f"a group in a world of {self.size} needs different ranks of it, got {list(members)}")
+        channels, made = _channels(members), dict[int, Communicator]()
+        for position, rank in enumerate(members):
+            made[rank] = communicator = _LoopbackCommunicator(self, position, channels)
+            communicator.share(self._progress.get(rank, communicator.progress))
+            self._in_subgroups.setdefault(rank, []).append(communicator)
+        return made
+
+    def break_off(self, error: Finding) -> None:
         """Let no rank launch anything more, and end the waits for what is not complete with an error."""
         with self._changed:
             self._broken = self._broken or error
@@ -180,12 +252,12 @@ class LoopbackWorld:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Sequence numbers of collectives that all ranks have launched and nothing has completed."""
-        return tuple(item.sequence for item in self._collectives if len(item.batches) == self.size and not item.is_complete)
+        """Sequence numbers of collectives that all their ranks have launched and nothing has completed."""
+        return tuple(item.sequence for item in self._collectives if not item.missing and not item.is_complete)
 
     def schedule(self, rank: int) -> tuple[str, ...]:
         """Return what a rank has launched so far, in order."""
-        return tuple(item.texts[rank] for item in self._collectives if rank in item.texts)
+        return tuple(self._schedules[rank])
 
     def complete(self, sequence: int) -> None:
         """Complete one pending collective; any order is allowed.
@@ -236,19 +308,19 @@ class LoopbackWorld:
             raise errors[0]
         return [results[rank] for rank in range(self.size)]
 
-    def _launch(self, rank: int, channel: str, calls: Sequence[Call], label: str) -> _Collective:
+    def _launch(self, rank: int, channel: _Channel, calls: Sequence[Call], label: str) -> _Collective:
         with self._changed:
             if self._broken is not None:
                 raise self._broken.copy()
-            position, known = self._num_launched[rank, channel], self._channels[channel]
+            position, known = channel.num_launched[rank], channel.collectives
             if position == len(known):
-                # On the control channel ranks in different calls meet, and find out that they are.
-                known.append(_Collective(len(self._collectives), compares_labels=channel == "data"))
+                known.append(_Collective(len(self._collectives), channel.members, compares_labels=channel.compares_labels))
                 self._collectives.append(known[-1])
             collective = known[position]
-            collective.add(rank, calls, _describe(calls, label))
-            self._num_launched[rank, channel] += 1
-            if len(collective.batches) == self.size:
+            collective.add(rank, calls, _describe(calls, label, channel.members))
+            self._schedules[rank].append(collective.texts[rank])
+            channel.num_launched[rank] += 1
+            if not collective.missing:
                 if self._completion == "immediate":
                     collective.complete()
                 self._changed.notify_all()  # not at every launch: threads that are woken for nothing cost a switch each
@@ -257,8 +329,15 @@ class LoopbackWorld:
     def _wait(self, rank: int, collective: _Collective) -> None:
         with self._changed:
             if self._is_threaded:
-                self._changed.wait_for(lambda: self._has_news(collective), self._timeout_s)
-                if self._broken is not None and not collective.is_complete and len(collective.batches) < self.size:
+                waiting = self._waiting[collective]
+                try:
+                    waiting.add(rank)
+                    self._changed.wait_for(lambda: self._has_news(collective), self._timeout_s)
+                finally:
+                    waiting.discard(rank)
+                    if not waiting:
+                        self._waiting.pop(collective, None)
+                if self._broken is not None and collective.missing:
                     raise self._broken.copy()
                 if self._failure is not None and not collective.is_complete:
                     raise CollectiveError(
@@ -267,10 +346,17 @@ class LoopbackWorld:
                     ) from self._failure
             if collective.is_complete:
                 return
-            missing = [other for other in range(self.size) if other not in collective.batches]
-            if missing:
+            if missing := sorted(collective.missing):
                 raise CollectiveDeadlockError(
-                    sequence=collective.sequence, rank=rank, call=collective.texts[rank], missing_ranks=missing
+                    sequence=collective.sequence,
+                    rank=rank,
+                    call=collective.texts[rank],
+                    missing_ranks=missing,
+                    elsewhere="".join(
+                        f"; rank {other} waits for collective {each.sequence} ({each.texts[other]})"
+                        for each, waiting in self._waiting.items()
+                        for other in sorted(waiting & collective.missing)
+                    ),
                 )
             collective.complete()
             self._changed.notify_all()
@@ -279,26 +365,46 @@ class LoopbackWorld:
         """Whether a wait for a collective is over: it can be completed, or it never will be."""
         if self._failure is not None or self._broken is not None:
             return True
-        if collective.is_complete or len(collective.batches) == self.size:
-            return True
-        return any(rank not in collective.batches for rank in self._returned_ranks)
+        return not collective.missing or self._is_dead(collective)
+
+    def _is_dead(self, collective: _Collective) -> bool:
+        """Whether a rank that has not launched a collective never will: it has returned, or waits for one that is dead itself.
+
+        The wait that makes a collective dead is the last one of those that it hangs on, so nobody else has to be woken for it.
+        """
+        dead = {each for each in self._waiting if each.missing}
+        while True:
+            gone = self._returned_ranks.union(*(self._waiting[each] for each in dead))
+            alive = {each for each in dead if each.missing.isdisjoint(gone)}
+            if not alive:
+                return collective in dead
+            dead -= alive
 
 
 class _LoopbackCommunicator(Communicator):
-    def __init__(self, world: LoopbackWorld, rank: int, recorder: Recorder | None = None, *, channel: str = "data") -> None:
-        super().__init__(rank=rank, size=world.size, recorder=recorder)
-        self.world, self.channel = world, channel
+    def __init__(self, world: LoopbackWorld, rank: int, channels: Sequence[_Channel], recorder: Recorder | None = None) -> None:
+        self.channel, *others = channels
+        super().__init__(rank=rank, size=len(self.channel.members), recorder=recorder)
+        self.world, self.members = world, self.channel.members
+        if others:
+            self.control = _LoopbackCommunicator(world, rank, others)
+            self.control.progress = self.progress
+
+    def share(self, progress: Progress) -> None:
+        """Count as work of another communicator of the rank."""
+        self.progress = self.control.progress = progress
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
         return _LoopbackHandle(self, batch, record)
 
-    def break_off(self, error: WrapperBrokenError) -> None:
+    def break_off(self, error: Finding) -> None:
         self.world.break_off(error)
 
 
 class _LoopbackHandle(Handle):
     def __init__(self, owner: _LoopbackCommunicator, batch: Batch, record: CollectiveRecord) -> None:
         self._owner, self._batch, self._label = owner, batch, record.label
+        self._rank = owner.members[owner.rank]
         self._collective: _Collective | None = None
         wants_time = any(recorder.records_time for recorder in owner.progress.recorders)
         self._launch = Launch(record, clock=HostClock() if wants_time else None)
@@ -312,16 +418,19 @@ class _LoopbackHandle(Handle):
             return
         owner, progress = self._owner, self._owner.progress
         self._launch.note("launched")
-        self._collective = owner.world._launch(owner.rank, owner.channel, self._batch, self._label)
+        self._collective = owner.world._launch(self._rank, owner.channel, self._batch, self._label)
         progress.num_launched += 1
         for recorder in progress.recorders:
             recorder.record_launch(self._launch)
 
+    def poll(self) -> bool:
+        return self._collective is not None and self._collective.is_complete
+
     def wait(self) -> None:
         if self._collective is None:
-            raise CollectiveError(f"[rank {self._owner.rank}] {self._label} was not launched, so there is nothing to wait for")
+            raise CollectiveError(f"[rank {self._rank}] {self._label} was not launched, so there is nothing to wait for")
         self._launch.note("wait_start")
-        self._owner.world._wait(self._owner.rank, self._collective)
+        self._owner.world._wait(self._rank, self._collective)
         self._launch.done = self._collective.completed_s
         self._launch.note("wait_stop")
 

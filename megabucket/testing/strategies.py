@@ -8,8 +8,9 @@ so a test that allocates nothing may raise ``max_numel`` as far as it likes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from hypothesis import strategies as st
@@ -18,12 +19,12 @@ from hypothesis.strategies import SearchStrategy
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ModelLayout, ParamSpec, build_layout
-from megabucket.layout.spec import GROUPS
 from megabucket.units import MIB
 
 __all__ = ["LayoutInput", "ddp_configs", "dp_sizes", "layout_inputs", "model_layouts", "param_shapes", "param_specs"]
 
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+GROUPS: Final = ("dense", "expert", "vision")
 LAYOUTS: Final = ("stable", "megatron")
 SIZINGS: Final = ("default", "bucket_size", "bucket_cap_mb", "num_buckets", "bucket_cuts")
 
@@ -48,11 +49,11 @@ class LayoutInput(NamedTuple):
     specs: tuple[ParamSpec, ...]
     config: DistributedDataParallelConfig
     dp_size: int
-    expert_dp_size: int | None = None
+    group_sizes: Mapping[str, int] = MappingProxyType({})
 
     def build(self) -> ModelLayout:
         """Return the layout that this library makes of it."""
-        return build_layout(self.specs, self.config, dp_size=self.dp_size, expert_dp_size=self.expert_dp_size)
+        return build_layout(self.specs, self.config, dp_size=self.dp_size, group_sizes=self.group_sizes)
 
 
 def param_shapes(*, max_numel: int = 5_000, max_dims: int = 4, allow_empty: bool = True) -> SearchStrategy[tuple[int, ...]]:
@@ -88,12 +89,13 @@ def param_specs(
     Args:
         max_numel: most elements of a single parameter.
         dtypes: names of the storage dtypes to draw from.
-        groups: reduction groups to draw from.
+        groups: names of the reduction groups to draw from.
         shared_embeddings: whether some of the parameters have a copy on another pipeline stage.
     """
     _check_range(0, min_params=min_params, max_params=max_params)
     _check_members(known=DTYPES, dtypes=dtypes)
-    _check_members(known=GROUPS, groups=groups)
+    if isinstance(groups, str) or not groups or not all(isinstance(group, str) and group for group in groups):
+        raise InvalidArgument(f"groups={groups!r} must be a non-empty sequence of names")
     # One draw decides what a parameter is apart from its shape; an embedding is the rare case.
     weights = (False, False, False, False, True) if shared_embeddings else (False,)
     mixed = [(dtype, group, shared) for shared, dtype, group in product(weights, dtypes, groups)]
@@ -161,7 +163,8 @@ def layout_inputs(
 
     Args:
         specs: what models to draw; ``param_specs()`` when not given. Each must hold at least one parameter.
-        dp_size: what group sizes to draw; ``dp_sizes()`` when not given. Sizes of the expert group are drawn from it, too.
+        dp_size: what group sizes to draw; ``dp_sizes()`` when not given. Sizes of groups other than ``dense`` are drawn
+            from it as well.
         layouts: as in ``ddp_configs``.
         sizings: as in ``ddp_configs``.
         recorded_orders: whether some of the configs give a ``bucket_order``; without, the order is always that of registration,
@@ -172,7 +175,7 @@ def layout_inputs(
     sizes = dp_sizes() if dp_size is None else dp_size
     models = param_specs() if specs is None else specs
     has_order = _BOTH if recorded_orders else (False,)
-    return _layout_inputs(models, sizes, st.none() | sizes, _switches(layouts), st.sampled_from(sizings), has_order)
+    return _layout_inputs(models, sizes, _switches(layouts), st.sampled_from(sizings), has_order)
 
 
 def model_layouts(
@@ -311,7 +314,6 @@ def _layout_inputs(
     draw: st.DrawFn,
     specs: SearchStrategy[tuple[ParamSpec, ...]],
     dp_size: SearchStrategy[int],
-    expert_dp_size: SearchStrategy[int | None],
     switches: SearchStrategy[dict[str, Any]],
     sizing: SearchStrategy[str],
     has_order: Sequence[bool],
@@ -325,7 +327,8 @@ def _layout_inputs(
     names = tuple(spec.name for spec in params)
     size = _draw_sizing(draw, draw(sizing), _SizeBounds(max_bucket_size, max_num_buckets, names))
     config = DistributedDataParallelConfig(**size, **draw(_orders(names, has_order)), **draw(switches))
-    return LayoutInput(params, config, draw(dp_size), draw(expert_dp_size))
+    others = sorted({*GROUPS, *(spec.group for spec in params)} - {"dense"})  # some sizes are of groups without a parameter
+    return LayoutInput(params, config, draw(dp_size), draw(st.dictionaries(st.sampled_from(others), dp_size)))
 
 
 def _merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:

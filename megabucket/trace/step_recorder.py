@@ -46,15 +46,13 @@ class _Step:
 class StepRecorder:
     """The recorder behind ``DistributedDataParallel.last_step_trace``. All of it is called by the thread that trains."""
 
+    records_time: Final = True
+    """Moments are wanted."""
+
     def __init__(self, *, rank: int, clock: Clock | None = None) -> None:
         self._rank = rank
         self._clock: Clock = clock if clock is not None else HostClock()
         self._steps: list[_Step] = []
-
-    @property
-    def records_time(self) -> bool:
-        """Moments are wanted."""
-        return True
 
     def record_launch(self, launch: Launch) -> None:
         """Keep a launch in the step that runs or has just ended."""

@@ -1,42 +1,46 @@
-"""One GPU, world size 1: what the wrapper and the optimizer cost, beside bare torch and whatever peers are installed.
+"""One candidate of ``make gpu`` (tests/gpu/ready.py), measured in this process, beside its reference, in turn.
 
-    make bench-gpu                                               # fits ten minutes on one GPU
-    python tests/benchmarks/gpu.py passes gpt --json gpu.json    # some of it: passes, gpt, tensors
-    python tests/benchmarks/gpu.py --device cpu --tiny           # the same code, small, to see that it runs
+    python tests/benchmarks/gpu.py --list                                      # what there is, as JSON
+    python tests/benchmarks/gpu.py gpt "torch DDP" --json gpu.json             # one GPU, world size 1
+    python tests/benchmarks/gpu.py tensors "torch DDP" --ranks 2 --json x.json # two GPUs, NCCL
+    python tests/benchmarks/gpu.py gpt "torch DDP" --device cpu --tiny         # the same code, small, to see that it runs
 
-Passes are timed by events, in turn, and compared with the bandwidth of a plain copy measured in the same run. Steps are timed
-by the clock, each system in turn with bare torch, and must give its losses. Peers that cannot be imported are left out by name.
+A pass over memory is timed by events, in turn with a plain copy of the same run. The step of a system is timed by the clock, in
+turn with that of bare torch, and must give its losses. A peer that is not installed is left out by name.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import statistics
-import sys
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_systems import SYSTEMS, Setup, Step, gpt, many_tensors
-from paired import interleave, ratio
+import torch.distributed as dist
+from gpu_systems import SYSTEMS, Setup, gpt, init_group, many_tensors
+from paired import interleave
 
+from megabucket.buffer import _ParamAndGradBucketGroup
 from megabucket.fused.kernels import add_weight_grad
 
 LOSS_TOLERANCE = 0.1  # of what the loss changes by: bf16 products in another order may differ, a missing update may not
+NUM_PROFILED_STEPS = 2
 
 
 @dataclass
 class Bench:
-    """How large everything is, and what was measured."""
+    """Where it runs and how large everything is."""
 
     device: torch.device
     is_tiny: bool
     repetitions: int
-    results: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_cuda(self) -> bool:
@@ -71,167 +75,132 @@ class Bench:
 
         return run
 
+    def beside(self, references: Mapping[str, Callable[[], object]], name: str, work: Callable[[], object]) -> dict[str, Any]:
+        """Return the seconds of a piece of work and of its references, in turn, each run once before."""
+        every = {**references, name: work}
+        for one in every.values():
+            one()
+        self.wait()
+        timed = {key: (lambda one=one: self.seconds(one)) for key, one in every.items()}
+        return {"seconds": interleave(timed, repetitions=self.repetitions)}
+
 
 # Passes over memory #
 
+COPY = "copy, float32 (the measure)"
 
-def passes(bench: Bench) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Return each pass with the bytes it must move."""
-    numel = 1 << (16 if bench.is_tiny else 28)
-    made = {"device": bench.device}
-    wide, other = torch.ones(numel, **made), torch.zeros(numel, **made)
-    narrow = torch.ones(numel, dtype=torch.bfloat16, **made)
-    moments = [torch.zeros(numel, **made) for _ in range(2)]
-    count = torch.ones((), **made)
+
+class Memory:
+    """What a pass moves: flat tensors of one length."""
+
+    def __init__(self, device: torch.device, numel: int) -> None:
+        made = {"device": device}
+        self.numel = numel
+        self.wide, self.other = torch.ones(numel, **made), torch.zeros(numel, **made)
+        self.narrow = torch.ones(numel, dtype=torch.bfloat16, **made)
+        self.moments = [torch.zeros(numel, **made) for _ in range(2)]
+        self.count = torch.ones((), **made)
+
+
+def torch_adamw(memory: Memory) -> Callable[[], object]:
+    lists = [[memory.wide], [memory.other], [memory.moments[0]], [memory.moments[1]], [], [memory.count]]
     adam = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    return lambda: torch._fused_adamw_(*lists, **adam)
+
+
+def apex_adamw(memory: Memory) -> Callable[[], object]:
+    """By apex's extension: the package of the name ``apex`` on PyPI is something else."""
+    import amp_C
+
+    noop = torch.zeros(1, dtype=torch.int32, device=memory.wide.device)
+    lists = [[memory.other], [memory.wide], [memory.moments[0]], [memory.moments[1]]]
+    return lambda: amp_C.multi_tensor_adam(65_536, noop, lists, 1e-4, 0.9, 0.95, 1e-8, 1, 1, 1, 0.1)
+
+
+def transformer_engine_adamw(memory: Memory) -> Callable[[], object]:
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    param = torch.nn.Parameter(memory.wide)
+    optimizer = FusedAdam([param], lr=1e-4, adam_w_mode=True, weight_decay=0.1)
 
     def step() -> None:
-        torch._fused_adamw_([wide], [other], [moments[0]], [moments[1]], [], [count], **adam)
+        param.grad = memory.other
+        optimizer.step()
 
+    return step
+
+
+# The bytes an element that a pass must move, and what makes it.
+PASSES: dict[str, tuple[int, Callable[[Memory], Callable[[], object]]]] = {
+    COPY: (8, lambda memory: lambda: memory.other.copy_(memory.wide)),
+    "first microbatch: bf16 gradient stored in float32": (6, lambda memory: lambda: memory.other.copy_(memory.narrow)),
+    "further microbatch: bf16 gradient added in float32": (10, lambda memory: lambda: memory.other.add_(memory.narrow)),
+    "finite test: the largest magnitude": (4, lambda memory: lambda: torch.linalg.vector_norm(memory.other, torch.inf)),
+    "division by the number of ranks": (8, lambda memory: lambda: memory.other.div_(1.0)),
+    "norm in float64": (4, lambda memory: lambda: torch._foreach_norm([memory.other], dtype=torch.float64)),
+    "clipping": (8, lambda memory: lambda: torch._foreach_mul_([memory.other], 1.0)),
+    "flat fused AdamW, float32": (28, torch_adamw),
+    "main parameters rounded to bf16": (6, lambda memory: lambda: memory.narrow.copy_(memory.wide)),
+    "flat AdamW of amp_C": (28, apex_adamw),
+    "flat AdamW of Transformer Engine": (28, transformer_engine_adamw),
+}
+
+
+def measure_pass(bench: Bench, name: str) -> dict[str, Any]:
+    memory = Memory(bench.device, 1 << (16 if bench.is_tiny else 28))
+    (copy_bytes, copy), (num_bytes, made) = PASSES[COPY], PASSES[name]
+    found = bench.beside({"reference": copy(memory)}, "work", made(memory))
     return {
-        "copy, float32 (the measure)": (8 * numel, lambda: other.copy_(wide)),
-        "first microbatch: bf16 gradient stored in float32": (6 * numel, lambda: other.copy_(narrow)),
-        "further microbatch: bf16 gradient added in float32": (10 * numel, lambda: other.add_(narrow)),
-        "finite test: the largest magnitude": (4 * numel, lambda: torch.linalg.vector_norm(other, torch.inf)),
-        "division by the number of ranks": (8 * numel, lambda: other.div_(1.0)),
-        "norm in float64": (4 * numel, lambda: torch._foreach_norm([other], dtype=torch.float64)),
-        "clipping": (8 * numel, lambda: torch._foreach_mul_([other], 1.0)),
-        "flat fused AdamW, float32": (28 * numel, step),
-        "main parameters rounded to bf16": (6 * numel, lambda: narrow.copy_(wide)),
-        **peer_adams(wide, other, moments, numel),
+        **found,
+        "bytes_per_element": num_bytes,
+        "bytes": num_bytes * memory.numel,
+        "reference_bytes": copy_bytes * memory.numel,
     }
 
 
-def peer_adams(
-    params: torch.Tensor, grads: torch.Tensor, moments: list[torch.Tensor], numel: int
-) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Return the flat updates of peers that are installed: apex by its extension, never by ``import apex``, and TE."""
-    found: dict[str, tuple[int, Callable[[], object]]] = {}
-    if not params.is_cuda:
-        return found
-    try:
-        import amp_C
-
-        noop = torch.zeros(1, dtype=torch.int32, device=params.device)
-        lists = [[grads], [params], [moments[0]], [moments[1]]]
-        found["flat AdamW of amp_C"] = (
-            28 * numel,
-            lambda: amp_C.multi_tensor_adam(65_536, noop, lists, 1e-4, 0.9, 0.95, 1e-8, 1, 1, 1, 0.1),
-        )
-    except ImportError as error:
-        print(f"left out: amp_C ({error})")
-    try:
-        from transformer_engine.pytorch.optimizers import FusedAdam
-
-        param = torch.nn.Parameter(params)
-        optimizer = FusedAdam([param], lr=1e-4, adam_w_mode=True, weight_decay=0.1)
-
-        def step() -> None:
-            param.grad = grads
-            optimizer.step()
-
-        found["flat AdamW of Transformer Engine"] = (28 * numel, step)
-    except Exception as error:  # an extension that does not fit this torch raises whatever it likes
-        print(f"left out: Transformer Engine ({type(error).__name__}: {error})")
-    return found
+WEIGHT_GRADS: dict[str, Callable[..., object]] = {
+    "product, then added": lambda main_grad, inputs, grads: main_grad.add_(grads.t() @ inputs),
+    "added by the product": lambda main_grad, inputs, grads: add_weight_grad(main_grad, inputs, grads, keep=1.0),
+    "overwritten by the product": lambda main_grad, inputs, grads: add_weight_grad(main_grad, inputs, grads, keep=0.0),
+}
 
 
-def runs(bench: Bench, name: str, work: Callable[[], object]) -> bool:
-    """Whether a candidate runs; one that raises is left out by name, and the others are measured."""
-    try:
-        work()
-        bench.wait()
-    except Exception as error:
-        print(f"left out: {name} ({type(error).__name__}: {error})")
-        return False
-    return True
-
-
-def show_passes(bench: Bench) -> None:
-    candidates = {name: passed for name, passed in passes(bench).items() if runs(bench, name, passed[1])}
-    names = list(candidates)
-    timed = {name: (lambda work=work: bench.seconds(work)) for name, (_, work) in candidates.items()}
-    seconds = interleave(timed, repetitions=bench.repetitions)
-    rates = {name: candidates[name][0] / statistics.median(seconds[name]) for name in names}
-    print("\n| pass | bytes an element | ms | GB/s | of the copy |\n|---|---|---|---|---|")
-    numel = candidates[names[0]][0] // 8
-    for name in names:
-        ms, share = statistics.median(seconds[name]) * 1e3, rates[name] / rates[names[0]]
-        print(f"| {name} | {candidates[name][0] // numel} | {ms:.3f} | {rates[name] / 1e9:.0f} | {share:.0%} |")
-    bench.results["passes"] = {name: {"bytes": candidates[name][0], "seconds": seconds[name]} for name in names}
-    show_weight_grads(bench)
-
-
-def show_weight_grads(bench: Bench) -> None:
+def measure_weight_grad(bench: Bench, name: str) -> dict[str, Any]:
     """Compare a weight gradient that the product adds by itself with one that is made and then added."""
     rows, features = (64, 32) if bench.is_tiny else (8_192, 4_096)
     made = {"device": bench.device, "dtype": torch.bfloat16}
     inputs, grads = torch.randn(rows, features, **made), torch.randn(rows, features, **made)
     main_grad = torch.zeros(features, features, device=bench.device)
-    candidates = {
-        "product, then added": lambda: main_grad.add_(grads.t() @ inputs),
-        "added by the product": lambda: add_weight_grad(main_grad, inputs, grads, keep=1.0),
-        "overwritten by the product": lambda: add_weight_grad(main_grad, inputs, grads, keep=0.0),
-    }
-    for work in candidates.values():
-        work()
-    timed = {name: (lambda work=work: bench.seconds(work)) for name, work in candidates.items()}
-    seconds = interleave(timed, repetitions=bench.repetitions)
-    print(f"\n| weight gradient of {features} x {features}, {rows} rows, bf16 | ms |\n|---|---|")
-    for name, values in seconds.items():
-        print(f"| {name} | {statistics.median(values) * 1e3:.3f} |")
-    bench.results["weight_grads"] = seconds
+    reference, work = WEIGHT_GRADS["product, then added"], WEIGHT_GRADS[name]
+    found = bench.beside(
+        {"reference": lambda: reference(main_grad, inputs, grads)}, "work", lambda: work(main_grad, inputs, grads)
+    )
+    return {**found, "rows": rows, "features": features}
 
 
 # Steps #
 
 
-def measure_pair(bench: Bench, setup: Setup, name: str) -> dict[str, Any] | str:
-    """Return seconds of bare torch, of its arithmetic alone, and of one system, all in turn; or why it is left out."""
-    steps: dict[str, Step] = {}
-    try:
-        steps = {"bare": SYSTEMS["bare torch"](setup), "system": SYSTEMS[name](setup)}
-        losses = {key: [float(step.run()) for _ in range(4)] for key, step in steps.items()}
-        work: Mapping[str, Callable[[], float]] = {
-            "compute": bench.clocked(steps["bare"].compute),
-            "bare": bench.clocked(steps["bare"].run),
-            "system": bench.clocked(steps["system"].run),
-        }
-        for candidate in work.values():
-            candidate()
-        if bench.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        return {"seconds": interleave(work, repetitions=bench.repetitions), "losses": losses}
-    except Exception as error:  # a peer may fail in any way, and the others are to be measured
-        return f"{type(error).__name__}: {error}".partition("\n")[0]
-    finally:
-        for step in steps.values():
-            step.close()
-        steps.clear()
-        gc.collect()
-        if bench.is_cuda:
-            torch.cuda.empty_cache()
+def setup_of(bench: Bench, section: str) -> Setup:
+    return {"gpt": gpt, "tensors": many_tensors}[section](bench.device, is_tiny=bench.is_tiny)
 
 
-def show_steps(bench: Bench, setup: Setup, title: str) -> None:
-    print(f"\n**{title}**: {setup.describe()}")
-    head = ("system", "step ms", "bare torch ms", "over bare (quartiles)", "arithmetic alone ms", "losses")
-    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    rows: dict[str, Any] = {}
-    for name in SYSTEMS:
-        found = rows[name] = measure_pair(bench, setup, name)
-        if isinstance(found, str):
-            print(f"| {name} | left out: {found} | | | | |", flush=True)
-            continue
-        seconds = found["seconds"]
-        median, low, high = ratio(seconds, "system", "bare")
-        ms = {key: statistics.median(values) * 1e3 for key, values in seconds.items()}
-        alike = are_alike(found["losses"])
-        over = f"{median - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
-        columns = [f"{ms['system']:.2f}", f"{ms['bare']:.2f}", over, f"{ms['compute']:.2f}", "alike" if alike else "DIFFER"]
-        print(f"| {name} | {' | '.join(columns)} |", flush=True)
-    bench.results[title] = rows
-    show_rest(rows)
+def measure_system(bench: Bench, section: str, name: str) -> dict[str, Any]:
+    """Return seconds of bare torch, of its arithmetic alone and of one system, in turn, and whether the losses are alike."""
+    setup = setup_of(bench, section)
+    steps = {"bare": SYSTEMS["bare torch"](setup), "system": SYSTEMS[name](setup)}
+    losses = {key: [float(step.run()) for _ in range(4)] for key, step in steps.items()}
+    work = {
+        "compute": bench.clocked(steps["bare"].compute),
+        "bare": bench.clocked(steps["bare"].run),
+        "system": bench.clocked(steps["system"].run),
+    }
+    for candidate in work.values():
+        candidate()
+    seconds = interleave(work, repetitions=bench.repetitions)
+    for step in steps.values():
+        step.close()
+    return {"model": setup.describe(), "seconds": seconds, "losses": losses, "are_alike": are_alike(losses)}
 
 
 def are_alike(losses: Mapping[str, list[float]]) -> bool:
@@ -241,57 +210,137 @@ def are_alike(losses: Mapping[str, list[float]]) -> bool:
     return change > 0 and all(abs(one - other) <= LOSS_TOLERANCE * change for one, other in pairs)
 
 
-def show_rest(rows: Mapping[str, Any]) -> None:
-    """Print what each system adds to the arithmetic, beside torch DDP's."""
-    rests = {
-        name: statistics.median(a - b for a, b in zip(row["seconds"]["system"], row["seconds"]["compute"], strict=True))
-        for name, row in rows.items()
-        if not isinstance(row, str)
+# A profile #
+
+PROFILED = ["megabucket, all-reduce, DistributedOptimizer", "megabucket, reduce-scatter"]
+
+
+@contextmanager
+def ranges_of_buckets():
+    """Give what each bucket launches and waits for a range of its own in the profile. The package knows nothing of it."""
+    methods = {
+        "start_grad_sync": "launch",
+        "finish_grad_sync": "finish",
+        "start_param_sync": "gather",
+        "finish_param_sync": "wait",
     }
-    reference = rests.get("torch DDP")
-    print("\n| system | beside the arithmetic, ms | torch DDP's over it |\n|---|---|---|")
-    for name, rest_s in rests.items():
-        over = "-" if reference is None or rest_s <= 0 else f"{reference / rest_s:.2f}x"
-        print(f"| {name} | {rest_s * 1e3:.2f} | {over} |")
+    originals = {name: getattr(_ParamAndGradBucketGroup, name) for name in methods}
+
+    def ranged(original, text):
+        def run(group, *arguments, **named):
+            with torch.profiler.record_function(f"bucket {group.index}: {text}"):
+                return original(group, *arguments, **named)
+
+        return run
+
+    for name, text in methods.items():
+        setattr(_ParamAndGradBucketGroup, name, ranged(originals[name], text))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(_ParamAndGradBucketGroup, name, original)
 
 
-def show_gpt(bench: Bench) -> None:
-    show_steps(bench, gpt(bench.device, is_tiny=bench.is_tiny), "GPT")
+def profile_system(bench: Bench, name: str, trace: Path | None) -> dict[str, Any]:
+    """Write the trace of some steps of the GPT; return what the host and the device spent in the ranges of the buckets."""
+    setup = setup_of(bench, "gpt")
+    step = SYSTEMS[name](setup)
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * bench.is_cuda
+    for _ in range(3):
+        step.run()
+    bench.wait()
+    with ranges_of_buckets(), torch.profiler.profile(activities=activities) as profiler:
+        for number in range(NUM_PROFILED_STEPS):
+            with torch.profiler.record_function(f"step {number}"):
+                step.run()
+        bench.wait()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    step.close()
+    found = {}
+    for event in profiler.key_averages():
+        if event.key.startswith("bucket ") and event.cpu_time_total:
+            device_us = getattr(event, "device_time_total", 0.0)
+            found[event.key] = {"count": event.count, "host_ms": event.cpu_time_total / 1e3, "device_ms": device_us / 1e3}
+    return {"model": setup.describe(), "num_steps": NUM_PROFILED_STEPS, "ranges": found}
 
 
-def show_tensors(bench: Bench) -> None:
-    show_steps(bench, many_tensors(bench.device, is_tiny=bench.is_tiny), "Many small tensors")
+# One candidate #
+
+SECTIONS: dict[str, list[str]] = {
+    "gpt": list(SYSTEMS),
+    "tensors": list(SYSTEMS),
+    "profile": PROFILED,
+    "passes": list(PASSES),
+    "weight_grads": list(WEIGHT_GRADS),
+}
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {"passes": show_passes, "gpt": show_gpt, "tensors": show_tensors}
+def measure(bench: Bench, section: str, name: str, trace: Path | None) -> dict[str, Any]:
+    try:
+        if section == "profile":
+            return profile_system(bench, name, trace)
+        if section == "passes":
+            return measure_pass(bench, name)
+        if section == "weight_grads":
+            return measure_weight_grad(bench, name)
+        return measure_system(bench, section, name)
+    except ImportError as error:  # a peer that is not installed
+        return {"left_out": str(error)}
+
+
+def measure_on_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    """Measure as one of several ranks; the first one writes what it has found."""
+    device = torch.device(arguments.device, rank) if arguments.device == "cuda" else torch.device("cpu")
+    if arguments.ranks > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        init_group(device, folder, rank=rank, size=arguments.ranks)
+    bench = Bench(device, arguments.tiny, arguments.repetitions)
+    found = measure(bench, arguments.section, arguments.name, arguments.trace if rank == 0 else None)
+    if rank == 0:
+        arguments.json.write_text(json.dumps(found), encoding="utf-8")
+    if arguments.ranks > 1:
+        dist.destroy_process_group()
+
+
+def facts() -> dict[str, Any]:
+    """Return what this machine and this torch are, and what can be measured on it."""
+    has_cuda = torch.cuda.is_available()
+    return {
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_cuda else [],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,
+        "sections": SECTIONS,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"{', '.join(SECTIONS)}; all of them when none is named")
+    parser.add_argument("section", nargs="?", choices=list(SECTIONS))
+    parser.add_argument("name", nargs="?", help="one of what --list names")
+    parser.add_argument("--list", action="store_true", help="print as JSON what there is, and end")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
-    parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--json", help="write every measured time into this file")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, each on a GPU of its own")
+    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--json", type=Path, default=os.devnull, help="write every measured time into this file")
+    parser.add_argument("--trace", type=Path, help="write the profile into this file, for chrome://tracing")
     arguments = parser.parse_args()
-    if unknown := set(arguments.sections) - set(SECTIONS):
-        parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        sys.exit(
-            f"bench-gpu: torch {torch.__version__} finds no CUDA device here, so there is nothing to measure and no figure is "
-            "made up. Run it on a machine with an NVIDIA GPU and a CUDA build of torch; `--device cpu --tiny` runs the same "
-            "code small, to see that it works."
-        )
+    if arguments.list:
+        print(json.dumps(facts()))
+        return
+    if arguments.section is None or arguments.name not in SECTIONS[arguments.section]:
+        parser.error(f"{arguments.section} {arguments.name}: not among what --list names")
     if arguments.device == "cpu" and not arguments.tiny:
-        sys.exit("bench-gpu: on a CPU the models are too large; add --tiny, which measures nothing worth keeping")
-    bench = Bench(torch.device(arguments.device), arguments.tiny, arguments.repetitions)
-    name = torch.cuda.get_device_name() if bench.is_cuda else "CPU: these times mean nothing"
-    print(f"{name}, torch {torch.__version__}, {bench.repetitions} interleaved repetitions, medians")
-    for section in arguments.sections or SECTIONS:
-        SECTIONS[section](bench)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:  # noqa: PTH123
-            json.dump({"device": name, "torch": torch.__version__, **bench.results}, file, indent=1)
+        parser.error("on a CPU the models are too large; add --tiny, which measures nothing worth keeping")
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.ranks == 1:
+            measure_on_rank(0, arguments, folder)
+        else:
+            torch.multiprocessing.spawn(measure_on_rank, args=(arguments, folder), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

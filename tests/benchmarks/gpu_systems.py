@@ -14,8 +14,6 @@ from torch.nn import functional
 import megabucket as mb
 from megabucket.fused import Linear as FusedLinear
 
-BUCKET_MB = 25.0
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -25,10 +23,12 @@ class Setup:
     build: Callable[[type[torch.nn.Linear]], torch.nn.Module]
     batch: Callable[[], torch.Tensor]
     autocast: bool
+    bucket_mb: float
 
     def module(self, linear: type[torch.nn.Linear] = torch.nn.Linear) -> torch.nn.Module:
         torch.manual_seed(0)
-        return self.build(linear).to(self.device)
+        with self.device:  # a GPU makes a billion numbers in no time
+            return self.build(linear)
 
     def loss(self, module: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
@@ -98,7 +98,13 @@ def gpt(device: torch.device, *, is_tiny: bool) -> Setup:
         generator = torch.Generator().manual_seed(1)
         return torch.randint(vocabulary, (rows, length + 1), generator=generator).to(device)
 
-    return Setup(device, lambda linear: GPT(width, layers, vocabulary, length, linear), batch, autocast=True)
+    return Setup(
+        device,
+        lambda linear: GPT(width, layers, vocabulary, length, linear),
+        batch,
+        autocast=True,
+        bucket_mb=0.04 if is_tiny else 25.0,
+    )
 
 
 def many_tensors(device: torch.device, *, is_tiny: bool) -> Setup:
@@ -107,7 +113,13 @@ def many_tensors(device: torch.device, *, is_tiny: bool) -> Setup:
     def batch() -> torch.Tensor:
         return torch.randn(32, width, generator=torch.Generator().manual_seed(1)).to(device)
 
-    return Setup(device, lambda linear: ManyTensors(num_layers, width, linear), batch, autocast=False)
+    return Setup(
+        device,
+        lambda linear: ManyTensors(num_layers, width, linear),
+        batch,
+        autocast=False,
+        bucket_mb=0.001 if is_tiny else 25.0,
+    )
 
 
 # Systems #
@@ -162,11 +174,20 @@ def bare(setup: Setup) -> Step:
     return Step(setup, module, stepping(adamw(module)))
 
 
+def init_group(device: torch.device, folder: str, *, rank: int, size: int) -> None:
+    """Make the default process group: NCCL on GPUs, gloo elsewhere. The ranks share the folder."""
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    on_gpu = {"backend": "nccl", "device_id": device} if device.index is not None else {}
+    backend = {"backend": "nccl" if device.type == "cuda" else "gloo"}
+    dist.init_process_group(**{**backend, **on_gpu}, store=store, rank=rank, world_size=size)
+
+
 def group_of_one(device: torch.device) -> Callable[[], None]:
-    """Make the default process group of this process alone; return what ends it."""
+    """Make the default process group of this process alone, unless there is one; return what ends it."""
+    if dist.is_initialized():
+        return lambda: None
     folder = tempfile.TemporaryDirectory()
-    store = dist.FileStore(str(Path(folder.name) / "store"), 1)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    init_group(device, folder.name, rank=0, size=1)
 
     def close() -> None:
         dist.destroy_process_group()
@@ -178,7 +199,9 @@ def group_of_one(device: torch.device) -> Callable[[], None]:
 def torch_ddp(setup: Setup) -> Step:
     close = group_of_one(setup.device)
     try:
-        ddp = torch.nn.parallel.DistributedDataParallel(setup.module(), gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB)
+        ddp = torch.nn.parallel.DistributedDataParallel(
+            setup.module(), gradient_as_bucket_view=True, bucket_cap_mb=setup.bucket_mb
+        )
         return Step(setup, ddp, stepping(adamw(ddp)), close)
     except BaseException:
         close()
@@ -189,7 +212,7 @@ def ours(
     *, linear: type[torch.nn.Linear] = torch.nn.Linear, has_plain_optimizer: bool = False, **switches: object
 ) -> Callable[[Setup], Step]:
     def build(setup: Setup) -> Step:
-        config = mb.DistributedDataParallelConfig(bucket_cap_mb=BUCKET_MB, **switches)
+        config = mb.DistributedDataParallelConfig(bucket_cap_mb=setup.bucket_mb, **switches)
         ddp = mb.DistributedDataParallel(setup.module(linear), config)
         optimizer = adamw(ddp)
         stepped = stepping(optimizer if has_plain_optimizer else mb.DistributedOptimizer(optimizer, ddp))
@@ -200,6 +223,8 @@ def ours(
 
 def megatron(setup: Setup) -> Step:
     """The wrapper of the megatron-core wheel; its gradients are in ``main_grad``, so they are shown to the optimizer."""
+    if setup.device.type == "cpu":
+        raise ImportError("Megatron's wrapper makes its buffers on a CUDA device")
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
@@ -213,7 +238,9 @@ def megatron(setup: Setup) -> Step:
     try:
         parallel_state.initialize_model_parallel()
         config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
-        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, grad_reduce_in_fp32=True, bucket_size=6_553_600)
+        ddp_config = DistributedDataParallelConfig(
+            overlap_grad_reduce=True, grad_reduce_in_fp32=True, bucket_size=int(setup.bucket_mb * 2**20 / 4)
+        )
         ddp = DistributedDataParallel(config, ddp_config, setup.module())
         optimizer = adamw(ddp)
 

@@ -33,16 +33,17 @@ from megabucket.comm import AllReduce, Communicator, LocalCommunicator, discover
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.measure.calibrate import CalibrationPlan, measure_link, pipelined_link
-from megabucket.measure.host import host_costs, meeting, optimizer_s, slowest, time_phases
+from megabucket.measure.collectives import meeting, slowest
+from megabucket.measure.host import host_costs, optimizer_s, time_phases
 from megabucket.measure.profile import WorkloadProfiler, choose_rank
 from megabucket.measure.profile_steps import WorkloadProfile
 from megabucket.measure.ranks import Ranks
 from megabucket.optim import DistributedOptimizer
+from megabucket.planning.candidates import DEFAULT, Comparison, decide
 from megabucket.planning.cuts import plan_of_layout
-from megabucket.planning.host import hosted_plan, predict_step_s
 from megabucket.planning.links import Link, MeasuredLink, RingLink
+from megabucket.planning.partition import optimal_plan
 from megabucket.planning.simulate import FENCE, GRAD_NORM, Mode, simulate_step_s
-from megabucket.planning.tune import DEFAULT, Comparison, decide
 from megabucket.planning.workload import Workload
 from megabucket.testing import EmulatedFabric
 from megabucket.trace import CollectiveKind
@@ -231,7 +232,7 @@ def run_cell(rows: list[Row], workload: Workload, link: Link, mode: Mode, option
         wake_s = time_wake(communicator, link, numel, device=torch.device("cpu"))
     host = host_costs(few, many, link, num_ranks=num_ranks, is_sharded=is_sharded, wake_s=wake_s)
     workload = replace(workload, optimizer_s=optimizer_s(few, many, host, link, num_ranks=num_ranks, is_sharded=is_sharded))
-    best = hosted_plan(workload, link, host, num_ranks=num_ranks, mode=mode, overlap_param_gather=is_sharded)
+    best = optimal_plan(workload, link, host=host, num_ranks=num_ranks, mode=mode, overlap_param_gather=is_sharded)
     configs = {f"uniform 1/{part}": {"bucket_size": -(-numel // part)} for part in (2, 4, 8, 16)}
     configs["optimal cuts"] = {"bucket_cuts": best.cut_names(workload)}
     assert set(best.cut_names(workload)) <= set(names)
@@ -244,7 +245,7 @@ def run_cell(rows: list[Row], workload: Workload, link: Link, mode: Mode, option
     }
     for arm in arms:
         plan = plan_of_layout(workload, arm.ddp.layout)
-        arm.predicted_s = predict_step_s(workload, plan, link, host=host, **setting)
+        arm.predicted_s = simulate_step_s(workload, plan, link, host=host, **setting)
         arm.simulated_s = simulate_step_s(workload, plan, link, **setting)
     seconds = measure(arms, turns=options.turns, steps=options.steps, key=key)
     rows_out = [

@@ -5,7 +5,7 @@
 
 Nothing is asserted about time. Times are those of the process, which others on the machine disturb less; only ``world`` takes
 the time on the clock. ``ranks`` and ``params`` run the real wrapper and optimizer as one rank of many
-(``megabucket.testing.OneOfMany``), ``world`` runs all ranks in one process (``LoopbackWorld``), ``plan`` simulates.
+(``tests/scale/one_of_many.py``), ``world`` runs all ranks in one process (``LoopbackWorld``), ``plan`` simulates.
 """
 
 import argparse
@@ -30,11 +30,14 @@ from megabucket.errors import MegabucketError
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.layout.runs import plan_runs
 from megabucket.planning import load_config
-from megabucket.planning.setting import setting_of
-from megabucket.planning.sweep import sweep_row
-from megabucket.testing import ListRecorder, LoopbackWorld, OneOfMany
+from megabucket.planning.setting import setting_of, sweep_row
+from megabucket.testing import ListRecorder, LoopbackWorld
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests/scale"))
+
+from one_of_many import OneOfMany  # noqa: E402 - found from here on only
+
 RANKS = (2, 8, 64, 512, 1_024, 4_096, 16_384)
 NUMEL, BUCKET_NUMEL = 64, 16_384  # multiples of the alignment and of every lcm(ranks, 128), so there is no padding
 SHARDED = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=BUCKET_NUMEL)

@@ -10,9 +10,10 @@ from megabucket.buffer.finite import NonFiniteParam
 from megabucket.comm import AllReduce
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import resolve_step
-from megabucket.errors import CollectiveError, MismatchedCollectiveError, PhaseError
+from megabucket.errors import CollectiveError, PhaseError
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.testing import LoopbackWorld
+from megabucket.testing.loopback import MismatchedCollectiveError
 
 ALL_REDUCE_MEAN = {}
 SCATTER_MEAN = {"use_distributed_optimizer": True}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.buffer.finite import FiniteTest, NonFiniteParam, describe_nonfinite, is_beyond
+from megabucket.buffer.finite import FiniteTest, NonFiniteParam, describe_nonfinite
 from megabucket.buffer.grad_slot import GradSlot
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -71,7 +71,6 @@ def test_what_passes_with_headroom_on_every_rank_has_a_finite_sum(largest_parts,
 
     limit = torch.finfo(dtype).max / headroom
     assert [bool(test.found) for test in tests] == [abs(flat.item()) > limit for flat in ranks]
-    assert [bool(is_beyond(*torch.aminmax(flat), limit)) for flat in ranks] == [bool(test.found) for test in tests]
     if not any(test.found for test in tests):
         assert math.isfinite(functools.reduce(torch.add, ranks).item())
 

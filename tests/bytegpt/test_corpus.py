@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.bytegpt.data import read_corpus, source_files
-from megabucket.errors import CorpusError
+from examples.bytegpt.data import CorpusError, read_corpus, source_files
 
 
 def write(root, names):

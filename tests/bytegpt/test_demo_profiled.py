@@ -15,8 +15,7 @@ from megabucket.errors import ConfigError
 from megabucket.measure.profile import ProfilePlan, profile_program
 from megabucket.measure.ranks import Launch
 from megabucket.planning.architecture import param_specs
-from megabucket.planning.workload import Workload
-from megabucket.planning.workload_match import check_workload_matches
+from megabucket.planning.workload import Workload, check_workload_matches
 
 DEMO = ("--workload", "examples.bytegpt.workload:workload")
 

@@ -6,10 +6,11 @@ import torch
 
 from examples.bytegpt.compare import describe_comparison
 from examples.bytegpt.config import DemoConfig
+from examples.bytegpt.data import CorpusError
 from examples.bytegpt.report import Progress, describe_summary, jsonable
 from examples.bytegpt.task import trainable_model
 from examples.bytegpt.train import run_training
-from megabucket.errors import ConfigError, CorpusError, NonFiniteGradientError
+from megabucket.errors import ConfigError, NonFiniteGradientError
 from megabucket.measure.ranks import Launch
 
 ALONE = Launch()

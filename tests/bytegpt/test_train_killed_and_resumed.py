@@ -88,7 +88,7 @@ def assert_same_run(tmp_path, name, other):
     assert sorted(steps_of(tmp_path / f"{name}.jsonl")) == list(range(STEPS))
 
 
-@pytest.mark.parametrize("mode", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("mode", ["reduce_scatter", pytest.param("all_reduce", marks=pytest.mark.nightly)])
 def test_killed_or_told_to_stop_and_resumed_is_one_run(train, tmp_path, mode):
     mode = [f"mode={mode}"]
     random_steps = random.Random(mode[0])
@@ -115,6 +115,7 @@ def test_killed_or_told_to_stop_and_resumed_is_one_run(train, tmp_path, mode):
     assert len(resumed) == 2
 
 
+@pytest.mark.nightly
 def test_killed_while_saving_in_the_background_goes_on_from_a_whole_checkpoint(train, tmp_path):
     background = ("checkpoint.asynchronous=true", "checkpoint.every_steps=1")
     codes, said = train("whole")

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from examples.bytegpt.data import Split, Windows
+from examples.bytegpt.data import CorpusError, Split, Windows
 from examples.bytegpt.task import make_task
-from megabucket.errors import CorpusError
 from megabucket.measure.ranks import Ranks
 
 

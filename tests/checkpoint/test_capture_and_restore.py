@@ -10,9 +10,11 @@ from kept_in_memory import KeptInMemory
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.checkpoint.capture import TrainingParts, capture, to_host
-from megabucket.checkpoint.restore import restore
+from megabucket.checkpoint.restore import mismatches, restore
 from megabucket.errors import CheckpointError, CheckpointMismatchError, ConfigError, PeerFailedError, PhaseError
 from megabucket.testing import LoopbackWorld
+
+pytestmark = pytest.mark.long_file
 
 SHAPES = {"a": (100,), "b": (7, 9), "c": (), "d": (0, 3), "e": (2, 3, 2, 2), "f": (5,)}
 
@@ -628,6 +630,26 @@ NO_STATE_OF_AN_OPTIMIZER = {
     "no groups": (changed("groups", to=None), "what the checkpoint says of its optimizer cannot be read: TypeError"),
     "no class": (lambda optimizer: optimizer.pop("class"), "cannot be read: KeyError: 'class'"),
     "no entry": (changed("state", 0, "entries", 0, to=[1]), "cannot be read: ValueError"),
+    "no state": (
+        changed("state", to=[]),
+        "'optim.state.bias.exp_avg' is in the checkpoint, and its optimizer knows nothing of it",
+    ),
+    "no moment": (
+        lambda optimizer: optimizer["state"][0]["entries"].pop(1),
+        "'optim.state.weight.exp_avg' is in the checkpoint, and its optimizer knows nothing of it",
+    ),
+    "no learning rate": (
+        changed("groups", 0, "hyperparameters", "lr", to=None),
+        "'lr' of group 0 is None in the checkpoint and 0.1",
+    ),
+    "a learning rate in words": (changed("groups", 0, "hyperparameters", "lr", to="high"), "'lr' of group 0 is 'high'"),
+    "one beta": (changed("groups", 0, "hyperparameters", "betas", to={"!tuple": [0.9]}), r"'betas' of group 0 is \(0.9,\)"),
+    "no such kind of value": (changed("groups", 0, "hyperparameters", "lr", to={"!float": {}}), "cannot be read: ValueError"),
+    "a number in words": (changed("state", 0, "entries", 0, 5, to=["float", "many"]), "cannot be read: ValueError"),
+    "a number of no kind": (changed("state", 0, "entries", 0, 5, to=["complex", "1"]), "cannot be read: KeyError: 'complex'"),
+    "an entry of no kind": (changed("state", 0, "entries", 0, 1, to="vector"), "an entry of the kind 'vector'"),
+    "a dtype of no kind": (changed("state", 0, "entries", 1, 2, to="float33"), "cannot be read"),
+    "state of nobody": (changed("groups", 0, "params", to=["weight"]), "'bias' has state and is in no group"),
 }
 
 
@@ -654,3 +676,28 @@ def test_an_optimizer_that_somebody_else_has_written_is_named_and_nothing_is_loa
         restore(stored, TrainingParts(other, other_optimizer))
 
     assert all(torch.equal(param, value) for param, value in zip(other.parameters(), before, strict=True))
+
+
+MALFORMED_VALUES = {
+    "no state of others": lambda values: values.pop("stateful"),
+    "a list for a dict": changed("module_extra_state", to=[]),
+    "no data position": lambda values: values.pop("data_position"),
+    "a tensor that is not there": changed("data_position", to={"!tensor": "gone"}),
+    "a number of no shape": changed("extras", to={"a": {"!number": ["float32", "x", 1]}}),
+    "a dtype of no kind": changed("extras", to={"a": {"!number": ["float33", [], 1]}}),
+    "no optimizer's": changed("optimizer", to=[1]),
+}
+
+
+@pytest.mark.parametrize("change", MALFORMED_VALUES.values(), ids=MALFORMED_VALUES)
+def test_values_that_somebody_else_has_written_are_named_by_can_load_too(change):
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 3), DistributedDataParallelConfig(use_distributed_optimizer=True))
+    parts = TrainingParts(ddp, DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.1), ddp))
+    stored = KeptInMemory([to_host(capture(parts))])
+    assert mismatches(stored, parts, cast=False) == []
+    stored.values = copy.deepcopy(stored.values)
+    change(stored.values)
+
+    assert "cannot be read" in " ".join(mismatches(stored, parts, cast=False))
+    with pytest.raises(CheckpointMismatchError, match="cannot be read"):
+        restore(stored, parts)

@@ -1,11 +1,14 @@
 """To and from ``torch.distributed.checkpoint``, in one process; several ranks and FSDP2: tests/ranks."""
 
+import errno
+import os
 import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from test_capture_and_restore import BUILDS, SHAPES, Tensors, factors_of, groups_of
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -182,6 +185,31 @@ def test_a_data_file_that_torch_cannot_read_is_a_named_error_and_changes_nothing
         load_dcp(tmp_path, *vars_of(ours), trusted=True)
 
     assert all(torch.equal(param, value) for param, value in zip(ours.ddp.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_pipe_in_the_place_of_a_file_is_an_error_at_once(tmp_path, name):
+    save_dcp(tmp_path, *vars_of(Ours(sharded=True)))
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(CheckpointError, match=f"{name}: it is no regular file"):
+        load_dcp(tmp_path, *vars_of(Ours(sharded=True)), trusted=True)
+
+
+def test_a_directory_without_such_a_checkpoint_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match=r"it is no checkpoint of torch\.distributed\.checkpoint: \.metadata is missing"):
+        load_dcp(tmp_path / "gone", *vars_of(Ours(sharded=True)), trusted=True)
+
+
+def test_what_torch_cannot_write_is_a_named_error(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+
+    with pytest.raises(CheckpointError, match="torch cannot write it: OSError"):
+        save_dcp(tmp_path, *vars_of(Ours(sharded=True)))
 
 
 def test_a_directory_that_holds_something_is_not_written_into(tmp_path):

@@ -76,7 +76,7 @@ LAYOUTS = st.tuples(st.booleans(), st.integers(1, 2_000) | st.none(), st.integer
 MODELS = param_specs(max_params=6, max_numel=300, min_params=1, groups=("dense",), shared_embeddings=False)
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings.default.max_examples * 3 // 10)  # each is three worlds that train or restore
 @given(specs=MODELS, first=LAYOUTS, second=LAYOUTS, kind=st.sampled_from(sorted(KINDS)), steps=st.integers(0, 2))
 def test_there_and_back_again_nothing_has_changed(specs, first, second, kind, steps):
     kept = captured(specs, first, kind, seed=1, steps=steps)

@@ -1,6 +1,7 @@
 """Weights as safetensors files, checked with the library that others read them with."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from test_capture_and_restore import SHAPES, captured
 
-from megabucket.checkpoint.convert.huggingface import INDEX_NAME, export_weights
+from megabucket.checkpoint.convert.huggingface import INDEX_NAME, export_weights, import_weights
 from megabucket.errors import ConfigError
 
 
@@ -88,3 +89,22 @@ def test_a_model_without_tensors_is_an_empty_file(tmp_path):
     (path,) = export_weights(Nothing(), tmp_path)
 
     assert load_file(path) == {}
+
+
+def test_a_name_that_the_index_has_and_no_file_is_an_error(kept, tmp_path):
+    export_weights(kept, tmp_path / "weights", max_file_bytes=200)
+    index = tmp_path / "weights" / INDEX_NAME
+    fields = json.loads(index.read_text())
+    fields["weight_map"]["gone.weight"] = "model-00002-of-00002.safetensors"
+    index.write_text(json.dumps(fields))
+
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002.safetensors: 'gone.weight' is not in it, and .* says so"):
+        import_weights(tmp_path / "weights", tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX_NAME])
+def test_a_pipe_in_the_place_of_a_file_is_an_error_at_once(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(ConfigError, match=f"{name}: it is no regular file"):
+        import_weights(tmp_path, tmp_path / "run")

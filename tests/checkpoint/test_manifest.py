@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from megabucket.checkpoint.format import (
     ITEM_BYTES,
     Manifest,
+    StoredBlock,
     StoredFile,
-    StoredTensor,
+    StoredRange,
     TensorInfo,
     decode_manifest,
     encode_manifest,
     seal_body,
     seal_of,
 )
-from megabucket.checkpoint.plan import StoredRange
 
 DIGEST = "0" * 64
 KEY = b"a key that is long enough"
@@ -30,7 +30,7 @@ def manifest_with(*, step=7, world_size=2, files=None, tensors=None, values=None
     if files is None:
         files = (StoredFile("a.safetensors", 100, DIGEST), StoredFile("b.safetensors", 100, DIGEST))
     if tensors is None:
-        tensors = {"w": StoredTensor(INFO, (StoredRange(0, 0, 4), StoredRange(1, 4, 6)))}
+        tensors = {"w": (StoredBlock(INFO, (StoredRange(0, 0, 4), StoredRange(1, 4, 6))),)}
     return Manifest(step, world_size, files, tensors, {} if values is None else values)
 
 
@@ -64,7 +64,8 @@ def manifests(draw):
         )
         edges = sorted({0, info.numel, *draw(st.lists(st.integers(0, info.numel), max_size=2))})
         parts = list(itertools.pairwise(edges)) or [(0, 0)]
-        tensors[name] = StoredTensor(info, tuple(StoredRange(len(file_bytes) + i, *part) for i, part in enumerate(parts)))
+        ranges = tuple(StoredRange(len(file_bytes) + i, *part) for i, part in enumerate(parts))
+        tensors[name] = (StoredBlock(info, ranges),)
         file_bytes += [100 + (stop - start) * ITEM_BYTES[info.dtype] for start, stop in parts]
     files = tuple(StoredFile(f"rank-{i}", size, f"{i:064x}") for i, size in enumerate(file_bytes))
     return Manifest(draw(st.integers(0, 10**9)), draw(st.integers(1, 4096)), files, tensors, {"v": draw(json_values)})
@@ -111,27 +112,65 @@ def one_tensor(**fields):
     return lambda manifest: manifest["tensors"]["w"].update(fields)
 
 
+def one_block(**fields):
+    return lambda manifest: manifest["tensors"]["w"]["blocks"][0].update(fields)
+
+
+def two_blocks(second, **fields):
+    """Columns 0 and 1 of three in one block, and a second one as given."""
+
+    def change(manifest):
+        first = {"offset": [0, 0], "shape": [2, 2], "order": [0, 1], "pieces": [[0, 0, 4]], **fields}
+        manifest["tensors"]["w"]["blocks"] = [first, {"order": [0, 1], "pieces": [[1, 0, 2]], **second}]
+
+    return change
+
+
 def one_file(**fields):
     return lambda manifest: manifest["files"][0].update(fields)
 
 
 CHANGES = {
-    "other format": (lambda m: m.update(format="zip"), "it is 'zip' 1; this library reads 'megabucket-checkpoint' 1"),
-    "later version": (lambda m: m.update(version=2), "it is 'megabucket-checkpoint' 2; this library reads"),
+    "other format": (lambda m: m.update(format="zip"), "it is 'zip' 2; this library reads 'megabucket-checkpoint' up to 2"),
+    "later version": (lambda m: m.update(version=3), "it is 'megabucket-checkpoint' 3; this library reads"),
     "no values": (lambda m: m.pop("values"), "KeyError: 'values'"),
     "path as name": (one_file(name="../a"), "is no name for a data file"),
     "absolute path": (one_file(name="/a"), "is no name for a data file"),
     "dots as name": (one_file(name=".."), "is no name for a data file"),
     "tensors a list": (lambda m: m.update(tensors=[]), "AttributeError"),
     "unknown dtype": (one_tensor(dtype="float7"), "'w' has the dtype 'float7', which is none of"),
-    "other shape": (one_tensor(shape=[2, 4]), "elements 6:8 are in no file"),
-    "order of three": (one_tensor(order=[0, 1, 2]), "'w' has order .0, 1, 2. for 2 dimensions"),
-    "no pieces": (one_tensor(pieces=[]), "elements 0:6 are in no file"),
-    "gap": (one_tensor(pieces=[[0, 0, 3], [1, 4, 6]]), "elements 3:4 are in no file"),
-    "overlap": (one_tensor(pieces=[[0, 0, 5], [1, 4, 6]]), "elements 4:5 are there twice"),
-    "no such file": (one_tensor(pieces=[[0, 0, 4], [2, 4, 6]]), "in files that are not listed"),
-    "two numbers": (one_tensor(pieces=[[0, 6]]), "TypeError"),
+    "other shape": (one_tensor(shape=[2, 4]), r"the blocks of 'w' hold 6 of its 8 elements: \[0:2, 0:3\]"),
+    "other block": (one_block(shape=[2, 2]), "elements 4:5 are there twice, or beyond its 4"),
+    "one dimension": (one_tensor(shape=[6]), "the blocks of 'w' lie outside of it"),
+    "order of three": (one_block(order=[0, 1, 2]), "'w' has order .0, 1, 2. for 2 dimensions"),
+    "no pieces": (one_block(pieces=[]), "elements 0:6 are in no file"),
+    "gap": (one_block(pieces=[[0, 0, 3], [1, 4, 6]]), "elements 3:4 are in no file"),
+    "overlap": (one_block(pieces=[[0, 0, 5], [1, 4, 6]]), "elements 4:5 are there twice"),
+    "no such file": (one_block(pieces=[[0, 0, 4], [2, 4, 6]]), "in files that are not listed"),
+    "two numbers": (one_block(pieces=[[0, 6]]), "TypeError"),
+    "a block too few": (one_block(shape=[2, 2], pieces=[[0, 0, 4]]), r"hold 4 of its 6 elements: \[0:2, 0:2\]"),
+    "a block outside": (two_blocks({"offset": [0, 3], "shape": [2, 1]}), r"lie outside of it: \[0:2, 3:4\] of shape \(2, 3\)"),
+    "blocks that overlap": (
+        two_blocks({"offset": [0, 1], "shape": [2, 1]}),
+        r"hold elements twice: \[0:2, 0:2\] and \[0:2, 1:2\]",
+    ),
 }
+
+
+def test_blocks_that_cover_a_tensor_are_read():
+    raw = changed(two_blocks({"offset": [0, 2], "shape": [2, 1]}))
+
+    infos = [block.info for block in decode_manifest(raw).manifest.tensors["w"]]
+
+    assert [(info.key, info.box) for info in infos] == [("w@0,0", ((0, 2), (0, 2))), ("w@0,2", ((0, 2), (2, 3)))]
+
+
+def test_version_1_had_whole_tensors_and_no_groups():
+    def earlier(manifest):
+        manifest["version"] = 1
+        manifest["tensors"]["w"] = {"dtype": "float32", "shape": [2, 3], "order": [0, 1], "pieces": [[0, 0, 4], [1, 4, 6]]}
+
+    assert decode_manifest(changed(earlier)).manifest == manifest_with()
 
 
 @pytest.mark.parametrize("case", CHANGES)
@@ -157,7 +196,7 @@ def test_values_that_json_does_not_have_are_refused_before_they_are_written(valu
 
 
 def test_tensors_that_no_reader_would_take_are_refused_before_they_are_written():
-    tensors = {"w": StoredTensor(INFO, (StoredRange(0, 0, 4), StoredRange(1, 5, 6)))}
+    tensors = {"w": (StoredBlock(INFO, (StoredRange(0, 0, 4), StoredRange(1, 5, 6))),)}
 
     with pytest.raises(ValueError, match="elements 4:5 are in no file"):
         encode_manifest(manifest_with(tensors=tensors))

@@ -172,6 +172,14 @@ def test_only_regular_files_are_read_and_nothing_blocks(root, what, name):
     assert caught.value.file == name
 
 
+@pytest.mark.parametrize("name", ["latest", "step-00000003/manifest.json", "step-00000003/rank-00000-00000.safetensors"])
+def test_a_sparse_file_of_200_gb_takes_no_memory_and_is_an_error(root, name):
+    os.truncate(root / name, 200 << 30)
+
+    with pytest.raises(CheckpointInvalidError, match=f"it has {200 << 30} bytes, and at most"):
+        open_checkpoint(root).verify()
+
+
 def test_a_root_that_is_a_symbolic_link_is_fine(root, tmp_path_factory):
     link = tmp_path_factory.mktemp("links") / "run"
     link.symlink_to(root)

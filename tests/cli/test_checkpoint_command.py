@@ -68,7 +68,12 @@ def test_a_checkpoint_is_named_by_root_and_step_or_by_its_directory(root, where)
     answer = json.loads(invoke("inspect", *arguments, "--json").stdout)
 
     assert answer["step"] == 1
-    assert answer["tensors"]["model.bias"] == {"dtype": "bfloat16", "shape": [30], "order": [0], "pieces": 1}
+    assert answer["tensors"]["model.bias"] == {
+        "dtype": "bfloat16",
+        "shape": [30],
+        "group": "dense",
+        "blocks": [{"offset": [0], "shape": [30], "order": [0], "pieces": 1}],
+    }
     assert answer["values"] == {"lr": 0.1, "note": "a\x1bb"}
     assert len(answer["files"]) == 3
 

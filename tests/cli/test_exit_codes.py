@@ -37,9 +37,7 @@ def test_the_codes_are_the_promised_ones():
     [
         (errors.ConfigError("x"), 2),
         (errors.LayoutError("x"), 2),
-        (errors.CorpusError("x"), 2),
         (errors.ProcessGroupMissingError(world_size=2), 2),
-        (errors.MismatchedCollectiveError(sequence=0, rank=1, call="a", other_rank=0, other_call="b"), 3),
         (errors.CheckpointNotSavedError(step=1, ranks=[0], path="p", reason="r", last_good_step=-1), 6),
         (errors.CheckpointInvalidError(path="p", file="f", problem="r"), 6),
         (errors.CheckpointMissingError(root="p", wanted="step 1", steps=[]), 6),

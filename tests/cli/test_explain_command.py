@@ -20,6 +20,7 @@ def test_each_value_is_printed_with_its_reason():
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert lines == [
         "bfloat16 parameters on 64 ranks",
+        "field value reason",
         "grad_dtype float32 grad_reduce_in_fp32=True: bfloat16 gradients are accumulated and reduced in float32",
         "bucket_size 64,000,000 default: max(40_000_000, 1_000_000 * dp_size=64)",
         "buffer_order reversed no bucket_order: registration reversed, roughly the order of backward",
@@ -34,15 +35,16 @@ def test_each_value_is_printed_with_its_reason():
     ]
 
 
-def test_a_reason_that_does_not_fit_stands_below_its_value():
+def test_a_reason_that_does_not_fit_goes_on_below_itself():
     result = CliRunner().invoke(app, ["explain", "-c", "configs/llama3-8b.yaml", "--dp-size", "64"], env={"COLUMNS": "80"})
 
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    start = lines.index("  finished_by          optimizer step")
-    assert lines[start + 1 : start + 3] == [
-        "      finish='auto' with reduce-scatter: DistributedOptimizer.step() waits for",
-        "      the gradients",
+    start = next(number for number, line in enumerate(lines) if line.startswith("  finished_by"))
+    assert lines[start : start + 3] == [
+        "  finished_by          optimizer step  finish='auto' with reduce-scatter:",
+        "                                       DistributedOptimizer.step() waits for the",
+        "                                       gradients",
     ]
 
 

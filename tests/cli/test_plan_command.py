@@ -167,7 +167,7 @@ def test_the_fingerprint_is_the_layout_s(config):
     plan = json.loads(invoke("-c", config, "--dp-size", 4, "--expert-dp-size", 2, "--json").stdout)
 
     run = load_config(config)
-    layout = build_layout(param_specs(run.model), run.ddp, dp_size=4, expert_dp_size=2)
+    layout = build_layout(param_specs(run.model), run.ddp, dp_size=4, group_sizes={"expert": 2})
     assert plan["fingerprint"] == layout.fingerprint
 
 
@@ -233,7 +233,14 @@ def test_control_characters_and_markup_of_names_are_printed_as_text(tmp_path):
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("", [], "error: run.yaml: model is required to plan; describe one, for example model: {kind: gpt, ...}\n"),
+        (
+            "",
+            [],
+            (
+                "error: run.yaml: model is required to plan; describe one in a config, for example model: {kind: gpt, ...}, or "
+                "give model=path/config.json of Hugging Face, or model=module:callable\n"
+            ),
+        ),
         ("ddp: {bucket_size: 0}", [], "error: run.yaml:1: ddp.bucket_size: should be greater than 0 (got 0)\n"),
         ("a: &x 1", [], "error: run.yaml:1: the anchor 'x' is not allowed; write the value out where it is used\n"),
         (
@@ -268,7 +275,7 @@ def test_a_missing_file_is_named():
     result = invoke("-c", "missing.yaml")
 
     assert result.exit_code == 2
-    assert result.stderr == "error: missing.yaml: cannot be read: No such file or directory. Give the path of a YAML file.\n"
+    assert result.stderr == "error: missing.yaml: cannot be read: No such file or directory\n"
 
 
 def test_a_70b_model_is_planned_without_torch():

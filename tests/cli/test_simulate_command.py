@@ -200,20 +200,6 @@ def test_a_trace_of_two_steps_of_the_best_plan_is_written(config, tmp_path):
     assert {event["name"] for event in events if event["ph"] == "X"} == {"step 0", "step 1", "backward", "bucket 0", "bucket 1"}
 
 
-def test_the_ladder_needs_parameters_only(config):
-    out = figures("-c", ROOT / "configs/smollm2-360m.yaml", "--ladder")
-
-    assert [row["collectives_per_sync"] for row in out["ladder"]] == [290, 290, 290, 290, 43, 44]
-    assert [row["collectives_per_step"] for row in out["ladder"]] == [580, 290, 290, 290, 43, 88]
-    # What was measured: one call more for each synchronization, 582, 291, 291, 291, 44 and 90.
-    assert [row["collectives_per_step"] + row["syncs_per_step"] for row in out["ladder"]] == [582, 291, 291, 291, 44, 90]
-
-    tensors = figures("-c", config(SMALL), "--ladder", "workload.num_microbatches=4")
-    assert (tensors["num_tensors"], tensors["ladder"][0]["collectives_per_step"]) == (3, 12)
-    assert invoke("-c", config("link: {latency_s: 1, seconds_per_byte: 1}"), "--ladder").exit_code == 2
-    assert "per tensor, after each backward" in invoke("-c", config(SMALL), "--ladder").stdout
-
-
 @pytest.mark.parametrize(
     ("text", "arguments", "problem"),
     [

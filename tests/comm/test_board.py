@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megabucket.comm import Liveness, Progress
+from megabucket.comm import Liveness
+from megabucket.comm.communicator import Progress
 from megabucket.comm.liveness import Heartbeat, PeerWatch
 from megabucket.errors import MegabucketError, PeerLostError, WrapperBrokenError
 
@@ -38,10 +39,12 @@ class Work:
 class Wrapper:
     """What the ranks of one wrapper have of it: a heartbeat and a watch each."""
 
-    def __init__(self, store: dist.Store, members: tuple[int, ...], group: str) -> None:
+    def __init__(
+        self, store: dist.Store, members: tuple[int, ...], group: str, progress_of: dict[int, Progress] | None = None
+    ) -> None:
         self.heartbeats, self.watches = {}, {}
         for rank, member in enumerate(members):
-            progress = Progress(step=3, phase="backward")
+            progress = progress_of[member] if progress_of else Progress(step=3, phase="backward")
             heartbeat = Heartbeat(
                 dist.PrefixStore(group, store),
                 rank=rank,
@@ -75,8 +78,8 @@ def wrappers() -> Iterator[Callable[..., Wrapper]]:
     made: list[Wrapper] = []
     store = dist.HashStore()
 
-    def make(*members: int, group: str = "dp") -> Wrapper:
-        made.append(Wrapper(store, members, group))
+    def make(*members: int, group: str = "dp", progress_of: dict[int, Progress] | None = None) -> Wrapper:
+        made.append(Wrapper(store, members, group, progress_of))
         return made[-1]
 
     yield make
@@ -124,6 +127,21 @@ def test_wrappers_of_two_groups_of_the_same_ranks_are_told_apart(wrappers):
     errors = wait_together((first, 0, "fence"), (second, 1, "fence"))
 
     assert [type(error) for error in errors] == [WrapperBrokenError] * 2
+
+
+def test_ranks_that_wait_in_two_groups_of_one_wrapper_are_in_no_circle_and_hear_what_either_finds(wrappers):
+    progress_of = {rank: Progress(step=3, phase="backward") for rank in (0, 1)}
+    dense, expert = (wrappers(0, 1, group=group, progress_of=progress_of) for group in ("dense", "expert"))
+    slow, works = time.monotonic() + 3.0, (Work(), Work())
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(dense.wait, 0, works[0]), pool.submit(expert.wait, 1, works[1])]
+        wait_for(futures, slow - time.monotonic())
+        assert not any(future.done() for future in futures)  # slow transfers end
+        works[1].is_done.set()
+        assert futures[1].result(5.0) is None
+        lost = PeerLostError(ranks=(1,), states=("died",), during="a test")
+        expert.watches[1].break_off(lost)
+        assert str(futures[0].result(NOTICED_S)) == str(lost)
 
 
 def test_a_circle_through_three_groups_is_found(wrappers):

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megabucket.comm import Progress
+from megabucket.comm.communicator import Progress
 from megabucket.comm.liveness import Heartbeat
 from megabucket.errors import PeerLostError
 
@@ -132,7 +132,7 @@ def test_a_finding_of_an_attempt_before_a_restart_is_not_read(world):
 
 def test_stopping_says_farewell_once_the_work_is_done(world):
     first, second = world(0), world(1, every_s=10.0)
-    second.progress.num_launched = 5
+    second.num_launched = 5
 
     second.stop()
     second.stop()

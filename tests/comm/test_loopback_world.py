@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter
-from megabucket.errors import CollectiveDeadlockError, CollectiveError, InFlightWriteError, MismatchedCollectiveError
-from megabucket.testing import LoopbackWorld
+from megabucket.errors import CollectiveError, WrapperBrokenError
+from megabucket.testing import ListRecorder, LoopbackWorld
+from megabucket.testing.loopback import CollectiveDeadlockError, InFlightWriteError, MismatchedCollectiveError
 
 
 def launch_on_all(world, make_calls, label="test"):
@@ -422,6 +423,194 @@ class TestRun:
             return tensor.item()
 
         assert [world.run(program), world.run(program)] == [[1.0, 1.0], [1.0, 1.0]]
+
+
+class TestSubgroup:
+    def test_its_collectives_are_those_of_its_members_in_the_order_given(self, completion):
+        world = LoopbackWorld(4, completion=completion)
+        group, gathered = world.subgroup([3, 1]), {rank: torch.zeros(2) for rank in (1, 3)}
+        sums = {rank: torch.tensor([10.0**rank]) for rank in (1, 3)}
+
+        handles = [group[rank].launch([AllReduce(sums[rank])], label="sum") for rank in (1, 3)]
+        handles += [
+            group[rank].launch([AllGather(gathered[rank], torch.tensor([float(rank)]))], label="gather") for rank in (1, 3)
+        ]
+        for handle in handles:
+            handle.wait()
+
+        assert [(group[rank].rank, group[rank].size, tuple(group[rank].members)) for rank in (1, 3)] == [
+            (1, 2, (3, 1)),
+            (0, 2, (3, 1)),
+        ]
+        assert [sums[rank].item() for rank in (1, 3)] == [1010.0, 1010.0]
+        assert [gathered[rank].tolist() for rank in (1, 3)] == [[3.0, 1.0]] * 2
+
+    def test_groups_have_orders_of_their_own_also_those_of_the_same_ranks(self):
+        world = LoopbackWorld(2)
+        first, second = world.subgroup([0, 1]), world.subgroup([0, 1])
+        tensors = [torch.ones(1), torch.ones(1)]
+
+        first[0].launch([AllReduce(tensors[0])], label="a")
+        second[0].launch([Broadcast(torch.ones(3))], label="b")
+        first[0].control.launch([Broadcast(torch.ones(2))], label="c")
+        second[1].launch([Broadcast(torch.ones(3))], label="b").wait()
+        first[1].launch([AllReduce(tensors[1])], label="a").wait()
+
+        assert [text.split(" [")[0] for text in world.schedule(0)] == ["a", "b", "c"]
+        assert [text.split(" [")[0] for text in world.schedule(1)] == ["b", "a"]
+        assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
+
+    def test_a_mismatch_names_ranks_of_the_world(self):
+        group = LoopbackWorld(6).subgroup([5, 2])
+        group[5].launch([Broadcast(torch.ones(4), root=1)], label="a")
+
+        with pytest.raises(MismatchedCollectiveError) as caught:
+            group[2].launch([Broadcast(torch.ones(4))], label="a")
+
+        assert (caught.value.rank, caught.value.other_rank) == (2, 5)
+        assert caught.value.other_call == "a [broadcast from rank 2 of 4 x float32]"
+
+    def test_a_write_in_flight_is_named_by_the_rank_of_the_world(self):
+        world = LoopbackWorld(4, completion="manual")
+        group, tensors = world.subgroup([3, 1]), {rank: torch.ones(2) for rank in (1, 3)}
+        for rank, communicator in group.items():
+            communicator.launch([AllReduce(tensors[rank])], label="a")
+        tensors[3][1] = 7
+
+        assert world.pending == (0,)
+        with pytest.raises(InFlightWriteError, match=r"^\[rank 3\] the input of collective 0") as caught:
+            world.complete(0)
+        assert caught.value.index == 1
+
+    def test_one_thread_is_told_which_members_are_missing(self):
+        handle = LoopbackWorld(4).subgroup([3, 1, 0])[1].launch([AllReduce(torch.ones(2))], label="a")
+
+        with pytest.raises(CollectiveDeadlockError) as caught:
+            handle.wait()
+
+        assert (caught.value.rank, caught.value.missing_ranks) == (1, (0, 3))
+
+    def test_ranks_that_wait_for_each_other_in_two_groups_are_told_where(self):
+        world = LoopbackWorld(3, timeout_s=60)
+        left, right, endings = world.subgroup([0, 1]), world.subgroup([1, 0]), {}
+
+        def program(rank):
+            if rank == 2:
+                return
+            group = (left, right)[rank]
+            try:
+                group[rank].launch([AllReduce(torch.ones(1))], label=f"of rank {rank}").wait()
+            except CollectiveError as error:
+                endings[rank] = str(error)
+                raise
+
+        with pytest.raises(CollectiveDeadlockError) as caught:
+            world.run(program)
+
+        rank, number = caught.value.rank, caught.value.sequence  # of the one that began to wait last
+        mine, others = (f"of rank {each} [all_reduce sum of 1 x float32]" for each in (rank, 1 - rank))
+        assert endings[rank] == (
+            f"[rank {rank}] waits for collective {number} ({mine}), which rank(s) {1 - rank} have not launched; "
+            f"rank {1 - rank} waits for collective {1 - number} ({others}). "
+            "Launch it on every rank before waiting, or run the ranks in threads."
+        )
+        assert endings[1 - rank] == (
+            f"[rank {1 - rank}] gave up waiting for collective {1 - number}: another rank failed with CollectiveDeadlockError"
+        )
+
+    def test_a_rank_that_breaks_off_ends_the_waits_in_all_groups(self):
+        world, has_ended = LoopbackWorld(3, timeout_s=60), threading.Event()
+        group = world.subgroup([0, 1])
+
+        def program(rank):
+            if rank == 2:
+                error = WrapperBrokenError(step=0, rank=2, phase="backward", cause="it was told to")
+                world.communicator(2).break_off(error)
+            elif rank == 1:
+                assert has_ended.wait(30)
+            else:
+                with pytest.raises(WrapperBrokenError):
+                    group[0].launch([AllReduce(torch.ones(1))], label="a").wait()
+                has_ended.set()
+
+        world.run(program)
+
+    @pytest.mark.parametrize("is_first", [True, False])
+    def test_its_launches_are_recorded_as_those_of_the_newest_communicator_of_the_rank(self, is_first):
+        world, recorder = LoopbackWorld(2), ListRecorder()
+        early = world.subgroup([0, 1]) if is_first else None
+        world.communicator(0, ListRecorder())
+        communicator = world.communicator(0, recorder)
+        group = early or world.subgroup([0, 1])
+
+        communicator.progress.enter(7, "backward")
+        for member in group.values():
+            member.launch([AllReduce(torch.ones(1))], label="a")
+            member.control.launch([AllReduce(torch.ones(1))], label="b")
+
+        assert [record.label for record in recorder.collectives] == ["a", "b"]
+        assert (group[0].progress.step, group[0].progress.num_launched, group[1].progress.num_launched) == (7, 2, 2)
+
+    @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 2], [-1, 0]], ids=str)
+    def test_ranks_that_are_no_group_of_the_world_are_refused(self, ranks):
+        with pytest.raises(ValueError, match="a group in a world of 2 needs different ranks of it, got") as caught:
+            LoopbackWorld(2).subgroup(ranks)
+
+        assert str(caught.value).endswith(f"got {ranks}")
+
+
+NUM_RANKS = 4
+GROUPS = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3), (1, 3)]
+
+
+def ends(programs):
+    """Whether ranks that each do their collectives one after the other all come to an end."""
+    done = [0] * NUM_RANKS  # collectives that each rank has launched; it waits for the last of them
+
+    def num_launched(rank, group):
+        return programs[rank][: done[rank]].count(group)
+
+    def goes_on(rank):
+        group = programs[rank][done[rank] - 1] if done[rank] else None
+        return group is None or all(num_launched(other, group) >= num_launched(rank, group) for other in GROUPS[group])
+
+    while moved := [rank for rank in range(NUM_RANKS) if done[rank] < len(programs[rank]) and goes_on(rank)]:
+        for rank in moved:
+            done[rank] += 1
+    return all(done[rank] == len(programs[rank]) and goes_on(rank) for rank in range(NUM_RANKS))
+
+
+IN_ONE_ORDER = st.lists(st.integers(0, len(GROUPS) - 1), max_size=8).map(
+    lambda order: [[group for group in order if rank in GROUPS[group]] for rank in range(NUM_RANKS)]
+)
+
+
+@st.composite
+def shuffled(draw):
+    programs = [draw(st.permutations(program)) for program in draw(IN_ONE_ORDER)]
+    dropped = draw(st.none() | st.integers(0, NUM_RANKS - 1))
+    return [program[:-1] if rank == dropped else program for rank, program in enumerate(programs)]
+
+
+@given(programs=IN_ONE_ORDER | shuffled())
+def test_ranks_with_collectives_in_several_groups_come_to_an_end_or_are_told_that_they_cannot(programs):
+    world = LoopbackWorld(NUM_RANKS, timeout_s=600)  # longer than a test may take: nothing here may be found by waiting
+    groups = [world.subgroup(ranks) for ranks in GROUPS]
+
+    def program(rank):
+        results = []
+        for group in programs[rank]:
+            tensor = torch.tensor([2.0**rank])
+            groups[group][rank].launch([AllReduce(tensor)], label=f"group {group}").wait()
+            results.append(tensor.item())
+        return results
+
+    if ends(programs):
+        sums = [sum(2.0**rank for rank in ranks) for ranks in GROUPS]
+        assert world.run(program) == [[sums[group] for group in own] for own in programs]
+    else:
+        with pytest.raises(CollectiveDeadlockError):
+            world.run(program)
 
 
 @pytest.mark.parametrize("size", [0, -1])

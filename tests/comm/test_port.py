@@ -3,18 +3,8 @@
 import pytest
 import torch
 
-from megabucket.comm import (
-    AllGather,
-    AllReduce,
-    Batch,
-    Broadcast,
-    Communicator,
-    DoneHandle,
-    LocalCommunicator,
-    Progress,
-    ReduceOp,
-    ReduceScatter,
-)
+from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Communicator, LocalCommunicator, ReduceOp, ReduceScatter
+from megabucket.comm.communicator import DoneHandle, Progress
 from megabucket.errors import CollectiveError, InvariantError
 from megabucket.testing import ListRecorder, LoopbackWorld
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord

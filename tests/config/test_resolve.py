@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.config import DistributedDataParallelConfig, resolve
-from megabucket.config.resolve import bucket_end_multiple, is_padded, resolve_bucket_size, resolve_grad_dtype
+from megabucket.config import DistributedDataParallelConfig
+from megabucket.config.resolve import bucket_end_multiple, is_padded, resolve, resolve_bucket_size, resolve_grad_dtype
 from megabucket.errors import ConfigError, LayoutError
 
 Config = DistributedDataParallelConfig

@@ -75,6 +75,14 @@ TEXTS = {
         "activation checkpointing of a layer that is used several times (pass use_reentrant=False). The step was "
         "dropped on all ranks; its gradients are forgotten, and the next step may run."
     ),
+    "DelayedGradientError": (
+        "step 3: on rank 1 the delayed gradient of 'w' has come 1 times in 2 backwards. Gradients of parameters with "
+        "skip_backward_post_hook=True are computed apart from backward: call ddp.grad_ready(param) for each once per "
+        "backward, before finish_grad_sync() or the optimizer's step. In backward, let autograd have None for it, or a "
+        "dummy with param.grad_added_to_main_grad = True, which is dropped. A layer that leaves its gradients to autograd "
+        "needs the attribute removed before wrapping. The step was dropped on all ranks; its gradients are forgotten, and "
+        "the next step may run."
+    ),
     "ConcurrentBackwardError": (
         "[rank 1] thread 'second' runs a backward while one of thread 'first' is still running. Both add into the"
         " same gradient buffer, so the sums would depend on timing. Run one backward at a time, for instance "
@@ -97,8 +105,8 @@ TEXTS = {
         "step 3: the gradient of 'a' on rank 1 (bucket 0 of 2, counted from 0) has nan in 1 of 2 (and 1 more "
         "parameters). Reduced, it would reach every rank. No optimizer step was taken on any rank. Look at the "
         "loss and the data of that rank; set nonfinite_gradients='skip_step' to leave such steps out, or 'allow' "
-        "where a loss scaler looks at the gradients itself. The step was dropped on all ranks; its gradients are "
-        "forgotten, and the next step may run."
+        "where torch.amp.GradScaler, or another loss scaler, looks for infinite gradients itself. The step was "
+        "dropped on all ranks; its gradients are forgotten, and the next step may run."
     ),
     "ModelChangedError": "text",
     "StorageMovedError": (
@@ -158,19 +166,6 @@ TEXTS = {
         "use_distributed_optimizer=False."
     ),
     "CollectiveError": "text",
-    "MismatchedCollectiveError": (
-        "collective 4 differs between ranks: rank 0 launched that, rank 1 launched this. On a real process group "
-        "this hangs or mixes unrelated data. All ranks must launch the same collectives in the same order."
-    ),
-    "CollectiveDeadlockError": (
-        "[rank 1] waits for collective 4 (this), which rank(s) 0, 2 have not launched. Launch it on every rank "
-        "before waiting, or run the ranks in threads."
-    ),
-    "InFlightWriteError": (
-        "[rank 1] the input of collective 4 (this) changed while it was in flight, first at element 7. On a real "
-        "process group the reduced value would depend on timing. Nothing may write a buffer between launch and "
-        "completion."
-    ),
     "CheckpointError": "text",
     "CheckpointNotSavedError": (
         "step 120: the checkpoint was not saved: rank 3: [Errno 28] No space left on device: run/file (rank 5 failed, "
@@ -189,7 +184,6 @@ TEXTS = {
         "of 2, and shards must not pass for the state of the model. Call state_dict() of the DistributedOptimizer, on every "
         "rank: it speaks of whole parameters, in torch's format."
     ),
-    "CorpusError": "text",
     "InvariantError": "text",
 }
 

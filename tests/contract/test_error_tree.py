@@ -33,6 +33,7 @@ EXAMPLES = [
     errors.ReplicasDivergedError(step=3, what="optimizer updates", by_rank=[1, 0]),
     errors.PhaseError("text"),
     errors.LateGradientError(step=3, rank=1, params=["w"], bucket=1, num_buckets=2, phase="in flight"),
+    errors.DelayedGradientError(step=3, rank=1, params=["w"], finding="has come 1 times in 2 backwards"),
     errors.ConcurrentBackwardError(rank=1, thread="second", other_thread="first"),
     errors.UnreducedGradientsError(rank=1),
     errors.UnusedParameterError(step=3, ranks=[1], params=["a"], bucket=0, num_buckets=2, num_ranks=3),
@@ -49,9 +50,6 @@ EXAMPLES = [
     errors.GroupDestroyedError(rank=1, operation="backward"),
     errors.PlainOptimizerError(optimizer="AdamW", params=["a"], rank=1),
     errors.CollectiveError("text"),
-    errors.MismatchedCollectiveError(sequence=4, rank=1, call="this", other_rank=0, other_call="that"),
-    errors.CollectiveDeadlockError(sequence=4, rank=1, call="this", missing_ranks=[0, 2]),
-    errors.InFlightWriteError(sequence=4, rank=1, call="this", index=7),
     errors.CheckpointError("text"),
     errors.CheckpointNotSavedError(
         step=120, ranks=[3, 5], path="run/file", reason="[Errno 28] No space left on device", last_good_step=100
@@ -60,7 +58,6 @@ EXAMPLES = [
     errors.CheckpointMissingError(root="run", wanted="step 120", steps=[80, 100]),
     errors.CheckpointMismatchError(path="run/step-00000120", problems=["a is missing", "b is unknown"]),
     errors.CheckpointUnavailableError(optimizer="AdamW", method="state_dict()", rank=0, num_shards=2),
-    errors.CorpusError("text"),
     errors.InvariantError("text"),
 ]
 

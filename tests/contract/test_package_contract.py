@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "testing": BASE | {"config", "trace", "layout", "comm"},
     "measure": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "checkpoint", "testing"},
     "doctor": BASE | {"config", "layout", "comm", "ddp", "optim"},
+    "integrations": BASE | {"config", "ddp", "optim", "checkpoint"},
     "cli": BASE
     | {
         "config",
@@ -52,7 +53,6 @@ WITHOUT_TORCH = [
     "checkpoint.file_system",
     "checkpoint.catalog",
     "checkpoint.format",
-    "checkpoint.plan",
     "config",
     "errors",
     "layout",

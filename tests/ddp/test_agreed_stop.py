@@ -11,11 +11,11 @@ from megabucket.errors import PeerFailedError
 SIZES = [1, 2, 3]
 
 
-def steps_until_stop(ranks, *, asked_before, ask_every_steps=10, limit=30):
+def steps_until_stop(ranks, *, asked_before, limit=30):
     """How many steps each rank makes; ``asked_before[rank]`` is the step before which a rank is asked."""
 
     def program(rank, ddp):
-        stop = AgreedStop(ddp, ask_every_steps=ask_every_steps)
+        stop = AgreedStop(ddp)
         for step in range(limit):
             if asked_before.get(rank) == step:
                 stop.request()
@@ -43,16 +43,16 @@ def test_it_costs_no_collective():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_without_a_fence_the_ranks_ask_each_other_every_so_many_steps(size):
+def test_without_a_fence_the_ranks_ask_each_other(size):
     ranks = Ranks(size, Weights(), fence=False)
 
-    assert steps_until_stop(ranks, asked_before={0: 5}, ask_every_steps=4) == [8] * size
-    assert ranks.schedule(1).count("stop") == 2  # after steps 4 and 8
+    assert steps_until_stop(ranks, asked_before={0: 5}) == [6] * size
+    assert ranks.schedule(1).count("stop") == 6
 
 
 def test_a_rank_alone_needs_neither_a_fence_nor_others():
     ddp = DistributedDataParallel(Weights(), DistributedDataParallelConfig(fence=False))
-    stop = AgreedStop(ddp, ask_every_steps=100)
+    stop = AgreedStop(ddp)
     found = []
     for step in range(3):
         if step == 1:
@@ -98,10 +98,3 @@ def test_a_step_that_nobody_takes_carries_it_too():
         return stop.poll()
 
     assert ranks.run(program) == [True] * 2
-
-
-def test_asking_every_zeroth_step_is_refused():
-    ddp = DistributedDataParallel(Weights(), DistributedDataParallelConfig())
-
-    with pytest.raises(ValueError, match="ask_every_steps is 0"):
-        AgreedStop(ddp, ask_every_steps=0)

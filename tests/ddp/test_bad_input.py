@@ -144,8 +144,8 @@ class TestUnsupportedParameters:
         expert.allreduce = False
 
         assert unsupported(w=expert) == HEAD + (
-            "it is an expert parameter (allreduce=False), which is reduced over another group than the others. Expert groups "
-            "can be planned with build_layout(), but not be trained in this version."
+            "it is an expert parameter (allreduce=False), which is reduced over another group than the others. Pass groups="
+            "{'dense': ..., 'expert': ...} with the ranks that hold the same experts."
         )
 
     def test_an_integer_parameter_cannot_require_grad_and_is_left_alone(self):

@@ -502,7 +502,7 @@ class TestMakingTheOptimizer:
         [
             (lambda ddp: (torch.optim.SGD([ddp.module.a], lr=1.0), {}), "OptimizerParametersError: trainable parameters"),
             (lambda ddp: (torch.optim.SGD(ddp.parameters(), lr=1.0), {"clip_grad": -1.0}), "ConfigError: clip_grad must be"),
-            (lambda ddp: (torch.optim.LBFGS(ddp.parameters(), lr=1.0), {}), "ConfigError: LBFGS uses the shape of whole"),
+            (lambda ddp: (torch.optim.LBFGS(ddp.parameters(), lr=1.0), {}), "ConfigError: LBFGS cannot step on flat shards"),
         ],
         ids=["parameters", "clip_grad", "class"],
     )

@@ -4,7 +4,9 @@ Every case runs a healthy step, the fault on rank 1, and a healthy step again, i
 loopback world that finds mismatched collectives, deadlocks and writes in flight with certainty.
 """
 
+import _thread
 import math
+import threading
 from fractions import Fraction
 
 import pytest
@@ -149,7 +151,8 @@ EXPECTED = {
             "step 1: the gradient of 'b' on rank 1 (bucket 1 of 3, counted from 0) has nan in 100 of 100 "
             "elements, first at [0]. Reduced, it would reach every rank. No optimizer step was taken on any "
             "rank. Look at the loss and the data of that rank; set nonfinite_gradients='skip_step' to leave "
-            f"such steps out, or 'allow' where a loss scaler looks at the gradients itself. {DROPPED}"
+            "such steps out, or 'allow' where torch.amp.GradScaler, or another loss scaler, looks for infinite gradients "
+            f"itself. {DROPPED}"
         ),
     ),
     "one microbatch more": (
@@ -701,6 +704,55 @@ def test_a_failed_backward_whose_destructor_is_interrupted_is_told_by_the_next_c
         return str(error)
 
     assert ranks.run(run) == [f"step 0: rank 1 failed in backward: {UNKNOWN}. {DROPPED}"] * 2
+
+
+class DropsLate:
+    """Autograd, one thread of which still holds what a backward that is over has queued."""
+
+    def __init__(self):
+        self._engine, self._held = torch.autograd.Variable._execution_engine, []
+        self.run_backward = self._engine.run_backward
+
+    def queue_callback(self, callback):
+        self._held.append(callback)
+        self._engine.queue_callback(callback)
+
+    def drop(self):
+        """Let a thread that Python has not started, as those of autograd are, drop what it holds."""
+        is_done = threading.Event()
+
+        def in_the_thread():
+            self._held.clear()
+            is_done.set()
+
+        _thread.start_new_thread(in_the_thread, ())
+        is_done.wait()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("has_begun_again", [False, True])
+def test_a_failed_backward_that_a_thread_of_autograd_drops_sends_nothing_there(monkeypatch, sharded, has_begun_again):
+    """On a device it may be dropped while the caller handles its exception, or is in the next forward already."""
+    autograd = DropsLate()
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", autograd)
+    ranks = Ranks(2, Model(), bucket_size=1, use_distributed_optimizer=sharded)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        failed = attempt(rank, ddp, optimizer, "exception in backward" if rank == FAULTY else None)
+        loss = ddp(rank + 1.0) if has_begun_again or rank != FAULTY else None
+        if rank == FAULTY:
+            launched = ddp.communicator.progress.num_launched
+            autograd.drop()
+            assert ddp.communicator.progress.num_launched == launched
+        (loss if loss is not None else ddp(rank + 1.0)).backward()
+        optimizer.step()
+        ddp.finish_param_sync()
+        return type(failed), str(ddp.last_error), ddp.module.a[0].item()
+
+    error = f"step 0: rank 1 failed in backward: {UNKNOWN}. {DROPPED}"
+    weight = -(1.0 + 2.0) / 2  # of both ranks' inputs, and a learning rate of 1
+    assert ranks.run(run) == [(PeerFailedError, error, weight), (ValueError, error, weight)]
 
 
 def test_an_optimizer_does_not_step_while_buckets_are_on_their_way():

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import threading
 import weakref
@@ -672,3 +673,38 @@ class TestArguments:
         ddp = DistributedDataParallel(Weights("a"))
 
         assert ddp.ddp_config == DistributedDataParallelConfig()
+
+
+class WithConfig(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.config = {"width": 3}
+
+    def forward(self, inputs, scale: float = 1.0):
+        return self.linear(inputs) * scale
+
+    def generate(self, num_rows):
+        return self(torch.ones(num_rows, 3))
+
+
+def test_the_wrapper_has_the_signature_of_the_modules_forward():
+    module = WithConfig()
+    expected = inspect.signature(module.forward)
+
+    ddp = DistributedDataParallel(module)
+
+    assert inspect.signature(ddp.forward) == expected
+    assert torch.equal(ddp(torch.ones(1, 3), scale=2.0), 2 * module(torch.ones(1, 3)))
+
+
+def test_what_the_wrapper_lacks_comes_from_the_module():
+    module = WithConfig()
+    ddp = DistributedDataParallel(module)
+
+    assert ddp.config is module.config
+    assert ddp.linear is module.linear
+    assert ddp.generate(5).shape == (5, 2)
+    assert ddp.module is module
+    with pytest.raises(AttributeError, match="'WithConfig' object has no attribute 'nonsense'"):
+        ddp.nonsense  # noqa: B018

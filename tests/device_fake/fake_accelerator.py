@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from megabucket.buffer import WithheldGrad
 from megabucket.comm import Accelerator
-from megabucket.trace import DeviceClock
+from megabucket.trace.clock import DeviceClock
 
-MAIN, COMM = 0, 99
-"""The stream a program begins on, and that of the collectives."""
+MAIN, SIDE, HOST, COMM = 0, 97, 98, 99
+"""The stream a program begins on, one of the package's own, what the host reads from its own memory, and the collectives'."""
 
 
 class RaceError(AssertionError):
@@ -50,6 +50,7 @@ class FakeStream:
 class FakeEvent:
     def __init__(self, device, number):
         self._device, self._number, self._moment_s = device, number, 0.0
+        self._is_done = False
 
     def record(self, stream=None):
         self._moment_s = time.perf_counter()
@@ -60,9 +61,15 @@ class FakeEvent:
         self._device.handler._handle_event_wait(self._number, self._device.id_of(stream))
 
     def query(self):
+        """Whether the device has come here. To ask until it has is one wait of the host."""
+        if self._device.is_stuck:
+            return False
+        if not self._is_done:
+            self.synchronize()
         return True
 
     def synchronize(self):
+        self._is_done = True
         self._device.num_host_waits += 1
         self._device.handler._handle_event_synchronization(self._number)
 
@@ -82,8 +89,8 @@ class Piece:
 class Memory:
     """A storage: when it was allocated, by which stream, and the pieces of it that the sanitizer knows."""
 
-    def __init__(self, storage, stream):
-        self.reference, self.stream = StorageWeakRef(storage), stream
+    def __init__(self, storage, stream, is_of_host):
+        self.reference, self.stream, self.is_of_host = StorageWeakRef(storage), stream, is_of_host
         self.pieces = []
         self.is_recorded = False  # other streams have asked the allocator to wait for them
 
@@ -93,7 +100,10 @@ class FakeDevice:
 
     def __init__(self):
         self.handler = EventHandler()
+        self.handler._handle_stream_creation(HOST)
         self.num_host_waits = 0
+        self.is_stuck = False
+        """Whether the device comes to nothing any more: a collective waits for a rank that is lost."""
         self.races = []
         """Texts about accesses that nothing orders; also of those in a destructor, which cannot raise."""
         self.operations = []
@@ -114,6 +124,9 @@ class FakeDevice:
     def current(self):
         return self.stream(self.current_id())
 
+    def side_stream(self):
+        return self.stream(SIDE)
+
     def record(self):
         return self.event().record()
 
@@ -121,7 +134,9 @@ class FakeDevice:
         return DeviceClock(self.event)
 
     def pinned(self, shape, dtype):
-        return torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype)
+        self._memory_of(tensor).is_of_host = True  # allocated for the current stream, as the mode has seen
+        return tensor
 
     def synchronize(self):
         self.num_host_waits += 1
@@ -182,11 +197,18 @@ class FakeDevice:
         self._launch(operation, stream, read, written)
 
     def host_reads(self, tensor, operation):
-        """Note that the host waits for the current stream and reads a tensor."""
-        if not self._is_blind:
+        """Note that the host waits for the current stream and reads a tensor. For its own memory it does not wait."""
+        if self.is_of_host(tensor):
+            self.access(operation, reads=[tensor], stream=HOST)
+            self.handler._handle_stream_synchronization(HOST)  # what the host launches from now on comes after it
+        elif not self._is_blind:
             self.access(operation, reads=[tensor])
             self.num_host_waits += 1
             self.handler._handle_stream_synchronization(self.current_id())
+
+    def is_of_host(self, tensor):
+        memory = self._memory.get(tensor.untyped_storage().data_ptr())
+        return memory is not None and memory.is_of_host
 
     def _free_dead_memory(self):
         """Hand memory that nobody holds back to the stream that allocated it, whose next operation may write there."""
@@ -196,11 +218,11 @@ class FakeDevice:
                 if not memory.is_recorded:
                     self._freed.setdefault(memory.stream, set()).update(piece.key for piece in memory.pieces)
 
-    def allocated(self, tensor):
-        """Note that a tensor has memory that was allocated just now."""
+    def allocated(self, tensor, *, is_of_host=False):
+        """Note that a tensor has memory that was allocated just now: by the current stream, or on the host."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() and storage.data_ptr() not in self._memory:
-            self._memory[storage.data_ptr()] = Memory(storage, self.current_id())
+            self._memory[storage.data_ptr()] = Memory(storage, HOST if is_of_host else self.current_id(), is_of_host)
 
     def _launch(self, operation, stream, read, written):
         self.operations.append(operation)
@@ -221,7 +243,7 @@ class FakeDevice:
 
     def _keys_of(self, tensor):
         """Return the keys of the pieces a tensor covers; pieces are cut at its ends."""
-        if type(tensor) is WithheldGrad or not tensor.numel() or not tensor.untyped_storage().data_ptr():
+        if isinstance(tensor, WithheldGrad) or not tensor.numel() or not tensor.untyped_storage().data_ptr():
             return []
         memory = self._memory_of(tensor)
         start = tensor.storage_offset() * tensor.element_size()
@@ -271,7 +293,7 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if WithheldGrad in types:
+        if any(issubclass(kind, WithheldGrad) for kind in types):
             return NotImplemented  # it does something else in its place, which is seen
         device, name = self._device, func.overloadpacket.__name__
         reads, writes = [], []
@@ -283,6 +305,7 @@ class Observer(TorchDispatchMode):
         if name == "_local_scalar_dense":
             device.host_reads(args[0], name)
             return func(*args, **kwargs)
+        is_of_host = bool(reads) and all(map(device.is_of_host, (*reads, *writes)))
         outputs = func(*args, **kwargs)
         for result, value in zip(
             func._schema.returns, (outputs,) if len(func._schema.returns) == 1 else outputs or (), strict=False
@@ -291,12 +314,12 @@ class Observer(TorchDispatchMode):
                 made = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
                 device._free_dead_memory()
                 for tensor in made:
-                    device.allocated(tensor)
+                    device.allocated(tensor, is_of_host=is_of_host)
                 writes += made
         if name.endswith("_like") or name.startswith(("new_", "empty")):
             reads = []  # only the form of what is given counts
         if reads or writes:
-            device.access(name, reads=reads, writes=writes)
+            device.access(name, reads=reads, writes=writes, stream=HOST if is_of_host else None)
         return outputs
 
 

@@ -9,14 +9,19 @@ import torch
 import torch.distributed as dist
 from fake_accelerator import COMM
 
+from megabucket.comm.communicator import Progress
+from megabucket.comm.liveness import Heartbeat
+from megabucket.comm.torch import store_of
+
 NAME = "fakenccl"
 
 
 class FakeWork:
-    def __init__(self, device):
-        self._event = device.event().record(device.stream(COMM))
+    def __init__(self, device, stream):
+        self._event = device.event().record(stream)
 
     def wait(self, timeout=None):
+        assert timeout is None, "a wait with a time limit blocks the host, and ends the group when the time is over"
         self._event.wait()
         return True
 
@@ -33,6 +38,9 @@ class FakeNccl(dist.ProcessGroup):
     """One rank of a group. ``device`` is that of the test which runs."""
 
     device = None
+    num_aborts = 0
+    stream_number = COMM
+    _device_types = (torch.device("cpu"),)
 
     def __init__(self, rank, size):
         super().__init__(rank, size)
@@ -55,14 +63,17 @@ class FakeNccl(dist.ProcessGroup):
     def shutdown(self):
         pass
 
+    def abort(self):
+        FakeNccl.num_aborts += 1
+
     def _launch(self, operation, reads, writes, run):
         device = FakeNccl.device
-        comm = device.stream(COMM)
+        comm = device.stream(self.stream_number)
         comm.wait_stream(device.current())
-        device.access(operation, reads=reads, writes=writes, stream=COMM)
+        device.access(operation, reads=reads, writes=writes, stream=self.stream_number)
         with device.blind(), torch.no_grad():
             run()
-        return FakeWork(device)
+        return FakeWork(device, comm)
 
     def _sum(self, tensor, op):
         if op.reduceOp == dist.ReduceOp.SUM:
@@ -130,3 +141,27 @@ def fake_nccl(size):
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def other_ranks():
+    """Signs of life of the other ranks of the default group: the one wrapper that is made inside waits for them."""
+    group = dist.group.WORLD
+    others = [
+        Heartbeat(
+            store_of(group),
+            rank=rank,
+            members=range(group.size()),
+            progress=Progress(),
+            every_s=0.1,
+            is_wanted=lambda: True,
+        )
+        for rank in range(1, group.size())
+    ]
+    for heartbeat in others:
+        heartbeat.num_launched = 1 << 40
+    try:
+        yield others
+    finally:
+        for heartbeat in others:
+            heartbeat.stop()

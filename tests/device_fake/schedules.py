@@ -5,17 +5,20 @@ Torch runs each backward node on the stream of its forward, lets it wait for wha
 stream wait for those that leaves ran on: ``Branch`` and ``Loss`` do that here, because on a CPU autograd does not.
 """
 
-from contextlib import nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
 from fake_accelerator import MAIN
+from fake_nccl import FakeNccl, other_ranks
 from hypothesis import strategies as st
 
 import megabucket as mb
+from megabucket.comm import ProcessGroupCommunicator
 from megabucket.errors import PeerFailedError, PhaseError
 
 STREAMS = (MAIN, 1, 2)
+COMM_OF_REPLICAS = 96
 
 
 class Join(torch.autograd.Function):
@@ -171,6 +174,8 @@ class Schedule:
     clip_grad: float = 0.0
     is_plain: bool = False
     """Whether a plain torch optimizer steps, which it may after an all-reduce."""
+    has_replicas: bool = False
+    """Whether other ranks hold the same shards."""
     flushes: str = ""
     """What the program calls between backward and the optimizer."""
     zeroes: str = "ddp"
@@ -228,9 +233,14 @@ class Model(torch.nn.Module):
 
 def run(device, schedule):
     """Train by a schedule; return how often the host has waited in each step."""
+    with groups_of(schedule) as groups:
+        return train(device, schedule, groups)
+
+
+def train(device, schedule, groups):
     device.grad_events, device.dummy_streams, device.must_break = {}, {}, False
     model = Model(device, schedule.layers)
-    ddp = mb.DistributedDataParallel(model, mb.DistributedDataParallelConfig(**schedule.config))
+    ddp = mb.DistributedDataParallel(model, mb.DistributedDataParallelConfig(**schedule.config), groups=groups)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     if not schedule.is_plain:
         optimizer = mb.DistributedOptimizer(optimizer, ddp, clip_grad=schedule.clip_grad)
@@ -258,6 +268,18 @@ def run(device, schedule):
         param.detach().sum()  # whoever reads the weights after training
     ddp.detach()
     return waits
+
+
+@contextmanager
+def groups_of(schedule):
+    """Two groups for a program with replicas; the other ranks, which give signs of life for one wrapper, do so for both."""
+    if not schedule.has_replicas:
+        yield None
+        return
+    with closing(ProcessGroupCommunicator(None)) as inside, other_ranks(), closing(ProcessGroupCommunicator(None)) as over:
+        over._group = FakeNccl(0, over.size)  # each communicator of NCCL has a stream
+        over._group.stream_number = COMM_OF_REPLICAS
+        yield {"dense": mb.ReductionGroup(inside, replicate=over)}
 
 
 def give_up(ddp):
@@ -291,7 +313,8 @@ def forward_backward(device, model, ddp, microbatch):
     return is_whole
 
 
-# What few drawn programs do: a bucket that two streams read, and a failed backward that has stored gradients on two streams.
+# What few drawn programs do: a bucket that two streams read, and a failed backward that has stored gradients on two streams;
+# and replicas, which only some have.
 
 SHARED_BUCKET = Schedule(
     (Layer(8, 0), Layer(8, 0)),
@@ -303,6 +326,12 @@ FAILED_BACKWARD = Schedule(
     ((Microbatch((MAIN, 1, 2)),),) * 3,
     {"bucket_size": 100_000},
     broken=1,
+)
+REPLICAS = Schedule(
+    (Layer(8, 0), Layer(40_000, 1), Layer(64, 2)),
+    ((Microbatch((MAIN, 1, 2)),),) * 3,
+    {"bucket_size": 1, "use_distributed_optimizer": True},
+    has_replicas=True,
 )
 
 
@@ -343,9 +372,9 @@ def schedules(draw, *, max_layers=5, max_steps=3):
         config,
         clip_grad=draw(st.sampled_from([0.0, 1.0])),
         is_plain=not is_sharded and draw(st.booleans()),
+        has_replicas=is_sharded and draw(st.booleans()),
         flushes=draw(st.sampled_from(["", "start_grad_sync", "finish_grad_sync"])),
-        # After zero_grad() of a plain optimizer the first use is a plain layer, and the second one may not be.
-        zeroes=draw(st.sampled_from(["ddp", "ddp" if any(layer.is_used_twice for layer in layers) else "optimizer"])),
+        zeroes=draw(st.sampled_from(["ddp", "optimizer"])),
         looks=draw(st.booleans()),
         broken=draw(st.sampled_from([-1, -1, -1, 1])),
         aborted=draw(st.sampled_from([-1, -1, -1, 0])),

@@ -6,7 +6,8 @@ from fake_accelerator import FakeEvent, FakeStream
 from fake_nccl import FakeNccl, FakeWork
 
 from megabucket.buffer import ParamPhase, _ParamAndGradBucketGroup
-from megabucket.comm import Arrival, GradStreams
+from megabucket.comm import Arrival, GradStreams, ReplicaReducer
+from megabucket.comm.device import HostCopy
 from megabucket.comm.exchange import Gate
 from megabucket.comm.torch import WorkHandle
 
@@ -112,6 +113,16 @@ def launched_at_once(patch):
     patch.setattr(FakeNccl, "_launch", launch)
 
 
+def waits_inside_for_nothing(patch):
+    original = ReplicaReducer.behind
+
+    def behind(self, inside, calls, *, label):
+        inside.wait = nothing
+        return original(self, inside, calls, label=label)
+
+    patch.setattr(ReplicaReducer, "behind", behind)
+
+
 MUTANTS = {
     "no join before a launch": without(GradStreams, "join"),
     "nothing waits after a backward": nobody_follows,
@@ -123,9 +134,12 @@ MUTANTS = {
     "arrival is recorded before the wait": arrival_before_the_wait,
     "a dropped step joins nobody": dropped_step_joins_nobody,
     "nobody waits for a reduction": unless_labelled("bucket"),
+    "nobody waits for a reduction over replicas": unless_labelled("over replicas"),
+    "a reduction over replicas waits for nothing": waits_inside_for_nothing,
     "nobody waits for parameters": unless_labelled("param gather"),
     "nobody waits for the norm": unless_labelled("grad norm"),
     "nobody waits for the fence": message_read_at_once,
+    "the host does not wait for a copy": without(HostCopy, "wait"),
     "no collective waits for its launch": launched_at_once,
     "no wait for a work": without(FakeWork, "wait"),
     "no wait for a stream": without(FakeStream, "wait_stream"),

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 from fake_accelerator import RaceError, fake_device
-from fake_nccl import FakeNccl, fake_nccl
+from fake_nccl import FakeNccl, fake_nccl, other_ranks
 from hypothesis import Phase, example, given, settings
-from schedules import FAILED_BACKWARD, SHARED_BUCKET, run, schedules
+from schedules import FAILED_BACKWARD, REPLICAS, SHARED_BUCKET, run, schedules
 from stream_mutants import MUTANTS
 
 
@@ -19,7 +19,7 @@ def _two_ranks():
 
 
 def trained(schedule):
-    with pytest.MonkeyPatch.context() as patch, fake_device(patch) as device:
+    with other_ranks(), pytest.MonkeyPatch.context() as patch, fake_device(patch) as device:
         FakeNccl.device = device
         try:
             return run(device, schedule)
@@ -35,6 +35,7 @@ IS_NIGHTLY = settings.default.max_examples >= 2_000
 @settings(max_examples=settings.default.max_examples if IS_NIGHTLY else 30)
 @example(schedule=SHARED_BUCKET)
 @example(schedule=FAILED_BACKWARD)
+@example(schedule=REPLICAS)
 @given(schedule=schedules())
 def test_no_program_has_a_race(schedule):
     trained(schedule)
@@ -53,6 +54,7 @@ def test_an_order_that_is_left_out_is_a_race_of_some_program(mutant, monkeypatch
     def search_everywhere():
         trained(SHARED_BUCKET)
         trained(FAILED_BACKWARD)
+        trained(REPLICAS)
         search()
 
     with pytest.raises(RaceError):

@@ -1,7 +1,9 @@
-"""What pages show as the output of `megabucket simulate` is what it prints, line by line."""
+"""What pages show as the output of `megabucket simulate` and of an example is what it prints, line by line."""
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,14 @@ def test_a_page_shows_what_the_command_prints(command, output, monkeypatch):
 
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == output.splitlines()
+
+
+def test_a_page_shows_what_the_ladder_counts():
+    page = (ROOT / "docs/exercises/lessons.md").read_text(encoding="utf-8")
+    command, output = re.search(
+        r"^```console\n\$ python (examples/ladder_counts.*)\n((?:.*\n)*?)```$", page, re.MULTILINE
+    ).groups()
+
+    done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.stdout.splitlines() == output.splitlines(), done.stderr

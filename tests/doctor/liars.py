@@ -158,6 +158,6 @@ def examine(size: int, wrap: Callable[[Communicator], Communicator], config=None
     return reports[0]
 
 
-def line(report: Report, probe: str):
+def line(report: Report, question: str):
     """Return the line of one question."""
-    return next(line for line in report.lines if line.probe == probe)
+    return next(line for line in report.lines if line.question == question)

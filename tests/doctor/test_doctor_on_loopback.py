@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from liars import (
     Garbler,
@@ -23,112 +25,85 @@ from megabucket.doctor import Verdict, run_doctor
 from megabucket.errors import CollectiveError, ConfigError
 from megabucket.testing import LoopbackWorld
 
+AVERAGING = DistributedDataParallelConfig(average_in_collective=True)
+SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True)
+GRADIENTS = "gradients as configured"
+BITS = "all ranks hold the same bits"
+
 
 def honest(communicator):
     return communicator
 
 
-def paths_with_findings(report):
-    return [line for line in report.findings if line.section == "gradients"]
+@cache
+def examine_an_honest_world(size):
+    """Return the report of a world that is well, which several tests read."""
+    return examine(size, honest)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_an_honest_world_is_healthy(size):
-    report = examine(size, honest)
+    report = examine_an_honest_world(size)
 
     assert report.findings == ()
     assert report.is_healthy
     assert report.num_ranks == size
-    gradients = [line for line in report.lines if line.section == "gradients"]
-    assert len(gradients) == 1 + 2 * 2 * 2 * 4  # as configured, then mode x overlap x grouping x reduction
-    assert {line.answer for line in gradients} == {"exact"}
-    assert [line.answer for line in report.lines if line.probe == "all-reduce of a large bucket"] == ["exact; sent"]
-
-
-def test_what_needs_a_process_group_is_not_tried_without_one():
-    report = examine(2, honest)
-
-    group_lines = [line for line in report.lines if line.section == "process group"]
-    assert {line.verdict for line in group_lines} == {Verdict.NOT_TRIED}
-    assert {line.meaning for line in group_lines} == {"there is no process group"}
-
-
-def test_two_ranks_cannot_tell_how_averages_and_bfloat16_sums_round():
-    report = examine(2, honest)
-
-    assert line(report, "all-reduce AVG, float32").answer == "sum / n (2 ranks cannot tell: 1/2 is exact)"
-    assert line(report, "bfloat16 sums").answer == "2 ranks cannot tell: one addition rounds the same in both"
-
-
-def test_three_ranks_tell_that_the_loopback_world_adds_in_the_tensors_own_dtype():
-    report = examine(3, honest)
-
-    assert line(report, "all-reduce AVG, bfloat16").answer == "sum / n"
-    assert line(report, "bfloat16 sums").verdict is Verdict.NOTE
-    # 256 + 1 is 256 in bfloat16, whose next value is 258
-    assert line(report, "bfloat16 sums").answer == "added in bfloat16: 256 + 2 ones gave 256 instead of 258"
+    assert len(report.lines) == 10
+    assert line(report, GRADIENTS).answer == "exact"
+    assert line(report, "all-reduce SUM").answer == "exact; sent"
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_whose_contribution_is_dropped_is_named_everywhere(size):
-    report = examine(size, lambda communicator: Liar(communicator, dropping(1)))
+@pytest.mark.parametrize("config", [None, SHARDED], ids=["all-reduce", "reduce-scatter"])
+def test_a_rank_whose_contribution_is_dropped_is_named_everywhere(size, config):
+    report = examine(size, lambda communicator: Liar(communicator, dropping(1)), config)
 
-    assert line(report, "all-reduce SUM, float32").answer == "rank 1 is missing"
-    assert line(report, "reduce-scatter in place, bfloat16").answer == "rank 1 is missing"
-    paths = paths_with_findings(report)
-    assert len(paths) == 33
-    for path in paths:
-        assert path.answer.startswith("step 1: rank 1 is missing (in '"), path
-        assert path.ranks == (1,)
+    assert line(report, "all-reduce SUM").answer == "float32: rank 1 is missing"
+    assert line(report, "reduce-scatter in place").answer == "float32: rank 1 is missing"
+    gradients = line(report, GRADIENTS)
+    assert gradients.answer.startswith("step 1: rank 1 is missing (in '")
+    assert gradients.ranks == (1,)
     assert not report.is_healthy
 
 
 def test_a_rank_that_is_counted_twice_is_named_everywhere():
     report = examine(3, lambda communicator: Liar(communicator, counting(2, times=2)))
 
-    assert line(report, "all-reduce SUM, float64").answer == "rank 2 is counted twice"
-    paths = paths_with_findings(report)
-    assert len(paths) == 33
-    for path in paths:
-        assert path.answer.startswith("step 1: rank 2 is counted twice (in '"), path
-        assert path.ranks == (2,)
+    assert line(report, "all-reduce SUM").answer == "float32: rank 2 is counted twice"
+    assert line(report, GRADIENTS).answer.startswith("step 1: rank 2 is counted twice (in '")
+    assert line(report, GRADIENTS).ranks == (2,)
 
 
-def test_a_lie_that_only_the_wrapper_s_own_collectives_are_told_is_found_on_its_paths():
+def test_a_lie_that_only_the_wrapper_s_own_collectives_are_told_is_found_in_gradients():
     report = examine(2, lambda communicator: Liar(communicator, dropping(0), only="bucket"))
 
-    assert {line.section for line in report.findings} == {"gradients"}
-    configured = line(report, "as configured")
-    assert configured.answer.startswith("step 1: rank 0 is missing (in 'float32_0', ")
-    assert configured.answer.endswith(" and 7 more)")  # of 12 parameters, five are shown
-    assert configured.ranks == (0,)
-    assert configured.meaning == "training would go wrong without a word"
+    (found,) = report.findings
+    assert found.question == GRADIENTS
+    assert found.answer.startswith("step 1: rank 0 is missing (in 'float32_0', ")
+    assert found.answer.endswith(" and 7 more)")  # of 12 parameters, five are shown
+    assert found.ranks == (0,)
+    assert found.meaning == "training would go wrong without a word"
 
 
-def test_avg_that_sums_is_found_on_its_own_and_on_the_paths_that_use_it():
-    report = examine(3, lambda communicator: Liar(communicator, summing_instead_of_averaging))
+def test_avg_that_sums_is_found_where_the_config_uses_it_and_nowhere_else():
+    lying = lambda communicator: Liar(communicator, summing_instead_of_averaging)  # noqa: E731
 
-    average = line(report, "all-reduce AVG, float32")
-    assert average.verdict is Verdict.FINDING
-    assert average.answer == "the sum, not divided, off by 200.0%"
-    paths = paths_with_findings(report)
-    assert len(paths) == 8
-    for path in paths:
-        assert "AVG" in path.probe
-        assert path.answer.startswith("step 1: every value is 3 times the right one: not divided"), path
+    report = examine(3, lying, AVERAGING)
+
+    (found,) = report.findings
+    assert found.answer.startswith("step 1: every value is 3 times the right one: not divided")
+    assert examine(3, lying).is_healthy
 
 
-def test_avg_that_rounds_first_is_a_note_with_its_error_and_the_default_is_exact():
-    report = examine(3, lambda communicator: Liar(communicator, scaling_before_averaging(3)))
+def test_avg_that_rounds_first_is_a_note_with_its_error():
+    narrow = AVERAGING.model_copy(update={"grad_reduce_in_fp32": False})
+
+    report = examine(3, lambda communicator: Liar(communicator, scaling_before_averaging(3)), narrow)
 
     assert report.is_healthy
-    average = line(report, "all-reduce AVG, bfloat16")
-    assert average.verdict is Verdict.NOTE
-    assert average.answer == "scaled by a rounded 1/n first"
-    assert line(report, "as configured").answer == "exact"
-    path = line(report, "all-reduce, overlap, each bucket, mean by AVG")
-    assert path.verdict is Verdict.NOTE
-    assert path.answer.startswith("every rank once, but rounded: up to ")
+    gradients = line(report, GRADIENTS)
+    assert gradients.verdict is Verdict.NOTE
+    assert gradients.answer.startswith("every rank once, but rounded: up to ")
 
 
 def test_sums_that_lose_digits_on_the_way_are_found():
@@ -137,51 +112,47 @@ def test_sums_that_lose_digits_on_the_way_are_found():
     precision = line(report, "float32 sums are precise")
     assert precision.verdict is Verdict.FINDING
     assert "times the bound" in precision.answer
-    assert line(report, "all-reduce SUM, float32").verdict is Verdict.HOLDS  # small whole numbers have few digits
+    assert line(report, "all-reduce SUM").verdict is Verdict.HOLDS  # small whole numbers have few digits
 
 
 def test_a_rank_that_receives_something_else_is_named():
     report = examine(3, lambda communicator: Spoiler(communicator, AllReduce, rank=1))
 
-    digests = line(report, "all ranks hold the same bits")
+    digests = line(report, BITS)
     assert digests.verdict is Verdict.FINDING
     assert digests.ranks == (1,)
-    assert digests.answer.startswith("rank 1 differs for 1 x float32, 7 x float32, ")
-    path = line(report, "all-reduce, overlap, each bucket, sum")
-    assert path.verdict is Verdict.FINDING
-    assert path.ranks == (1,)
+    assert digests.answer.startswith("other bits on rank 1: 1 x float32, 7 x float32, ")
+    assert line(report, GRADIENTS).verdict is Verdict.FINDING
+    assert line(report, GRADIENTS).ranks == (1,)
 
 
 def test_a_gather_that_brings_wrong_parameters_is_found_after_the_update():
-    report = examine(2, lambda communicator: Spoiler(communicator, AllGather, rank=1))
+    spoiling = lambda communicator: Spoiler(communicator, AllGather, rank=1)  # noqa: E731
 
-    assert line(report, "all-gather, also in place").ranks == (1,)
-    assert line(report, "all-reduce, overlap, each bucket, sum").verdict is Verdict.HOLDS
-    path = line(report, "reduce-scatter, overlap, each bucket, sum")
-    assert path.verdict is Verdict.FINDING
-    assert path.ranks == (1,)
-    assert path.answer.startswith("step 1: parameters are wrong after the update on rank 1 (in '")
+    report, all_reducing = examine(2, spoiling, SHARDED), examine(2, spoiling)
+
+    assert line(report, "all-gather").ranks == (1,)
+    assert line(all_reducing, GRADIENTS).verdict is Verdict.HOLDS
+    gradients = line(report, GRADIENTS)
+    assert gradients.ranks == (1,)
+    assert gradients.answer.startswith("step 1: parameters are wrong after the update (in '")
 
 
-def test_a_missing_avg_is_a_note_unless_the_config_asks_for_it():
+def test_a_missing_avg_is_found_where_the_config_asks_for_it():
     refusing = lambda communicator: Refuser(communicator, ReduceOp.AVG)  # noqa: E731
 
-    report = examine(2, refusing)
-    asking = examine(2, refusing, DistributedDataParallelConfig(average_in_collective=True))
+    (found,) = examine(2, refusing, AVERAGING).findings
 
-    assert report.is_healthy
-    average = line(report, "all-reduce AVG, float32")
-    assert average.verdict is Verdict.NOTE
-    assert average.answer == "refused: RuntimeError: Cannot use ReduceOp.AVG here"
-    assert line(report, "all-reduce, overlap, each bucket, mean by AVG").verdict is Verdict.NOTE
-    assert [line.probe for line in asking.findings] == ["all-reduce AVG, float32", "as configured"]
+    assert found.answer == "refused: RuntimeError: Cannot use ReduceOp.AVG here"
+    assert found.meaning == "a wrapper with this config does not work here"
+    assert examine(2, refusing).is_healthy
 
 
 def test_a_missing_max_is_a_finding_because_of_the_fence():
     report = examine(2, lambda communicator: Refuser(communicator, ReduceOp.MAX))
 
-    assert line(report, "all-reduce MAX, int64").verdict is Verdict.FINDING
-    assert line(report, "all-reduce MAX, int64").meaning == "ranks cannot agree on a step"
+    assert line(report, "all-reduce MAX of integers").verdict is Verdict.FINDING
+    assert line(report, "all-reduce MAX of integers").meaning == "ranks cannot agree on a step"
 
 
 @pytest.mark.parametrize(
@@ -191,13 +162,14 @@ def test_a_missing_max_is_a_finding_because_of_the_fence():
         {"layout": "megatron", "overlap_grad_reduce": False, "bucket_size": 40},
         {"finish": "explicit", "bucket_cap_mb": 0.001, "grad_reduction": "sum", "fence": False},
         {"grad_reduce_in_fp32": False, "use_distributed_optimizer": True, "pad_buckets_for_high_nccl_busbw": True},
+        {"bucket_groups": "single", "average_in_collective": True, "bucket_size": 40},
     ],
 )
 def test_the_configured_path_is_tried_as_it_is(fields):
     report = examine(2, honest, DistributedDataParallelConfig(**fields))
 
     assert report.findings == ()
-    assert line(report, "as configured").answer == "exact"
+    assert line(report, GRADIENTS).answer == "exact"
 
 
 def test_ranks_with_different_configs_are_named():
@@ -209,8 +181,17 @@ def test_ranks_with_different_configs_are_named():
     assert reports[0].lines == reports[2].lines
     assert line(reports[0], "config").ranks == (2,)
     assert line(reports[0], "config").verdict is Verdict.FINDING
-    # The real wrapper refuses too, on every rank, and the other paths are tried all the same.
-    assert "LayoutMismatchError" in line(reports[0], "as configured").answer
+    # The real wrapper refuses on every rank, and the other questions are answered all the same.
+    assert "LayoutMismatchError" in line(reports[0], GRADIENTS).answer
+
+
+def test_what_is_asked_next_is_told():
+    asked = []
+
+    run_doctor(note=asked.append)
+
+    assert asked[0] == "asking: ranks and versions"
+    assert len(asked) == 10
 
 
 def test_facts_that_arrive_garbled_end_the_examination():

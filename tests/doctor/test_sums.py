@@ -5,22 +5,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.doctor.collectives import contribution, read_sum, whole_sum
+from megabucket.doctor.gradients import contribution, read_sum
 
 sizes = st.integers(1, 70)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def sum_of(size, counted, *, usual=1, start=0, numel=None):
+def sum_of(size, counted, *, usual=1, start=0):
     """Return the sum when each rank is counted ``usual`` times, except those in ``counted``."""
-    stop = start + (numel or 2 * size)
-    return sum(counted.get(rank, usual) * contribution(rank, size, start, stop) for rank in range(size))
+    numel = start + 2 * size
+    return sum(counted.get(rank, usual) * contribution(rank, size, numel) for rank in range(size))[start:]
 
 
 @given(size=sizes, usual=st.integers(1, 3), start=st.integers(0, 200))
 def test_the_sum_over_all_ranks_is_known_and_nothing_is_wrong_with_it(size, usual, start):
     sums = sum_of(size, {}, usual=usual, start=start)
 
-    assert torch.equal(sums, whole_sum(size, start, start + len(sums), times=usual))
+    assert sums.unique().tolist() == [5 * usual]
     assert read_sum(sums, size, start=start, times=usual) is None
 
 
@@ -45,14 +46,7 @@ def test_one_rank_missing_and_another_counted_twice_are_both_named(data, size):
     assert problem.ranks == tuple(sorted([missing, twice]))
 
 
-@given(size=sizes, dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-def test_sums_of_ranks_counted_up_to_three_times_are_exact_in_the_dtype(size, dtype):
-    sums = sum_of(size, {}, usual=3)
-
-    assert torch.equal(sums.to(dtype).double(), sums)
-
-
-@given(size=st.integers(2, 70), data=st.data(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+@given(size=st.integers(2, 70), data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_a_missing_rank_is_read_from_a_rounded_mean_too(size, data, dtype):
     rank = data.draw(st.integers(0, size - 1))
     mean = (sum_of(size, {rank: 1}, usual=2) / size).to(dtype)
@@ -65,28 +59,21 @@ def test_a_missing_rank_is_read_from_a_rounded_mean_too(size, data, dtype):
 @pytest.mark.parametrize(
     ("sums", "text"),
     [
-        # Of four ranks each adds 3 to its own elements and 1 to the others: 6 everywhere.
-        ([5, 5, 5, 3], "rank 3 is missing"),
-        ([4, 4, 2, 2], "ranks 2, 3 are missing"),
-        ([6, 10, 4, 4], "rank 1 is counted 3 times; ranks 2, 3 are missing"),  # 4 contributions, and two more of each
+        # Of four ranks each adds 5 to its own elements: 5 everywhere.
+        ([5, 5, 5, 0], "rank 3 is missing"),
+        ([5, 5, 0, 0], "ranks 2, 3 are missing"),
+        ([5, 15, 0, 0], "rank 1 is counted 3 times; ranks 2, 3 are missing"),
         ([0, 0, 0, 0], "every rank is missing: all values are 0"),
-        ([12, 12, 12, 12], "every value is 2 times the right one: not divided, or every rank counted as often"),
-        ([1.5, 1.5, 1.5, 1.5], "every value is 1/4 of the right one: divided once too often"),
-        ([7.2, 7.2, 7.2, 7.2], "every value is 1.2 times the right one"),
-        ([6, 6, 6.5, 6], "not a sum of ranks: element 2 is 6.5 instead of 6"),
-        ([6, 6, -1, 6], "not a sum of ranks: element 2 is -1 instead of 6"),
-        ([6, 6, 6, float("nan")], "values are not finite"),
-        ([6, 6, 6, float("inf")], "values are not finite"),
-        ([6, 6, 6, 6, 5, 5, 5, 3], "rank 3 is missing"),  # in one place only
-        ([6, 6, 6, 6.01], "sums of whole numbers are rounded"),
-        ([5], "not a sum of ranks: element 0 is 5 instead of 6"),  # too few elements to tell
+        ([10, 10, 10, 10], "every value is 2 times the right one: not divided, or every rank counted as often"),
+        ([1.25, 1.25, 1.25, 1.25], "every value is 1/4 of the right one: divided once too often"),
+        ([6, 6, 6, 6], "every value is 1.2 times the right one"),
+        ([5, 5, 7.5, 5], "not a sum of ranks: element 2 is 7.5 instead of 5"),
+        ([5, 5, -5, 5], "not a sum of ranks: element 2 is -5 instead of 5"),
+        ([5, 5, 5, float("nan")], "values are not finite"),
+        ([5, 5, 5, float("inf")], "values are not finite"),
+        ([5, 5, 5, 5, 5, 5, 5, 0], "rank 3 is missing"),  # in one place only
+        ([5, 5, 5, 5.01], "sums of whole numbers are rounded"),
     ],
 )
 def test_what_is_wrong_is_said_in_words(sums, text):
     assert read_sum(torch.tensor(sums), size=4).text == text
-
-
-def test_larger_groups_are_cut_into_blocks():
-    assert contribution(17, 18, 0, 18).tolist() == [0] * 16 + [1, 3]  # the second of the block of ranks 16 and 17
-    assert whole_sum(18, 0, 18).tolist() == [18] * 16 + [4] * 2
-    assert read_sum(sum_of(18, {1: 0, 17: 2}), 18).text == "rank 1 is missing; rank 17 is counted twice"

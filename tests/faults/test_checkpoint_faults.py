@@ -20,6 +20,8 @@ from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings
 from megabucket.checkpoint.stored import open_checkpoint
 
+pytestmark = pytest.mark.long_file
+
 
 @pytest.fixture
 def quick_disk():

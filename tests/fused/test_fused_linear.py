@@ -227,6 +227,22 @@ class TestWhereTheGradientGoes:
         assert torch.equal(outcomes[0], outcomes[2])
         assert torch.equal(outcomes[1], outcomes[3])
 
+    def test_one_that_is_used_twice_in_a_step_that_another_gradient_begins_is_a_plain_layer(self):
+        """After zero_grad() of a plain optimizer: the first use is on reduced gradients, the second one need not be."""
+        outcomes = []
+        for cls in (torch.nn.Linear, Linear):
+            layer, between = exact_layer(cls), exact_layer(torch.nn.Linear)
+            ddp = mb.DistributedDataParallel(torch.nn.Sequential(layer, between, layer))
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+            torch.manual_seed(3)
+            for _ in range(3):
+                ddp(small_integers(4, 6)).sum().backward()
+                outcomes.append(layer.weight.grad.clone())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        assert all(torch.equal(plain, fused) for plain, fused in zip(outcomes[:3], outcomes[3:], strict=True))
+
     def test_activation_checkpointing_runs_backward_again_inside(self):
         outcomes = []
         for cls in (torch.nn.Linear, Linear):

@@ -9,6 +9,7 @@ from megabucket.comm import Accelerator, LocalCommunicator
 from megabucket.config.resolve import resolve_step
 from megabucket.ddp.fence import Fence, Report, check_not_capturing
 from megabucket.errors import PhaseError
+from megabucket.optim.norm import l2_norm
 
 
 class Ops(TorchDispatchMode):
@@ -71,6 +72,15 @@ def test_a_fused_optimizer_is_one_kernel_for_all_flat_tensors(sharded, dtype):
 
     assert ddp.layout.num_buckets == 3
     assert [name for name in ops.seen if "adam" in name] == ["_fused_adamw_"]
+
+
+def test_the_norm_of_a_flat_gradient_is_one_pass():
+    """On a CPU it is taken in chunks; on ``meta`` the package does as on any device."""
+    grad = torch.empty(1 << 20, dtype=torch.bfloat16, device="meta")
+    with Ops() as ops:
+        l2_norm(grad)
+
+    assert ops.seen == ["_foreach_norm"]
 
 
 class TestCapture:

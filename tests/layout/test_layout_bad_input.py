@@ -55,10 +55,10 @@ def test_a_dp_size_that_is_no_positive_integer_is_refused(size):
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5], ids=repr)
-def test_an_expert_dp_size_that_is_no_positive_integer_is_refused(size):
-    text = refusal(lambda: build_layout([ParamSpec("a", (4,))], DEFAULT, dp_size=2, expert_dp_size=size))
+def test_a_group_size_that_is_no_positive_integer_is_refused_by_name_also_without_a_parameter(size):
+    text = refusal(lambda: build_layout([ParamSpec("a", (4,))], DEFAULT, dp_size=2, group_sizes={"expert": size}))
 
-    assert text == f"expert_dp_size={size!r} is not a group size; give the number of data-parallel ranks, at least 1"
+    assert text == f"group_sizes['expert']={size!r} is not a group size; give the number of data-parallel ranks, at least 1"
 
 
 @pytest.mark.parametrize("shape", [(-1,), (3, -2), (2.0,), (True,), ("3",), (None,)], ids=repr)
@@ -81,11 +81,11 @@ def test_a_dtype_that_no_buffer_holds_is_refused_with_the_ones_it_does(dtype):
     )
 
 
-@pytest.mark.parametrize("group", ["tensor", "Dense", "", None], ids=repr)
-def test_an_unknown_group_is_refused_with_the_known_ones(group):
+@pytest.mark.parametrize("group", ["", None, 3, ("expert",)], ids=repr)
+def test_a_group_without_a_name_is_refused(group):
     text = refusal(lambda: ParamSpec("block.weight", (4,), group=group))
 
-    assert text == f"parameter 'block.weight': group must be one of dense, expert, got {group!r}"
+    assert text == f"parameter 'block.weight': group must be a non-empty string, got {group!r}"
 
 
 @pytest.mark.parametrize("name", ["", None, 3], ids=repr)

@@ -76,7 +76,7 @@ def test_new_processes_with_other_hash_seeds_and_ranks_find_the_same_layouts():
 
 
 def test_the_rank_is_no_argument_of_a_layout():
-    assert list(inspect.signature(build_layout).parameters) == ["specs", "config", "dp_size", "expert_dp_size"]
+    assert list(inspect.signature(build_layout).parameters) == ["specs", "config", "dp_size", "group_sizes"]
 
 
 def many_specs(count: int) -> list[ParamSpec]:
@@ -104,19 +104,18 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_ten_times_the_parameters_take_about_ten_times_as_long_and_not_a_hundred(use):
-    def least_cpu_s(count: int) -> float:
-        taken = []
-        for _ in range(3):
-            start = time.process_time()
-            use(count)
-            taken.append(time.process_time() - start)
-        return min(taken)
+    def cpu_s(count: int) -> float:
+        start = time.process_time()
+        use(count)
+        return time.process_time() - start
 
     # Collections visit every live object, those of other tests too: they would add what is not ours.
     gc.disable()
     try:
-        ratio = least_cpu_s(50_000) / least_cpu_s(5_000)
+        few = min(cpu_s(5_000) for _ in range(3))
+        # Other processes can only add to a time: one that is short enough is the answer of the shortest of three.
+        is_about_ten_times = any(cpu_s(50_000) < 30 * few for _ in range(3))  # 10 times when linear, 100 when quadratic
     finally:
         gc.enable()
 
-    assert ratio < 30  # 10 when linear, 100 when quadratic
+    assert is_about_ten_times

@@ -213,7 +213,7 @@ def test_a_bucket_of_one_element_ends_at_lcm_of_the_group_size_and_128(dp_size, 
 def test_dense_and_expert_buckets_end_at_multiples_of_their_own_group():
     specs = [ParamSpec("dense", (1000,)), ParamSpec("expert", (1000,), group="expert")]
 
-    layout = build_layout(specs, DistributedDataParallelConfig(), dp_size=3, expert_dp_size=256)
+    layout = build_layout(specs, DistributedDataParallelConfig(), dp_size=3, group_sizes={"expert": 256})
 
     dense, expert = layout.buffers
     assert (dense.end_multiple, dense.numel, dense.num_shards) == (384, 1152, 3)  # 3 * 384

@@ -223,7 +223,7 @@ BROKEN = {
     "key-is-known": [
         ("parameter dtype", replace(SOUND, key=BufferKey("int64", "float32", "dense")), "dtype 'int64' is not known"),
         ("gradient dtype", replace(SOUND, key=BufferKey("float32", "tf32", "dense")), "dtype 'tf32' is not known"),
-        ("group", replace(SOUND, key=BufferKey("float32", "float32", "tensor")), "group 'tensor' is not known"),
+        ("group", replace(SOUND, key=BufferKey("float32", "float32", "")), "the reduction group has no name"),
     ],
 }
 CASES = [(name, layout, text, f"{name}: {case}") for name, cases in BROKEN.items() for case, layout, text in cases]
@@ -256,6 +256,19 @@ def test_a_parameter_in_two_buffers_is_reported():
         "each-parameter-once: 'a' lies in 2 buffers",
         "each-parameter-once: 'b' lies in 2 buffers",
         "each-parameter-once: 'c' lies in 2 buffers",
+    ]
+
+
+def test_buffers_of_one_group_that_are_cut_for_different_numbers_of_shards_are_reported():
+    def renamed(letter, group, num_shards):
+        params = {name + letter: slot for name, slot in SOUND.params.items()}
+        buckets = tuple(replace(bucket, params=tuple(name + letter for name in bucket.params)) for bucket in SOUND.buckets)
+        return replace(SOUND, key=replace(SOUND.key, group=group), params=params, buckets=buckets, num_shards=num_shards)
+
+    buffers = (renamed("1", "dense", 4), renamed("2", "expert", 2), renamed("3", "dense", 2))
+
+    assert [text for text in check_layout(ModelLayout(buffers)) if not text.startswith("each-parameter-once")] == [
+        "groups-have-one-size: buffers of 'dense' are cut for [2, 4] shards"
     ]
 
 

@@ -103,7 +103,7 @@ def test_the_layout_and_its_shards_are_what_writing_elements_one_by_one_gives(ca
     keys = [(buffer.key.param_dtype, buffer.key.grad_dtype, buffer.key.group) for buffer in layout.buffers]
     assert keys == list(groups)
     for buffer, (key, numbered_specs) in zip(layout.buffers, groups.items(), strict=True):
-        num_ranks = case.expert_dp_size if key[2] == "expert" and case.expert_dp_size else case.dp_size
+        num_ranks = case.group_sizes.get(key[2], case.dp_size)
         tape = lay_out_one_by_one(
             numbered_specs,
             bucket_size=bucket_size_by_hand(case, key[1]),

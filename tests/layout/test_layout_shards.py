@@ -5,7 +5,8 @@ from hypothesis import given
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import LayoutError
-from megabucket.layout import ParamSpec, ShardOwners, ShardSlice, Span, build_layout, shard_owners, shard_slices
+from megabucket.layout import ParamSpec, ShardSlice, Span, build_layout, shard_owners, shard_slices
+from megabucket.layout.shards import ShardOwners
 from megabucket.testing import dp_sizes, model_layouts, param_specs
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import LayoutError
-from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order, layout_diff
+from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order
 from megabucket.testing import (
     LayoutInput,
     assert_json_round_trip,
@@ -29,7 +29,7 @@ from megabucket.testing import (
     model_layouts,
     param_specs,
 )
-from megabucket.testing.invariants import check_layout
+from megabucket.testing.invariants import check_layout, layout_diff
 
 # Shapes are numbers only, so parameters may be larger than any memory; what allocates or visits each rank draws small.
 HUGE_MODELS = param_specs(max_params=8, max_numel=2**41)
@@ -85,8 +85,7 @@ def test_buckets_tile_the_buffer_and_padded_ones_are_aligned_and_cut_into_equal_
         ends = [0, *(end for bucket in buffer.buckets for end in (bucket.start, bucket.stop)), buffer.numel]
         assert all(stop == start for stop, start in list(pairwise(ends))[::2])
         assert [bucket.index for bucket in buffer.buckets] == list(range(len(buffer.buckets)))
-        is_expert = buffer.key.group == "expert" and case.expert_dp_size is not None
-        num_ranks = case.expert_dp_size if is_expert else case.dp_size
+        num_ranks = case.group_sizes.get(buffer.key.group, case.dp_size)
         assert buffer.num_shards == (num_ranks if padded else 1)
         if padded:
             divisor = lcm(num_ranks, 128, 65_536 if case.config.pad_buckets_for_high_nccl_busbw else 1)
@@ -294,7 +293,7 @@ CHANGES = {
     position=st.integers(0, 7),
 )
 def test_any_single_change_of_the_input_changes_the_fingerprint_and_shows_in_the_diff(case, what, position):
-    case = case._replace(expert_dp_size=None)  # or a change of dp_size would be none for a model of experts
+    case = case._replace(group_sizes={})  # or a change of dp_size would be none for a model of experts
     changed = CHANGES[what](case, position)
 
     ours, theirs = case.build(), changed.build()

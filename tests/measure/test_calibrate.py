@@ -71,7 +71,7 @@ def test_residuals_are_relative_to_the_measured_time_and_signed():
     assert calibration.link.tables[KEY] == ((1000.0, 2.0), (3000.0, 4.0))
     assert calibration.timings[0].quartiles_s == (1.5, 2.5)
     assert calibration.timings[1].quartiles_s == (4.0, 4.0)
-    assert fit.seconds(1000) == pytest.approx(2.0)  # two points are always on a line
+    assert fit.line(1000) == pytest.approx(2.0)  # two points are always on a line
     assert calibration.residuals(KEY) == pytest.approx((0.0, 0.0))
 
 
@@ -105,12 +105,15 @@ def test_the_tables_and_the_json_show_every_size():
     data = json.loads(json.dumps(calibration.to_dict()))
 
     num_sizes = len(sizes_up_to(2**20))
-    assert lines[0] == "gloo on x86_64, 4 ranks: median of 3 (quartiles), line against median"
-    assert lines[1 :: num_sizes + 1] == [
+    assert lines[0] == "gloo on x86_64, 4 ranks, 3 repetitions"
+    assert lines[1:3] == [
         f"{kind} float32: 100.0 us + bytes / (1 GB/s), median 0.0% off" for kind in ("all_reduce", "all_gather")
     ]
+    assert lines[4 :: num_sizes + 2] == [
+        f"{kind} float32: median (quartiles), line against median" for kind in ("all_reduce", "all_gather")
+    ]
     assert [len(each["points"]) for each in data["tables"]] == [num_sizes] * 2
-    assert lines[2].replace("-0%", "+0%").split() == ["1.00", "KiB", "101.0", "us", "(-25%", "+50%)", "+0%"]
+    assert lines[5].replace("-0%", "+0%").split() == ["1.00", "KiB", "101.0", "us", "(-25%", "+50%)", "+0%"]
     assert data["tables"][0]["is_affine"] is True
     assert data["tables"][0]["points"][0]["seconds"] == list(calibration.timings[0].seconds)
 

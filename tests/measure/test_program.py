@@ -60,7 +60,7 @@ def test_a_function_in_the_working_directory_is_profiled_without_a_config(tmp_pa
 
     assert result.exit_code == 0, result.output
     assert "wrote workload.json: 2 tensors, 36 elements" in result.stdout
-    assert "3 microbatch(es), nothing sent" in result.stdout
+    assert "microbatches: 3; nothing sent" in result.stdout
 
 
 def test_a_function_is_profiled_from_python():

@@ -195,7 +195,7 @@ def divided_twice(patch):
 
 
 def reduction_not_awaited(patch):
-    def finish_grad_sync(self):
+    def finish_grad_sync(self, *, waits=True):
         self.grad_phase, self._grad_handle = GradPhase.REDUCED, None
 
     patch.setattr(_ParamAndGradBucketGroup, "finish_grad_sync", finish_grad_sync)
@@ -388,7 +388,7 @@ def caught_error_can_be_stepped_on(patch):
 
 def end_of_backward_unnoticed(patch):
     def open_without_callback(self, _):
-        self.running = self
+        self.running = torch._C._current_graph_task_id()
 
     patch.setattr(BackwardWatch, "open", open_without_callback)
 
@@ -879,7 +879,14 @@ MUTANTS = [
         "",
         "raised nothing, expected PhaseError",
     ),
-    Mutant("end of backward unnoticed", end_of_backward_unnoticed, SCENARIOS["healthy"], SILENT, "", WRONG_NUMBER),
+    Mutant(
+        "end of backward unnoticed",
+        end_of_backward_unnoticed,
+        SCENARIOS["healthy"],
+        WRONG,
+        "PhaseError",  # the next call takes the backward for one that has failed
+        "the gradients of this step are not usable",
+    ),
     Mutant(
         "no_sync is a switch",
         no_sync_is_a_switch,

@@ -20,11 +20,9 @@ from megabucket.errors import (
     CollectiveError,
     ConfigError,
     HyperparameterMismatchError,
-    InFlightWriteError,
     InvariantError,
     LateGradientError,
     MicrobatchMismatchError,
-    MismatchedCollectiveError,
     NonFiniteGradientError,
     PeerFailedError,
     PhaseError,
@@ -38,6 +36,7 @@ from megabucket.errors import (
 )
 from megabucket.optim import DistributedOptimizer
 from megabucket.testing import LoopbackWorld
+from megabucket.testing.loopback import InFlightWriteError, MismatchedCollectiveError
 
 NUM_RANKS, NUM_STEPS, EPISODE = 2, 5, 2
 ODD_RANK = 1
@@ -477,7 +476,7 @@ def call_on_one_rank(player):
 def interrupt_behind_the_fence(player):
     """What the other rank has of this step depends on the clock; in the next one all ranks are broken."""
 
-    def interrupt():
+    def interrupt(*, waits=True):
         raise KeyboardInterrupt
 
     if player.is_odd:

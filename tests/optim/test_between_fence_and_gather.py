@@ -179,7 +179,7 @@ def test_a_failure_before_the_fence_drops_the_step_on_all_ranks(optimizer_fields
 
 LOAD_GRAD = MainShard.load_grad
 BEHIND = {
-    "squares": lambda optimizer, patch, error: patch(optimizer.sharding, "shards_of_group", Failing(error)),
+    "squares": lambda optimizer, patch, error: patch(optimizer.sharding, "counted_grads", Failing(error)),
     "gradients": lambda optimizer, patch, error: patch(MainShard, "load_grad", raising(error, optimizer.sharding.shards[0])),
     "norm": lambda optimizer, patch, error: patch(optimizer._global_norm, "of", raising(error)),
     "update": lambda optimizer, patch, error: patch(optimizer.torch_optimizer, "step", raising(error)),

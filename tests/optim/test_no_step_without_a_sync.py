@@ -11,6 +11,8 @@ import megabucket as mb
 from megabucket.errors import ConfigError, MegabucketError, PeerFailedError, PhaseError, UnreducedGradientsError
 from megabucket.testing import LoopbackWorld
 
+pytestmark = pytest.mark.long_file
+
 SIZE = 2
 FAULTY = 1
 ALL_REDUCE, SHARDED = {}, {"use_distributed_optimizer": True}

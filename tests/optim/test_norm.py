@@ -8,15 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.comm import LocalCommunicator
-from megabucket.optim.norm import GlobalNorm, clip_by_norm, sum_of_squares
+from megabucket.optim.norm import GlobalNorm, clip_by_norm, l2_norm
 from megabucket.testing import LoopbackWorld
 
 CPU = torch.device("cpu")
 
 
 def norm_here(grads):
-    return GlobalNorm(LocalCommunicator(), device=CPU, is_sharded=False).of([sum_of_squares(grad) for grad in grads])
+    return GlobalNorm(None, device=CPU).of([l2_norm(grad) for grad in grads])
 
 
 def random_grads(seed, numel, dtype=torch.float32):
@@ -52,8 +51,8 @@ class TestNorm:
         world = LoopbackWorld(size)
 
         def norm_of_rank(rank):
-            squares = [sum_of_squares(shards[rank])] if shards[rank].numel() else []
-            return GlobalNorm(world.communicator(rank), device=CPU, is_sharded=True).of(squares)
+            norms = [l2_norm(shards[rank])] if shards[rank].numel() else []
+            return GlobalNorm(world.communicator(rank), device=CPU).of(norms)
 
         assert world.run(norm_of_rank) == [norm_here([grads])] * size
 
@@ -72,7 +71,7 @@ class TestNorm:
     def test_finite_gradients_of_any_size_have_a_finite_norm(self):
         largest = torch.finfo(torch.float32).max
 
-        # 2 * max: the squares overflow in float32, and the norm itself does
+        # 2 * max: the norms overflow in float32, and the norm itself does
         assert norm_here([torch.full((4,), largest)]) == 2 * largest
 
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -87,23 +86,23 @@ class TestNorm:
         def both(rank):
             communicator = world.communicator(rank)
             for is_sharded in (True, False):
-                GlobalNorm(communicator, device=CPU, is_sharded=is_sharded).of([sum_of_squares(torch.ones(3))])
+                GlobalNorm(communicator if is_sharded else None, device=CPU).of([l2_norm(torch.ones(3))])
 
         world.run(both)
 
         assert world.schedule(0) == ("grad norm [all_reduce sum of 1 x float64]",)
 
     def test_of_one_step_does_not_reach_into_the_next(self):
-        norm = GlobalNorm(LocalCommunicator(), device=CPU, is_sharded=False)
+        norm = GlobalNorm(None, device=CPU)
 
-        of_steps = [norm.of([sum_of_squares(torch.tensor([value]))]) for value in (3.0, 4.0)]
+        of_steps = [norm.of([l2_norm(torch.tensor([value]))]) for value in (3.0, 4.0)]
 
         assert [*of_steps, norm.of([])] == [3.0, 4.0, 0.0]
 
-    def test_squares_are_added_in_float64(self):
-        total = sum_of_squares(torch.full((10,), 3.0))
+    def test_of_one_gradient_is_a_float64(self):
+        norm = l2_norm(torch.full((16,), 3.0))
 
-        assert (total.dtype, total.tolist()) == (torch.float64, 90.0)
+        assert (norm.dtype, norm.tolist()) == (torch.float64, 12.0)
 
 
 class TestClip:
@@ -115,7 +114,7 @@ class TestClip:
         torch.nn.utils.clip_grad_norm_([theirs], max_norm)
         clip_by_norm([ours], norm=norm_here([ours]), max_norm=max_norm)
 
-        # Torch sums squares in float32 and rounds norm, norm + 1e-6, its reciprocal and the factor; 4 ulps were seen.
+        # Torch sums norms in float32 and rounds norm, norm + 1e-6, its reciprocal and the factor; 4 ulps were seen.
         torch.testing.assert_close(ours, theirs.grad, rtol=16 * 2.0**-24, atol=0)
 
     @given(seed=st.integers(0, 2**32), numel=st.integers(1, 500), max_norm=st.floats(1e-3, 1e3))

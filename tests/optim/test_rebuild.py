@@ -23,6 +23,8 @@ from megabucket.errors import (
 )
 from megabucket.testing import LoopbackWorld
 
+pytestmark = pytest.mark.long_file
+
 MODES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 
 SHAPES = {"a": (100,), "b": (7, 9), "c": (), "d": (0, 3), "e": (2, 3, 2, 2)}
@@ -158,7 +160,7 @@ EVENTS = st.dictionaries(st.sampled_from("abce"), st.sampled_from(["freeze", "un
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     bucket_size=st.sampled_from([1, 64, 200, None]),
 )
-@settings(max_examples=60)
+@settings(max_examples=settings.default.max_examples * 3 // 10)  # each trains and rebuilds up to four times
 def test_any_history_of_changes_trains_as_plain_torch_bit_by_bit(batches, build, size, sharded, dtype, bucket_size):
     oracle = Oracle(build, size, dtype)
     for index, events in enumerate(batches):

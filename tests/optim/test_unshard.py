@@ -30,14 +30,14 @@ class RankState:
             for index, bucket in enumerate(bucket for buffer in self.buffers for bucket in buffer.buckets)
         ]
         sync = GradSync(groups, policy)
-        self.holder = ShardHolder(self.buffers, sync, communicator, config.use_distributed_optimizer)
+        self.holder = ShardHolder(self.buffers, sync, config.use_distributed_optimizer)
         self.group_of = group_of
         self.shards, self.state = self.cut(whole)
 
     def cut(self, whole):
         cutter = StateCutter(whole, self.params)
         signature_of = {name: cutter.signature(name) for name in self.params}
-        rank, is_sharded = self.holder.communicator.rank, self.holder.is_sharded
+        rank, is_sharded = self.holder.sync.ranks.step.rank, self.holder.is_sharded
         shards = [
             MainShard(run, buffer)
             for buffer in self.buffers

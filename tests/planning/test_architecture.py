@@ -10,7 +10,7 @@ import pytest
 
 from megabucket.errors import ConfigError, LayoutError
 from megabucket.layout import ParamSpec
-from megabucket.planning import param_specs
+from megabucket.planning import RunConfig, load_config, param_specs
 from megabucket.planning.model_config import FactoryConfig, GptConfig, LlamaConfig, ParamListConfig
 
 
@@ -256,3 +256,21 @@ def test_describing_a_built_in_architecture_does_not_import_torch():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
     assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("model=small.json", {"kind": "hf_config", "path": "small.json"}),
+        ("model=torch.nn:Bilinear", {"kind": "factory", "factory": "torch.nn:Bilinear"}),
+    ],
+)
+def test_a_model_may_be_named_in_one_word(short, long):
+    assert load_config(None, [short]) == RunConfig.model_validate({"model": long})
+
+
+def test_a_word_that_names_no_model_is_refused_with_what_would():
+    with pytest.raises(
+        ConfigError, match=r"model: 'gpt' is neither the config\.json of a Hugging Face model nor module:callable"
+    ):
+        load_config(None, ["model=gpt"])

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec
 from megabucket.planning import param_specs
-from megabucket.planning.derive import workload_of_specs
+from megabucket.planning.inputs import workload_of_specs
 from megabucket.planning.model_config import LlamaConfig, MlaConfig, MoeConfig
 
 LLAMA = {"kind": "llama", "vocab_size": 10, "num_layers": 1, "hidden_size": 8, "ffn_size": 6, "num_heads": 4}

@@ -62,7 +62,7 @@ def test_a_bucket_of_empty_parameters_is_nothing_to_anyone():
 
 def test_totals_add_up_over_buffers():
     specs = [ParamSpec("a", (100,), "bfloat16"), ParamSpec("b", (10,), "float32"), ParamSpec("c", (1,), "float32", "expert")]
-    layout = build_layout(specs, DistributedDataParallelConfig(), dp_size=2, expert_dp_size=1)
+    layout = build_layout(specs, DistributedDataParallelConfig(), dp_size=2, group_sizes={"expert": 1})
 
     totals = describe_totals(layout, describe_rows(layout))
 

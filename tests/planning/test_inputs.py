@@ -7,12 +7,9 @@ import pytest
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
 from megabucket.planning import load_config, param_specs
-from megabucket.planning.derive import is_lookup
-from megabucket.planning.fit import AffineFit
-from megabucket.planning.inputs import link_of, read_link, workload_of, write_link, write_workload
-from megabucket.planning.links import FlatLink, MeasuredLink, RingLink, TwoLevelLink
-from megabucket.planning.workload import TensorWork, Workload
-from megabucket.planning.workload_match import model_fingerprint
+from megabucket.planning.inputs import is_lookup, link_of, read_link, workload_of, write_link, write_workload
+from megabucket.planning.links import AffineFit, FlatLink, MeasuredLink, RingLink, TwoLevelLink
+from megabucket.planning.workload import TensorWork, Workload, model_fingerprint
 from megabucket.trace import CollectiveKind
 
 AR = (CollectiveKind.ALL_REDUCE, "float32")
@@ -58,7 +55,7 @@ def test_what_calibrate_writes_is_read_back_unchanged_by_path_and_as_a_section(l
     write_link(tmp_path / "out" / "link.yaml", MEASURED, fits={AR: AffineFit(1e-5, 1e-9, 0.01)}, facts={"backend": "gloo"})
 
     assert read_link(tmp_path / "out" / "link.yaml") == MEASURED
-    for text in ("link: {path: out/link.yaml}", "link: {kind: table, path: out/link.yaml}"):
+    for text in ("link: {path: out/link.yaml}", "link: {kind: file, path: out/link.yaml}"):
         assert link_of(load(text).link) == MEASURED
     section = load((tmp_path / "out" / "link.yaml").read_text().replace("\n", "\n  ").join(["link:\n  ", ""])).link
     assert link_of(section) == MEASURED
@@ -84,8 +81,8 @@ def test_a_link_file_may_hold_the_section_or_a_whole_config(load, tmp_path):
         ("link: {kind: ring, latency_s: 1}", "link.bytes_per_s: is required"),
         ("link: {kind: ring, latency_s: 1, bytes_per_s: 0}", "link.bytes_per_s: should be greater than 0"),
         ("link: {kind: star, latency_s: 1}", "kind should be one of .* (got 'star')"),
-        ("link: {kind: table}", "come from tables or from path, one of them, but neither is given"),
-        ("link: {kind: table, tables: [{operation: all_reduce, points: []}]}", "num_ranks is required beside tables"),
+        ("link: {kind: table, num_ranks: 2}", "link.tables: is required"),
+        ("link: {kind: table, tables: [{operation: all_reduce, points: []}]}", "link.num_ranks: is required"),
         (
             "link: {kind: table, num_ranks: 2, tables: [{operation: all_to_all, points: [[1, 1]]}]}",
             "tables.0.operation: should be 'all_reduce', 'reduce_scatter', 'all_gather' or 'broadcast' (got 'all_to_all')",
@@ -131,7 +128,7 @@ def test_two_tables_of_one_operation_and_dtype_are_refused(load):
         ("latency_s: 1\nseconds_per_byte: -2", "link.yaml:2: link.seconds_per_byte"),
         ("link:\n  latency_s: 1\n  seconds_per_byte: -2", "link.yaml:3: link.seconds_per_byte"),
         ("path: other.yaml", "names another file .other.yaml."),
-        ("kind: table\npath: other.yaml", "names another file"),
+        ("kind: file\npath: other.yaml", "names another file"),
         (
             "kind: table\nnum_ranks: 2\ntables: [{operation: all_reduce, points: [[1, 1]]}]",
             "link.yaml: the table of all_reduce",

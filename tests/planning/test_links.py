@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.errors import ConfigError
-from megabucket.planning.fit import fit_affine
-from megabucket.planning.links import FlatLink, MeasuredLink, RingLink, TwoLevelLink
+from megabucket.planning.links import FlatLink, MeasuredLink, RingLink, TwoLevelLink, fit_affine
 from megabucket.trace import CollectiveKind, CollectiveRecord
 
 AR, RS, AG, BC = (
@@ -163,7 +162,7 @@ def test_points_on_a_line_give_the_line(latency_s, slope, sizes):
     fit = fit_affine([(size, latency_s + slope * size) for size in sorted(sizes)])
 
     for size in sizes:
-        assert fit.seconds(size) == pytest.approx(latency_s + slope * size, rel=1e-5)
+        assert fit.line(size) == pytest.approx(latency_s + slope * size, rel=1e-5)
     assert fit.residual < 1e-5
 
 
@@ -185,7 +184,7 @@ def test_no_line_with_latency_and_slope_above_zero_has_a_smaller_relative_error(
 
 
 def test_a_table_of_zeros_fits_a_link_that_costs_nothing():
-    assert fit_affine([(0, 0.0), (8, 0.0)]).seconds(100) == 0.0
+    assert fit_affine([(0, 0.0), (8, 0.0)]).line(100) == 0.0
 
 
 def test_one_point_fits_nothing():

@@ -106,7 +106,7 @@ def test_a_shipped_model_says_what_a_step_computes_and_where_its_numbers_come_fr
 def test_a_model_of_experts_has_a_buffer_for_them_that_is_cut_for_their_own_group():
     run = load_config("configs/mixtral-8x7b.yaml")
 
-    layout = build_layout(param_specs(run.model), run.ddp, dp_size=64, expert_dp_size=8)
+    layout = build_layout(param_specs(run.model), run.ddp, dp_size=64, group_sizes={"expert": 8})
 
     assert {buffer.key.group: buffer.num_shards for buffer in layout.buffers} == {"dense": 64, "expert": 8}
     # 32 layers of 8 experts of 3 * 4096 * 14336

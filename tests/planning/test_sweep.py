@@ -7,15 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timing_cases import AFFINE_LINKS, workloads
 
+from examples.ladder_counts import ladder
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
-from megabucket.planning import RunConfig
-from megabucket.planning.ladder import ladder
+from megabucket.planning import RunConfig, load_config
 from megabucket.planning.links import FlatLink, RingLink
-from megabucket.planning.outlook import outlook_of
-from megabucket.planning.setting import Setting, setting_of, sizes_to_sweep
-from megabucket.planning.sweep import scaling, sweep
+from megabucket.planning.memory import memory_by_mode
+from megabucket.planning.setting import Setting, outlook_of, scaling, setting_of, sizes_to_sweep
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.trace import CollectiveKind
 from megabucket.units import MIB
@@ -59,13 +58,14 @@ def test_one_group_of_all_buckets_goes_out_after_backward():
     single = Setting(workload, FlatLink(1.0, 0.0), DistributedDataParallelConfig(bucket_groups="single"), dp_size=2)
 
     assert not single.overlap_grad_reduce
-    assert sweep(single, [1])[0].step_s == 2.0 + 2 * 1.0
+    assert single.step_s(single.plan_of_size(1)) == 2.0 + 2 * 1.0
 
 
 def test_experts_are_reduced_over_their_own_ranks():
     specs = (ParamSpec("dense", (8,)), ParamSpec("expert", (8,), group="expert"))
     workload = Workload((TensorWork("dense", 8), TensorWork("expert", 8)))
-    setting = Setting(workload, RingLink(1.0, 1e9), DistributedDataParallelConfig(), dp_size=8, specs=specs, expert_dp_size=2)
+    sizes = {"group_sizes": {"expert": 2}, "specs": specs}
+    setting = Setting(workload, RingLink(1.0, 1e9), DistributedDataParallelConfig(), dp_size=8, **sizes)
 
     trace = setting.traces(setting.plan_of_size(None), num_steps=1)[0]
 
@@ -77,16 +77,70 @@ def test_experts_are_reduced_over_their_own_ranks():
     assert setting.on(64).expert_dp_size == 16
 
 
+THREE_GROUPS = """
+model:
+  kind: params
+  params:
+    - {name: dense, shape: [256]}
+    - {name: expert, shape: [256], group: expert}
+    - {name: vision, shape: [256], group: vision}
+link: {kind: ring, latency_s: 1, bytes_per_s: 1.0e+9}
+workload: {tokens_per_microbatch: 1, flops_per_s: 1}
+group_sizes: {vision: 4}
+mode: reduce_scatter
+"""
+
+
+def test_each_named_group_has_its_own_ranks_in_plans_figures_and_memory(tmp_path):
+    (tmp_path / "run.yaml").write_text(THREE_GROUPS)
+    run = load_config(tmp_path / "run.yaml", ["ddp.fence=false"])
+
+    setting = setting_of(run, dp_size=16, expert_dp_size=2)
+
+    trace = setting.traces(setting.plan_of_size(None), num_steps=1)[0]
+    ranks = {record.label: record.num_ranks for record in trace.collectives if record.label.startswith("bucket")}
+    assert sorted(ranks.values()) == [2, 4, 16]
+    assert setting.on(8).group_sizes == {"vision": 2, "expert": 1}
+    # A ring of n ranks takes n - 1 s for each way, besides bytes that take no time to speak of.
+    assert setting.no_overlap_s - setting.workload.compute_s == pytest.approx(2 * (1 + 3 + 15) + 2 * 15, abs=0.1)
+    memory = memory_by_mode(setting.specs, run.ddp, dp_size=16, group_sizes=setting.group_sizes)["reduce_scatter"]
+    assert memory.moment_bytes == 8 * (256 // 16 + 256 // 4 + 256 // 2)
+
+
+@settings(max_examples=60)
+@given(workloads(), AFFINE_LINKS, st.booleans(), st.lists(st.sampled_from(["dense", "a", "b"]), min_size=7, max_size=7))
+def test_no_cuts_are_below_the_bound_where_groups_have_ranks_of_their_own(workload, link, is_sharded, groups):
+    specs = tuple(
+        ParamSpec(each.name, (each.numel,), group=group) for each, group in zip(workload.tensors, groups, strict=False)
+    )
+    ddp = DistributedDataParallelConfig(
+        layout="megatron", fence=False, use_distributed_optimizer=is_sharded, overlap_param_gather=is_sharded
+    )
+    setting = Setting(workload, link, ddp, 8, specs, {"a": 2, "b": 4}, has_grad_norm=False)
+
+    for plan in (setting.optimal_plan, setting.plan_of_size(20), setting.plan_of_size(None)):
+        assert setting.lower_bound_s <= setting.step_s(plan) * (1 + 1e-9) + 1e-12
+
+
+def test_a_size_for_a_group_without_parameters_is_refused_by_name(tmp_path):
+    (tmp_path / "run.yaml").write_text(THREE_GROUPS)
+    run = load_config(tmp_path / "run.yaml", ["group_sizes.vison=4"])
+
+    with pytest.raises(
+        ConfigError, match="group_sizes has 'vison', but the parameters of the model are of 'dense', 'expert', 'vision'"
+    ):
+        setting_of(run, dp_size=16)
+
+
 def test_efficiency_is_that_of_one_rank_alone_over_that_of_many():
     # All-reduce of 400 bytes on a ring of 100 bytes/s: 8 (n-1)/n s after 10 s of backward.
     workload = Workload((TensorWork("a", 100, 10.0),))
     setting = Setting(workload, RingLink(0.0, 100.0), DistributedDataParallelConfig(), dp_size=2)
 
-    rows = scaling(setting, bucket_numel=None, ranks=(1, 2, 4))
+    rows = scaling(setting, ranks=(1, 2, 4))
 
     assert [(row.num_ranks, row.step_s) for row in rows] == [(1, 10.0), (2, 14.0), (4, 16.0)]
     assert [row.efficiency for row in rows] == pytest.approx([1.0, 10 / 14, 10 / 16])
-    assert scaling(setting, bucket_numel=7, ranks=(4,)) == rows[2:]
 
 
 @settings(max_examples=100)
@@ -100,7 +154,6 @@ def test_a_sweep_goes_from_the_smallest_tensor_to_one_bucket(numels, count):
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == max(sum(numels), 1)
     assert sizes[0] == min([numel for numel in numels if numel] or [1]) or len(sizes) == 1
-    assert sizes_to_sweep(workload, (5, 3)) == (5, 3)
 
 
 @settings(max_examples=60)

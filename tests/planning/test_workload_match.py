@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
-from megabucket.planning.workload import TensorWork, Workload
-from megabucket.planning.workload_match import check_workload_matches, model_fingerprint
+from megabucket.planning.workload import TensorWork, Workload, check_workload_matches, model_fingerprint
 from megabucket.testing import param_specs
 
 SPECS = [ParamSpec("embedding", (10, 4)), ParamSpec("head.weight", (4, 3)), ParamSpec("head.bias", (3,))]

@@ -10,6 +10,7 @@ that stopped at different places would mix up their next collectives. The next c
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -58,12 +59,14 @@ class WorkerPool:
     """Processes that run functions as ranks of a process group. Starts them on first use.
 
     Args:
-        method: ``spawn`` begins each process from nothing and sees how Python ends it. ``forkserver`` forks them from one that
-            has loaded torch, for pools that are killed and started again: a start then costs a tenth.
+        first: how the first process starts. ``spawn`` begins it from nothing and sees how Python ends it. ``forkserver``, as
+            for all others, forks it from one that has loaded torch: a start then costs a tenth.
+        num_ranks: how many processes: the size of the default group, for what asks torch for that.
     """
 
-    def __init__(self, method: Literal["spawn", "forkserver"] = "spawn") -> None:
-        self._context = multiprocessing.get_context(method)
+    def __init__(self, first: Literal["spawn", "forkserver"] = "spawn", *, num_ranks: int = NUM_RANKS) -> None:
+        others = multiprocessing.get_context("forkserver")
+        self._contexts = [multiprocessing.get_context(first), *[others] * (num_ranks - 1)]
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
         self._directory = ""
@@ -117,16 +120,14 @@ class WorkerPool:
     def _start(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="megabucket-pool-")
         with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
-            for rank in range(NUM_RANKS):
-                ours, theirs = self._context.Pipe()
-                process = self._context.Process(
-                    target=_serve, args=(theirs, rank, self._directory), name=f"rank-{rank}", daemon=True
-                )
+            for rank, context in enumerate(self._contexts):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, rank, len(self._contexts), self._directory), daemon=True)
                 process.start()
                 theirs.close()
                 self._processes.append(process)
                 self._connections.append(ours)
-        self._collect(range(NUM_RANKS), _START_TIMEOUT_S, "starting the workers")
+        self._collect(range(len(self._contexts)), _START_TIMEOUT_S, "starting the workers")
 
     def _collect(self, ranks: range, timeout_s: float, what: str) -> dict[int, Any]:
         """Receive one answer per rank, or kill the pool and say which rank failed and how."""
@@ -163,14 +164,15 @@ class WorkerPool:
         return answers
 
 
-def _serve(connection: Connection, rank: int, directory: str) -> None:
+def _serve(connection: Connection, rank: int, num_ranks: int, directory: str) -> None:
     """Answer calls until told to stop: the main function of a worker process."""
     warnings.simplefilter("error")
     unraisable: list[str] = []  # errors in finalizers and the like, which Python would only print
     sys.unraisablehook = lambda what: unraisable.append("".join(traceback.format_exception(what.exc_value)))
-    store = dist.FileStore(str(Path(directory) / "rendezvous"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
-    groups = {size: dist.new_group(list(range(size))) for size in range(1, NUM_RANKS + 1)}
+    store = dist.FileStore(str(Path(directory) / "rendezvous"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, num_ranks + 1)}
+    gc.freeze()  # otherwise every collection passes over all of torch
     connection.send_bytes(pickle.dumps((False, None)))
     while (message := connection.recv_bytes()) != _STOP:
         try:

@@ -1,14 +1,7 @@
 """Configs and workloads that the tests of the report share."""
 
-import random
-
-from megabucket.config import DistributedDataParallelConfig
 from megabucket.planning import RunConfig
-from megabucket.planning.links import FlatLink, MeasuredLink, RingLink, TwoLevelLink
-from megabucket.planning.setting import Setting
-from megabucket.planning.workload import TensorWork, Workload
 from megabucket.report import collect
-from megabucket.trace import CollectiveKind
 
 HOSTILE = '</script><img src=x onerror="pwned=1">&amp;\'\u2028\u2029<!--\n\t\x00\u202eevil 名前 🪣 @DATA@ @STYLE@ $& ${pwned=1}'
 
@@ -67,60 +60,3 @@ def model_run(**sections):
 
 def report(run=None, *, dp_size=4, **arguments):
     return collect(run if run is not None else small(), dp_size=dp_size, **arguments)
-
-
-# Random settings for the comparison of both simulators. Seeded, not drawn by hypothesis: hundreds go to the browser at once. #
-
-
-def _seconds(rng):
-    return rng.choice((0.0, 1.0, rng.uniform(0, 1), 10 ** rng.uniform(-9, 0)))
-
-
-def _workload(rng):
-    count = rng.randint(1, 12)
-    numels = [rng.choice((0, 1, rng.randint(0, 9), rng.randint(0, 10**4), int(10 ** rng.uniform(0, 9)))) for _ in range(count)]
-    return Workload(
-        tuple(TensorWork(f"t{index}", numel, _seconds(rng), _seconds(rng)) for index, numel in enumerate(numels)),
-        bytes_per_element=rng.choice((1, 2, 4, 8)),
-        param_bytes_per_element=rng.choice((1, 2, 4, 8)),
-        optimizer_s=_seconds(rng),
-        num_microbatches=rng.randint(1, 3),
-        ready_order=rng.choice((None, tuple(rng.sample(range(count), count)))),
-    )
-
-
-def _ring(rng):
-    return RingLink(rng.choice((0.0, 10 ** rng.uniform(-7, -1))), 10 ** rng.uniform(3, 12))
-
-
-def _link(rng, num_ranks):
-    kind = rng.choice(("flat", "ring", "two levels", "measured"))
-    if kind == "flat":
-        return FlatLink(rng.choice((0.0, 10 ** rng.uniform(-7, -1))), rng.choice((0.0, 10 ** rng.uniform(-12, -6))))
-    if kind == "ring":
-        return _ring(rng)
-    if kind == "two levels":
-        return TwoLevelLink(_ring(rng), _ring(rng), rng.choice([n for n in (1, 2, 4) if num_ranks % n == 0]))
-    tables = {}
-    for operation in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER):
-        sizes = sorted({rng.choice((rng.randint(0, 100), int(10 ** rng.uniform(0, 9)))) for _ in range(5)} | {2**31})
-        tables[operation, rng.choice(("float32", "bfloat16"))] = tuple((size, _seconds(rng)) for size in sizes)
-    return MeasuredLink(tables, num_ranks)
-
-
-def random_settings(seed, count):
-    """Settings of both modes with every kind of link, each with a bucket size."""
-    rng = random.Random(seed)
-    cases = []
-    for _ in range(count):
-        num_ranks = rng.choice((1, 2, 4, 64))
-        is_sharded, overlaps = rng.random() < 0.5, rng.random() < 0.7
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=is_sharded,
-            overlap_grad_reduce=overlaps,
-            overlap_param_gather=is_sharded and overlaps and rng.random() < 0.7,
-        )
-        workload = _workload(rng)
-        setting = Setting(workload, _link(rng, num_ranks), ddp, num_ranks)
-        cases.append((setting, rng.choice((1, rng.randint(1, 20), int(10 ** rng.uniform(0, 10)), max(1, workload.numel // 3)))))
-    return cases

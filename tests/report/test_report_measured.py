@@ -9,7 +9,8 @@ from report_cases import book, report
 
 from megabucket.errors import ConfigError
 from megabucket.report import StepTraceLog, chrome_trace, read_measured
-from megabucket.trace import CollectiveKind, Interval, Lane, LaunchTimes, StepTrace
+from megabucket.trace import CollectiveKind, Interval, Lane, StepTrace
+from megabucket.trace.step_trace import LaunchTimes
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import json
 import re
 
 import pytest
-from report_cases import HOSTILE, book, report, small, tensors, zero
+from report_cases import HOSTILE, report, small, tensors, zero
 
 from megabucket.report import Measured, render_page
 from megabucket.report.measured import MeasuredPlan
-from megabucket.report.page import MAX_PAGE_BYTES
-from megabucket.report.page_data import page_costs
+from megabucket.report.page import MAX_PAGE_BYTES, timeline
+from megabucket.trace import Interval, Lane, StepTrace
 
 
 def data_of(html):
@@ -39,18 +39,18 @@ def test_nothing_of_a_model_can_end_its_script_element():
     assert not {"\u2028", "\u2029", "\u202e", "\x00"} & set(html)
     data = data_of(html)
     assert data["title"].startswith('</script><img src=x onerror="pwned=1">&amp;\'\\u2028')
-    assert data["work"]["names"][1].startswith("</script><img")
+    assert data["buckets"][0][1]["first_param"].startswith("</script><img")
 
 
 def test_placeholders_in_names_stay_names():
     html = render_page(report(small(workload={"tensors": [{"name": "@DATA@@STYLE@@SCRIPTS@", "numel": 5}]})))
 
-    assert data_of(html)["work"]["names"] == [0, "@DATA@@STYLE@@SCRIPTS@"]
+    assert data_of(html)["buckets"][0][1]["last_param"] == "@DATA@@STYLE@@SCRIPTS@"
 
 
 @pytest.mark.parametrize("count", [1, 3_000])
 @pytest.mark.parametrize("name", ["p{}", "{}" + "名" * 900])
-def test_the_page_stays_small_and_says_when_it_merged(count, name):
+def test_the_page_stays_small(count, name):
     run = small(
         workload={
             "tensors": [
@@ -66,65 +66,41 @@ def test_the_page_stays_small_and_says_when_it_merged(count, name):
         mode="reduce_scatter",
         ddp={"bucket_size": 2_000},
     )
+    figures = report(run, dp_size=8)
 
-    html = render_page(report(run, dp_size=8))
+    html = render_page(figures)
 
     assert len(html.encode()) < MAX_PAGE_BYTES
-    data = data_of(html)
-    is_merged = len(data["work"]["names"]) < 2 * count
-    assert is_merged == any("neighbours merged" in note for note in data["notes"])
-    assert data["sweep"][0][0] == 1000  # the sweep is of all tensors
+    plans = data_of(html)["plans"]
+    assert [plan["step_s"] for plan in plans if plan["key"] == "size"] == [row.step_s for row in figures.outlook.rows]
+    assert all(plan["parts"] for plan in plans)
 
 
-def test_a_usual_model_is_carried_whole():
-    blocks = [
-        f"model.layers.{layer}.{part}.weight"
-        for layer in range(160)
-        for part in ("attention.query_key_value", "mlp.up", "mlp.down", "norm")
-    ]
-    entries = [
-        {"name": name, "numel": 4096 * (3 + len(name) % 5), "backward_s": 1e-3 * (len(name) % 7), "forward_s": 1e-4}
-        for name in blocks
-    ]
+def test_every_plan_has_the_timeline_that_python_simulates():
+    figures = report(zero(), dp_size=4)
 
-    html = render_page(report(small(workload={"tensors": entries})))
+    data = data_of(render_page(figures))
 
-    assert len(html.encode()) < 100_000
-    assert len(data_of(html)["work"]["names"]) == 2 * len(blocks)
+    for plan, drawn in zip((*figures.sized(), *figures.plans), data["plans"], strict=True):
+        last = figures.setting.traces(plan.plan)[-1]
+        assert drawn["step_s"] == plan.step_s == pytest.approx(last.duration_s)
+        assert drawn["hidden"] == last.overlap_fraction
+        assert max(stop for *_, stop in drawn["parts"]) == data["ticks"]
+        compute = sum(stop - start for lane, _, _, start, stop in drawn["parts"] if lane == 0)
+        assert compute / data["ticks"] * plan.step_s == pytest.approx(last.compute_s, rel=1e-4)
 
 
-def test_long_tables_of_a_link_are_thinned_at_both_ends_kept():
-    points = [[size, 1e-5 + size * 1e-9] for size in range(1, 9_001)]
-    table = {"kind": "table", "num_ranks": 4, "tables": [{"operation": "all_reduce", "points": points}]}
-    figures = report(small(link=table), dp_size=4)
+def test_parts_too_narrow_to_see_become_one():
+    intervals = [Interval(Lane.COMM, f"bucket {i}", i / 8, (i + 1) / 8) for i in range(4)]
+    trace = StepTrace(0, 0, 0.0, 1.0, (Interval(Lane.COMPUTE, "backward", 0.0, 1.0), *intervals))
 
-    kept = page_costs(figures.setting)["reduce"]["points"]
-
-    assert len(kept) <= 402
-    assert [kept[0], *kept[-2:]] == [points[0], *points[-2:]]
-    assert any("some of the measured points" in note for note in data_of(render_page(figures))["notes"])
-
-
-def test_short_tables_of_a_link_are_carried_whole():
-    points = [[size, 1e-5 + size * 1e-9] for size in range(1, 300)]
-    table = {"kind": "table", "num_ranks": 4, "tables": [{"operation": "all_reduce", "points": points}]}
-    figures = report(small(link=table), dp_size=4)
-
-    assert page_costs(figures.setting)["reduce"]["points"] == points
-    assert data_of(render_page(figures))["notes"] == []
+    # Of 1,000,000 ticks a bucket takes 125,000; lane 2 is communication, kind 3 a bucket.
+    backward = [0, 1, -1, 0, 1_000_000]
+    assert sorted(timeline(trace, 400)) == [backward, *([2, 3, i, i * 125_000, (i + 1) * 125_000] for i in range(4))]
+    assert sorted(timeline(trace, 250_001)) == [backward, [2, 3, -1, 0, 250_000], [2, 3, -1, 250_000, 500_000]]
 
 
 def test_what_does_not_hide_anything_is_said():
     figures = report(small(workload={"tensors": tensors(5, backward_s=0.0)}))
 
     assert any("nothing about when gradients become ready" in note for note in data_of(render_page(figures))["notes"])
-
-
-def test_plans_of_many_buckets_are_not_drawn():
-    run = book(ddp={"bucket_size": 1}, workload={"tensors": tensors(*range(1, 400))})
-
-    plans = {plan["key"]: plan for plan in data_of(render_page(report(run)))["plans"]}
-
-    assert plans["config"]["buckets"] == 399
-    assert plans["config"]["drawn"] is None
-    assert plans["default"]["drawn"] is not None

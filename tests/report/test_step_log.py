@@ -5,14 +5,8 @@ import pytest
 
 from megabucket.errors import ConfigError
 from megabucket.report import StepTraceLog, TensorBoardLog, step_figures
-from megabucket.trace import (
-    CollectiveKind,
-    CollectiveRecord,
-    Interval,
-    Lane,
-    LaunchTimes,
-    StepTrace,
-)
+from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepTrace
+from megabucket.trace.step_trace import LaunchTimes
 
 
 def trace(step=7, start_s=100.0, *, communicates=True):

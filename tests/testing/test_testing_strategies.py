@@ -11,6 +11,8 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ModelLayout, ParamSpec
 from megabucket.testing import LayoutInput, ddp_configs, dp_sizes, layout_inputs, model_layouts, param_shapes, param_specs
 
+pytestmark = pytest.mark.long_file
+
 SEARCH = settings(max_examples=5_000, database=None, derandomize=True)
 WITHOUT_SHRINKING = settings(SEARCH, phases=[Phase.generate])
 
@@ -40,7 +42,8 @@ def any_one(strategy, condition):
             lambda: param_specs(dtypes=["int8"]),
             "dtypes=['int8'] must be a non-empty sequence out of float32, bfloat16, float16, float64",
         ),
-        (lambda: param_specs(groups="dense"), "groups='dense' must be a non-empty sequence out of dense, expert"),
+        (lambda: param_specs(groups="dense"), "groups='dense' must be a non-empty sequence of names"),
+        (lambda: param_specs(groups=["dense", ""]), "groups=['dense', ''] must be a non-empty sequence of names"),
         (lambda: ddp_configs(max_bucket_size=0), "max_bucket_size=0 must be an integer >= 1"),
         (lambda: ddp_configs(max_num_buckets=0), "max_num_buckets=0 must be an integer >= 1"),
         (lambda: ddp_configs(layouts=["flat"]), "layouts=['flat'] must be a non-empty sequence out of stable, megatron"),
@@ -98,7 +101,7 @@ def test_group_sizes_shrink_to_the_smallest():
 
 
 def test_inputs_shrink_to_one_parameter_the_default_config_and_one_rank():
-    assert minimal(layout_inputs()) == LayoutInput((ParamSpec("p0", (1,)),), DistributedDataParallelConfig(), 1, None)
+    assert minimal(layout_inputs()) == LayoutInput((ParamSpec("p0", (1,)),), DistributedDataParallelConfig(), 1, {})
 
 
 def test_a_layout_of_two_buckets_shrinks_to_two_parameters_of_one_element():
@@ -118,12 +121,22 @@ def test_a_layout_of_two_buckets_shrinks_to_two_parameters_of_one_element():
         ("more than 2**31 elements", param_shapes(max_numel=2**41), lambda shape: math.prod(shape) > 2**31),
         ("2**31 by factors that fit", param_shapes(max_numel=2**41), lambda shape: shape == (46_341, 46_341)),
         ("a shared embedding", param_specs(), lambda specs: any(spec.shared_embedding for spec in specs)),
-        ("experts beside dense ones", param_specs(), lambda specs: len({spec.group for spec in specs}) == 2),
+        ("three groups at once", param_specs(), lambda specs: len({spec.group for spec in specs}) == 3),
+        ("a group of any name", param_specs(groups=["a", "b"]), lambda specs: {spec.group for spec in specs} == {"a", "b"}),
         ("four dtypes at once", param_specs(), lambda specs: len({spec.dtype for spec in specs}) == 4),
         ("a name with a quote", param_specs(), lambda specs: '"' in specs[0].name),
         ("a group that is no power of two", dp_sizes(), lambda size: size & (size - 1) and size > 100),
         ("a group of 1024", dp_sizes(), lambda size: size == 1024),
-        ("another expert group", layout_inputs(), lambda case: case.expert_dp_size not in (None, case.dp_size)),
+        (
+            "groups of three sizes",
+            layout_inputs(),
+            lambda case: len({case.group_sizes.get(spec.group, case.dp_size) for spec in case.specs}) == 3,
+        ),
+        (
+            "a size of a group without a parameter",
+            layout_inputs(),
+            lambda case: bool(case.group_sizes.keys() - {spec.group for spec in case.specs}),
+        ),
         ("a model without elements", layout_inputs(), lambda case: sum(spec.numel for spec in case.specs) == 0),
         ("ten buckets", model_layouts(), lambda layout: layout.num_buckets >= 10),
         ("a cut in the middle", model_layouts(), lambda layout: len(layout.buffers[0].cuts or ()) == 1),

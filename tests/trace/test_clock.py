@@ -4,7 +4,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.trace import DeviceClock, HostClock
+from megabucket.trace.clock import DeviceClock, HostClock
 
 
 def rounded(value):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.trace import CollectiveKind, CollectiveRecord, Launch, StepRecorder
+from megabucket.trace import CollectiveKind, CollectiveRecord, StepRecorder
+from megabucket.trace.recorder import Launch
 
 
 class FakeClock:

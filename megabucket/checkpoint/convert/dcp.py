@@ -12,6 +12,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -42,8 +43,9 @@ from megabucket.checkpoint.capture import (
     state_name,
     values_of_state,
 )
+from megabucket.checkpoint.file_system import check_regular
 from megabucket.checkpoint.format import Json, Piece, Snapshot, TensorInfo
-from megabucket.checkpoint.ranks import GroupRanks, together
+from megabucket.checkpoint.ranks import GroupRanks, check_one_group, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.values import decode
 from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
@@ -73,20 +75,20 @@ def save_dcp(
         path: a directory that is empty or not there: that format cannot replace a checkpoint safely.
 
     Raises:
-        CheckpointError: the directory holds something, on some rank.
-        ConfigError: the wrapper's ranks are no process group.
-        MegabucketError: as ``save_checkpoint``, but for what the writing raises, which is torch's.
+        CheckpointError: the directory holds something, on some rank, or torch cannot write.
+        ConfigError: the wrapper's ranks are no process group, or do not all hold the same whole parameters.
+        MegabucketError: as ``save_checkpoint``.
     """
-    ranks = GroupRanks.of(ddp, "saving a checkpoint")
+    ranks = GroupRanks(ddp, "saving a checkpoint")
     group = together(ranks, lambda: _check_target(Path(path), ddp))
     snapshot = capture(TrainingParts(ddp, optimizer), data_position=data_position, extras=extras, with_rng=False)
     state_dict = _nested(snapshot, ddp.module)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process needs no group
+    with _torchs_errors(path, "write"):
         save(state_dict, checkpoint_id=str(path), process_group=group, no_dist=ranks.size == 1)
 
 
 def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
+    check_one_group(ddp, "torch.distributed.checkpoint")
     if path.exists() and any(path.iterdir()):
         raise CheckpointError(
             f"{path} is not empty. torch.distributed.checkpoint overwrites in place, and a crash would leave neither the old "
@@ -170,7 +172,7 @@ def load_dcp(
         cast: floating-point tensors may be converted to what they are here.
 
     Raises:
-        ConfigError: ``trusted`` is not ``True``.
+        ConfigError: ``trusted`` is not ``True``, or the ranks do not all hold the same whole parameters.
         MegabucketError: as ``load_checkpoint``; nothing was changed.
     """
     if trusted is not True:
@@ -179,7 +181,7 @@ def load_dcp(
             "trusted=True if nobody else could have written them; files of save_checkpoint need no trust."
         )
     parts = TrainingParts(ddp, optimizer)
-    stored = together(GroupRanks.of(ddp, "loading a checkpoint"), lambda: _open(Path(path), parts))
+    stored = together(GroupRanks(ddp, "loading a checkpoint"), lambda: _open(Path(path), parts))
     return restore(stored, parts, cast=cast)
 
 
@@ -206,6 +208,11 @@ class _StoredDcp:
 
 
 def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
+    check_one_group(parts.ddp, "torch.distributed.checkpoint")
+    if not (path / ".metadata").exists():
+        raise CheckpointError(f"{path}: it is no checkpoint of torch.distributed.checkpoint: .metadata is missing")
+    for file in path.iterdir():
+        check_regular(file, CheckpointError)
     metadata = FileSystemReader(str(path)).read_metadata()
     tensors, plain = {}, []
     aliases = {f"{MODEL_PREFIX}{name}" for name in _aliases(parts.ddp.module)}
@@ -229,13 +236,20 @@ def _load(state_dict: dict[str, Any], path: Path) -> None:
     Raises:
         CheckpointError: torch cannot read a file.
     """
+    with _torchs_errors(path, "read"):
+        load(state_dict, checkpoint_id=str(path), no_dist=True)
+
+
+@contextmanager
+def _torchs_errors(path: Path | str, verb: str) -> Iterator[None]:
+    """Make an error of ours of torch's, a BaseException, of which the other ranks would never be told."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process needs no group
         try:
-            load(state_dict, checkpoint_id=str(path), no_dist=True)
-        except CheckpointException as error:  # a BaseException, of which the other ranks would never be told
+            yield
+        except CheckpointException as error:
             cause = next((cause for cause, _ in error.failures.values()), error)
-            raise CheckpointError(f"{path}: torch cannot read it: {type(cause).__name__}: {cause}") from error
+            raise CheckpointError(f"{path}: torch cannot {verb} it: {type(cause).__name__}: {cause}") from error
 
 
 def _optimizer_values(

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from megabucket.buffer import dtype_named
 from megabucket.checkpoint.canonical import whole_piece
 from megabucket.checkpoint.capture import MODEL_PREFIX, values_of_state
+from megabucket.checkpoint.file_system import check_regular
 from megabucket.checkpoint.format import ITEM_BYTES, Piece, Snapshot
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.restore import Staging, Stored, source_of
@@ -134,32 +135,40 @@ def import_weights(source: Path | str, root: Path | str, *, step: int = 0, setti
         CheckpointNotSavedError: the checkpoint cannot be written.
     """
     pieces: dict[str, Piece] = {}
-    for path in _files(Path(source)):
-        for piece in _pieces(path):
-            if piece.info.name in pieces:
-                raise ConfigError(f"{path}: {piece.info.name.removeprefix(MODEL_PREFIX)!r} is in another file, too")
-            pieces[piece.info.name] = piece
+    for path, names in _files(Path(source)).items():
+        found = {piece.info.name: piece for piece in _pieces(path)}
+        for name in sorted(found.keys() & pieces.keys()):
+            raise ConfigError(f"{path}: {name.removeprefix(MODEL_PREFIX)!r} is in another file, too")
+        for name in names:
+            if f"{MODEL_PREFIX}{name}" not in found:
+                raise ConfigError(f"{path}: {name!r} is not in it, and {INDEX_NAME} says so")
+        pieces |= found
     snapshot = Snapshot([pieces[name] for name in sorted(pieces)], values_of_state())
     return save_snapshot(root, step, snapshot, AloneRanks(), settings)
 
 
-def _files(source: Path) -> list[Path]:
+def _files(source: Path) -> dict[Path, list[str]]:
+    """Return the files, and the tensors that an index says are in each."""
     if not source.is_dir():
-        return [source]
+        return {source: []}
     index = source / INDEX_NAME
     if not index.exists():
-        return [source / "model.safetensors"]
+        return {source / "model.safetensors": []}
+    check_regular(index, ConfigError)
+    found: dict[str, list[str]] = {}
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        for tensor, name in json.loads(index.read_bytes())["weight_map"].items():
+            found.setdefault(name, []).append(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index}: no index of safetensors files: {error}") from None
-    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    wrong = [name for name in found if not isinstance(name, str) or Path(name).name != name]
     if wrong:
         raise ConfigError(f"{index}: {wrong[0]!r:.200} is no name of a file beside it")
-    return [source / name for name in names]
+    return {source / name: found[name] for name in sorted(found)}
 
 
 def _pieces(path: Path) -> Iterator[Piece]:
+    check_regular(path, ConfigError)
     try:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict

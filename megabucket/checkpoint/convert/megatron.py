@@ -22,7 +22,15 @@ from typing import Any, Final
 import torch
 
 from megabucket.buffer import dtype_name, dtype_named
-from megabucket.checkpoint.canonical import canonical_name, flat, in_shape, named_buffers, named_params, whole_piece
+from megabucket.checkpoint.canonical import (
+    GlobalNames,
+    canonical_name,
+    flat,
+    in_shape,
+    named_buffers,
+    named_params,
+    whole_piece,
+)
 from megabucket.checkpoint.capture import (
     MAIN_PREFIX,
     MODEL_PREFIX,
@@ -34,7 +42,7 @@ from megabucket.checkpoint.capture import (
     values_of_state,
 )
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
-from megabucket.checkpoint.ranks import AloneRanks, GroupRanks, together
+from megabucket.checkpoint.ranks import AloneRanks, GroupRanks, check_one_group, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
 from megabucket.checkpoint.stored import copy_checked
@@ -138,7 +146,7 @@ def load_dp_zero(
         CheckpointMismatchError: state, layout and run do not fit; the text names everything that does not.
         MegabucketError: as ``load_checkpoint``; in any case nothing was changed.
     """
-    stored = together(GroupRanks.of(ddp, "loading a checkpoint"), lambda: _for_run(found, ddp, optimizer))
+    stored = together(GroupRanks(ddp, "loading a checkpoint"), lambda: _for_run(found, ddp, optimizer))
     return restore(stored, TrainingParts(ddp, optimizer), cast=cast)
 
 
@@ -185,6 +193,7 @@ class _HeldSnapshot:
 
 
 def _for_run(found: DpZeroState, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None) -> _HeldSnapshot:
+    check_one_group(ddp, "load_dp_zero()")
     trained = {canonical_name(name) for name in ddp.param_names.values()}
     here: dict[str, torch.Tensor] = {**named_params(ddp.module), **named_buffers(ddp.module)}
     others = {name: tensor.detach() for name, tensor in here.items() if name not in trained}
@@ -195,7 +204,7 @@ def _for_run(found: DpZeroState, ddp: DistributedDataParallel, optimizer: torch.
     is_adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     if not is_adam or any(group["amsgrad"] for group in inner.param_groups):
         _refuse([f"the optimizer here is {kind}, and the state is that of Adam or AdamW without amsgrad"])
-    names, _ = members_by_name(members_of(optimizer), ddp.module)
+    names = members_by_name(members_of(optimizer), GlobalNames(ddp))
     groups = list(zip(names, optimizer.param_groups, strict=True))
     return _HeldSnapshot(_snapshot(found, groups, kind, others), int(found.step))
 

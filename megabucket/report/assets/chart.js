@@ -40,6 +40,8 @@ const chart = (() => {
   const exact = value => Number(value).toLocaleString("en");
   const percent = value => value === null ? "–" : rounded(100 * value, 1) + " %";
 
+  const change = value => (value > 0 ? "+" : value < 0 ? "−" : "") + figures(Math.abs(value) * 100) + " %";
+
   // Round values from low to high, about so many.
   const ticks = (low, high, about) => {
     const raw = (high - low) / Math.max(1, about), power = 10 ** Math.floor(Math.log10(raw));
@@ -132,6 +134,6 @@ const chart = (() => {
     label();
   };
 
-  return {make, draw, seconds, secondsTick, shortCount, shortBytes, unitOf, figures, count, bytes, exact, percent, ticks, powers, scale, plot, path, mark, swatch, lineSwatch,
+  return {make, draw, seconds, secondsTick, shortCount, shortBytes, unitOf, figures, count, bytes, exact, percent, change, ticks, powers, scale, plot, path, mark, swatch, lineSwatch,
     boxSwatch, legend, nameNode, table, responsive, startTheme};
 })();

@@ -1,77 +1,39 @@
-// Joins the data to the page.
+// Joins the data to the page. Computes no times: every plan comes with its timeline.
 const page = (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = id => document.getElementById(id);
   const {make, draw, seconds, count, bytes, exact, percent} = chart;
 
-  const column = packed => packed.index ? packed.index.map(index => packed.values[index]) : packed.values;
-  const decoded = packed => {
-    const names = [];
-    let before = "";
-    for (let at = 0; at < packed.length; at += 2) names.push(before = before.slice(0, packed[at]) + packed[at + 1]);
-    return names;
-  };
-  const names = decoded(data.work.names);
-  const unpack = work => simulator.prepare({...work, numel: column(work.numel), backward_s: column(work.backward_s),
-    forward_s: column(work.forward_s)});
-  const ready = unpack(data.work);
-
-  // The plan that is shown: a bucket size, or one of the named plans.
-  const sizes = ready.numel.filter(numel => numel > 0);
-  const smallest = sizes.length ? sizes.reduce((a, b) => Math.min(a, b)) : 1;
-  const total = Math.max(smallest, sizes.reduce((a, b) => a + b, 0));
-  const slider = byId("size"), numelInput = byId("numel"), steps = Number(slider.max);
-  const numelAt = position => Math.round(smallest * (total / smallest) ** (position / steps));
-  const positionOf = numel => total === smallest ? 0
-    : Math.round(steps * Math.log(Math.min(Math.max(numel, smallest), total) / smallest) / Math.log(total / smallest));
-  const planOf = key => data.plans.find(plan => plan.key === key);
+  // The plans of the sweep, which the slider moves over, and the named ones.
+  const sized = data.plans.filter(plan => plan.key === "size"), named = data.plans.filter(plan => plan.key !== "size");
+  const planOf = key => named.find(plan => plan.key === key);
   const configured = planOf("config") || planOf("default"), optimal = planOf("optimal");
   const reduceName = data.mode === "all_reduce" ? "all-reduce" : "reduce-scatter";
-
-  const ofSize = numel => {
-    const buckets = simulator.bucketsOf(ready, simulator.uniformPlan(ready, numel), data.costs)
-      .map(bucket => ({...bucket, firstName: names[bucket.first], lastName: names[bucket.last]}));
-    return {key: null, numel, buckets, result: simulator.trace(ready, buckets, data.costs, data.overlap)};
-  };
-  const ofPlan = plan => {
-    const buckets = plan.drawn.map(([numel, gradBytes, paramBytes, readyS, needed, neededS, reduceS, gatherS, numTensors, firstName, lastName]) =>
-      ({numel, gradBytes, paramBytes, readyS, needed, neededS, reduceS, gatherS, numTensors, firstName, lastName}));
-    return {key: plan.key, numel: plan.bucket_numel, buckets, result: simulator.trace(ready, buckets, data.costs, data.overlap)};
-  };
+  const lanes = ["compute", "wait", "comm"], kinds = ["forward", "backward", "optimizer", "reduce", "gather", "step"];
+  const slider = byId("size");
   let shown = null, parts = [], chosen = -1;
+  let redrawTimeline = () => {}, redrawSweep = () => {};
 
   // One step #
-  const colours = {forward: "forward", backward: "backward", optimizer: "optimizer"};
+  const partsOf = plan => (plan.parts || []).map(([lane, kind, bucket, start, stop]) => ({lane: lanes[lane], kind: kinds[kind], bucket,
+    start: start / data.ticks * plan.step_s, stop: stop / data.ticks * plan.step_s}));
   const isWait = part => part.lane === "wait";
-  const nameOf = part => part.lane === "compute" ? part.kind : (isWait(part) ? "waiting for " : "")
-    + (part.kind === "step" ? "a small collective of the step" : (part.kind === "reduce" ? reduceName : "all-gather") + " of bucket " + part.bucket);
-  const spanOf = part => seconds(part.start, shown.result.stopS) + " to " + seconds(part.stop, shown.result.stopS) + " ("
-    + seconds(part.stop - part.start) + ")";
+  const ofBucket = part => (part.kind === "reduce" ? reduceName : "all-gather") + (part.bucket < 0 ? " of several buckets" : " of bucket " + part.bucket);
+  const nameOf = part => part.lane === "compute" ? part.kind
+    : (isWait(part) ? "waiting for " : "") + (part.kind === "step" ? "a small collective of the step" : ofBucket(part));
+  const spanOf = part => seconds(part.start, shown.step_s) + " to " + seconds(part.stop, shown.step_s) + " (" + seconds(part.stop - part.start) + ")";
   const detailsOf = part => {
-    if (part.bucket === null) return nameOf(part) + ": " + spanOf(part);
-    const bucket = shown.buckets[part.bucket];
-    const range = bucket.numTensors === 1 ? bucket.lastName : bucket.firstName + " to " + bucket.lastName;
-    const size = part.kind === "gather" ? bucket.paramBytes : bucket.gradBytes;
-    return nameOf(part) + ": " + spanOf(part) + ". " + exact(bucket.numTensors) + (bucket.numTensors === 1 ? " tensor, " : " tensors, ")
-      + count(bucket.numel) + " elements, " + bytes(size) + ": " + range;
+    const told = nameOf(part) + ": " + spanOf(part);
+    if (part.bucket < 0 || !shown.sizes) return told;
+    const [tensors, gradBytes, paramBytes] = shown.sizes[part.bucket];
+    return told + ". " + exact(tensors) + (tensors === 1 ? " tensor, " : " tensors, ") + bytes(part.kind === "gather" ? paramBytes : gradBytes);
   };
-  const scaleEnd = () => Math.max(configured.step_s, planOf("uniform").step_s, optimal.step_s, shown.result.stopS) || 1;
-
-  // Neighbours too narrow to see are drawn as one.
-  const visible = (list, sx) => {
-    const drawn = [];
-    for (const part of list) {
-      const last = drawn[drawn.length - 1];
-      if (last && last.kind === part.kind && sx(part.stop) - sx(last.start) < 1.5 && sx(part.start) - sx(last.stop) < 0.5) last.stop = part.stop;
-      else drawn.push({...part, part});
-    }
-    return drawn;
-  };
-  let timeScale = null;
+  const changeOf = plan => chart.change(configured.step_s > 0 ? plan.step_s / configured.step_s - 1 : 0);
+  const scaleEnd = () => Math.max(...named.map(plan => plan.step_s), shown.step_s) || 1;
   const laneTops = {compute: 44, wait: 44, comm: 116};
   const laneHeight = 40;
   const drawTimeline = width => {
-    const end = scaleEnd(), sx = timeScale = chart.scale(0, end, 1, width - 1);
+    const end = scaleEnd(), sx = chart.scale(0, end, 1, width - 1);
     const svg = draw("svg", {width, height: 196, viewBox: `0 0 ${width} 196`, "aria-hidden": "true"},
       draw("defs", {}, draw("pattern", {id: "hatch", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)"},
         draw("rect", {class: "wait-back", width: 7, height: 7}), draw("line", {class: "hatch", x1: 1, x2: 1, y1: 0, y2: 7}))));
@@ -84,18 +46,17 @@ const page = (() => {
       svg.append(draw("line", {class: "axis", x1: sx(tick), x2: sx(tick), y1: 160, y2: 166}),
         draw("text", {x: sx(tick), y: 181, "text-anchor": anchor}, chart.secondsTick(end)(tick)));
     }
-    for (const lane of ["compute", "wait", "comm"]) {
-      for (const item of visible(parts.filter(part => part.lane === lane), sx)) {
-        const x = sx(item.start), wide = Math.max(0.75, sx(item.stop) - x);
-        const look = isWait(item) ? {fill: "url(#hatch)"} : {class: (colours[item.kind] || item.kind) + (item.bucket % 2 ? " alt" : "")};
-        const gap = wide > 3 && lane === "comm" ? 0.75 : 0;
-        svg.append(draw("rect", {...look, x, y: laneTops[lane], width: wide - gap, height: laneHeight, "data-part": parts.indexOf(item.part)}));
-        if (lane === "comm" && item.bucket !== null && wide > 9 + 7 * String(item.bucket).length) {
-          svg.append(draw("text", {class: "on", x: x + wide / 2, y: laneTops[lane] + 25, "text-anchor": "middle"}, item.bucket));
-        }
+    parts.forEach((part, index) => {
+      const x = sx(part.start), wide = Math.max(0.75, sx(part.stop) - x);
+      const look = isWait(part) ? {fill: "url(#hatch)"} : {class: part.kind + (part.bucket > 0 && part.bucket % 2 ? " alt" : "")};
+      const gap = wide > 3 && part.lane === "comm" ? 0.75 : 0;
+      svg.append(draw("rect", {...look, x, y: laneTops[part.lane], width: wide - gap, height: laneHeight, "data-part": index}));
+      if (part.lane === "comm" && part.bucket >= 0 && wide > 9 + 7 * String(part.bucket).length) {
+        svg.append(draw("text", {class: "on", x: x + wide / 2, y: laneTops.comm + 25, "text-anchor": "middle"}, part.bucket));
       }
-    }
-    const stop = sx(shown.result.stopS), best = sx(optimal.step_s), isLeft = best > width / 2;
+    });
+    if (!shown.parts) svg.append(draw("text", {x: width / 2, y: laneTops.comm + 25, "text-anchor": "middle"}, "too many buckets to draw"));
+    const stop = sx(shown.step_s), best = sx(optimal.step_s), isLeft = best > width / 2;
     svg.append(draw("line", {class: "mark", x1: stop, x2: stop, y1: 30, y2: 162}));
     svg.append(draw("line", {class: "mark dashed", x1: best, x2: best, y1: 18, y2: 162}),
       draw("text", {x: best + (isLeft ? 1 : -1), y: 13, "text-anchor": isLeft ? "end" : "start"}, "optimal cuts end at " + seconds(optimal.step_s)));
@@ -115,51 +76,40 @@ const page = (() => {
     const most = 400, caption = "Parts of the step in order of their start"
       + (parts.length > most ? `: the first ${most} of ${exact(parts.length)}` : "");
     const rows = parts.slice(0, most).map(part => [part.lane === "comm" ? "communication" : "compute", nameOf(part),
-      seconds(part.start, shown.result.stopS), seconds(part.stop, shown.result.stopS), seconds(part.stop - part.start)]);
+      seconds(part.start, shown.step_s), seconds(part.stop, shown.step_s), seconds(part.stop - part.start)]);
     byId("timeline-table").replaceChildren(chart.table(caption, [["Lane"], ["Part"], ["From", true], ["To", true], ["Takes", true]], rows));
   };
-  const show = next => {
-    shown = next;
-    const result = shown.result;
-    parts = [...result.intervals].sort((a, b) => a.start - b.start || a.stop - b.stop);
+  const show = plan => {
+    shown = plan;
+    parts = partsOf(plan);
     chosen = -1;
     byId("part").textContent = "";
-    const sending = shown.buckets.filter(bucket => bucket.reduceS !== null).length;
-    const change = configured.step_s > 0 ? result.stepS / configured.step_s - 1 : 0;
     const reference = configured.key === "config" ? "Against this config" : "Against the default";
-    byId("stats").replaceChildren(...[["Step", seconds(result.stepS)], ["Exposed communication", seconds(result.exposedS)],
-      ["Communication hidden", result.commS > 0 ? percent(Math.max(0, 1 - result.exposedS / result.commS)) : "none to hide"],
-      ["Buckets", exact(sending)], [reference, (change > 0 ? "+" : change < 0 ? "−" : "") + chart.figures(Math.abs(change) * 100) + " %"],
+    const size = plan.bucket_numel === null ? "cut by name" : exact(plan.bucket_numel);
+    byId("stats").replaceChildren(...[["Step", seconds(plan.step_s)], [reference, changeOf(plan)], ["Exposed communication", seconds(plan.exposed_s)],
+      ["Communication hidden", plan.hidden === null ? "–" : percent(plan.hidden)], ["Buckets", exact(plan.buckets)], ["Elements of a bucket", size],
     ].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
-    for (const button of byId("plans").children) button.setAttribute("aria-pressed", String(button.dataset.key === shown.key));
-    if (shown.numel !== null) {
-      slider.value = positionOf(shown.numel);
-      numelInput.value = shown.numel;
-    } else {
-      numelInput.value = "";
-    }
-    const size = shown.numel === null ? shown.key : `${exact(shown.numel)} elements`;
-    slider.setAttribute("aria-valuetext", `${size}, ${exact(sending)} buckets, step ${seconds(result.stepS)}`);
+    for (const button of byId("plans").children) button.setAttribute("aria-pressed", String(button.dataset.key === plan.key));
+    if (plan.key === "size") slider.value = sized.indexOf(plan);
+    slider.setAttribute("aria-valuetext", `${plan.name}, ${exact(plan.buckets)} buckets, step ${seconds(plan.step_s)}`);
     byId("timeline").setAttribute("aria-label",
-      `Timeline of one step of ${seconds(result.stepS)}: compute and communication, ${exact(parts.length)} parts`);
+      `Timeline of one step of ${seconds(plan.step_s)}: compute and communication, ${exact(parts.length)} parts`);
     redrawTimeline();
     redrawSweep();
     fillTimelineTable();
   };
-  let redrawTimeline = () => {}, redrawSweep = () => {};
 
   const startTimeline = () => {
-    byId("plans").replaceChildren(...data.plans.map(plan => {
-      const button = make("button", {type: "button", "data-key": plan.key, "aria-pressed": "false", disabled: !plan.drawn,
-        title: plan.drawn ? null : "too many buckets to carry in this page"}, plan.name + ", " + seconds(plan.step_s));
-      button.addEventListener("click", () => show(ofPlan(plan)));
+    byId("plans").replaceChildren(...named.map(plan => {
+      const button = make("button", {type: "button", "data-key": plan.key, "aria-pressed": "false"},
+        `${plan.name}, ${seconds(plan.step_s)}` + (plan === configured ? "" : ` (${changeOf(plan)})`));
+      button.addEventListener("click", () => show(plan));
       return button;
     }));
-    slider.addEventListener("input", () => show(ofSize(numelAt(Number(slider.value)))));
-    numelInput.addEventListener("change", () => {
-      const numel = Math.floor(Number(numelInput.value));
-      if (numel >= 1 && Number.isFinite(numel)) show(ofSize(numel)); else numelInput.value = shown.numel || "";
-    });
+    slider.max = sized.length - 1;
+    const above = sized.findIndex(plan => plan.bucket_numel >= (configured.bucket_numel || 0));
+    slider.value = above < 0 ? sized.length - 1 : above;
+    slider.addEventListener("input", () => show(sized[Number(slider.value)]));
     const figure = byId("timeline");
     figure.addEventListener("keydown", event => {
       const target = {ArrowRight: chosen + 1, ArrowDown: chosen + 1, ArrowLeft: Math.max(0, chosen - 1), ArrowUp: Math.max(0, chosen - 1),
@@ -172,30 +122,23 @@ const page = (() => {
     figure.addEventListener("pointermove", event => { if (at(event) >= 0 && at(event) !== chosen) choose(at(event)); });
     figure.addEventListener("pointerdown", event => { if (at(event) >= 0) choose(at(event)); });
     byId("timeline-details").addEventListener("toggle", fillTimelineTable);
-    const box = look => chart.boxSwatch({class: look});
-    const entries = [[box("forward"), "forward"], [box("backward"), "backward"], [box("optimizer"), "optimizer"],
-      [chart.boxSwatch({fill: "url(#hatch)"}), "waiting for communication"], [box("reduce"), reduceName + " of a bucket"], [box("gather"), "all-gather of a bucket"],
-      [box("step"), "a small collective of the step"]];
-    const kinds = new Set(["wait", "reduce"]);
-    if (ready.forwardS > 0) kinds.add("forward");
-    if (ready.backwardS > 0) kinds.add("backward");
-    if (ready.optimizer_s > 0) kinds.add("optimizer");
-    if (data.costs.gather) kinds.add("gather");
-    if (data.costs.extra_s.length) kinds.add("step");
-    const order = ["forward", "backward", "optimizer", "wait", "reduce", "gather", "step"];
-    chart.legend(byId("timeline-legend"), entries.filter((_, index) => kinds.has(order[index])));
+    const texts = {forward: "forward", backward: "backward", optimizer: "optimizer", wait: "waiting for communication", reduce: reduceName + " of a bucket",
+      gather: "all-gather of a bucket", step: "a small collective of the step"};
+    const seen = new Set(data.plans.flatMap(plan => partsOf(plan).map(part => isWait(part) ? "wait" : part.kind)));
+    chart.legend(byId("timeline-legend"), Object.entries(texts).filter(([kind]) => seen.has(kind))
+      .map(([kind, text]) => [chart.boxSwatch(kind === "wait" ? {fill: "url(#hatch)"} : {class: kind}), text]));
   };
 
   // Step over bucket size #
   const markOf = {default: "diamond", config: "square", uniform: "circle"};
   const startSweep = () => {
-    const rows = data.sweep, measured = data.measured ? data.measured.plans.filter(plan => plan.x_numel !== null) : [];
+    const measured = data.measured ? data.measured.plans.filter(plan => plan.x_numel !== null) : [];
     // A size beyond everything is everything in one bucket.
-    const largest = Math.max(...rows.map(row => row[0]), total), xOf = numel => Math.min(numel, largest);
-    const placed = data.plans.filter(plan => plan.bucket_numel !== null && markOf[plan.key]);
-    const cutByName = data.plans.filter(plan => plan.key === "config" && plan.bucket_numel === null);
-    const xs = [...rows.map(row => row[0]), ...measured.map(plan => xOf(plan.x_numel)), ...placed.map(plan => xOf(plan.bucket_numel))];
-    const ys = [...rows.map(row => row[2]), ...data.plans.map(plan => plan.step_s), data.totals.lower_bound_s, ...measured.map(plan => plan.measured_s)];
+    const largest = Math.max(...sized.map(plan => plan.bucket_numel)), xOf = numel => Math.min(numel, largest);
+    const placed = named.filter(plan => plan.bucket_numel !== null && markOf[plan.key]);
+    const cutByName = named.filter(plan => plan.key === "config" && plan.bucket_numel === null);
+    const xs = [...sized.map(plan => plan.bucket_numel), ...measured.map(plan => xOf(plan.x_numel)), ...placed.map(plan => xOf(plan.bucket_numel))];
+    const ys = [...data.plans.map(plan => plan.step_s), data.lower_bound_s, ...measured.map(plan => plan.measured_s)];
     let [low, high] = [Math.min(...xs), Math.max(...xs)];
     if (low === high) [low, high] = [low / 2, high * 2];
     let [bottom, top] = [Math.min(...ys), Math.max(...ys)];
@@ -208,14 +151,14 @@ const page = (() => {
       if (x.ticks.length < 2) x.ticks = [low, high];
       const {svg, sx, sy, margin} = chart.plot({width, height: 300, x, y, label: "Step time over bucket size; the table below has the figures"});
       const across = (value, look) => svg.append(draw("line", {class: look, x1: margin.left, x2: width - margin.right, y1: sy(value), y2: sy(value)}));
-      across(data.totals.lower_bound_s, "quiet dotted");
+      across(data.lower_bound_s, "quiet dotted");
       across(optimal.step_s, "mark dashed");
       for (const plan of cutByName) across(plan.step_s, "quiet dashed");
-      svg.append(draw("path", {class: "curve", d: chart.path(rows.map(row => [sx(row[0]), sy(row[2])]))}));
-      for (const row of rows) svg.append(draw("circle", {class: "dot", cx: sx(row[0]), cy: sy(row[2]), r: 2.5}));
-      if (shown && shown.key === null) {
-        const xNow = Math.min(Math.max(shown.numel, low), high), yNow = Math.min(Math.max(shown.result.stepS, bottom), top);
-        svg.append(draw("line", {class: "now", x1: sx(xNow), x2: sx(xNow), y1: margin.top, y2: 300 - margin.bottom}), chart.mark("now", sx(xNow), sy(yNow)));
+      svg.append(draw("path", {class: "curve", d: chart.path(sized.map(plan => [sx(plan.bucket_numel), sy(plan.step_s)]))}));
+      for (const plan of sized) svg.append(draw("circle", {class: "dot", cx: sx(plan.bucket_numel), cy: sy(plan.step_s), r: 2.5}));
+      if (shown && shown.key === "size") {
+        const [xNow, yNow] = [sx(shown.bucket_numel), sy(shown.step_s)];
+        svg.append(draw("line", {class: "now", x1: xNow, x2: xNow, y1: margin.top, y2: 300 - margin.bottom}), chart.mark("now", xNow, yNow));
       }
       for (const plan of placed) svg.append(chart.mark(markOf[plan.key], sx(xOf(plan.bucket_numel)), sy(plan.step_s)));
       for (const plan of measured) svg.append(chart.mark("cross", sx(xOf(plan.x_numel)), sy(plan.measured_s)));
@@ -227,14 +170,14 @@ const page = (() => {
       ...placed.map(plan => [glyph(markOf[plan.key]), `${plan.name}, ${count(plan.bucket_numel)} elements: ${seconds(plan.step_s)}, ${bucketsText(plan.buckets)}`]),
       ...cutByName.map(plan => [chart.lineSwatch("quiet dashed"), `${plan.name}, cut by name: ${seconds(plan.step_s)}, ${bucketsText(plan.buckets)}`]),
       [chart.lineSwatch("mark dashed"), `optimal cuts: ${seconds(optimal.step_s)}, ${bucketsText(optimal.buckets)}`],
-      [chart.lineSwatch("quiet dotted"), `lower bound of any plan in this order: ${seconds(data.totals.lower_bound_s)}`],
+      [chart.lineSwatch("quiet dotted"), `lower bound of any plan in this order: ${seconds(data.lower_bound_s)}`],
       ...(measured.length ? [[glyph("cross"), "measured"]] : []),
       [glyph("now"), "the bucket size chosen above"],
     ]);
-    const tableRows = rows.map(row => [exact(row[0]), exact(row[1]), seconds(row[2]), seconds(row[3])]);
-    const marks = data.plans.map(plan => [plan.name + (plan.bucket_numel === null ? "" : ` (${exact(plan.bucket_numel)})`), exact(plan.buckets), seconds(plan.step_s), seconds(plan.exposed_s)]);
-    byId("sweep-table").replaceChildren(chart.table("Simulated step for uniform sizes without padding, then the named plans",
-      [["Elements", true], ["Buckets", true], ["Step", true], ["Exposed", true]], [...tableRows, ...marks]));
+    const rowOf = plan => [plan.key === "size" ? plan.name : plan.name + (plan.bucket_numel === null ? "" : ` (${exact(plan.bucket_numel)} elements)`),
+      exact(plan.buckets), seconds(plan.step_s), seconds(plan.exposed_s), plan.hidden === null ? "–" : percent(plan.hidden)];
+    byId("sweep-table").replaceChildren(chart.table("Simulated step for each bucket size, then for the named plans",
+      [["Plan"], ["Buckets", true], ["Step", true], ["Exposed", true], ["Hidden", true]], data.plans.map(rowOf)));
   };
 
   // Buckets #
@@ -245,11 +188,12 @@ const page = (() => {
     if (!entry.owners.length) return muted("all ranks");
     const owners = make("div", {});
     let next = 0;
-    for (const [first, last, firstName, lastName, number] of entry.owners) {
+    for (const owner of entry.owners) {
+      const {first_rank: first, last_rank: last} = owner;
       if (first > next) owners.append(make("div", {class: "of"}, `… ${exact(first - next)} ranks more`));
       next = last + 1;
       owners.append(make("div", {}, muted(first === last ? `rank ${first}: ` : `ranks ${first}–${last}: `),
-        ...(firstName ? nameRange(firstName, lastName, number) : [muted("padding only")])));
+        ...(owner.num_params ? nameRange(owner.first_param, owner.last_param, owner.num_params) : [muted("padding only")])));
     }
     return owners;
   };
@@ -259,11 +203,12 @@ const page = (() => {
       + (data.buckets.length < all ? ` The first and the last of ${exact(all)} buckets; the JSON file beside this page has all.` : "")
       + (data.mode === "all_reduce" ? " With all-reduce every rank owns, that is updates, all elements." : "");
     const rows = data.buckets.map(([index, entry]) => [
-      exact(index), make("div", {}, ...nameRange(entry.first, entry.last, entry.params), entry.params > 1 ? muted(` (${exact(entry.params)})`) : null),
-      exact(entry.numel), make("span", {}, exact(entry.padding), make("br"), muted(percent(entry.numel ? entry.padding / entry.numel : 0))),
-      bytes(entry.grad_bytes), exact(entry.owners.length ? entry.shard_numel : entry.numel), ownersOf(entry), entry.closed_by]);
+      exact(index), make("div", {}, ...nameRange(entry.first_param, entry.last_param, entry.num_params), entry.num_params > 1 ? muted(` (${exact(entry.num_params)})`) : null),
+      make("span", {}, exact(entry.numel), make("br"), muted(bytes(entry.grad_bytes))),
+      make("span", {}, exact(entry.padding_numel), make("br"), muted(percent(entry.numel ? entry.padding_numel / entry.numel : 0))),
+      ...(isSharded ? [exact(entry.owners.length ? entry.shard_numel : entry.numel), ownersOf(entry)] : []), entry.closed_by]);
     byId("buckets").replaceChildren(chart.table("Buckets in launch order", [["Bucket", true], ["Parameters", false, "names"], ["Elements", true],
-      ["Padding", true], ["Gradients", true], ["Per rank", true], ["Owners", false, isSharded ? "names owners" : ""], ["Closed by"]], rows));
+      ["Padding", true], ...(isSharded ? [["Per rank", true], ["Owners", false, "names owners"]] : []), ["Closed by"]], rows));
   };
 
   // Memory and scaling #
@@ -357,19 +302,14 @@ const page = (() => {
     const more = data.measured.count > plans.length ? `; the first ${plans.length} of ${exact(data.measured.count)}` : "";
     byId("measured-table").replaceChildren(chart.table("From " + data.measured.source + more, [["Row", true], ["Plan", false, "names"], ["Predicted", true], ["Measured", true],
       ["Error", true], ["Low", true], ["High", true], ["Exposed", true]], plans.map((plan, index) => [index + 1, plan.name,
-      seconds(plan.predicted_s), seconds(plan.measured_s), plan.measured_s > 0 ? (plan.predicted_s >= plan.measured_s ? "+" : "−")
-        + chart.figures(100 * Math.abs(plan.predicted_s / plan.measured_s - 1)) + " %" : "–", orDash(plan.low_s), orDash(plan.high_s), orDash(plan.exposed_s)])));
+      seconds(plan.predicted_s), seconds(plan.measured_s), plan.measured_s > 0 ? chart.change(plan.predicted_s / plan.measured_s - 1) : "–", orDash(plan.low_s), orDash(plan.high_s), orDash(plan.exposed_s)])));
   };
 
   // The head of the page #
   const startHead = () => {
     byId("title").textContent = data.title;
     document.title = data.title + ": megabucket report";
-    const gain = configured.step_s > 0 ? 1 - optimal.step_s / configured.step_s : 0;
-    const reference = configured.key === "config" ? "the buckets of this config" : "the default buckets";
-    byId("lead").textContent = `A step takes ${seconds(configured.step_s)} with ${reference}, ${seconds(planOf("uniform").step_s)} with the best size and `
-      + `${seconds(optimal.step_s)} with optimal cuts` + (gain > 0.0005 ? `, ${chart.figures(100 * gain)} % less` : "") + `. It computes for `
-      + `${seconds(data.totals.compute_s)}; one collective per tensor after backward would make it ${seconds(data.totals.no_overlap_s)}. All of this is simulated.`;
+    byId("lead").append(make("strong", {}, data.summary[0]), " " + data.summary.slice(1).join(" "));
     byId("facts").replaceChildren(...data.facts.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
     byId("notes").replaceChildren(...data.notes.map(text => make("p", {class: "note"}, text)));
     chart.startTheme(byId("theme"));
@@ -378,13 +318,11 @@ const page = (() => {
   startHead();
   startTimeline();
   startSweep();
-  const first = configured.drawn ? ofPlan(configured) : ofSize(configured.bucket_numel || total);
-  shown = first;
-  redrawTimeline = chart.responsive(byId("timeline"), width => { if (parts.length || shown) drawTimeline(width); });
-  show(first);
+  redrawTimeline = chart.responsive(byId("timeline"), width => { if (shown) drawTimeline(width); });
+  show(configured);
   startBuckets();
   startMemory();
   startScaling();
   startMeasured();
-  return {data, names, unpack, ofSize, ofPlan, shown: () => shown};
+  return {data, show, shown: () => shown};
 })();

@@ -49,13 +49,16 @@ def save_on_ranks(root: Path, step: int, file_system: FileSystem, *, size: int) 
             raise result
 
 
-def run_crash_points(base: Path, *, size: int, torn: bool, report: Callable[[str], None]) -> CrashPoints:
+def run_crash_points(
+    base: Path, *, size: int, torn: bool, report: Callable[[str], None], until: str | None = None
+) -> CrashPoints:
     """Save over an old checkpoint as often as a save has calls, and kill each save at another call.
 
     Args:
         base: an empty directory to work in.
         size: how many ranks save, as threads of the process that is killed.
         torn: a write that the kill hits has written half.
+        until: end with the first failure that says this.
     """
     before, work = base / "before", base / "work"
     save_on_ranks(before, OLD, FileSystem(), size=size)
@@ -75,6 +78,8 @@ def run_crash_points(base: Path, *, size: int, torn: bool, report: Callable[[str
         loaded.append(step)
         if problem:
             failures.append(f"call {index}: {problem}")
+        if until is not None and any(until in failure for failure in failures):
+            break
     report(
         f"{size} ranks{', torn writes' if torn else ''}: {counter.num_calls} calls, {len(loaded)} saves killed: "
         f"{loaded.count(OLD)} loaded the old checkpoint, {loaded.count(NEW)} the new one, {len(failures)} failures"

@@ -140,11 +140,14 @@ class _Vandal:
             path.symlink_to(self._old / path.name)
 
 
-def run_damage(root: Path, num_cases: int, seed: int, *, size: int, report: Callable[[str], None]) -> Damage:
+def run_damage(
+    root: Path, num_cases: int, seed: int, *, size: int, report: Callable[[str], None], until: str | None = None
+) -> Damage:
     """Damage a file, load, and put it back, ``num_cases`` times; the kinds take turns.
 
     Args:
         root: an empty directory.
+        until: end with the first failure that says this.
     """
     draw = random.Random(f"damage {seed}")
     vandal = _Vandal(root, draw, size)
@@ -162,6 +165,8 @@ def run_damage(root: Path, num_cases: int, seed: int, *, size: int, report: Call
             harmless[kind] += 1
         else:
             failures.append(f"case {index}, {kind} of {path.name}: {outcome}")
+            if until is not None and until in failures[-1]:
+                break
         if (index + 1) % 2_000 == 0:
             report(f"{index + 1} cases, {len(failures)} failures")
     report(

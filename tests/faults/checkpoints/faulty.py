@@ -96,9 +96,9 @@ class FaultyFileSystem(FileSystem):
         super().unlock(descriptor)
         self._call("unlock")
 
-    def read(self, path: Path) -> memoryview:
+    def read(self, path: Path, max_bytes: int) -> memoryview:
         self._call("read")
-        return super().read(path)
+        return super().read(path, max_bytes)
 
 
 def nothing(_index: int, _name: str) -> None:

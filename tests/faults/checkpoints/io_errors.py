@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from faults.checkpoints import sample
@@ -33,27 +34,29 @@ class IoErrors:
     failures: tuple[str, ...]
 
 
-def run_io_errors(base: Path, *, size: int, codes: tuple[int, ...] = CODES, report: Callable[[str], None]) -> IoErrors:
+def run_io_errors(
+    base: Path, *, size: int, codes: tuple[int, ...] = CODES, report: Callable[[str], None], until: str | None = None
+) -> IoErrors:
     """Refuse each call of a save on each rank, once and from then on, with each error number.
 
     Args:
         base: an empty directory to work in.
+        until: end with the first failure that says this.
     """
     warnings.simplefilter("ignore")  # old checkpoints that cannot be removed: said, and no failure
     before, work = base / "before", base / "work"
     save_on_ranks(before, OLD, FileSystem(), size=size)
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
-    for victim in range(size):
-        for index in range(_num_calls(before, work, victim, size)):
-            for code in codes:
-                for for_good in (False, True):
-                    fault = FaultyFileSystem(fail_at(index, code, for_good=for_good))
-                    outcome, problem = _try(before, work, fault, victim, size)
-                    outcomes[outcome] += 1
-                    if problem:
-                        name = f"{errno.errorcode[code]}{' for good' if for_good else ''}"
-                        failures.append(f"rank {victim}, call {index}, {name}: {problem}")
+    calls = ((victim, index) for victim in range(size) for index in range(_num_calls(before, work, victim, size)))
+    for (victim, index), code, for_good in ((call, *fault) for call in calls for fault in product(codes, (False, True))):
+        outcome, problem = _try(before, work, FaultyFileSystem(fail_at(index, code, for_good=for_good)), victim, size)
+        outcomes[outcome] += 1
+        if problem:
+            name = f"{errno.errorcode[code]}{' for good' if for_good else ''}"
+            failures.append(f"rank {victim}, call {index}, {name}: {problem}")
+            if until is not None and until in failures[-1]:
+                break
     report(f"{size} ranks: {outcomes.total()} refused calls: {dict(outcomes)}, {len(failures)} failures")
     return IoErrors(outcomes, tuple(failures))
 

@@ -1,0 +1,107 @@
+"""``finalize_grads``: what tensor and pipeline parallelism add to a gradient, in the one order that mixes no partial sums.
+
+::
+
+    backward -> reduced over data-parallel ranks -> summed over copies -> divided by tokens -> optimizer: norm, clip, update
+
+Copies of a parameter on other ranks (a tied embedding on two pipeline stages, a norm whose sequence is cut over tensor-parallel
+ranks) each have a part of its gradient. With shards a rank owns a piece of it after the reduction, and the rest of its buffer
+means nothing; so it adds up the piece with the ranks that own the same one. That they do was compared when wrapping. The norm
+comes last and counts each element once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from megabucket.comm import AllReduce, Broadcast
+from megabucket.ddp.distributed_data_parallel import DistributedDataParallel
+from megabucket.ddp.groups import DENSE
+from megabucket.ddp.step import UPDATING
+from megabucket.errors import ConfigError
+from megabucket.layout.shards import shard_slices
+
+
+@torch.no_grad()
+def finalize_grads(
+    chunks: DistributedDataParallel | Iterable[DistributedDataParallel], *, num_tokens: float | torch.Tensor | None = None
+) -> None:
+    """Leave the gradients of the whole model behind: call it after the last backward of a step, before the optimizer's step.
+
+    A collective call of all ranks that agree on steps. Reduces what was not reduced yet, then adds up the gradients of
+    parameters that are ``partial`` along one of the wrapper's ``copies``, and divides all by the number of tokens.
+
+    Args:
+        chunks: the wrapped model, or the wrapped parts of it on this rank.
+        num_tokens: what the losses of this rank were summed over, in all microbatches. Sums over the ranks of ``dense``, and
+            those of the last pipeline stage count if there is ``copies={"pp": ...}``: the others may give any number, but
+            not ``None``. ``None``: nothing is divided.
+
+    Raises:
+        ConfigError: tokens are given, and the gradients are means over ranks already.
+        LayoutMismatchError: tokens are given on some ranks only.
+        MegabucketError: the step is not whole on some rank; all ranks raise the same error.
+    """
+    wrappers = [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks)
+    for ddp in wrappers:
+        ddp.start_grad_sync()
+    for ddp in wrappers:
+        ddp.finish_grad_sync()
+        failure = None
+        if num_tokens is not None and ddp.policy.averages:
+            failure = ConfigError(
+                "finalize_grads() got num_tokens, but grad_reduction='mean' has divided the gradients by the number of ranks: "
+                "they would be divided twice. Set grad_reduction='sum', and let the loss be a sum over tokens."
+            )
+        ddp.sync.call("finalize_grads()", [("num_tokens is given:", num_tokens is not None)], failure)
+    for ddp in wrappers:
+        if not ddp.sync.skip_reason:
+            with ddp.sync.leaving_no_mess("finalize_grads()", UPDATING):
+                _sum_over_copies(ddp)
+    if num_tokens is not None and wrappers:
+        with wrappers[0].sync.leaving_no_mess("finalize_grads()", UPDATING):
+            total = _total_tokens(wrappers[0], num_tokens)
+        for ddp in wrappers:
+            ddp.scale_gradients(1.0 / max(total, 1.0))
+
+
+def _sum_over_copies(ddp: DistributedDataParallel) -> None:
+    for along, communicator in ddp.ranks.copies.items():
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for piece in _pieces(ddp, along):
+            by_dtype.setdefault(piece.dtype, []).append(piece)
+        for pieces in by_dtype.values():
+            # Many small ones take one collective; the one large weight that is tied takes no copy.
+            flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            communicator.launch([AllReduce(flat)], label=f"gradients along {along}").wait()
+            if flat is not pieces[0]:
+                torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
+
+
+def _pieces(ddp: DistributedDataParallel, along: str) -> Iterator[torch.Tensor]:
+    """Yield what this rank has of the gradients that are parts along a dimension, in the order that all ranks have."""
+    found: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+    for group in ddp.bucket_groups:
+        for bucket in group.buckets:
+            buffer = bucket.buffer
+            if not ddp.policy.is_sharded or bucket.slots[0].param.grad is bucket.slots[0].view:  # or force_all_reduce
+                slots = {name: buffer.layout.params[name] for name in bucket.layout.params}
+                spans = [(name, slot.start, slot.stop) for name, slot in slots.items()]
+            else:
+                owned = shard_slices(buffer.layout, bucket=bucket.layout.index, rank=group.communicator.rank)
+                spans = [(piece.param, *piece.in_buffer) for piece in owned]
+            for name, start, stop in spans:
+                if along in (identity := ddp.identities[name]).partial:
+                    found[identity.global_name, identity.offset] = buffer.grad_data[start:stop]  # 1D
+    yield from (found[place] for place in sorted(found))
+
+
+def _total_tokens(ddp: DistributedDataParallel, num_tokens: float | torch.Tensor) -> float:
+    device = ddp.param_and_grad_buffers[0].grad_data.device
+    total = torch.zeros(1, dtype=torch.float64, device=device) + num_tokens
+    result = ddp.ranks.by_name[DENSE].communicator.launch([AllReduce(total)], label="tokens").read(total)
+    if (stages := ddp.ranks.copies.get("pp")) is not None:
+        result = stages.launch([Broadcast(total, stages.size - 1)], label="tokens of the last stage").read(total)
+    return float(result)

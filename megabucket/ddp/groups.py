@@ -1,0 +1,463 @@
+"""The ranks of one wrapper: named groups that parameters are reduced over, and those that agree on steps and on norms.
+
+A model that is trained by data parallelism alone has one group, ``dense``, and all else follows from it. Experts are reduced
+over the ranks that hold the same ones. Steps are agreed on by all ranks that share a group. A norm adds up the gradients of all
+ranks that hold parts of the model, each element once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import torch
+
+from megabucket.comm import (
+    Accelerator,
+    Communicator,
+    Liveness,
+    ReplicaReducer,
+    discover_communicator,
+    exchange,
+    with_same_host_copies,
+)
+from megabucket.comm.communicator import Progress
+from megabucket.comm.torch import default_group_of, levels_of, members_of, process_group_of
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.config.resolve import StepPolicy, resolve_step
+from megabucket.ddp.fence import Entry, Fence
+from megabucket.errors import ConfigError, MegabucketError, UnsupportedParameterError, name_list
+from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity
+from megabucket.trace import Recorder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_LOGGER: Final = logging.getLogger("megabucket")
+DENSE: Final = "dense"
+"""The group of parameters that nothing assigns to another one."""
+_EXPERT: Final = "expert"  # of parameters that Megatron's layers mark with allreduce=False
+
+GroupOf = Callable[[str, torch.Tensor], "str | None"] | Mapping[str, str]
+"""Returns the group of a parameter by its name and itself, ``None`` for the default; or names groups by patterns of names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionGroup:
+    """The ranks that the parameters of one named group are reduced over.
+
+    Args:
+        ranks: a process group, a device mesh, or a communicator. A mesh of two dimensions is ``ranks`` along its last one and
+            ``replicate`` along its first.
+        replicate: the ranks that hold the same shard, one of each replica, this one included: gradients are reduce-scattered
+            over ``ranks`` and then all-reduced over these. Needs the distributed optimizer. ``None``: there is one replica.
+        divisor: of the mean. ``None``: the number of ranks of the group ``dense``, all replicas together, for every group, as
+            in Megatron: the gradient of an expert is a sum over the tokens that all these ranks have sent to it.
+        unused_parameters: as the config's field of this name. ``None``: as there for ``dense``; zeros for other groups, since
+            an expert may get no token.
+    """
+
+    ranks: Any
+    replicate: Any = None
+    divisor: float | None = None
+    unused_parameters: Literal["error", "zero"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelGroups:
+    """Which ranks do what for which parameters.
+
+    Args:
+        reduction: the ranks of each named group, as ``ReductionGroup`` or what that takes. ``dense`` is for parameters that
+            nothing assigns to another one.
+        group_of: the group of a parameter: a function of its name and itself, or a dict of patterns of names. What it leaves
+            out is in ``expert`` if Megatron's layers have marked it (``allreduce=False``), else in ``dense``.
+        identity: the identity of a parameter under tensor, pipeline or expert parallelism, as a function of its local name and
+            itself; ``None`` for the default. With ``copies={"tp": ...}`` the default follows Megatron's attributes
+            (``tensor_model_parallel``, ``partition_dim``, ``shared``); ``expert_tp`` is for experts cut over other ranks.
+        copies: ranks that hold copies of parameters, by the names that identities give; the pipeline stages, as ``pp``, if
+            ``finalize_grads`` is to count tokens.
+        norm_group: all ranks that hold parts of the model; each element counts once in the norm over them. Where gradients
+            are all-reduced, those of one replica are enough. ``None``: those that agree on steps, unless there is one group;
+            then a norm over parts or copies is refused.
+        step_group: ranks that agree on steps. ``None``: those of the group, ``norm_group`` included, that contains all others;
+            or all ranks of the program, where they are the replicas of one group.
+    """
+
+    reduction: Mapping[str, Any]
+    group_of: GroupOf | None = None
+    identity: IdentityOf | None = None
+    copies: Mapping[str, Any] = field(default_factory=dict)
+    norm_group: Any = None
+    step_group: Any = None
+
+
+class Reduction(NamedTuple):
+    """How the gradients of one named group are reduced."""
+
+    communicator: Communicator
+    """Of the ranks that gradients are reduced over; where there are replicas, those of one."""
+    divisor: float
+    policy: StepPolicy
+    replicas: ReplicaReducer | None = None
+    """Of the ranks that hold the same shard, one of each replica; ``None``: there is one replica."""
+    places: Sequence[Sequence[Entry]] = ((),)
+    """What the ranks of each of ``communicators`` must have in common so that shards and replicas form a grid."""
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica. What all replicas hold counts, and is written, in the first one."""
+        return 0 if self.replicas is None else self.replicas.communicator.rank
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """What is alike on the ranks of each is alike on all ranks that hold these parameters."""
+        return [self.communicator] if self.replicas is None else [self.communicator, self.replicas.communicator]
+
+
+class RankGroups:
+    """The communicators of one wrapper.
+
+    Attributes:
+        by_name: the reduction groups, ``dense`` first.
+        step: all ranks that agree on steps and calls; it contains every reduction group.
+        norm: all ranks that hold different parts of the model; ``None``: only the shards of ``dense`` are apart.
+        copies: ranks that hold copies of a parameter, by the names that identities give them.
+    """
+
+    def __init__(
+        self,
+        by_name: Mapping[str, Reduction],
+        *,
+        step: Communicator,
+        norm: Communicator | None = None,
+        copies: Mapping[str, Communicator] | None = None,
+        owned: Sequence[Communicator] = (),
+    ) -> None:
+        self.by_name = dict(by_name)
+        self.step, self.norm = step, norm
+        self.copies = dict(copies or {})
+        self._owned = tuple(owned)
+        self.has_same_params = len(self.by_name) == 1 and self.by_name[DENSE].communicator is step
+        """Whether all ranks that agree on steps hold the same parameters."""
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """All communicators, each once: what a rank that breaks off must tell so."""
+        of_groups = chain.from_iterable(group.communicators for group in self.by_name.values())
+        found = [self.step, *of_groups, *self.copies.values()]
+        return list(dict.fromkeys(found if self.norm is None else [*found, self.norm]))
+
+    def close(self) -> None:
+        """End the communicators that were made for the wrapper."""
+        for communicator in self._owned:
+            communicator.close()
+
+    def counts(self, identity: ParamIdentity, *, is_sharded: bool) -> bool:
+        """Whether this rank's values of a parameter enter the norm, so that each element of the model enters it once.
+
+        They do if the parameter is reduced over ranks that the first of its copies is one of, on the first of the ranks that
+        hold the same values and take part in the norm: all of these ranks without shards, else those of the other replicas.
+
+        Args:
+            is_sharded: whether the ranks of its reduction group hold different parts of its gradient.
+        """
+        group = self.by_name[identity.group]
+        if self.norm is None:
+            return group.replica == 0
+        shards, *replicas = group.communicators
+        for alike in replicas if is_sharded else [shards]:
+            if alike.members[alike.rank] != next(filter(self.norm.members.__contains__, alike.members)):
+                return False
+        return all(self.copies[name].members[0] in shards.members for name in identity.copies)
+
+    def find_norm_obstacle(
+        self, identities: Mapping[str, ParamIdentity], params: Mapping[torch.nn.Parameter, str]
+    ) -> ConfigError | None:
+        """Return why the norm would leave parts of the model out, or count some twice: an error that names a parameter.
+
+        Args:
+            identities: by name.
+            params: the names of the trainable parameters.
+        """
+        for param, name in params.items():
+            is_part = identities[name].global_shape != tuple(param.shape)
+            # Megatron marks parameters also where one rank holds all of them.
+            is_unknown = getattr(param, "tensor_model_parallel", False) and not is_part and "tp" not in self.copies
+            if is_unknown or (self.norm is None and (is_part or identities[name].copies)):
+                return ConfigError(
+                    f"other ranks than those of its data-parallel group hold parts or copies of {name!r}, and the wrapper does "
+                    "not know which ranks make up the model: each would take another norm, and clipping would let copies drift "
+                    'apart. Pass groups=ParallelGroups({"dense": dp}, copies={"tp": tp}, norm_group=...) to '
+                    "DistributedDataParallel, with all ranks of the model as norm_group; or clip_grad=0 and "
+                    "returns_grad_norm=False to DistributedOptimizer."
+                )
+        return None
+
+    def agree(
+        self,
+        fence: Fence,
+        label: str,
+        entries: Sequence[Entry],
+        by_group: Mapping[str, Sequence[Entry]],
+        failure: Exception | None,
+        *,
+        device: torch.device,
+        step: int = 0,
+    ) -> tuple[MegabucketError | None, bool]:
+        """Go through the gate of a call. See ``Fence.call``.
+
+        Args:
+            entries: what must be equal on all ranks.
+            by_group: what must be equal on the ranks of each reduction group, and of each of ``copies``, by ``copies_key``.
+        """
+        if self.has_same_params:
+            return fence.call(label, [*entries, *by_group.get(DENSE, ())], failure, step=step)
+        error, sent_buckets = fence.call(label, entries, failure, step=step)
+        if error is not None or not by_group:
+            return error, sent_buckets
+        found: MegabucketError | None = None
+        inner: list[tuple[Communicator, Sequence[Entry]]] = [
+            (communicator, [*by_group.get(name, ()), *place])
+            for name, group in self.by_name.items()
+            for communicator, place in zip(group.communicators, group.places, strict=True)
+        ]
+        inner += [(ranks, by_group[key]) for along, ranks in self.copies.items() if (key := copies_key(along)) in by_group]
+        for communicator, equal in inner:  # all of them: other ranks may find nothing wrong
+            inside = Fence(communicator, num_buckets=0, policy=self.by_name[DENSE].policy, device=device)
+            error, _ = inside.call(label, equal, None, step=step)
+            found = found or error
+        error, _ = fence.call(label, [], found, step=step)
+        return found or error, False
+
+
+def copies_key(along: str) -> str:
+    """Return the key of what must be equal on the ranks of ``copies[along]``; no reduction group has this name."""
+    return f"copies {along!r}"
+
+
+def single(communicator: Communicator, policy: StepPolicy, *, is_owned: bool = False) -> RankGroups:
+    """Return the ranks of a wrapper with one group."""
+    ranks = Reduction(communicator, communicator.size, policy)
+    return RankGroups({DENSE: ranks}, step=communicator, owned=(communicator,) if is_owned else ())
+
+
+def discover(
+    given: ParallelGroups, config: DistributedDataParallelConfig, *, device: torch.device, recorder: Recorder | None = None
+) -> RankGroups:
+    """Return the ranks of a wrapper with several groups. All ranks of each group call it, with the same names.
+
+    Args:
+        device: of the parameters.
+
+    Raises:
+        ConfigError: there is no group ``dense``, a value is no group, no group contains all others and none is given, the ranks
+            of the norm lack copies or shards, or there are replicas of what is not sharded.
+        MegabucketError: another rank does not come, or waits elsewhere.
+    """
+    names = sorted(given.reduction, key=lambda name: (name != DENSE, name))
+    if DENSE not in names:
+        raise ConfigError(f"groups need {DENSE!r}, the ranks of parameters in no other group; got {name_list(names)}")
+    policy, made = resolve_step(config), _Made(config, device, recorder)
+    groups = {name: _as_group(name, given.reduction[name], policy) for name in names}
+    replicated = {name: group for name, group in groups.items() if group.replicate is not None}
+    candidates = {name: group.ranks for name, group in groups.items()}
+    copies = {copies_key(name): ranks for name, ranks in given.copies.items()}
+    if given.norm_group is not None:
+        shards = candidates if policy.is_sharded else {}
+        _check_contains("norm_group=", given.norm_group, {**shards, **copies}, "gradients would be missing in the norm")
+        candidates["norm_group"] = given.norm_group
+    candidates |= copies | {f"replicas of {name!r}": group.replicate for name, group in replicated.items()}
+    step_ranks = _widest(candidates, replicated) if given.step_group is None else given.step_group
+    _check_contains("step_group=", step_ranks, candidates, "all of them agree on each step")
+    # First of all: the others share its progress.
+    step = made.communicator(step_ranks)
+    made.step, step.progress.members = step, step.members
+    by_name: dict[str, Reduction] = {}
+    for name, group in groups.items():
+        is_zero = group.unused_parameters == "zero" if group.unused_parameters else policy.unused_is_zero or name != DENSE
+        by_name[name] = reduction = made.reduction(group, replace(policy, unused_is_zero=is_zero))
+        divisor = math.prod(one.size for one in by_name[DENSE].communicators) if group.divisor is None else group.divisor
+        by_name[name] = reduction._replace(divisor=float(divisor))
+    norm = made.communicator(given.norm_group) if given.norm_group is not None else step if len(by_name) > 1 else None
+    known = {name: made.communicator(ranks) for name, ranks in sorted(given.copies.items())}
+    return RankGroups(by_name, step=step, norm=norm, copies=known, owned=made.owned)
+
+
+def communicator_for(
+    process_group: ProcessGroup | None,
+    config: DistributedDataParallelConfig,
+    *,
+    device: torch.device,
+    recorder: Recorder | None = None,
+    progress: Progress | None = None,
+) -> Communicator:
+    """Return the communicator of a process group, as the config wants it. Arguments and errors: ``discover_communicator``.
+
+    Args:
+        device: of the parameters.
+    """
+    made = discover_communicator(process_group, recorder, Liveness.from_config(config), progress=progress)
+    return with_same_host_copies(made, device) if resolve_step(config).copies_on_host else made
+
+
+class _Made:
+    """Communicators that were made from groups, one for each."""
+
+    def __init__(self, config: DistributedDataParallelConfig, device: torch.device, recorder: Recorder | None) -> None:
+        self._config, self._device, self._recorder = config, device, recorder
+        self.step: Communicator | None = None
+        """That of all ranks. The others share its progress, and errors name ranks by their place in it."""
+        self._made: dict[Any, Communicator] = {}
+        self._replicas: dict[Communicator, ReplicaReducer] = {}
+        self.owned: list[Communicator] = []
+
+    def communicator(self, ranks: Any) -> Communicator:
+        group = process_group_of(ranks)
+        progress = None if self.step is None else self.step.progress
+        if isinstance(group, Communicator):
+            group.progress.members = () if progress is None else progress.members
+            return group
+        if group not in self._made:
+            made = communicator_for(group, self._config, device=self._device, recorder=self._recorder, progress=progress)
+            self._made[group] = made
+            self.owned.append(made)
+        return self._made[group]
+
+    def reduction(self, group: ReductionGroup, policy: StepPolicy) -> Reduction:
+        """Return how a group is reduced; its divisor is not known yet. All of its ranks call it."""
+        inside = self.communicator(group.ranks)
+        over = None if group.replicate is None else self.communicator(group.replicate)
+        if over is None or over.size == 1:
+            return Reduction(inside, 1.0, policy)
+        # One for each communicator: on it, all launches have one order.
+        replicas = self._replicas.setdefault(over, ReplicaReducer(over, Accelerator.of(self._device)))
+        own = json.dumps(list(inside.members)).encode()
+        grid = [json.loads(row) for row in exchange(over, own, device=self._device, label="replicas")]
+        places = [[("ranks of each replica:", *grid)], [(f"replicate= of shard {inside.rank} of {inside.size}",)]]
+        return Reduction(inside, 1.0, policy, replicas, places)
+
+
+def _as_group(name: str, given: Any, policy: StepPolicy) -> ReductionGroup:
+    group = given if isinstance(given, ReductionGroup) else ReductionGroup(given)
+    if group.replicate is None:
+        ranks, replicate = levels_of(group.ranks)
+        group = replace(group, ranks=ranks, replicate=replicate)
+    if group.divisor is not None and not (math.isfinite(group.divisor) and group.divisor > 0):
+        raise ConfigError(f"the divisor of the group {name!r} must be a finite number above 0, got {group.divisor!r}")
+    if group.unused_parameters not in (None, "error", "zero"):
+        raise ConfigError(f"unused_parameters of the group {name!r} must be 'error' or 'zero', got {group.unused_parameters!r}")
+    if group.replicate is not None and not policy.is_sharded:
+        raise ConfigError(
+            f"the group {name!r} has replicate=, the ranks that hold the same shard; there are shards only with "
+            "use_distributed_optimizer=True. Switch it on, or pass all ranks as one group, which is all-reduced at once."
+        )
+    if group.replicate is not None and policy.accumulates_in_fp32:
+        raise ConfigError(
+            f"reduce_scatter_with_fp32_accumulation=True adds up 16-bit gradients in float32 and rounds once, which the group "
+            f"{name!r} cannot: its sums are rounded inside each replica and added up over them. Use grad_reduce_in_fp32=True."
+        )
+    return group
+
+
+def _check_contains(what: str, ranks: Any, others: Mapping[str, Any], why: str) -> None:
+    for name, other in others.items():
+        if lacking := set(members_of(other)) - set(members_of(ranks)):
+            raise ConfigError(f"{what} lacks ranks {sorted(lacking)} of {name}: {why}")
+
+
+def _widest(candidates: Mapping[str, Any], replicated: Mapping[str, ReductionGroup]) -> Any:
+    """Return the ranks that contain all others.
+
+    Args:
+        replicated: groups with replicas, of which one rank does not know all others.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    members = {name: set(members_of(ranks)) for name, ranks in candidates.items()}
+    everybody = set[int]().union(*members.values())
+    for name, ranks in candidates.items():
+        if members[name] == everybody:
+            return ranks
+    for group in replicated.values():
+        if whole := default_group_of(len(members_of(group.ranks)) * len(members_of(group.replicate))):
+            return whole
+    found = ", ".join(f"{name}: {sorted(ranks)}" for name, ranks in members.items())
+    raise ConfigError(
+        f"no group has all ranks of the others ({found}), so they could not agree on a step. Pass step_group=, a group of the "
+        f"ranks {sorted(everybody)} at least, and of all replicas where a group has replicate=."
+    )
+
+
+# Which group a parameter belongs to #
+
+
+def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups | None) -> dict[str, ParamIdentity]:
+    """Return the identity of each parameter, frozen ones included, by first name.
+
+    Raises:
+        ConfigError: a parameter is claimed by two groups, or by one that is not there; or identities contradict each other.
+        UnsupportedParameterError: an expert parameter, and the wrapper has no group for it.
+    """
+    group_of, identity = (None, None) if given is None else (given.group_of, given.identity)
+    if identity is None and not ranks.copies.keys().isdisjoint(("tp", "embd")):
+        place = {name: (ranks.copies[name].rank, ranks.copies[name].size) for name in ranks.copies}
+        tp_rank, tp_size = place.get("tp", (0, 1))
+        identity = megatron_identity(tp_rank=tp_rank, tp_size=tp_size, expert_tp=place.get("expert_tp"))
+    found: dict[str, ParamIdentity] = {}
+    for name, param in module.named_parameters():
+        own = identity(name, param) if identity is not None else None
+        found[name] = own or plain_identity(name, tuple(param.shape))
+        claims = [_group_in(group_of, name, param)] if group_of is not None else []
+        claims += [found[name].group if found[name].group != DENSE else None, _EXPERT if _is_expert(param) else None]
+        groups = list(dict.fromkeys(claim for claim in claims if claim is not None)) or [DENSE]
+        if len(groups) > 1:
+            raise ConfigError(f"parameter {name!r} is claimed by the groups {name_list(groups)}; it can be in one")
+        found[name] = replace(found[name], group=groups[0])
+        if groups[0] in ranks.by_name:
+            continue
+        if _is_expert(param):
+            raise UnsupportedParameterError(
+                param=name,
+                reason="it is an expert parameter (allreduce=False), which is reduced over another group than the others",
+                remedy=f"Pass groups={{'dense': ..., {_EXPERT!r}: ...}} with the ranks that hold the same experts.",
+            )
+        raise ConfigError(f"parameter {name!r} is of group {groups[0]!r}; the wrapper has {name_list(list(ranks.by_name))}")
+    for pattern in group_of if isinstance(group_of, Mapping) else ():
+        if not fnmatch.filter(found, pattern):
+            _LOGGER.warning("megabucket: group_of= has %r, which is no name of a parameter on this rank", pattern)
+    unknown = sorted({copy for one in found.values() for copy in one.copies} - set(ranks.copies))
+    if unknown and ranks.norm is not None:
+        raise ConfigError(f"identities have copies along {name_list(unknown)}: pass copies={{name: ranks}} for each of them")
+    check_identities(found, {name: tuple(param.shape) for name, param in module.named_parameters()})
+    return found
+
+
+def _is_expert(param: torch.Tensor) -> bool:
+    return getattr(param, "allreduce", True) is False
+
+
+def _group_in(group_of: GroupOf, name: str, tensor: torch.Tensor) -> str | None:
+    if isinstance(group_of, Mapping):
+        return next((group for pattern, group in group_of.items() if fnmatch.fnmatchcase(name, pattern)), None)
+    return group_of(name, tensor)
+
+
+def buffer_groups(module: torch.nn.Module, identities: Mapping[str, ParamIdentity]) -> dict[str, str]:
+    """Return the group of each module buffer: that of all parameters around it, if they are of one, else ``dense``."""
+    groups: dict[str, set[str]] = {}
+    for name, identity in identities.items():
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            groups.setdefault(path, set()).add(identity.group)
+    names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    around = {name: groups.get(name.rpartition(".")[0], {DENSE}) for name in names}
+    return {name: next(iter(of_name)) if len(of_name) == 1 else DENSE for name, of_name in around.items()}

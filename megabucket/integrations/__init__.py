@@ -1,0 +1,92 @@
+"""Adapters for training frameworks, one file each, imported only by whoever names them.
+
+They use the package as any user would; nothing else in it knows them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.ddp import DistributedDataParallel
+from megabucket.errors import ConfigError
+from megabucket.optim import DistributedOptimizer
+
+SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True)
+
+
+def config_for(given: DistributedDataParallelConfig | None, scaler: object | None) -> DistributedDataParallelConfig:
+    """Return the config of an adapter that was given this one, or none: then the optimizer is sharded.
+
+    Args:
+        scaler: what scales losses, if anything does: it takes care of gradients that are not finite.
+    """
+    if given is not None:
+        return given
+    return SHARDED if scaler is None else SHARDED.model_copy(update={"nonfinite_gradients": "allow"})
+
+
+class Framework(NamedTuple):
+    """A framework, and the versions that an adapter was tested with: from ``first`` up to, but not including, ``beyond``."""
+
+    name: str
+    first: tuple[int, int]
+    beyond: tuple[int, int]
+
+
+def require(*frameworks: Framework, adapter: str, extra: str) -> None:
+    """Check that the frameworks of an adapter are installed, and warn where a version was not tested.
+
+    Raises:
+        ImportError: one is missing; the text says how to install it.
+    """
+    for framework in frameworks:
+        try:
+            found = version(framework.name)
+        except PackageNotFoundError:
+            raise ImportError(
+                f"{adapter} needs {framework.name}, which is not installed: pip install 'megabucket[{extra}]'",
+                name=framework.name,
+            ) from None
+        major, minor = (int(part) for part in found.split(".")[:2])
+        if not framework.first <= (major, minor) < framework.beyond:
+            first, beyond = (".".join(map(str, bound)) for bound in framework[1:])
+            warnings.warn(
+                f"{adapter} was tested with {framework.name} >={first},<{beyond}, and this is {found}: it relies on methods "
+                "that releases may change. Compare a short run with the framework's own DDP.",
+                stacklevel=3,
+            )
+
+
+def wrapper_of(
+    optimizer: torch.optim.Optimizer, wrappers: Iterable[torch.nn.Module], *, remedy: str
+) -> DistributedDataParallel:
+    """Return the wrapper that holds the parameters of an optimizer.
+
+    Args:
+        remedy: what the caller does about it if there is none.
+
+    Raises:
+        ConfigError: none of them does.
+    """
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    for wrapper in wrappers:
+        if isinstance(wrapper, DistributedDataParallel) and not params.isdisjoint(wrapper.param_names):
+            return wrapper
+    raise ConfigError(f"the parameters of {type(optimizer).__name__} are in no module that was wrapped: {remedy}")
+
+
+class FrameworkOptimizer(DistributedOptimizer):
+    """A ``DistributedOptimizer`` whose ``clip_grad`` holds for one step: frameworks ask for it anew before each."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step as ``DistributedOptimizer`` does."""
+        try:
+            return super().step(closure) if closure is not None else super().step()
+        finally:
+            self.clip_grad = 0.0

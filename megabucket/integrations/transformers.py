@@ -1,0 +1,241 @@
+"""Hugging Face: ``MegabucketAccelerator`` for a loop with accelerate, ``MegabucketTrainer`` for transformers.
+
+Both are subclasses that a user names; nothing of either library is patched. Files are theirs: ``optimizer.pt`` and
+``optimizer.bin`` hold the complete state, whatever the number of ranks. Docs: ``docs/hugging-face.md``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.ddp import DistributedDataParallel
+from megabucket.errors import CheckpointMismatchError, ConfigError, PhaseError
+from megabucket.integrations import Framework, FrameworkOptimizer, config_for, require, wrapper_of
+
+require(
+    Framework("transformers", (5, 23), (5, 24)),
+    Framework("accelerate", (1, 15), (1, 16)),
+    adapter=__name__,
+    extra="hf",
+)
+
+from accelerate import Accelerator  # noqa: E402 - after the line that says how to install it
+from accelerate.utils import DistributedType  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import Trainer  # noqa: E402
+
+_OTHER_WAYS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class MegabucketAccelerator(Accelerator):
+    """An ``Accelerator`` whose models are wrapped by megabucket and whose optimizers step on shards.
+
+    ``prepare(model, optimizer, ...)``, ``accumulate``, ``clip_grad_norm_``, ``save_state`` and ``load_state`` are used as ever,
+    on every rank; ``end_training()`` gives plain models back.
+
+    Args:
+        ddp_config: shards the optimizer's state if not given.
+
+    Raises:
+        ConfigError: there is a handler with arguments for torch DDP.
+    """
+
+    ddp_config: DistributedDataParallelConfig | None = None
+
+    def __init__(self, *args: Any, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.ddp_handler is not None:
+            raise ConfigError(
+                "DistributedDataParallelKwargs are arguments of torch DDP; megabucket takes ddp_config, a "
+                "DistributedDataParallelConfig."
+            )
+        self.ddp_config = ddp_config
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Apply device, precision and compilation as accelerate does, and wrap what is to be trained.
+
+        Raises:
+            ConfigError: the launch asks for FSDP, DeepSpeed or the like.
+        """
+        is_trained = not evaluation_mode and any(param.requires_grad for param in model.parameters())
+        if isinstance(model, DistributedDataParallel) or not is_trained:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        if self.distributed_type in _OTHER_WAYS:
+            raise ConfigError(
+                f"accelerate is configured for {self.distributed_type.value}, and megabucket is data parallelism by itself; "
+                "start with torchrun, or `accelerate launch --multi_gpu`."
+            )
+        ready = super().prepare_model(model, device_placement, evaluation_mode=True)
+        wrapper = DistributedDataParallel(ready, config_for(self.ddp_config, self.scaler))
+        self._models[-1] = wrapper
+        return wrapper
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Shard the optimizer of a prepared model.
+
+        Raises:
+            ConfigError: its model was not prepared.
+        """
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            remedy = "prepare(model, optimizer, ...) in this order; models of other frameworks need their own Accelerator."
+            wrapper = wrapper_of(optimizer, self._models, remedy=remedy)
+            optimizer = FrameworkOptimizer(optimizer, wrapper, returns_grad_norm=False)
+        # Placing it would gather the state and load it again: it is where the model is.
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    @contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Accumulate, also on one rank."""
+        context = model.no_sync() if isinstance(model, DistributedDataParallel) else super().no_sync(model)
+        with context:
+            yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Return the norm of the whole gradient, and clip to ``max_norm`` in the step that follows.
+
+        Args:
+            parameters: all of a model's: a sharded optimizer has one norm.
+
+        Raises:
+            ConfigError: it is another norm than the Euclidean one, or some of the parameters are left out.
+            PhaseError: gradients are still accumulated.
+        """
+        if float(norm_type) != 2.0:
+            raise ConfigError(f"gradients are clipped by their L2 norm, and norm_type is {norm_type}")
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for prepared in self._optimizers:
+            optimizer = prepared.optimizer
+            if isinstance(optimizer, FrameworkOptimizer) and not optimizer.ddp.param_names.keys().isdisjoint(given):
+                left_out = len(optimizer.ddp.param_names.keys() - set(given))
+                if left_out:
+                    raise ConfigError(
+                        f"clip_grad_norm_ got {len(given)} parameters and {left_out} of the model were left out: a sharded "
+                        "optimizer has one norm. Pass model.parameters()."
+                    )
+                if not self.sync_gradients:
+                    raise PhaseError("gradients are still accumulated: call clip_grad_norm_ if accelerator.sync_gradients.")
+                self.unscale_gradients(prepared)
+                return optimizer.clip_grad_norm_(max_norm)
+        return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refuse to clip by value.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("gradients are clipped by norm only: a sharded step has no place where all ranks see single values.")
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the model inside our wrapper, and inside accelerate's."""
+        return super().unwrap_model(model.module if isinstance(model, DistributedDataParallel) else model, *args, **kwargs)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Return copies of the weights: accelerate takes all that lie in one buffer for one tied weight, and saves only one."""
+        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}  # one of each tied weight
+        found: OrderedDict[str, Any] = OrderedDict()  # accelerate looks for tied weights in this type only
+        for name, value in super().get_state_dict(model, unwrap).items():
+            found[name] = value
+            if isinstance(value, torch.Tensor):
+                key = (value.data_ptr(), value.shape)
+                found[name] = copies[key] = copies[key] if key in copies else value.clone()
+        return found
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **load_model_kwargs: Any) -> None:
+        """Load what ``save_state`` wrote, on any number of ranks."""
+        handle = self.register_load_state_pre_hook(_load_weights)
+        try:
+            super().load_state(input_dir, load_kwargs, **load_model_kwargs)
+        finally:
+            handle.remove()
+
+    def end_training(self) -> None:
+        """Give plain models back, then end the process group."""
+        self.wait_for_everyone()
+        for model in self._models:
+            if isinstance(model, DistributedDataParallel):
+                model.detach()
+        super().end_training()
+
+
+def _load_weights(models: list[torch.nn.Module], input_dir: str) -> None:
+    """Load our wrappers, and take them off the list of what is left to load.
+
+    Accelerate's own way takes weights in one buffer for tied ones.
+
+    Raises:
+        CheckpointMismatchError: the file has other weights than the model.
+    """
+    paths = [
+        Path(input_dir) / ("model.safetensors" if index == 0 else f"model_{index}.safetensors") for index in range(len(models))
+    ]
+    if not all(isinstance(model, DistributedDataParallel) for model in models) or not all(path.exists() for path in paths):
+        return  # accelerate counts those that are left
+    for model, path in zip(models, paths, strict=True):
+        missing, unexpected = model.load_state_dict(load_file(path), strict=False)
+        held = model.state_dict(keep_vars=True)
+        loaded = {id(value) for name, value in held.items() if name not in missing}
+        problems = [f"{name} is missing" for name in missing if id(held[name]) not in loaded]
+        problems += [f"{name} is unknown" for name in unexpected]
+        if problems:
+            raise CheckpointMismatchError(path=str(path), problems=problems)
+    models.clear()
+
+
+class MegabucketTrainerMixin:
+    """Makes a subclass of ``transformers.Trainer`` train with megabucket: ``class T(MegabucketTrainerMixin, SFTTrainer)``.
+
+    Args:
+        ddp_config: shards the optimizer's state if not given.
+
+    Raises:
+        ConfigError: the training arguments hold arguments for torch DDP.
+    """
+
+    args: Any
+    accelerator: Any
+    optimizer: Any
+
+    def __init__(self, *args: Any, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
+        self._ddp_config = ddp_config
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let the trainer make its accelerator, and make it ours."""
+        names = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+        given = [name for name in names if getattr(self.args, name, None) is not None]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)}: these training arguments are for torch DDP. megabucket takes ddp_config, a "
+                'DistributedDataParallelConfig: unused_parameters="zero", bucket_cap_mb=25, for instance.'
+            )
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        # The trainer names the class that it makes, and hands out bound methods of the object: so the object stays. Ours adds
+        # methods and one attribute.
+        self.accelerator.__class__ = MegabucketAccelerator
+        self.accelerator.ddp_config = self._ddp_config
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the state of all ranks. The trainer asks the first rank only, and gathering takes all."""
+        state, optimizer = self.optimizer.state_dict(), self.optimizer
+        self.optimizer = SimpleNamespace(state_dict=lambda: state)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        finally:
+            self.optimizer = optimizer
+
+
+class MegabucketTrainer(MegabucketTrainerMixin, Trainer):
+    """``transformers.Trainer`` with megabucket: the same arguments, and ``ddp_config``.
+
+    ``max_grad_norm`` clips by the norm of the whole gradient, and ``grad_norm`` in the logs is that norm. Checkpoints are the
+    trainer's own, complete, for any number of ranks.
+    """

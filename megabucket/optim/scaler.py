@@ -1,0 +1,151 @@
+"""Loss scalers for frameworks that have none: a constant scale, and Megatron's dynamic one.
+
+They are used as ``torch.amp.GradScaler`` is, which works with ``DistributedOptimizer``, too: ``scale(loss).backward()``,
+``unscale_(optimizer)`` where gradients are to be looked at or clipped, ``step(optimizer)``, ``update()``. Unlike torch's, the
+dynamic one bears a few infinite gradients before it lowers the scale, and never goes below a least scale.
+
+Numbers are rounded to float32 as in Megatron, so sequences of scales are equal to the last digit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megabucket.errors import ConfigError, PhaseError
+from megabucket.optim.distributed_optimizer import DistributedOptimizer, StepResult
+
+
+class ConstantGradScaler:
+    """Multiply losses by a constant, and leave out steps whose gradients are infinite with it.
+
+    Raises:
+        ConfigError: the scale is not a finite number > 0.
+    """
+
+    def __init__(self, initial_scale: float) -> None:
+        _check(0 < initial_scale < math.inf, f"initial_scale must be a finite number > 0, got {initial_scale!r}")
+        self._scale = _float32(initial_scale)
+        self._found_inf: dict[int, bool] = {}  # since the last update, by id of the optimizer
+
+    def get_scale(self) -> float:
+        """Return the scale of now."""
+        return self._scale
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the scale. The same scale on all ranks, as the optimizer sees to."""
+        return loss * self._scale
+
+    def unscale_(self, optimizer: DistributedOptimizer) -> None:
+        """Finish the gradient sync and divide the gradients by the scale, once in a step; ``step`` does it otherwise.
+
+        Raises:
+            PhaseError: they were divided already.
+            MegabucketError: as ``DistributedOptimizer.unscale_grads``.
+        """
+        self._found_inf[id(optimizer)] = optimizer.unscale_grads(_float32(1 / self._scale))
+
+    def step(self, optimizer: DistributedOptimizer) -> StepResult | None:
+        """Step unless a gradient of any rank is infinite or nan, and return what has come of it.
+
+        Raises:
+            MegabucketError: as ``DistributedOptimizer.step``.
+        """
+        if id(optimizer) not in self._found_inf:
+            self.unscale_(optimizer)
+        return optimizer.last_step if self._found_inf[id(optimizer)] else optimizer.step()
+
+    def update(self) -> None:
+        """Choose the next scale, after the steps of all optimizers whose losses had this one.
+
+        Raises:
+            PhaseError: none was looked at since the last call.
+        """
+        if not self._found_inf:
+            raise PhaseError("update() knows nothing of the gradients: call step(optimizer), or unscale_(optimizer), before.")
+        self._follow(found_inf=any(self._found_inf.values()))
+        self._found_inf.clear()
+
+    def _follow(self, *, found_inf: bool) -> None:
+        """Do nothing: the scale is constant."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes: nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing: a constant scale is the caller's."""
+
+
+class DynamicGradScaler(ConstantGradScaler):
+    """Megatron's dynamic loss scale.
+
+    After ``growth_interval`` good steps, whatever bad ones lie between them and the last growth, the scale grows; each bad step
+    starts the count anew. ``hysteresis`` bad steps lower the scale, and each one after them; only growth makes it bear as many
+    again.
+
+    >>> scaler = DynamicGradScaler(1024, growth_interval=3)
+    >>> def scale_after(step):
+    ...     scaler._follow(found_inf=step == "bad")
+    ...     return int(scaler.get_scale())
+    >>> [scale_after(step) for step in ("bad", "bad", "bad", "good", "good", "good", "bad", "bad")]
+    [1024, 512, 256, 256, 256, 512, 512, 256]
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**32,
+        *,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+    ) -> None:
+        super().__init__(initial_scale)
+        _check(0 < min_scale <= initial_scale, f"min_scale must be > 0 and <= initial_scale, got {min_scale!r}")
+        _check(1 < growth_factor < math.inf, f"growth_factor must be a finite number > 1, got {growth_factor!r}")
+        _check(0 < backoff_factor < 1, f"backoff_factor must be between 0 and 1, got {backoff_factor!r}")
+        _check(growth_interval > 0, f"growth_interval must be > 0, got {growth_interval!r}")
+        _check(hysteresis > 0, f"hysteresis must be > 0, got {hysteresis!r}")
+        self._min_scale, self._growth_factor = _float32(min_scale), _float32(growth_factor)
+        self._backoff_factor = _float32(backoff_factor)
+        self._growth_interval, self._hysteresis = growth_interval, hysteresis
+        self._num_good, self._num_borne = 0, hysteresis
+
+    def _follow(self, *, found_inf: bool) -> None:
+        if found_inf:
+            self._num_good = 0
+            self._num_borne -= 1
+            if self._num_borne <= 0:
+                self._scale = max(_float32(self._scale * self._backoff_factor), self._min_scale)
+            return
+        self._num_good += 1
+        if self._num_good == self._growth_interval:
+            self._num_good, self._num_borne = 0, self._hysteresis
+            self._scale = _float32(self._scale * self._growth_factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and both counts, under Megatron's names."""
+        return {"scale": self._scale, "growth_tracker": self._num_good, "hysteresis_tracker": self._num_borne}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` gave, here or in Megatron."""
+        self._scale = float(state_dict["scale"])
+        self._num_good, self._num_borne = int(state_dict["growth_tracker"]), int(state_dict["hysteresis_tracker"])
+
+
+def _float32(number: float) -> float:
+    """Return the float32 next to a number."""
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
+def _check(is_right: bool, text: str) -> None:
+    if not is_right:
+        raise ConfigError(text)

@@ -1,0 +1,266 @@
+"""What ``megabucket tune`` tries and how it decides: candidate plans by predicted time, and a rule for paired measurements.
+
+Pure arithmetic, no torch; ``megabucket.measure.tune`` measures.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.errors import ConfigError
+from megabucket.layout import ParamSpec
+from megabucket.planning.cuts import plan_of_layout
+from megabucket.planning.links import Link
+from megabucket.planning.setting import SIZE_FIELDS, Setting
+from megabucket.planning.simulate import HostCosts, Mode
+from megabucket.planning.workload import Workload
+
+DEFAULT: Final = "default"
+"""The name of the config as it was given."""
+
+_SMALLEST_NUMEL: Final = 2**14
+_SIZES_PER_OCTAVE: Final = 2
+_NUM_BUCKETS: Final = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+_CONFIDENCE: Final = 0.95
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured before the search, for one mode.
+
+    Attributes:
+        workload: as profiled; ``optimizer_s`` is what one rank spends in this mode.
+        host: what the host adds.
+    """
+
+    workload: Workload
+    host: HostCosts
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A ``ddp`` section that could be run, and what its step is predicted to take."""
+
+    name: str
+    ddp: DistributedDataParallelConfig
+    num_buckets: int
+    predicted_s: float
+
+    @property
+    def mode(self) -> Mode:
+        """How gradients travel."""
+        return mode_of(self.ddp)
+
+
+def mode_of(ddp: DistributedDataParallelConfig) -> Mode:
+    """Return how a config sends gradients."""
+    return Mode.REDUCE_SCATTER if ddp.use_distributed_optimizer else Mode.ALL_REDUCE
+
+
+def in_mode(ddp: DistributedDataParallelConfig, mode: Mode) -> DistributedDataParallelConfig:
+    """Return the config in a mode, with everything overlapped that can be."""
+    is_sharded = mode is Mode.REDUCE_SCATTER
+    return ddp.model_copy(
+        update={
+            "use_distributed_optimizer": is_sharded,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": is_sharded,
+            "bucket_groups": "per_bucket",
+        }
+    )
+
+
+def find_candidates(
+    specs: Sequence[ParamSpec],
+    default: DistributedDataParallelConfig,
+    measured: Mapping[Mode, Measured],
+    link: Link,
+    *,
+    num_ranks: int,
+) -> tuple[Candidate, ...]:
+    """Return the default and every other plan worth a thought, the shortest predicted step first.
+
+    Uniform sizes on a logarithmic grid, numbers of buckets, the library's own default, and optimal cuts, each in the layout's
+    order and, where another one was measured, in the order in which gradients became ready. Plans that cut alike come once.
+
+    Args:
+        specs: trainable parameters in registration order.
+        default: the config as given; its mode is among those measured.
+        measured: by mode that may be used.
+
+    Raises:
+        ConfigError: the workload is of another model, or the link cannot say what a collective costs.
+    """
+
+    def setting(ddp: DistributedDataParallelConfig) -> Setting:
+        known = measured[mode_of(ddp)]
+        return Setting(known.workload, link, ddp, num_ranks, tuple(specs), host=known.host)
+
+    found: dict[tuple[object, ...], Candidate] = {}
+
+    def add(name: str, there: Setting) -> None:
+        layout = there.layout
+        rest = there.ddp.model_dump(exclude={*SIZE_FIELDS, "bucket_order"})
+        if (identity := (layout.fingerprint, *rest.values())) not in found:
+            plan = plan_of_layout(there.workload, layout)
+            found[identity] = Candidate(name, there.ddp, len(plan.buckets), there.step_s(plan))
+
+    add(DEFAULT, setting(default))
+    for mode in measured:
+        base = setting(in_mode(default, mode).model_copy(update=dict.fromkeys((*SIZE_FIELDS, "bucket_order"))))
+        for name, update in _updates(base):
+            title = f"{mode.value}, {name}" if len(measured) > 1 else name
+            add(title, setting(base.ddp.model_copy(update=update)))
+    return tuple(sorted(found.values(), key=lambda candidate: (candidate.predicted_s, candidate.name)))
+
+
+def pick(candidates: Sequence[Candidate], how_many: int) -> tuple[Candidate, ...]:
+    """Return those to run: the default, and of the others the best predicted ones.
+
+    Raises:
+        ConfigError: fewer than one besides the default is asked for.
+    """
+    if how_many < 1:
+        raise ConfigError(f"--candidates={how_many} leaves nothing to compare with the default; give 1 or more")
+    default = [candidate for candidate in candidates if candidate.name == DEFAULT]
+    others = [candidate for candidate in candidates if candidate.name != DEFAULT]
+    return (*default, *sorted(others, key=lambda candidate: candidate.predicted_s)[:how_many])
+
+
+def _updates(base: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the fields of ``ddp`` that make each candidate, by name."""
+    tensors, order = base.workload.tensors, base.workload.order
+    yield "library default", {}
+    orders: list[tuple[str, dict[str, Any]]] = [("", {})]
+    if order != tuple(reversed(range(len(tensors)))) and base.ddp.layout == "stable":
+        orders.append((" in ready order", {"bucket_order": tuple(tensors[index].name for index in order)}))
+    for suffix, ordering in orders:
+        yield (
+            f"optimal cuts{suffix}",
+            {"bucket_cuts": replace(base, ddp=base.ddp.model_copy(update=ordering)).optimal_cuts, **ordering},
+        )
+        for numel in size_grid(base.workload.numel):
+            yield f"bucket_size {numel}{suffix}", {"bucket_size": numel, **ordering}
+        for count in _NUM_BUCKETS:
+            if count <= len(tensors):
+                yield f"num_buckets {count}{suffix}", {"num_buckets": count, **ordering}
+
+
+def size_grid(total_numel: int) -> tuple[int, ...]:
+    """Return bucket sizes on a logarithmic grid, in elements, all of them less than the whole.
+
+    >>> size_grid(60_000)
+    (16384, 23170, 32768, 46341)
+    """
+    if total_numel <= _SMALLEST_NUMEL:
+        return ()
+    count = math.ceil(_SIZES_PER_OCTAVE * math.log2(total_numel / _SMALLEST_NUMEL))
+    sizes = (round(_SMALLEST_NUMEL * 2 ** (step / _SIZES_PER_OCTAVE)) for step in range(count))
+    return tuple(size for size in sizes if size < total_numel)  # the last one may be rounded up to the whole
+
+
+# The decision #
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One candidate against the default, over rounds in which both were run.
+
+    Attributes:
+        gain: median over the rounds of ``default / candidate - 1``: 0.1 is ten percent more steps in the same time.
+        low, high: an interval that holds the true median with the asked-for confidence, over all candidates together.
+        num_faster: rounds in which the candidate was faster.
+        num_rounds: rounds.
+        p_value: how likely so many faster rounds, or more, are when there is no difference (sign test, one-sided).
+    """
+
+    name: str
+    gain: float
+    low: float
+    high: float
+    num_faster: int
+    num_rounds: int
+    p_value: float
+
+    @property
+    def is_beyond_noise(self) -> bool:
+        """Whether the candidate is faster for sure: the whole interval is."""
+        return self.low > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to recommend: ``choice`` is the default where nothing is better beyond noise."""
+
+    choice: str
+    comparisons: tuple[Comparison, ...]
+    min_gain: float
+
+    @property
+    def is_default(self) -> bool:
+        """Whether everything stays as it is."""
+        return self.choice == DEFAULT
+
+    @property
+    def chosen(self) -> Comparison | None:
+        """The comparison of the choice; ``None`` for the default."""
+        return next((each for each in self.comparisons if each.name == self.choice), None)
+
+
+def decide(seconds: Mapping[str, Sequence[float]], *, min_gain: float = 0.01, confidence: float = _CONFIDENCE) -> Decision:
+    """Return the candidate with the largest median gain over the default, of those that are faster beyond noise.
+
+    Beyond noise: the distribution-free interval for the median of the paired ratios (order statistics, the inverse of the sign
+    test) lies above 0, with the error shared out among the candidates (Bonferroni), and the gain is ``min_gain`` or more.
+
+    Args:
+        seconds: by candidate, one number for each round; rounds are paired by position. One of them is the default.
+
+    Raises:
+        ConfigError: no default, no rounds, different numbers of them, or times that are not positive.
+    """
+    _check_seconds(seconds)
+    default_s = seconds[DEFAULT]
+    others = [name for name in seconds if name != DEFAULT]
+    error = (1 - confidence) / max(len(others), 1)
+    comparisons = tuple(_compare(name, default_s, seconds[name], error=error) for name in others)
+    better = [each for each in comparisons if each.is_beyond_noise and each.gain >= min_gain]
+    best = max(better, key=lambda each: each.gain, default=None)
+    return Decision(DEFAULT if best is None else best.name, comparisons, min_gain)
+
+
+def sign_test(num_faster: int, num_rounds: int) -> float:
+    """Return the probability of ``num_faster`` or more heads in ``num_rounds`` throws of a coin.
+
+    >>> sign_test(5, 5), sign_test(0, 5)
+    (0.03125, 1.0)
+    """
+    return float(sum(math.comb(num_rounds, count) for count in range(num_faster, num_rounds + 1)) / 2**num_rounds)
+
+
+def _compare(name: str, default_s: Sequence[float], own_s: Sequence[float], *, error: float) -> Comparison:
+    ratios = sorted(before / after for before, after in zip(default_s, own_s, strict=True))
+    count = len(ratios)
+    # The k-th smallest of n is above the true median with the probability of at most k - 1 heads in n throws: each side may
+    # err half. With too few rounds for any such k the interval is everything.
+    skipped = 0
+    while skipped < count // 2 and sign_test(count - skipped, count) <= error / 2:
+        skipped += 1
+    low, high = (ratios[skipped - 1] - 1, ratios[count - skipped] - 1) if skipped else (-1.0, math.inf)
+    num_faster = sum(ratio > 1 for ratio in ratios)
+    return Comparison(name, statistics.median(ratios) - 1, low, high, num_faster, count, sign_test(num_faster, count))
+
+
+def _check_seconds(seconds: Mapping[str, Sequence[float]]) -> None:
+    if DEFAULT not in seconds:
+        raise ConfigError("the default was not measured, so nothing can be compared with it")
+    counts = {len(values) for values in seconds.values()}
+    if counts == {0} or len(counts) != 1:
+        raise ConfigError(f"every candidate needs the same number of rounds, at least one; got {sorted(counts)}")
+    if any(not (math.isfinite(value) and value > 0) for values in seconds.values() for value in values):
+        raise ConfigError("measured times must be finite and more than 0 seconds")

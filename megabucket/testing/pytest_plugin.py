@@ -1,0 +1,79 @@
+"""A pytest plugin: every layout that the models of a project can get is a test of that project.
+
+In ``conftest.py``: ``pytest_plugins = ["megabucket.testing.pytest_plugin"]``. In the configuration of pytest::
+
+    megabucket_models = my_project.models:small my_project.models:large
+    megabucket_dp_sizes = 1 2 8 64
+    megabucket_bucket_sizes = 1 1000000 default
+
+A test with the argument ``megabucket_layout`` then runs once for each model, number of ranks and bucket size. Before it does,
+the layout is built and held to all invariants.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+
+import pytest
+import torch
+
+from megabucket.config import DistributedDataParallelConfig
+from megabucket.errors import ConfigError
+from megabucket.layout import ModelLayout, ParamSpec, build_layout
+from megabucket.testing.invariants import assert_places, assert_shards_partition, assert_sound
+
+_FIXTURE = "megabucket_layout"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare what the configuration file may say."""
+    parser.addini("megabucket_models", "functions that return a module: package.module:function", type="args", default=[])
+    parser.addini("megabucket_dp_sizes", "numbers of data-parallel ranks", type="args", default=["1", "2", "8"])
+    parser.addini("megabucket_bucket_sizes", "elements, or 'default'", type="args", default=["1", "default"])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that asks for a layout once for each of them."""
+    if _FIXTURE not in metafunc.fixturenames:
+        return
+    models, dp_sizes, bucket_sizes = (
+        metafunc.config.getini(f"megabucket_{name}") for name in ("models", "dp_sizes", "bucket_sizes")
+    )
+    if not models:
+        raise pytest.UsageError(
+            f"{metafunc.function.__name__} asks for {_FIXTURE}; set megabucket_models in pytest's configuration"
+        )
+    metafunc.parametrize(_FIXTURE, list(itertools.product(models, dp_sizes, bucket_sizes)), indirect=True, ids="-".join)
+
+
+@pytest.fixture
+def megabucket_layout(request: pytest.FixtureRequest) -> ModelLayout:
+    """A layout of one of the project's models, which violates no invariant."""
+    path, dp_size, bucket_size = request.param
+    specs = _specs_of(path)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, bucket_size=None if bucket_size == "default" else int(bucket_size)
+    )
+    layout = build_layout(specs, config, dp_size=int(dp_size))
+    assert_sound(layout)
+    assert_places(layout, specs)
+    assert_shards_partition(layout)
+    return layout
+
+
+@cache
+def _specs_of(path: str) -> Sequence[ParamSpec]:
+    """Return the trainable parameters of a model. It is made on the device ``meta``, so it may be as large as it likes."""
+    module_name, _, name = path.partition(":")
+    if not name:
+        raise ConfigError(f"megabucket_models needs package.module:function, got {path!r}")
+    with torch.device("meta"):
+        model = getattr(import_module(module_name), name)()
+    return tuple(
+        ParamSpec(name, tuple(param.shape), dtype=str(param.dtype).removeprefix("torch."))
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    )

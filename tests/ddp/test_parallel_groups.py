@@ -1,0 +1,440 @@
+"""Named reduction groups: experts over their own ranks, norms over all, faults named everywhere. Loopback worlds of four ranks.
+
+Ranks 0 and 2 hold expert 0, ranks 1 and 3 expert 1; everything else is dense. What is right is computed from plain gradients of
+each rank, without any wrapper.
+"""
+
+import copy
+import math
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket.ddp.groups import ParallelGroups, ReductionGroup
+from megabucket.errors import (
+    ConfigError,
+    LayoutMismatchError,
+    NonFiniteGradientError,
+    PeerFailedError,
+    ReplicasDivergedError,
+    UnsupportedParameterError,
+)
+from megabucket.testing import LoopbackWorld
+
+EXPERT_RANKS = {0: [0, 2], 1: [1, 3]}
+MODES = [False, True]
+
+
+class Moe(torch.nn.Module):
+    """A dense layer, the expert of this rank, and a dense head."""
+
+    def __init__(self, expert):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = torch.nn.Linear(6, 10)
+        self.head = torch.nn.Linear(10, 3)
+        torch.manual_seed(100 + expert)
+        self.expert = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Tanh(), torch.nn.Linear(10, 10))
+        for param in self.expert.parameters():
+            param.allreduce = False
+
+    def forward(self, inputs):
+        return self.head(self.expert(self.dense(inputs)))
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 6, generator=generator)
+
+
+def loss_of(output):
+    return output.square().mean()
+
+
+class MoeWorld:
+    """Four ranks, wrapped with groups."""
+
+    def __init__(self, *, divisor=None, model=Moe, group_of=None, **fields):
+        self.world = LoopbackWorld(4, timeout_s=20)
+        self.models = [model(rank % 2) for rank in range(4)]
+        self.initial = [copy.deepcopy(model) for model in self.models]
+        experts = {number: self.world.subgroup(ranks) for number, ranks in EXPERT_RANKS.items()}
+        fields = {"bucket_size": 60, **fields}
+
+        def wrap(rank):
+            groups = ParallelGroups(
+                {
+                    "dense": self.world.communicator(rank),
+                    "expert": ReductionGroup(experts[rank % 2][rank], divisor=divisor),
+                },
+                group_of=group_of,
+            )
+            return DistributedDataParallel(self.models[rank], DistributedDataParallelConfig(**fields), groups=groups)
+
+        self.ddps = self.world.run(wrap)
+
+    def run(self, program):
+        return self.world.run(program)
+
+
+def averaged_grads(models, step, *, divisor=4):
+    """By rank and name: what the reduction must give, from plain backwards of copies of the models."""
+    grads = []
+    for rank, model in enumerate(models):
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        loss_of(plain(batch(rank, step))).backward()
+        grads.append({name: param.grad for name, param in plain.named_parameters()})
+    return [
+        {
+            name: sum(grads[other][name] for other in (EXPERT_RANKS[rank % 2] if "expert" in name else range(4)))
+            / (divisor if "expert" in name else 4)
+            for name in grads[rank]
+        }
+        for rank in range(4)
+    ]
+
+
+def norm_of(grads):
+    """Over all ranks: dense gradients once, those of each expert once."""
+    dense = sum(float(grad.double().square().sum()) for name, grad in grads[0].items() if "expert" not in name)
+    experts = sum(
+        float(grad.double().square().sum()) for rank in (0, 1) for name, grad in grads[rank].items() if "expert" in name
+    )
+    return math.sqrt(dense + experts)
+
+
+@pytest.mark.parametrize("divisor", [None, 2.0])
+@pytest.mark.parametrize("averages", [False, True])
+def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_them(averages, divisor):
+    world = MoeWorld(divisor=divisor, average_in_collective=averages)
+    expected = averaged_grads(world.initial, 0, divisor=divisor or 4)
+
+    def program(rank):
+        ddp = world.ddps[rank]
+        loss_of(ddp(batch(rank, 0))).backward()
+        return {name: param.grad.clone() for name, param in ddp.module.named_parameters()}
+
+    for rank, grads in enumerate(world.run(program)):
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[rank][name], msg=f"{name} on rank {rank}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("is_sharded", MODES)
+def test_gradients_of_an_expert_that_one_rank_holds_are_divided_once(is_sharded, averages, dtype):
+    """Nothing is sent for such a group: Megatron's issue 6660 is one that doubles its gradients with every microbatch."""
+    world = LoopbackWorld(2, timeout_s=20)
+    alone = {rank: world.subgroup([rank])[rank] for rank in range(2)}
+    config = DistributedDataParallelConfig(use_distributed_optimizer=is_sharded, average_in_collective=averages)
+
+    def program(rank):
+        expert = torch.nn.Linear(3, 1, bias=False, dtype=dtype)
+        expert.weight.allreduce = False
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False, dtype=dtype), expert)
+        groups = {"dense": world.communicator(rank), "expert": alone[rank]}
+        ddp = DistributedDataParallel(model, config, groups=groups)
+        for _ in range(2):
+            for is_last in (False, True):
+                with nullcontext() if is_last else ddp.no_sync():
+                    (expert.weight.sum() * (1 + rank) + ddp.module[0].weight.sum()).backward()
+            ddp.finish_grad_sync(force_all_reduce=True)
+            grad = expert.weight.main_grad.clone()
+            ddp.zero_grad()
+        return grad.unique().tolist()
+
+    assert world.run(program) == [[(1 + 1) / 2], [(2 + 2) / 2]]  # two microbatches over two data-parallel ranks
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("is_sharded", MODES)
+def test_training_with_experts_is_that_of_plain_optimizers_on_the_right_gradients(is_sharded, overlaps):
+    world = MoeWorld(use_distributed_optimizer=is_sharded, overlap_grad_reduce=overlaps)
+    clip, num_steps = 0.05, 6
+
+    def program(rank):
+        ddp = world.ddps[rank]
+        optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-2), ddp, clip_grad=clip)
+        norms = []
+        for step in range(num_steps):
+            loss_of(ddp(batch(rank, step))).backward()
+            norms.append(optimizer.step().grad_norm)
+            optimizer.zero_grad()
+        ddp.finish_param_sync()
+        return norms, {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
+
+    results = world.run(program)
+
+    models = [copy.deepcopy(model) for model in world.initial]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for step in range(num_steps):
+        grads = averaged_grads(models, step)
+        norm = norm_of(grads)
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            assert results[rank][0][step] == pytest.approx(norm, rel=1e-5)
+            for name, param in model.named_parameters():
+                param.grad = grads[rank][name] * min(1.0, clip / (norm + 1e-6))
+            optimizer.step()
+    for rank, model in enumerate(models):
+        for name, param in model.named_parameters():
+            moved = (param - dict(world.initial[rank].named_parameters())[name]).abs().max()
+            assert (results[rank][1][name] - param).abs().max() <= 1e-4 * moved, f"{name} on rank {rank}"
+
+
+def test_a_norm_of_ones_is_the_square_root_of_the_number_of_elements():
+    world = MoeWorld(use_distributed_optimizer=True)
+
+    def program(rank):
+        ddp = world.ddps[rank]
+        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.0), ddp)
+        sum(param.sum() * (2 if "expert" in name else 1) for name, param in ddp.module.named_parameters()).backward()
+        return optimizer.step().grad_norm  # an expert has two ranks, and is divided by four
+
+    sizes = {name: param.numel() for name, param in world.initial[0].named_parameters()}
+    num_elements = sum(numel * (2 if "expert" in name else 1) for name, numel in sizes.items())
+    assert world.run(program) == [pytest.approx(math.sqrt(num_elements), rel=1e-6)] * 4
+
+
+def test_an_expert_without_a_token_has_a_gradient_of_zero():
+    class Routed(Moe):
+        def forward(self, inputs):
+            return self.head(self.dense(inputs))
+
+    world = MoeWorld(model=Routed)
+
+    def program(rank):
+        ddp = world.ddps[rank]
+        loss_of(ddp(batch(rank, 0))).backward()
+        return [param.grad.abs().max() for param in ddp.module.expert.parameters()]
+
+    assert world.run(program) == [[torch.tensor(0.0)] * 4] * 4
+
+
+def test_the_ranks_of_a_group_start_with_the_same_values_and_keep_those_of_other_groups_apart():
+    class Random(Moe):
+        def __init__(self, expert):
+            super().__init__(expert)
+            with torch.no_grad():
+                for param in self.parameters():
+                    param.add_(torch.randn(param.shape))
+
+    world = MoeWorld(model=Random)
+    values = [dict(model.named_parameters()) for model in world.models]
+
+    for rank in range(4):
+        torch.testing.assert_close(values[rank]["dense.weight"], values[0]["dense.weight"], rtol=0, atol=0)
+        torch.testing.assert_close(values[rank]["expert.0.weight"], values[rank % 2]["expert.0.weight"], rtol=0, atol=0)
+    assert not torch.equal(values[0]["expert.0.weight"], values[1]["expert.0.weight"])
+    world.run(lambda rank: world.ddps[rank].check_replicas())
+
+
+def test_a_replica_of_an_expert_that_differs_is_named_by_its_rank_among_all():
+    world = MoeWorld()
+    with torch.no_grad():
+        world.models[3].expert[0].weight[0, 0] += 1.0
+
+    def program(rank):
+        with pytest.raises(PeerFailedError) as caught:
+            world.ddps[rank].check_replicas()
+        return caught.value
+
+    errors = world.run(program)
+    causes = [error.__cause__ for error in errors]
+    assert [type(cause) for cause in causes] == [type(None), ReplicasDivergedError] * 2
+    assert causes[1].ranks == causes[3].ranks == (1, 3)
+    assert all(re.search(r"'expert.0.weight'.*: \d+ on rank 1; \d+ on rank 3", str(error)) for error in errors)
+
+
+def test_groups_by_patterns_of_names():
+    class Unmarked(Moe):
+        def __init__(self, expert):
+            super().__init__(expert)
+            for param in self.parameters():
+                param.allreduce = True
+
+    world = MoeWorld(model=Unmarked, group_of={"expert.*": "expert"})
+
+    assert {name for name, one in world.ddps[0].identities.items() if one.group == "expert"} == {
+        "expert.0.weight",
+        "expert.0.bias",
+        "expert.2.weight",
+        "expert.2.bias",
+    }
+    assert [buffer.key.group for buffer in world.ddps[0].layout.buffers] == ["dense", "expert"]
+
+
+def wrap_error(world, wrap):
+    errors = []
+
+    def program(rank):
+        try:
+            wrap(rank)
+        except Exception as error:
+            errors.append((rank, error))
+
+    world.run(program)
+    return [error for _, error in sorted(errors, key=lambda pair: pair[0])]
+
+
+def test_another_expert_on_one_rank_of_a_group_is_named_on_all_ranks():
+    world = LoopbackWorld(4, timeout_s=20)
+    experts = {number: world.subgroup(ranks) for number, ranks in EXPERT_RANKS.items()}
+
+    def wrap(rank):
+        model = Moe(rank % 2)
+        if rank == 3:
+            model.expert = torch.nn.Linear(10, 10)
+            for param in model.expert.parameters():
+                param.allreduce = False
+        DistributedDataParallel(model, groups={"dense": world.communicator(rank), "expert": experts[rank % 2][rank]})
+
+    errors = wrap_error(world, wrap)
+    assert [type(error) for error in errors] == [PeerFailedError, LayoutMismatchError] * 2
+    assert all("rank 1 has expert.0.weight (10, 10) float32, rank 3 has expert.weight" in str(error) for error in errors)
+
+
+def test_an_expert_without_a_group_is_refused_by_name():
+    with pytest.raises(UnsupportedParameterError, match=r"'expert.0.weight'.*groups="):
+        DistributedDataParallel(Moe(0))
+
+
+@pytest.mark.parametrize(
+    ("group_of", "text"),
+    [
+        ({"expert.*": "dense"}, "'expert.0.weight' is claimed by the groups 'dense', 'expert'"),
+        ({"head.*": "heads"}, "'head.weight' is of group 'heads'; the wrapper has 'dense', 'expert'"),
+    ],
+)
+def test_double_and_missing_claims_are_named(group_of, text):
+    world = LoopbackWorld(1)
+    groups = ParallelGroups({"dense": world.communicator(0), "expert": world.communicator(0)}, group_of=group_of)
+    with pytest.raises(ConfigError, match=text):
+        DistributedDataParallel(Moe(0), groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({"unused_parameters": "zeros"}, "must be 'error' or 'zero', got 'zeros'"), ({"divisor": 0.0}, "above 0, got 0.0")],
+)
+def test_a_group_with_a_wrong_setting_is_refused(fields, text):
+    with pytest.raises(ConfigError, match=text):
+        DistributedDataParallel(Moe(0), groups={"dense": ReductionGroup(LoopbackWorld(1).communicator(0), **fields)})
+
+
+def test_groups_without_dense_are_refused():
+    with pytest.raises(ConfigError, match="groups need 'dense'"):
+        DistributedDataParallel(Moe(0), groups={"expert": LoopbackWorld(1).communicator(0)})
+
+
+def test_a_nan_in_an_expert_of_one_rank_is_named_on_all_ranks():
+    world = MoeWorld()
+
+    def program(rank):
+        ddp = world.ddps[rank]
+        loss = loss_of(ddp(batch(rank, 0)))
+        if rank == 1:
+            loss = loss + ddp.module.expert[0].weight.sum() * math.nan
+        with pytest.raises(NonFiniteGradientError) as caught:
+            loss.backward()
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, 1))).backward()  # the next step is right
+        return str(caught.value), ddp.module.head.weight.grad.clone()
+
+    results = world.run(program)
+    assert len({text for text, _ in results}) == 1
+    assert "'expert.0.weight' on rank 1" in results[0][0]
+    expected = averaged_grads(world.initial, 1)[0]["head.weight"]
+    for _, grad in results:
+        torch.testing.assert_close(grad, expected)
+
+
+def test_the_state_of_an_optimizer_with_experts_is_that_of_plain_torch():
+    world = MoeWorld(use_distributed_optimizer=True)
+
+    def program(rank):
+        ddp = world.ddps[rank]
+        optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-2), ddp)
+        loss_of(ddp(batch(rank, 0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        ddp.rebuild()
+        again = optimizer.state_dict()
+        return state, again
+
+    expected = averaged_grads(world.initial, 0)
+    for rank, (state, again) in enumerate(world.run(program)):
+        for index, (name, _) in enumerate(world.initial[rank].named_parameters()):
+            moment = state["state"][index]["exp_avg"]
+            torch.testing.assert_close(moment, expected[rank][name] * 0.1)
+            torch.testing.assert_close(again["state"][index]["exp_avg"], moment, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "names"),
+    [
+        ({"dense": [0, 0], "expert": [0, 0]}, []),
+        ({"dense": [0, 1], "expert": [0, 1]}, []),
+        ({"dense": [0, 0], "expert": [0, 1]}, ["'expert.weight', 'expert.bias'"]),
+    ],
+)
+def test_experts_that_nobody_has_marked_are_named_when_they_are_made_equal(seeds, names, caplog):
+    world = LoopbackWorld(2)
+
+    def model_of(rank):
+        model = torch.nn.ModuleDict()
+        for name, of_rank in seeds.items():
+            torch.manual_seed(of_rank[rank])
+            model[name] = torch.nn.Linear(3, 3)
+        return model
+
+    models = [model_of(rank) for rank in range(2)]
+    world.run(lambda rank: DistributedDataParallel(models[rank], communicator=world.communicator(rank)))
+
+    texts = [record.getMessage() for record in caplog.records if "replaced" in record.getMessage()]
+    assert [text.split("] ")[1].split(" differed")[0] for text in texts] == names
+    assert all("[rank 1]" in text for text in texts)
+
+
+@pytest.mark.parametrize(("pattern", "num_warnings"), [("expert.*", 0), ("experts.*", 1)])
+def test_a_pattern_that_fits_no_parameter_is_told(pattern, num_warnings, caplog):
+    world = LoopbackWorld(1)
+    groups = ParallelGroups({"dense": world.communicator(0), "expert": world.communicator(0)}, group_of={pattern: "expert"})
+
+    DistributedDataParallel(torch.nn.ModuleDict({"expert": torch.nn.Linear(2, 2)}), groups=groups)
+
+    told = [record.getMessage() for record in caplog.records if "group_of=" in record.getMessage()]
+    assert told == [f"megabucket: group_of= has {pattern!r}, which is no name of a parameter on this rank"] * num_warnings
+
+
+@pytest.mark.parametrize("is_sharded", MODES)
+def test_an_overflow_in_one_expert_is_a_skip_of_torchs_scaler_on_all_ranks_and_clipping_knows_the_whole_model(is_sharded):
+    world = MoeWorld(use_distributed_optimizer=is_sharded, nonfinite_gradients="allow")
+    expected_norm = norm_of(averaged_grads(world.initial, 1))
+
+    def program(rank):
+        ddp = world.ddps[rank]
+        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+        scaler, seen = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+        for step in range(2):
+            loss = loss_of(ddp(batch(rank, step)))
+            if step == 0:  # finite in the dense layers of each rank, infinite in the expert that ranks 1 and 3 hold
+                loss = loss + (ddp.module.expert[0].bias * (math.inf if rank == 3 else 1.0)).sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = optimizer.clip_grad_norm_(0.5 * expected_norm).item()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append((optimizer.last_step.updated, scaler.get_scale(), norm))
+            optimizer.zero_grad()
+        return seen, optimizer.last_step.grad_norm
+
+    for (first, second), norm_after in world.run(program):
+        assert first[:2] == (False, 512.0)
+        assert second == (True, 512.0, pytest.approx(expected_norm, rel=1e-5))
+        assert norm_after == pytest.approx(0.5 * expected_norm, rel=1e-5)

@@ -1,0 +1,49 @@
+"""What `make docs` builds: pictures that are current, every public name, commands that a reader can type."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from docs.tools import diagrams
+from typer.testing import CliRunner
+
+import megabucket
+from megabucket.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^```console\n\$ megabucket (.*)$", TUTORIAL, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", sorted(diagrams.PICTURES))
+def test_a_picture_shows_what_the_package_computes(name):
+    committed = (ROOT / "docs/_static" / name).read_text(encoding="utf-8")
+
+    assert committed == diagrams.PICTURES[name](), "run: python -m docs.tools.diagrams"
+
+
+def test_the_reference_has_every_public_name():
+    reference = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
+
+    assert [name for name in megabucket.__all__ if not re.search(rf"\b{name}\b", reference)] == []
+
+
+def test_the_index_leads_to_every_page():
+    listed = re.findall(r"^[a-z][\w/-]*$", (ROOT / "docs/index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = {str(path.relative_to(ROOT / "docs").with_suffix("")) for path in (ROOT / "docs").rglob("*.md")}
+
+    assert {page for page in pages if not page.startswith("decisions/")} - {"index"} == set(listed) - {"decisions/index"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_tutorial_runs(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+    result = CliRunner().invoke(app, shlex.split(command))
+
+    assert result.exit_code == 0, result.output
+
+
+def test_the_tutorial_has_commands():
+    assert len(COMMANDS) == 2

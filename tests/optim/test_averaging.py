@@ -1,0 +1,145 @@
+"""Averages of the weights and parameter groups by name, around the step."""
+
+import copy
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import megabucket as mb
+from megabucket.errors import ConfigError
+from megabucket.testing import LoopbackWorld
+
+DECAY, STEPS = 0.8, 6
+GATHERS = {
+    "all-reduced": {},
+    "gathered at once": {"use_distributed_optimizer": True},
+    "gathered in the next forward": {"use_distributed_optimizer": True, "overlap_param_gather": True},
+    "gathered in one batch": {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_groups": "single"},
+}
+
+
+def net():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def data(step):
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+
+
+def plain_average(steps=STEPS):
+    model = net()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(steps):
+        model(data(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    return dict(average.module.named_parameters())
+
+
+class Rank:
+    def __init__(self, communicator, initial, **fields):
+        config = mb.DistributedDataParallelConfig(bucket_size=20, **fields)
+        self.ddp = mb.DistributedDataParallel(copy.deepcopy(initial), config, communicator=communicator)
+        self.optimizer = mb.DistributedOptimizer(torch.optim.AdamW(self.ddp.parameters(), lr=0.05), self.ddp)
+        self.average = mb.ShardedEMA(self.optimizer, decay=DECAY)
+        self.of_torch = AveragedModel(self.ddp.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        self.rows = slice(communicator.rank * 4 // communicator.size, (communicator.rank + 1) * 4 // communicator.size)
+
+    def train(self, steps):
+        for step in steps:
+            self.ddp(data(step)[self.rows]).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.average.update()
+            self.of_torch.update_parameters(self.ddp)
+        return self
+
+    def averages(self):
+        return {name: values.clone() for name, values in self.of_torch.module.named_parameters()}, self.average.values()
+
+
+def run_ranks(size, program, **fields):
+    world, initial = LoopbackWorld(size, timeout_s=20), net()
+    return world.run(lambda rank: program(Rank(world.communicator(rank), initial, **fields)))
+
+
+@pytest.mark.parametrize("fields", GATHERS.values(), ids=GATHERS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_averages_are_those_of_plain_torch_in_every_gather_mode(size, fields):
+    expected = plain_average()
+    for found in run_ranks(size, lambda one: one.train(range(STEPS)).averages(), **fields):
+        for averages in found:
+            torch.testing.assert_close(averages, {**expected}, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["state_dict", "rebuild", "checkpoint"])
+def test_an_average_goes_on_where_it_was_saved(path, tmp_path):
+    def program(one):
+        one.train(range(3))
+        if path == "rebuild":
+            one.ddp.rebuild()
+        elif path == "state_dict":
+            one.optimizer.load_state_dict(one.optimizer.state_dict())
+        else:
+            mb.save_checkpoint(tmp_path, one.ddp, one.optimizer, step=3)
+            one.train(range(5))
+            mb.load_checkpoint(tmp_path, one.ddp, one.optimizer)
+        return one.train(range(3, STEPS)).average.values()
+
+    expected = plain_average()
+    for found in run_ranks(2, program, **GATHERS["gathered in the next forward"]):
+        torch.testing.assert_close(found, {**expected}, rtol=1e-5, atol=1e-6)
+
+
+def test_an_average_begins_with_the_first_step_that_updates():
+    def program(one):
+        one.average.update()
+        before = one.average.values()
+        one.train([0])
+        return before, one.average.values(), dict(one.ddp.named_parameters())
+
+    ((before, after, now),) = run_ranks(1, program)
+    assert before == {}
+    assert all(torch.equal(after[name.removeprefix("module.")], value) for name, value in now.items())
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
+def test_a_decay_that_is_none_is_refused(decay):
+    with pytest.raises(ConfigError, match="decay must be a number from 0 to 1"):
+        mb.ShardedEMA(None, decay=decay)
+
+
+class TestParamGroups:
+    def test_the_first_rule_that_takes_a_parameter_gets_it_and_frozen_ones_are_left_out(self):
+        model = net()
+        model[3].bias.requires_grad_(False)
+
+        groups = mb.param_groups(
+            model, ("0.*", {"lr": 0.1}), (lambda _, param: param.ndim < 2, {"weight_decay": 0.0}), ("3.w*", {"lr": 0.2})
+        )
+
+        names = {param: name for name, param in model.named_parameters()}
+        assert [([names[p] for p in group.pop("params")], group) for group in groups] == [
+            (["0.weight", "0.bias"], {"lr": 0.1}),
+            (["1.weight", "1.bias"], {"weight_decay": 0.0}),
+            (["3.weight"], {"lr": 0.2}),
+        ]
+
+    def test_they_are_those_of_a_distributed_optimizer(self):
+        def program(rank):
+            ddp = mb.DistributedDataParallel(net(), mb.DistributedDataParallelConfig(use_distributed_optimizer=True))
+            groups = mb.param_groups(ddp.module, (lambda _, param: param.ndim < 2, {"weight_decay": 0.0}))
+            optimizer = mb.DistributedOptimizer(torch.optim.AdamW(groups, weight_decay=0.1), ddp)
+            return [len(group["params"]) for group in optimizer.state_dict()["param_groups"]]
+
+        assert program(0) == [4, 2]
+
+    def test_a_rule_that_takes_nothing_is_an_error(self):
+        with pytest.raises(
+            ConfigError, match=r"1 rule\(s\) for parameter groups take no trainable parameter: 'bias'\..*'0.weight'"
+        ):
+            mb.param_groups(net(), ("bias", {"weight_decay": 0.0}))

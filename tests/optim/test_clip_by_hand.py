@@ -1,0 +1,183 @@
+"""``DistributedOptimizer.clip_grad_norm_``: the true norm over all ranks, at the place where torch's own function stands."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket.errors import ConfigError, HyperparameterMismatchError, ReplicasDivergedError, UnreducedGradientsError
+from megabucket.testing import LoopbackWorld
+
+WAYS = {
+    "all_reduce": {},
+    "reduce_scatter": {"use_distributed_optimizer": True},
+    "explicit": {"use_distributed_optimizer": True, "finish": "explicit"},
+    "no fence": {"use_distributed_optimizer": True, "fence": False},
+}
+MODES = pytest.mark.parametrize("switches", WAYS.values(), ids=WAYS)
+
+
+def run_ranks(size, program, *, dtype=torch.float32, clip_grad=0.0, **switches):
+    """Call ``program(rank, ddp, optimizer)`` on each rank; the model is one matrix of 64 x 64 ones."""
+    world = LoopbackWorld(size, timeout_s=30)
+    model = torch.nn.Linear(64, 64, bias=False, dtype=dtype)
+    torch.nn.init.ones_(model.weight)
+    models = [copy.deepcopy(model) for _ in range(size)]
+    config = DistributedDataParallelConfig(bucket_size=300, **switches)
+
+    def play(rank):
+        ddp = DistributedDataParallel(models[rank], config, communicator=world.communicator(rank))
+        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp, clip_grad=clip_grad)
+        return program(rank, ddp, optimizer)
+
+    return world.run(play)
+
+
+def backward(ddp, factor):
+    """Leave a gradient of ``factor`` in every element: a norm of 64 * factor."""
+    (ddp.module.weight * factor).sum().backward()
+    if ddp.ddp_config.finish == "explicit":
+        ddp.finish_grad_sync()
+
+
+@MODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_it_returns_the_norm_before_and_the_step_has_the_norm_after(size, dtype, switches):
+    def program(rank, ddp, optimizer):
+        backward(ddp, 2.0 * rank)
+        norm = optimizer.clip_grad_norm_(0.25)
+        result = optimizer.step()
+        return norm.item(), result.grad_norm, ddp.module.weight.float().unique().tolist()
+
+    mean = 2.0 * sum(range(size)) / size
+    for norm, norm_after, weights in run_ranks(size, program, dtype=dtype, **switches):
+        assert norm == 64 * mean
+        assert norm_after == pytest.approx(min(0.25, norm), rel=1e-5)
+        expected = torch.tensor(1 - min(0.25, norm) / 64).to(dtype).item()
+        assert weights == pytest.approx([expected], rel=1e-6)
+
+
+@MODES
+def test_it_is_taken_after_all_microbatches_and_leaves_nothing_to_the_next_step(switches):
+    def program(rank, ddp, optimizer):
+        seen = []
+        for factor in (1.0, 0.5):
+            with ddp.no_sync():
+                (ddp.module.weight * factor).sum().backward()
+            backward(ddp, factor)
+            seen.append(optimizer.clip_grad_norm_(64.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(ddp, 1.0)
+        seen.append(optimizer.step().grad_norm)
+        return seen, ddp.module.weight.unique().tolist()
+
+    for seen, weights in run_ranks(2, program, **switches):
+        assert seen == [128.0, 64.0, 64.0]
+        assert weights == pytest.approx([1 - 1 - 1 - 1], abs=1e-6)
+
+
+@MODES
+def test_an_infinite_threshold_only_asks_and_a_second_call_finds_what_the_first_has_left(switches):
+    def program(rank, ddp, optimizer):
+        backward(ddp, 1.0)
+        norms = [optimizer.clip_grad_norm_(max_norm).item() for max_norm in (math.inf, 32.0, math.inf, 0.0, math.inf)]
+        return norms, optimizer.step().updated, ddp.module.weight.unique().tolist()
+
+    for norms, updated, weights in run_ranks(2, program, **switches):
+        assert norms == pytest.approx([64.0, 64.0, 32.0, 32.0, 0.0])
+        assert updated
+        assert weights == [1.0]
+
+
+@MODES
+def test_clip_grad_still_clips_what_is_left(switches):
+    def program(rank, ddp, optimizer):
+        backward(ddp, 1.0)
+        optimizer.clip_grad_norm_(32.0)
+        return optimizer.step().grad_norm, ddp.module.weight.unique().tolist()
+
+    for norm, weights in run_ranks(2, program, clip_grad=16.0, **switches):
+        assert norm == pytest.approx(32.0)
+        assert weights == pytest.approx([1 - 16 / 64])
+
+
+@MODES
+def test_without_a_finite_norm_nothing_is_changed_and_no_rank_updates(switches):
+    def program(rank, ddp, optimizer):
+        backward(ddp, math.inf if rank == 1 else 1.0)
+        norm = optimizer.clip_grad_norm_(1.0).item()
+        result = optimizer.step()
+        optimizer.zero_grad()
+        backward(ddp, 1.0)
+        optimizer.clip_grad_norm_(32.0)
+        optimizer.step()
+        return norm, result.updated, ddp.module.weight.unique().tolist()
+
+    for norm, updated, weights in run_ranks(2, program, nonfinite_gradients="allow", **switches):
+        assert norm == math.inf
+        assert not updated
+        assert weights == pytest.approx([0.5])
+
+
+@MODES
+def test_a_step_that_the_wrapper_skips_is_skipped(switches):
+    def program(rank, ddp, optimizer):
+        backward(ddp, math.nan if rank == 1 else 1.0)
+        norm = optimizer.clip_grad_norm_(1.0).item()
+        return math.isfinite(norm), optimizer.step().updated, ddp.module.weight.unique().tolist()
+
+    if switches.get("fence", True):
+        assert run_ranks(2, program, nonfinite_gradients="skip_step", **switches) == [(False, False, [1.0])] * 2
+
+
+@pytest.mark.parametrize("switches", [WAYS["all_reduce"], WAYS["reduce_scatter"]], ids=["all_reduce", "reduce_scatter"])
+def test_thresholds_that_differ_between_ranks_are_named_on_all(switches):
+    def program(rank, ddp, optimizer):
+        with pytest.raises((HyperparameterMismatchError, ReplicasDivergedError)) as caught:  # noqa: PT012 - at either step
+            for _ in range(2):
+                backward(ddp, 1.0)
+                optimizer.clip_grad_norm_(1.0 + rank)
+                optimizer.step()
+                optimizer.zero_grad()
+        return str(caught.value)
+
+    first, second = run_ranks(2, program, **switches)
+    assert first == second
+    assert "clip_grad_norm_()" in first
+    assert "1.0 on rank 0; 2.0 on rank 1" in first
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_what_is_no_norm_is_refused(max_norm):
+    def program(rank, ddp, optimizer):
+        backward(ddp, 1.0)
+        with pytest.raises(ConfigError, match="max_norm must be a number >= 0"):
+            optimizer.clip_grad_norm_(max_norm)
+
+    run_ranks(1, program)
+
+
+def test_gradients_that_are_not_reduced_are_not_clipped():
+    def program(rank, ddp, optimizer):
+        with ddp.no_sync():
+            backward(ddp, 1.0)
+        with pytest.raises(UnreducedGradientsError):
+            optimizer.clip_grad_norm_(1.0)
+
+    run_ranks(2, program, use_distributed_optimizer=True)
+
+
+def test_all_reduced_gradients_are_clipped_where_the_caller_sees_them():
+    def program(rank, ddp, optimizer):
+        backward(ddp, 1.0)
+        optimizer.clip_grad_norm_(32.0)
+        seen = ddp.module.weight.grad.unique().tolist()
+        ddp.module.weight.grad.mul_(2)
+        optimizer.step()
+        return seen, ddp.module.weight.unique().tolist()
+
+    assert run_ranks(2, program) == [(pytest.approx([0.5]), pytest.approx([0.0], abs=1e-6))] * 2

@@ -1,0 +1,238 @@
+"""What is tried and how it is decided: every candidate can be built, and the rule recommends nothing that may be noise."""
+
+import math
+import statistics
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.errors import ConfigError
+from megabucket.layout import ParamSpec, build_layout
+from megabucket.planning.candidates import (
+    DEFAULT,
+    Measured,
+    decide,
+    find_candidates,
+    in_mode,
+    pick,
+    sign_test,
+    size_grid,
+)
+from megabucket.planning.cuts import plan_of_layout
+from megabucket.planning.links import FlatLink
+from megabucket.planning.simulate import FENCE, GRAD_NORM, HostCosts, Mode, simulate_step_s
+from megabucket.planning.workload import TensorWork, Workload
+
+RANKS = 2
+
+
+@st.composite
+def models(draw):
+    rows = draw(st.lists(st.tuples(st.integers(1, 40_000), st.floats(0, 1e-3), st.floats(0, 1e-3)), min_size=1, max_size=8))
+    tensors = tuple(TensorWork(f"p{i}", *row) for i, row in enumerate(rows))
+    order = draw(st.none() | st.permutations(range(len(rows))).map(tuple))
+    return [ParamSpec(tensor.name, (tensor.numel,)) for tensor in tensors], Workload(tensors, ready_order=order)
+
+
+LINKS = st.builds(FlatLink, st.floats(0, 1e-3), st.floats(0, 1e-8))
+DEFAULTS = st.builds(
+    DistributedDataParallelConfig,
+    use_distributed_optimizer=st.booleans(),
+    overlap_grad_reduce=st.booleans(),
+    bucket_size=st.none() | st.integers(1, 100_000),
+)
+
+
+@given(models(), LINKS, DEFAULTS, st.booleans())
+def test_every_candidate_is_a_config_whose_layout_was_predicted(model, link, default, both):
+    specs, workload = model
+    own = Mode.REDUCE_SCATTER if default.use_distributed_optimizer else Mode.ALL_REDUCE
+    measured = {mode: Measured(workload, HostCosts(launch_s=1e-4)) for mode in (Mode if both else (own,))}
+
+    found = find_candidates(specs, default, measured, link, num_ranks=RANKS)
+
+    assert [each for each in found if each.name == DEFAULT] == [each for each in found if each.ddp == default][:1]
+    assert [each.predicted_s for each in found] == sorted(each.predicted_s for each in found)
+    assert len({each.name for each in found}) == len(found)
+    for each in found:
+        ddp = DistributedDataParallelConfig.model_validate(each.ddp.model_dump())  # no contradictions
+        layout = build_layout(specs, ddp, dp_size=RANKS)
+        assert layout.num_buckets == each.num_buckets
+        assert each.mode in measured
+        assert each.predicted_s == simulate_step_s(
+            workload,
+            plan_of_layout(workload, layout),
+            link,
+            num_ranks=RANKS,
+            mode=each.mode,
+            overlap_grad_reduce=ddp.overlap_grad_reduce,
+            overlap_param_gather=ddp.overlap_param_gather,
+            step_collectives=(FENCE, GRAD_NORM) if ddp.use_distributed_optimizer else (FENCE,),
+            host=HostCosts(launch_s=1e-4),
+        )
+
+
+@given(models(), LINKS, DEFAULTS)
+def test_no_two_candidates_are_the_same_plan(model, link, default):
+    specs, workload = model
+    measured = {mode: Measured(workload, HostCosts()) for mode in Mode}
+
+    found = find_candidates(specs, default, measured, link, num_ranks=RANKS)
+
+    plans = set()
+    for each in found:
+        layout = build_layout(specs, each.ddp, dp_size=RANKS)
+        switches = (each.mode, each.ddp.overlap_grad_reduce, each.ddp.overlap_param_gather)
+        plans.add((layout.fingerprint, *switches))
+    assert len(plans) == len(found)
+
+
+@given(models(), LINKS, st.sampled_from(Mode))
+def test_optimal_cuts_are_predicted_no_slower_than_any_uniform_size_but_for_padding(model, link, mode):
+    specs, workload = model
+    default = in_mode(DistributedDataParallelConfig(layout="megatron"), mode)
+    found = find_candidates(specs, default, {mode: Measured(workload, HostCosts())}, link, num_ranks=RANKS)
+
+    # 128 elements at the end of each bucket and 64 at each tensor, on the way there and back.
+    padding_s = 2 * len(specs) * (128 * RANKS + 64) * 4 * link.seconds_per_byte
+    # Cuts that cut like the default go by its name.
+    optimal_s = min(each.predicted_s for each in found if each.name.startswith((DEFAULT, "library default", "optimal cuts")))
+    assert optimal_s <= found[0].predicted_s + padding_s + 1e-12
+
+
+def test_another_ready_order_is_tried_as_bucket_order():
+    specs = [ParamSpec("a", (1000,)), ParamSpec("b", (1000,)), ParamSpec("c", (1000,))]
+    workload = Workload(tuple(TensorWork(spec.name, 1000, 1e-3) for spec in specs), ready_order=(0, 2, 1))
+
+    found = find_candidates(
+        specs,
+        DistributedDataParallelConfig(),
+        {Mode.ALL_REDUCE: Measured(workload, HostCosts())},
+        FlatLink(1e-5, 1e-7),
+        num_ranks=2,
+    )
+
+    assert {each.ddp.bucket_order for each in found} == {None, ("a", "c", "b")}
+
+
+@given(models())
+def test_in_layout_order_each_gradient_waits_for_those_before_it(model):
+    _, workload = model
+
+    seen = workload.in_order(range(len(workload.tensors) - 1, -1, -1))
+
+    count = len(workload.tensors)
+    for index in range(count):
+        assert seen.ready_s[index] == pytest.approx(max(workload.ready_s[index:]), rel=1e-9, abs=1e-12)
+    assert seen.backward_s == pytest.approx(workload.backward_s)
+
+
+@given(st.integers(1, 10**9))
+@example(46341)  # 2 ** 15.5, rounded up
+def test_sizes_grow_and_stay_below_the_whole(total):
+    sizes = size_grid(total)
+
+    assert list(sizes) == sorted(set(sizes))
+    assert all(size < total for size in sizes)
+
+
+def test_those_that_run_are_the_default_and_the_best_predicted():
+    specs = [ParamSpec(f"p{i}", (20_000,)) for i in range(6)]
+    workload = Workload(tuple(TensorWork(spec.name, 20_000, 1e-3) for spec in specs))
+    found = find_candidates(
+        specs,
+        DistributedDataParallelConfig(),
+        {Mode.ALL_REDUCE: Measured(workload, HostCosts())},
+        FlatLink(1e-4, 1e-8),
+        num_ranks=2,
+    )
+
+    names = [each.name for each in pick(found, 2)]
+
+    assert names == [DEFAULT, *[each.name for each in found if each.name != DEFAULT][:2]]
+    with pytest.raises(ConfigError, match="--candidates=0"):
+        pick(found, 0)
+
+
+# The decision #
+
+TIMES = st.floats(1e-3, 1.0)
+
+
+def rounds(count):
+    return st.lists(TIMES, min_size=count, max_size=count)
+
+
+MEASUREMENTS = st.integers(1, 14).flatmap(lambda n: st.fixed_dictionaries({DEFAULT: rounds(n), "a": rounds(n), "b": rounds(n)}))
+
+
+@given(MEASUREMENTS)
+def test_what_is_recommended_was_faster_in_more_rounds_than_chance_explains(seconds):
+    decision = decide(seconds)
+
+    if not decision.is_default:
+        ratios = [d / c for d, c in zip(seconds[DEFAULT], seconds[decision.choice], strict=True)]
+        assert decision.chosen.gain == pytest.approx(statistics.median(ratios) - 1)
+        assert decision.chosen.gain >= decision.min_gain
+        # Half of 5 %, shared by two candidates.
+        assert decision.chosen.p_value <= 0.0125
+        assert decision.chosen.low <= decision.chosen.gain <= decision.chosen.high
+
+
+@given(MEASUREMENTS, st.randoms(use_true_random=False), st.floats(0.1, 10))
+def test_neither_the_order_of_rounds_nor_the_unit_of_time_decides(seconds, random, unit):
+    order = random.sample(range(len(seconds[DEFAULT])), len(seconds[DEFAULT]))
+    moved = {name: [values[index] for index in order] for name, values in seconds.items()}
+
+    assert decide(moved) == decide(seconds)
+    rescaled = decide({name: [value * unit for value in values] for name, values in seconds.items()})
+    assert [each.gain for each in rescaled.comparisons] == pytest.approx([each.gain for each in decide(seconds).comparisons])
+
+
+@given(st.integers(1, 14).flatmap(rounds))
+def test_a_copy_of_the_default_is_never_recommended(values):
+    assert decide({DEFAULT: values, "copy": values}).is_default
+
+
+@given(st.integers(8, 14).flatmap(rounds), st.floats(1.02, 3))
+def test_what_is_always_faster_is_recommended_once_there_are_eight_rounds(values, factor):
+    decision = decide({DEFAULT: [value * factor for value in values], "faster": values})
+
+    assert decision.choice == "faster"
+    assert decision.chosen.gain == pytest.approx(factor - 1)
+
+
+def test_five_rounds_say_nothing_however_large_the_gain():
+    decision = decide({DEFAULT: [3.0] * 5, "faster": [1.0] * 5})
+
+    assert decision.is_default
+    assert (decision.comparisons[0].low, decision.comparisons[0].high) == (-1.0, math.inf)
+
+
+def test_a_gain_below_the_least_that_counts_is_left_alone():
+    seconds = {DEFAULT: [1.005] * 12, "faster": [1.0] * 12}
+
+    assert decide(seconds).is_default
+    assert decide(seconds, min_gain=0.001).choice == "faster"
+
+
+@pytest.mark.parametrize(("faster", "total", "p"), [(10, 10, 1 / 1024), (9, 10, 11 / 1024), (0, 3, 1.0)])
+def test_the_sign_test_counts_heads(faster, total, p):
+    assert sign_test(faster, total) == p
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        ({"a": [1.0]}, "default was not measured"),
+        ({DEFAULT: [], "a": []}, "at least one"),
+        ({DEFAULT: [1.0], "a": [1.0, 2.0]}, "same number of rounds"),
+        ({DEFAULT: [0.0], "a": [1.0]}, "more than 0"),
+        ({DEFAULT: [1.0], "a": [math.nan]}, "finite"),
+    ],
+)
+def test_measurements_that_are_none_are_refused(seconds, text):
+    with pytest.raises(ConfigError, match=text):
+        decide(seconds)

@@ -1,0 +1,341 @@
+"""The YAML loader: what it reads, what it refuses, and that nothing but ConfigError comes out."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabucket.errors import ConfigError
+from megabucket.planning.documents import MAX_BYTES, _problem, parse_yaml, read_yaml
+
+
+def load(text):
+    return parse_yaml(text, source="run.yaml").data
+
+
+def refusal(text):
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    return str(caught.value)
+
+
+def refusal_or_nothing(read):
+    """The text of the ConfigError, "" when there is none; anything else that is raised fails the test."""
+    try:
+        read()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# What is read
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("3e-4", 3e-4),
+        ("3E+4", 30000.0),
+        ("5e8", 5e8),
+        ("-.5", -0.5),
+        ("1.", 1.0),
+        ("0", 0),
+        ("-12", -12),
+        ("+12", 12),
+        ("40M", "40M"),
+        ("true", True),
+        ("FALSE", False),
+        ("~", None),
+        ("", None),
+        ("null", None),
+        ("-.inf", -math.inf),
+        ("2026-11-20", "2026-11-20"),
+        ("''", ""),
+        ("'010'", "010"),
+        ('"1:30"', "1:30"),
+        ("[0.9,0.95]", [0.9, 0.95]),
+        ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
+    ],
+)
+def test_scalars_and_flow_collections_have_the_values_of_yaml_1_2(text, value):
+    result = load(f"key: {text}")
+
+    assert result == {"key": value}
+    assert type(result["key"]) is type(value)
+
+
+@pytest.mark.parametrize("text", ["yes", "no", "on", "off", "y", "n", "Yes", "NO"])
+def test_the_booleans_of_yaml_1_1_are_text(text):
+    assert load(f"key: {text}") == {"key": text}
+
+
+def test_nan_is_read_as_a_float_so_that_the_sections_can_refuse_it():
+    assert math.isnan(load(".nan"))
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n"])
+def test_a_document_without_values_is_null(text):
+    assert load(text) is None
+
+
+def test_block_collections_nest():
+    text = "a:\n  - b: 1\n    c: 2\n  - [3]\nd: |\n  text\n"
+
+    assert load(text) == {"a": [{"b": 1, "c": 2}, [3]], "d": "text\n"}
+
+
+def test_each_value_knows_the_line_of_its_key():
+    document = parse_yaml("a:\n  b: 1\n  c:\n    - x\n    - y\n", source="run.yaml")
+
+    assert dict(document.lines) == {(): 1, ("a",): 1, ("a", "b"): 2, ("a", "c"): 3, ("a", "c", 0): 4, ("a", "c", 1): 5}
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xef\xbb\xbfa: 1\n")
+
+    assert read_yaml(path).data == {"a": 1}
+
+
+# What is refused, with the text
+
+
+@pytest.mark.parametrize("text", ["010", "-010", "0o17", "0x1F", "0b1", "1:30", "1:30:00", "4_0", "40_000_000", "00", "0_0"])
+def test_a_number_that_yaml_versions_read_differently_is_refused(text):
+    assert refusal(f"a: 1\nkey: {text}") == (
+        f"run.yaml:2: '{text}' is a different number, or text, depending on the YAML version; "
+        "write plain decimal digits, or quote it if it is text"
+    )
+
+
+def test_a_key_given_twice_is_refused_with_both_lines():
+    assert refusal("ddp:\n  bucket_size: 1\n  layout: stable\n  bucket_size: 2\n") == (
+        "run.yaml:4: the key 'bucket_size' is given twice, first in line 2; keep one of them"
+    )
+
+
+def test_the_same_key_in_two_mappings_is_not_a_duplicate():
+    assert load("a: {x: 1}\nb: {x: 2}") == {"a": {"x": 1}, "b": {"x": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &x 1", "run.yaml:1: the anchor 'x' is not allowed; write the value out where it is used"),
+        ("a: &x [1]", "run.yaml:1: the anchor 'x' is not allowed; write the value out where it is used"),
+        ("a: 1\nb: *x", "run.yaml:2: the alias 'x' is not allowed; write the value out"),
+        ("a: !!int 3", "run.yaml:1: the tag 'tag:yaml.org,2002:int' is not allowed; write the plain value"),
+        (
+            "!!python/object/apply:os.system [id]",
+            "run.yaml:1: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not allowed; write the plain value",
+        ),
+        ("? [a]\n: b", "run.yaml:1: a key must be text, not a list or a mapping"),
+        ("? {a: 1}\n: b", "run.yaml:1: a key must be text, not a list or a mapping"),
+        ("1: b", "run.yaml:1: a key must be text; quote '1' if it is a name"),
+        ("null: b", "run.yaml:1: a key must be text; quote 'null' if it is a name"),
+        ("a\n---\nb", "run.yaml:2: not valid YAML: but found another document"),
+        ("a: [", "run.yaml:1: not valid YAML: expected the node content, but found '<stream end>'"),
+        ("a:\n\tb: 1", "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
+        ("a: b: c", "run.yaml:1: not valid YAML: mapping values are not allowed here"),
+        ("a: 1\nb: \x00", "run.yaml:2: not valid YAML: the character '\\x00' is not allowed"),
+    ],
+)
+def test_what_a_config_does_not_need_is_refused_with_its_line(text, message):
+    assert refusal(text) == message
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? "])
+def test_nesting_that_no_config_has_is_refused(opening):
+    assert refusal(opening * 10_000) == "run.yaml: not valid YAML: nested too deeply"
+
+
+def test_a_hundred_levels_are_read():
+    assert load("[" * 100 + "]" * 100) is not None
+
+
+def test_billion_laughs_are_refused_at_the_first_anchor():
+    text = "a: &a [x,x]\n" + "\n".join(f"b{i}: &b{i} [*a,*a]" for i in range(30))
+
+    assert "the anchor 'a' is not allowed" in refusal(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['a: "\\UFFFFFFFF"', "%YAML " + "9" * 5_000 + ".1\n---\na", "%YAML 9.9\n---\na", "%TAG ! !\n%TAG ! !\n---\na", "\ud800"],
+    ids=["escape beyond unicode", "endless version", "unknown version", "repeated directive", "surrogate"],
+)
+def test_what_breaks_the_scanner_is_a_config_error_too(text):
+    assert "not valid YAML" in refusal(text)
+
+
+# Files
+
+
+def test_a_missing_file_is_named(tmp_path):
+    path = tmp_path / "missing.yaml"
+
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+
+    assert str(caught.value) == f"{path}: cannot be read: No such file or directory"
+
+
+def test_a_directory_is_not_a_config(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
+        read_yaml(tmp_path)
+
+
+def test_a_file_over_one_mebibyte_is_refused_without_parsing_it(tmp_path):
+    path = tmp_path / "big.yaml"
+    path.write_bytes(b"[" * (MAX_BYTES + 1))
+
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+
+    assert str(caught.value) == f"{path}: larger than 1048576 bytes, the limit for a config. Is it the right file?"
+
+
+def test_bytes_that_are_not_utf_8_are_refused_with_their_line(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"a: 1\nb: \xff\n")
+
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+
+    assert str(caught.value) == f"{path}:2: not UTF-8 text (byte 8). Save the file as UTF-8."
+
+
+# Any input at all
+
+STRUCTURE = [":", ": ", "- ", "\n", "\n  ", "[", "]", "{", "}", ",", "? ", "|", ">", "---\n", "...\n", "'", '"', "#", "\t"]
+EXTRAS = [
+    "&a ",
+    "*a",
+    "!!t ",
+    "<<",
+    "%",
+    "\\",
+    "\\x",
+    "\\U",
+    "1",
+    "0",
+    "_",
+    ".",
+    "e",
+    "~",
+    "@",
+    "`",
+    "\r",
+    "\x85",
+    "\ufeff",
+    "é",
+]
+yaml_pieces = st.sampled_from([*STRUCTURE, *EXTRAS])
+documents = st.one_of(st.text(max_size=200), st.lists(yaml_pieces, max_size=60).map("".join))
+
+
+@given(text=documents)
+def test_any_text_is_read_or_refused_with_a_short_config_error(text):
+    message = refusal_or_nothing(lambda: load(text))
+
+    assert not message or message.startswith("run.yaml:")
+    assert len(message) < 500
+
+
+@given(raw=st.binary(max_size=300))
+def test_any_bytes_are_read_or_refused_with_a_short_config_error(raw, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    path.write_bytes(raw)
+
+    message = refusal_or_nothing(lambda: read_yaml(path))
+
+    assert not message or message.startswith(f"{path}:")
+    assert len(message) < 500 + len(str(path))
+
+
+plain_keys = st.from_regex(r"k[A-Za-z_]{1,8}", fullmatch=True)
+# JSON escapes characters beyond the basic plane as surrogate pairs, which YAML does not join.
+plain_text = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]))
+plain_scalars = st.one_of(
+    st.booleans(), st.none(), st.integers(-(10**18), 10**18), st.floats(allow_nan=False, allow_infinity=False), plain_text
+)
+plain_values = st.recursive(
+    plain_scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(plain_keys, inner, max_size=4),
+    max_leaves=15,
+)
+
+
+@given(value=st.dictionaries(plain_keys, plain_values, max_size=4))
+def test_json_is_read_as_the_value_it_is(value):
+    text = json.dumps(value)
+
+    result = load(text)
+
+    assert result == value
+    assert repr(result) == repr(value)  # tells 1 from 1.0 and True
+
+
+# The borders of what is read
+
+
+def test_digits_beyond_100_are_text_which_no_section_takes_for_a_number():
+    assert load("9" * 100) == int("9" * 100)
+    assert load("9" * 101) == "9" * 101
+
+
+def test_a_file_of_exactly_one_mebibyte_is_read(tmp_path):
+    path = tmp_path / "full.yaml"
+    path.write_bytes(b"# " + b"x" * (MAX_BYTES - 2))
+
+    assert read_yaml(path).data is None
+
+
+def test_a_path_that_no_file_can_have_is_named_with_the_reason():
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(Path("a\0b"))
+
+    assert str(caught.value) == "a\0b: cannot be read: embedded null byte"
+
+
+def test_lines_are_counted_from_the_first_to_the_bad_byte(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"\na: 1\nb: \xff\nc: 2\nd: 3\n")
+
+    with pytest.raises(ConfigError, match=r"latin\.yaml:3: not UTF-8 text"):
+        read_yaml(path)
+
+
+def test_what_breaks_the_scanner_is_told_in_its_words():
+    in_its_words = r"(OverflowError: .*int.*|ValueError: chr\(\).*)"  # of Python before 3.13, and since
+    assert re.fullmatch(rf"run\.yaml: not valid YAML: {in_its_words}", refusal('a: 1\nb: "\\UFFFFFFFF"'))
+
+
+def test_lines_are_counted_from_the_first_to_the_bad_character():
+    assert refusal("\na: 1\nb: \x00x\nc: 2\n") == "run.yaml:3: not valid YAML: the character '\\x00' is not allowed"
+
+
+MARK = yaml.Mark("run.yaml", 0, 4, 0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (
+            yaml.MarkedYAMLError("while reading", MARK, "it broke", yaml.Mark("run.yaml", 0, 6, 0, None, None)),
+            (7, "not valid YAML: it broke"),
+        ),
+        (yaml.MarkedYAMLError("while\x1breading", MARK), (5, "not valid YAML: while\\x1breading")),
+        (yaml.YAMLError("it\x1bbroke"), (None, "not valid YAML: it\\x1bbroke")),
+    ],
+)
+def test_an_error_of_the_parser_is_told_with_as_much_as_it_says(error, problem):
+    assert _problem(error, "") == problem

@@ -1,0 +1,72 @@
+"""The pytest plugin in a project of its own: each layout is a test, and a seeded bug is found."""
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+MODELS = """
+import torch
+
+def small():
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False))
+
+def huge():  # 40 GB: never allocated
+    return torch.nn.Linear(100_000, 100_000)
+"""
+INI = """
+[pytest]
+megabucket_models = models:small models:huge
+megabucket_dp_sizes = 1 8
+megabucket_bucket_sizes = 1 default
+"""
+
+
+@pytest.fixture
+def project(pytester):
+    pytester.makepyfile(models=MODELS)
+    pytester.makeconftest('pytest_plugins = ["megabucket.testing.pytest_plugin"]')
+    pytester.syspathinsert()
+    return pytester
+
+
+def test_every_layout_of_the_grid_is_a_test(project):
+    project.makeini(INI)
+    project.makepyfile("""
+        def test_first_bucket_holds_a_parameter(megabucket_layout):
+            assert megabucket_layout.buffers[0].buckets[0].params
+    """)
+
+    result = project.runpytest("-v")
+
+    result.assert_outcomes(passed=8)
+    result.stdout.fnmatch_lines(["*models:huge-8-default*PASSED*"])
+
+
+def test_a_promise_that_some_layout_breaks_is_found(project):
+    project.makeini(INI)
+    project.makepyfile("""
+        def test_nothing_is_padded(megabucket_layout):
+            assert all(buffer.padding_fraction == 0 for buffer in megabucket_layout.buffers)
+    """)
+
+    result = project.runpytest()
+
+    result.assert_outcomes(failed=8)  # not even the large one: its bias ends in the middle of 128 elements
+
+
+@pytest.mark.parametrize(
+    ("ini", "text"),
+    [
+        ("[pytest]\n", "*set megabucket_models in pytest's configuration*"),
+        ("[pytest]\nmegabucket_models = models\n", "*megabucket_models needs package.module:function, got 'models'*"),
+    ],
+    ids=["no model", "no function"],
+)
+def test_what_is_missing_is_named(project, ini, text):
+    project.makeini(ini)
+    project.makepyfile("def test_layout(megabucket_layout): pass")
+
+    result = project.runpytest()
+
+    result.stdout.fnmatch_lines([text])
+    assert result.ret != 0
