@@ -227,7 +227,7 @@ _DAMAGE: Mapping[str, tuple[Callable[[Path], None], str]] = {
     "flipped": (lambda root: _flip(_data_files(root)[0]), "its SHA-256 is"),
     "truncated": (_truncate, "and the manifest says"),
     "deleted": (lambda root: _data_files(root)[-1].unlink(), "it is missing"),
-    "swapped": (_swap, "and the manifest says"),
+    "swapped": (_swap, "The file was damaged or changed after it was written"),
     "manifest": (lambda root: _flip(next(root.glob("step-*/manifest.json"))), "its seal is not the SHA-256 of its text"),
     "latest": (lambda root: _flip(root / "latest"), "latest"),
     "EIO": (lambda _root: None, "it cannot be read: [Errno 5]"),
