@@ -56,6 +56,7 @@ def test_one_process_writes_a_workload_of_the_model_that_is_trained(config_path,
 
 
 @pytest.mark.dist
+@pytest.mark.nightly
 def test_two_ranks_write_one_workload(config_path, tmp_path):
     out = tmp_path / "workload.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megabucket"]

@@ -134,9 +134,9 @@ def test_an_error_is_one_text_per_rank_without_a_traceback_and_nobody_hangs(conf
     assert "examples/bytegpt" not in result.stderr  # no traceback of ours
 
 
-def test_the_difference_to_torch_ddp_is_printed_under_the_tables(config_path):
+def test_the_difference_to_torch_ddp_is_printed_under_the_tables(config_path, tmp_path):
     # The sum of two numbers and half of it round the same in every order, so two ranks leave nothing to differ.
-    result = torchrun("-c", str(config_path), "mode=reduce_scatter", "--compare", "torch-ddp")
+    result = forked(tmp_path, "-c", str(config_path), "mode=reduce_scatter", "--compare", "torch-ddp")
 
     assert result.returncode == 0, result.stderr
     assert "compared with torch DDP + AdamW, float32 parameters" in result.stdout
@@ -159,6 +159,7 @@ sys.stdout.write(f"left behind: {[name for name in names if 'gloo' in name]}\\n"
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed in /proc, which only Linux has")
 def test_no_thread_of_the_process_group_is_left_behind(config_path, tmp_path):
     script = tmp_path / "list_threads.py"

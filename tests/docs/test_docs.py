@@ -15,14 +15,15 @@ import megabucket
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
-# By day tests/ranks/test_ladder_example.py climbs the ladder, in smaller sizes.
-EXAMPLES = [
-    pytest.param(path, marks=pytest.mark.nightly) if path.name == "ladder.py" else path
-    for path in sorted((ROOT / "examples").glob("*.py"))
-]
 # tests/integrations runs what needs a framework, and make frameworks runs these tests.
 OF_FRAMEWORKS = {"lightning.md", "hugging-face.md", "megatron-core.md", "lightning_trainer.py", "hugging_face_trainer.py"}
-EXAMPLES = [example for example in EXAMPLES if getattr(example, "name", None) not in OF_FRAMEWORKS]
+# By day smaller tests hold what these show: test_ladder_example.py and test_fabric.py in tests/ranks, and tests/checkpoint.
+BY_NIGHT = {"ladder.py", "checkpoint_resume.py", "overlap_on_a_fabric.py"}
+EXAMPLES = [
+    pytest.param(path, marks=pytest.mark.nightly) if path.name in BY_NIGHT else path
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    if path.name not in OF_FRAMEWORKS
+]
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 

@@ -171,8 +171,9 @@ sys.stdout.write(f"left behind: {[name for name in names if 'gloo' in name]}\\n"
 
 
 @pytest.mark.dist
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed in /proc, which only Linux has")
-@pytest.mark.parametrize("kind", ["whole", pytest.param("part", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["whole", "part"])
 def test_on_demand_the_given_group_stays_usable_and_nothing_is_left_behind(tmp_path, kind):
     script = tmp_path / "on_demand.py"
     script.write_text(ON_DEMAND)

@@ -646,7 +646,7 @@ def started_programs(ranks: int, store: str, how: str) -> Iterator[list[subproce
         yield programs
 
 
-@pytest.mark.parametrize("how", ["nothing", "destroyed"])
+@pytest.mark.parametrize("how", ["nothing", pytest.param("destroyed", marks=pytest.mark.nightly)])
 def test_a_program_that_ends_without_detaching_ends_cleanly_and_at_once(how, tmp_path):
     with started_programs(3, str(tmp_path / "store"), how) as programs:
         outputs = [program.communicate(timeout=60) for program in programs]
