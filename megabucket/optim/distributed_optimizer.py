@@ -290,7 +290,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             for shard in self.sharding.stepped:
                 shard.withhold_grad()
-                shard.store_values()
+            self.sharding.store_values()
         # Shards are updated after the fence has compared the hyperparameters, whole parameters before the next one does.
         sync.counters.note_update(() if self._is_sharded else sync.counters.hyperparameters)
         if self._is_sharded:

@@ -124,12 +124,13 @@ class MainShard:
         self.buffer = buffer
         self.counts = counts
         """Whether its gradients enter the norm; no other rank's do then."""
-        self._model_values = buffer.param_data[run.span.start : run.span.stop]  # 1D, parameter dtype
+        self.model_values = buffer.param_data[run.span.start : run.span.stop]
+        """The parameters in the buffer: 1D, parameter dtype."""
         self.buffer_grads = buffer.grad_data[run.span.start : run.span.stop]
         """The gradient in the buffer: 1D, gradient dtype."""
-        dtype = main_dtype(self._model_values.dtype)
-        self.has_own_values = self._model_values.dtype != dtype
-        self.main = torch.nn.Parameter(self._model_values.to(dtype))  # 1D, float32 or float64
+        dtype = main_dtype(self.model_values.dtype)
+        self.has_own_values = self.model_values.dtype != dtype
+        self.main = torch.nn.Parameter(self.model_values.to(dtype))  # 1D, float32 or float64
         same_dtype = self.buffer_grads.dtype == self.main.dtype
         self.grad = self.buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
         self.withheld = _withheld(self.grad, f"the gradient of a flat shard ({name_list(run.params)})", unscale)
@@ -153,12 +154,6 @@ class MainShard:
         self.main.grad = self.withheld
 
     @torch.no_grad()
-    def store_values(self) -> None:
-        """Write the stepped values into the parameter buffer."""
-        if self.has_own_values:
-            self._model_values.copy_(self.main)
-
-    @torch.no_grad()
     def reload_values(self) -> None:
         """Take the values over from the parameter buffer, after somebody else wrote there.
 
@@ -177,7 +172,7 @@ class MainShard:
             earlier: 1D, dtype of main, one value per element of the range.
         """
         if self.has_own_values:
-            written = self._model_values[in_run.start : in_run.stop]
+            written = self.model_values[in_run.start : in_run.stop]
             is_kept = earlier.to(written.dtype) == written
             self.main[in_run.start : in_run.stop] = torch.where(is_kept, earlier, written.to(earlier.dtype))
 
@@ -203,9 +198,6 @@ class Placeholder:
     def withhold_grad(self) -> None:
         """Let nobody but scalers use ``main.grad``."""
         self.main.grad = self._withheld
-
-    def store_values(self) -> None:
-        """Do nothing: it stands for no parameter."""
 
 
 class GroupMembers:
@@ -349,6 +341,7 @@ class Sharding:
         """What is in the groups: the shards, and placeholders in groups that have none on this rank."""
         self.counted_grads: dict[int, list[torch.Tensor]] = {}
         """What enters the norm of the gradients in the buffers, by index of the bucket group."""
+        self._rounded: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # 16-bit parameters, and their main values
 
     def _cut(self, whole: WholeState) -> _Cut:
         """Cut parameters and state for the buffers as they are now. Changes nothing."""
@@ -410,8 +403,16 @@ class Sharding:
         for shard in cut.shards:
             if shard.counts:
                 self.counted_grads[index_of[shard.run.params[0]]].append(shard.buffer_grads)  # no run crosses buckets
+        with_main = [shard for shard in cut.shards if shard.has_own_values]
+        self._rounded = [shard.model_values for shard in with_main], [shard.main for shard in with_main]
         # Weights loaded after this point reach the main parameters at the next step.
         self._num_value_changes = ddp.num_value_changes
+
+    @torch.no_grad()
+    def store_values(self) -> None:
+        """Round the stepped main parameters into the parameter buffers, all in one operation."""
+        if self._rounded[0]:
+            torch._foreach_copy_(*self._rounded)
 
     def undo(self) -> None:
         """Put whole parameters, with their state, back into the groups. A collective call; a second one does nothing.

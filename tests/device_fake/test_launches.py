@@ -23,9 +23,8 @@ NO_LAUNCH = {"free", "is_set_to", "ones_like"}  # of the caching allocator, of m
 OF_THE_MODEL = Counter(mul=1)  # a parameter, in each backward
 
 COPIED, ADDED = Counter(_foreach_copy_=1), Counter(add_=1)
-FINITE_NORM, DIVISION, NORM, ROUNDED = (
-    Counter({name: 1}) for name in ("linalg_vector_norm", "div_", "linalg_vector_norm", "copy_")
-)
+FINITE_NORM, DIVISION, NORM = (Counter({name: 1}) for name in ("linalg_vector_norm", "div_", "linalg_vector_norm"))
+ROUNDED = {torch.float32: Counter(), torch.bfloat16: Counter(_foreach_copy_=1)}  # the main parameters of all shards
 SUM, SCATTER, GATHER = (Counter({name: 1}) for name in ("all_reduce", "reduce_scatter", "all_gather"))
 COMPARISON = Counter(["stack", "le", "all", "logical_not_"])
 IN_PINNED_MEMORY = Counter(["empty", "copy_"])  # the fence's message, which the host writes; a copy that the host reads
@@ -195,8 +194,9 @@ class TestReduction:
     def test_of_an_all_reduce(self, device, shape, dtype, clip_grad, finish):
         counts = counts_of_ours(device, shape, dtype=dtype, clip_grad=clip_grad, **finish)
 
-        a_bucket = FINITE_NORM + SUM + DIVISION + NORM + (ROUNDED if dtype == torch.bfloat16 else Counter())
-        a_step = COMPARISON + IN_PINNED_MEMORY + FENCE + NORM_OF_ALL + (CLIPPING if clip_grad else Counter()) + UPDATE
+        a_bucket = FINITE_NORM + SUM + DIVISION + NORM
+        a_step = COMPARISON + IN_PINNED_MEMORY + FENCE + NORM_OF_ALL + UPDATE + ROUNDED[dtype]
+        a_step += CLIPPING if clip_grad else Counter()
         assert self.rest(counts, shape) == times(shape[0], a_bucket) + a_step
         assert counts.waits["last microbatch"] + counts.waits["finish"] == 1
         assert counts.waits["update"] == 1
@@ -207,8 +207,8 @@ class TestReduction:
     def test_of_a_reduce_scatter(self, device, shape, dtype, clip_grad, finish):
         counts = counts_of_ours(device, shape, dtype=dtype, clip_grad=clip_grad, **SHARDED, **finish)
 
-        a_bucket = FINITE_NORM + SCATTER + DIVISION + NORM + (ROUNDED if dtype == torch.bfloat16 else Counter()) + GATHER
-        a_step = COMPARISON + IN_PINNED_MEMORY + FENCE + SUM + NORM_OF_ALL + IN_PINNED_MEMORY + UPDATE
+        a_bucket = FINITE_NORM + SCATTER + DIVISION + NORM + GATHER
+        a_step = ROUNDED[dtype] + COMPARISON + IN_PINNED_MEMORY + FENCE + SUM + NORM_OF_ALL + IN_PINNED_MEMORY + UPDATE
         a_step += CLIPPING if clip_grad else Counter()
         if finish:  # the ranks agree once more before an update that others take part in
             a_step += IN_PINNED_MEMORY + FENCE - Counter(["logical_or_"])
@@ -251,9 +251,9 @@ class TestBesideTorchDDP:
             (1, {"is_plain": True, **ASKS_NOTHING}),  # the copy of the first microbatch
             (2, {"is_plain": True}),  # and the finite norm
             (3, {}),  # and the norm
-            (4, {"dtype": torch.bfloat16}),  # and the rounding of main parameters
+            (3, {"dtype": torch.bfloat16}),  # main parameters are rounded all at once
             (4, SHARDED),  # the norm and the gather
-            (5, {"dtype": torch.bfloat16, **SHARDED}),
+            (4, {"dtype": torch.bfloat16, **SHARDED}),
         ],
         ids=["nothing asked", "all-reduce, plain", "all-reduce", "all-reduce, bf16", "reduce-scatter", "reduce-scatter, bf16"],
     )
