@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megabucket.layout import ModelLayout, ParamSpec, build_layout
     from megabucket.measure.profile import ProfileCallback, WorkloadProfiler, profile_workload
     from megabucket.optim import ConstantGradScaler, DistributedOptimizer, DynamicGradScaler, StepResult
-    from megabucket.optim.averaging import ShardedEMA, param_groups
+    from megabucket.optim.averaging import ParamNorms, ShardedEMA, param_groups, param_norms
     from megabucket.testing.invariants import check_layout
 
 __version__ = "0.1.0"
@@ -35,6 +35,7 @@ _HOME = {
     "LoadedCheckpoint": "megabucket.checkpoint.restore",
     "ModelLayout": "megabucket.layout",
     "ParallelGroups": "megabucket.ddp.groups",
+    "ParamNorms": "megabucket.optim.averaging",
     "ParamSpec": "megabucket.layout",
     "ProfileCallback": "megabucket.measure.profile",
     "ReductionGroup": "megabucket.ddp.groups",
@@ -48,6 +49,7 @@ _HOME = {
     "load_checkpoint": "megabucket.checkpoint.checkpointer",
     "open_checkpoint": "megabucket.checkpoint.stored",
     "param_groups": "megabucket.optim.averaging",
+    "param_norms": "megabucket.optim.averaging",
     "profile_workload": "megabucket.measure.profile",
     "save_checkpoint": "megabucket.checkpoint.checkpointer",
 }
@@ -63,6 +65,7 @@ __all__ = [
     "LoadedCheckpoint",
     "ModelLayout",
     "ParallelGroups",
+    "ParamNorms",
     "ParamSpec",
     "ProfileCallback",
     "ReductionGroup",
@@ -76,6 +79,7 @@ __all__ = [
     "load_checkpoint",
     "open_checkpoint",
     "param_groups",
+    "param_norms",
     "profile_workload",
     "save_checkpoint",
 ]

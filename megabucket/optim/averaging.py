@@ -1,14 +1,16 @@
-"""Beside a step: an average of the weights on this rank's shards, and parameter groups by name."""
+"""Beside a step: an average of the weights on this rank's shards, norms of each parameter, and parameter groups by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from megabucket.comm import AllReduce
 from megabucket.errors import ConfigError
 from megabucket.optim.distributed_optimizer import DistributedOptimizer
 
@@ -59,6 +61,59 @@ class ShardedEMA:
         params = chain.from_iterable(self._optimizer.sharding.members.by_group())
         kept = {names[param]: state.get(index, {}) for index, param in enumerate(params) if param in names}
         return {name: values[_KEY] for name, values in kept.items() if _KEY in values}
+
+
+class ParamNorms(NamedTuple):
+    """L2 norms of one parameter in one step."""
+
+    grad: float  # as it was stepped on: unscaled and clipped
+    weight: float  # after the step
+    update: float  # of the difference that the step made
+
+    @property
+    def update_ratio(self) -> float:
+        """How large the update was beside the weight; infinite where that is zero."""
+        return self.update / self.weight if self.weight else float("inf")
+
+
+@contextmanager
+def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorms]]:
+    """Watch the step that is taken inside, and fill a mapping by parameter name when the block ends, alike on all ranks.
+
+    A collective call: one all-reduce of 24 bytes for each parameter. Until the block ends it takes the memory of a copy of the
+    shards, and it waits for the gather of the parameters, so it is for one step in many. Of a parameter that is cut over
+    tensor-parallel ranks, or is an expert, the norms are those of the part that is here. The mapping stays empty where no step
+    was taken, or it was skipped, and when the block raises.
+
+    Raises:
+        MegabucketError: another rank is elsewhere, or a step is open when the block ends.
+    """
+    optimizer.sharding.refresh()
+    before = {shard: shard.main.detach().clone() for shard in optimizer.sharding.shards}
+    found: dict[str, ParamNorms] = {}
+    last = optimizer.last_step
+    yield found
+    if optimizer.last_step is None or optimizer.last_step is last or not optimizer.last_step.updated:
+        return
+    optimizer.sharding.settle("param_norms()")
+    ddp = optimizer.ddp
+    ddp.sync.call("param_norms()")
+    names = list(ddp.param_names.values())
+    squares = torch.zeros(len(names), 3, dtype=torch.float64, device=ddp.param_and_grad_buffers[0].grad_data.device)
+    row_of = dict(zip(names, squares, strict=True))
+    for shard, values in before.items():
+        main = shard.main.detach()
+        for piece in shard.pieces():
+            here = slice(*piece.in_run)
+            parts = shard.grad[here], main[here], main[here] - values[here]
+            row_of[piece.param] += torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
+    for group, reduction in ddp.ranks.by_name.items():
+        rows = [index for index, name in enumerate(names) if ddp.identities[name].group == group]
+        if ddp.policy.is_sharded and rows:
+            of_group = squares[rows].flatten()
+            handle = reduction.communicator.control.launch([AllReduce(of_group)], label="norms of each parameter")
+            squares[rows] = handle.read(of_group).to(squares.device).view(-1, 3)
+    found |= {name: ParamNorms(*norms) for name, norms in zip(names, squares.sqrt().tolist(), strict=True)}
 
 
 def param_groups(

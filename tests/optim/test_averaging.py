@@ -7,7 +7,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import megabucket as mb
-from megabucket.errors import ConfigError
+from megabucket.errors import CallMismatchError, ConfigError
 from megabucket.testing import LoopbackWorld
 
 DECAY, STEPS = 0.8, 6
@@ -111,6 +111,78 @@ def test_an_average_begins_with_the_first_step_that_updates():
 def test_a_decay_that_is_none_is_refused(decay):
     with pytest.raises(ConfigError, match="decay must be a number from 0 to 1"):
         mb.ShardedEMA(None, decay=decay)
+
+
+def plain_norms(dtype):
+    """Gradient, weight and update of the last of three steps, by name, where one process takes all rows."""
+    model = net().to(dtype)
+    main = copy.deepcopy(model).float()
+    optimizer = torch.optim.AdamW(main.parameters(), lr=0.05)
+    for step in range(3):
+        for p, m in zip(model.parameters(), main.parameters(), strict=True):
+            p.data.copy_(m)
+        before = [p.detach().clone() for p in main.parameters()]
+        model(data(step).to(dtype)).square().mean().backward()
+        for p, m in zip(model.parameters(), main.parameters(), strict=True):
+            m.grad, p.grad = p.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(main.parameters(), 0.1)
+        optimizer.step()
+    return {
+        name: (param.grad.norm().item(), param.norm().item(), (param - earlier).norm().item())
+        for (name, param), earlier in zip(main.named_parameters(), before, strict=True)
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("fields", GATHERS.values(), ids=GATHERS)
+def test_norms_of_each_parameter_are_those_of_plain_torch(size, fields, dtype):
+    world = LoopbackWorld(size, timeout_s=20)
+
+    def program(number):
+        rank = Rank(world.communicator(number), net().to(dtype), grad_reduce_in_fp32=True, **fields)
+        rank.optimizer.clip_grad = 0.1
+        with mb.param_norms(rank.optimizer) as untaken:
+            pass
+        for step in range(3):
+            rank.ddp(data(step).to(dtype)).square().mean().backward()  # the same rows on all ranks
+            with mb.param_norms(rank.optimizer) as norms:
+                rank.optimizer.step()
+            rank.optimizer.zero_grad()
+        assert untaken == {}
+        return norms
+
+    found = world.run(program)
+
+    expected = plain_norms(dtype)
+    assert all(norms == found[0] for norms in found)
+    assert list(found[0]) == list(expected)
+    for name, norms in found[0].items():
+        assert norms == pytest.approx(expected[name], rel=1e-5 if dtype == torch.float32 else 1e-3), name
+        assert norms.update_ratio == norms.update / norms.weight
+
+
+def test_a_step_that_is_skipped_has_no_norms():
+    def program(one):
+        one.ddp(data(0) * float("inf")).square().mean().backward()
+        with mb.param_norms(one.optimizer) as norms:
+            assert not one.optimizer.step().updated
+        return norms
+
+    assert run_ranks(2, program, use_distributed_optimizer=True, nonfinite_gradients="skip_step") == [{}, {}]
+
+
+def test_a_rank_that_does_not_ask_for_norms_is_named():
+    def program(one):
+        watched = mb.param_norms(one.optimizer)
+        if one.rows.start == 0:
+            watched.__enter__()
+        one.ddp(data(0)).square().mean().backward()
+        one.optimizer.step()
+        with pytest.raises(CallMismatchError, match=r"param_norms\(\)"):
+            watched.__exit__(None, None, None) if one.rows.start == 0 else one.ddp.check_replicas()
+
+    run_ranks(2, program, use_distributed_optimizer=True)
 
 
 class TestParamGroups:
