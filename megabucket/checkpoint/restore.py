@@ -489,14 +489,18 @@ def check_optimizer(
 
 
 def _is_alike(there: Any, here: Any) -> bool:
-    """Whether a hyperparameter can take the place of another: a number that of a number, in a tensor or not."""
+    """Whether a hyperparameter can take the place of another: a number that of a number, in a tensor or not; a switch any."""
     if isinstance(here, tuple | list):
         return isinstance(there, tuple | list) and len(there) == len(here) and all(map(_is_alike, there, here))
     return not _is_number(here) or _is_number(there)
 
 
 def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+    return (
+        value.numel() == 1
+        if isinstance(value, torch.Tensor)
+        else isinstance(value, int | float) and not isinstance(value, bool)
+    )
 
 
 def _group_problems(

@@ -678,6 +678,22 @@ def test_an_optimizer_that_somebody_else_has_written_is_named_and_nothing_is_loa
     assert all(torch.equal(param, value) for param, value in zip(other.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("saved", "here"), [({}, {"fused": True}), ({"foreach": True}, {}), ({"fused": True}, {"fused": False})]
+)
+def test_switches_that_were_set_otherwise_or_not_at_all_are_taken_over_as_torch_does(saved, here):
+    def run(**switches):
+        ddp = DistributedDataParallel(torch.nn.Linear(4, 3), DistributedDataParallelConfig(use_distributed_optimizer=True))
+        return TrainingParts(ddp, DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.1, **switches), ddp))
+
+    kept, parts = run(**saved), run(**here)
+    restore(KeptInMemory([to_host(capture(kept))]), parts)
+
+    for switch in ("fused", "foreach"):
+        assert parts.optimizer.param_groups[0][switch] == kept.optimizer.param_groups[0][switch]
+    assert all(map(torch.equal, parts.ddp.parameters(), kept.ddp.parameters()))
+
+
 MALFORMED_VALUES = {
     "no state of others": lambda values: values.pop("stateful"),
     "a list for a dict": changed("module_extra_state", to=[]),
