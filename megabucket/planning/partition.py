@@ -84,7 +84,12 @@ def optimal_plan(
 
 
 def lower_bound_s(
-    workload: Workload, link: Link, *, ranks_of: Sequence[int] | None = None, **options: Unpack[SyncOptions]
+    workload: Workload,
+    link: Link,
+    *,
+    ranks_of: Sequence[int] | None = None,
+    is_one_buffer: bool = True,
+    **options: Unpack[SyncOptions],
 ) -> float:
     """Return seconds that no plan with buckets in ready order can beat, found without a search.
 
@@ -94,11 +99,13 @@ def lower_bound_s(
 
     Args:
         ranks_of: the ranks that each tensor is reduced over, where these are not the same for all.
+        is_one_buffer: whether each bucket waits for all tensors before its own. Buckets of another buffer may close, and be
+            sent, earlier; then each tensor is bounded by its own times only.
 
     Raises:
         ConfigError: the link cannot say what a collective costs.
     """
-    problem = _Problem(workload, link, **options)
+    problem = _Problem(workload, link, is_one_buffer=is_one_buffer, **options)
     ranks = [options["num_ranks"] if ranks_of is None else ranks_of[index] for index in problem.items]
     numels = [workload.tensors[index].numel for index in problem.items]
     total_s = workload.compute_s - workload.backward_s  # backward is a side; forward is one as well where there are gathers
@@ -109,7 +116,7 @@ def lower_bound_s(
         for count, numel in zip(ranks, numels, strict=True):
             remaining[count] += numel
         bound_s = side.floor_s
-        for due_s, count, numel in zip(side.due_s, ranks, numels, strict=True):
+        for due_s, count, numel in sorted(zip(side.due_s, ranks, numels, strict=True)):
             sent_s = sum(line.seconds_per_byte * remaining[each] for each, line in lines.items())
             bound_s = max(bound_s, due_s + latency_s + sent_s)
             remaining[count] -= numel
@@ -181,6 +188,7 @@ class _Problem:
         mode: Mode,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
+        is_one_buffer: bool = True,
     ) -> None:
         tensors, self._order = workload.tensors, workload.order
         self._positions = [position for position, index in enumerate(self._order) if tensors[index].numel > 0]
@@ -196,7 +204,7 @@ class _Problem:
             # gathered later, so where it is needed sooner as well, its own term is the larger one.
             total_s = workload.forward_s if overlap_param_gather else 0.0
             left_s = (total_s - workload.needed_s[index] if overlap_param_gather else 0.0 for index in items)
-            self.sides.append(Side(tuple(accumulate(left_s, max)), total_s))
+            self.sides.append(Side(tuple(accumulate(left_s, max) if is_one_buffer else left_s), total_s))
             width, dtype = workload.param_bytes_per_element, workload.param_dtype
             self.costs.append(Cost(link, CollectiveKind.ALL_GATHER, num_ranks, dtype, width))
 

@@ -184,7 +184,9 @@ class Setting:
     @property
     def lower_bound_s(self) -> float:
         """Seconds that no plan with buckets in ready order can beat; small collectives and padding are not in it."""
-        return lower_bound_s(self.as_launched, self.link, ranks_of=self._ranks_of, **self._sync)
+        is_one_buffer = len({(spec.dtype, spec.group) for spec in self.specs or ()}) <= 1
+        workload = self.as_launched if is_one_buffer else self.workload
+        return lower_bound_s(workload, self.link, ranks_of=self._ranks_of, is_one_buffer=is_one_buffer, **self._sync)
 
     def traces(self, plan: BucketPlan, *, num_steps: int = 2) -> tuple[StepTrace, ...]:
         """Return simulated steps; all but the first are alike.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from timing_cases import AFFINE_LINKS, workloads
 
@@ -107,16 +107,28 @@ def test_each_named_group_has_its_own_ranks_in_plans_figures_and_memory(tmp_path
     assert memory.moment_bytes == 8 * (256 // 16 + 256 // 4 + 256 // 2)
 
 
+OVERTAKING = Workload(  # the bucket of t1 is closed, and sent, while the one that begins with t2 waits for t0
+    (TensorWork("t0", 0, 0.0, 0.0), TensorWork("t1", 1, 0.0, 0.0), TensorWork("t2", 0, 1e-3, 0.0)), ready_order=(0, 1, 2)
+)
+
+
 @settings(max_examples=60)
-@given(workloads(), AFFINE_LINKS, st.booleans(), st.lists(st.sampled_from(["dense", "a", "b"]), min_size=7, max_size=7))
-def test_no_cuts_are_below_the_bound_where_groups_have_ranks_of_their_own(workload, link, is_sharded, groups):
+@example(OVERTAKING, FlatLink(0.0, 1e-3), False, ["dense", "a", *["dense"] * 5], {"a": 2, "b": 4})
+@given(
+    workloads(),
+    AFFINE_LINKS,
+    st.booleans(),
+    st.lists(st.sampled_from(["dense", "a", "b"]), min_size=7, max_size=7),
+    st.sampled_from([{}, {"a": 2, "b": 4}]),
+)
+def test_no_cuts_are_below_the_bound_where_groups_have_buffers_of_their_own(workload, link, is_sharded, groups, sizes):
     specs = tuple(
         ParamSpec(each.name, (each.numel,), group=group) for each, group in zip(workload.tensors, groups, strict=False)
     )
     ddp = DistributedDataParallelConfig(
         layout="megatron", fence=False, use_distributed_optimizer=is_sharded, overlap_param_gather=is_sharded
     )
-    setting = Setting(workload, link, ddp, 8, specs, {"a": 2, "b": 4}, has_grad_norm=False)
+    setting = Setting(workload, link, ddp, 8, specs, sizes, has_grad_norm=False)
 
     for plan in (setting.optimal_plan, setting.plan_of_size(20), setting.plan_of_size(None)):
         assert setting.lower_bound_s <= setting.step_s(plan) * (1 + 1e-9) + 1e-12
