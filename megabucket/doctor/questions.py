@@ -13,6 +13,7 @@ In sums each rank adds a number to elements of its own and zero to all others, s
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import platform
 import socket
 from collections.abc import Callable, Hashable, Sequence
@@ -28,6 +29,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor import gradients
 from megabucket.doctor.report import Verdict
 from megabucket.errors import rank_list
+from megabucket.optim.norm import about_apex
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -143,6 +145,7 @@ def see_versions(bench: Bench) -> dict[str, str]:
         "device": f"{bench.device.type} ({platform.machine()})" if accelerator is None else accelerator.name,
         "libraries": f"megabucket {__version__}, torch {torch.__version__}",
         "python": platform.python_version(),
+        "apex": about_apex() if importlib.util.find_spec("apex") else "",  # said only to who seems to want it
     }
 
 
@@ -159,6 +162,8 @@ def judge_versions(facts: Sequence[dict[str, str]]) -> Answer:
     if len(set(kinds)) > 1:
         meaning = "harmless, but the slowest rank sets the pace, and last bits may depend on the rank"
         return Answer(Verdict.NOTE, text, meaning, odd_ones_out(kinds))
+    if about := [fact["apex"] for fact in facts if fact["apex"]]:
+        return Answer(Verdict.NOTE, text, f"the same on every rank; kernels='apex' would be refused. {about[0]}")
     return Answer(Verdict.HOLDS, text, "the same on every rank")
 
 

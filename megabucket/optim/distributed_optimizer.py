@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
 
@@ -17,7 +17,7 @@ from megabucket.ddp.fence import check_not_capturing
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.step import CALLING, UPDATING, StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
-from megabucket.optim.norm import GlobalNorm, clip_by_norm, l2_norm
+from megabucket.optim.norm import GlobalNorm, clip_by_norm, find_kernels
 from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
 from megabucket.optim.state_dict import pack
 
@@ -56,13 +56,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             clip, and to find what is not finite where the gradient sync does not (``nonfinite_gradients="allow"``,
             ``fence=False``, reduce-scattered float16). It saves a pass over the gradients and, with shards, the wait
             for a small collective before each update.
+        kernels: ``"apex"`` takes norms and clips with NVIDIA apex's ``amp_C`` on CUDA devices, in float32: the last bits of a
+            norm then depend on how the gradients are cut.
 
     Every rank makes one at the same time: they compare groups, hyperparameters and state.
 
     Raises:
         OptimizerParametersError: the optimizer's parameters are not the wrapper's, or its state does not fit into shards.
-        ConfigError: ``clip_grad`` is negative or not finite, or the optimizer cannot work on flat shards; or a norm is asked
-            for and the wrapper does not know which ranks hold the other parts of the model.
+        ConfigError: ``clip_grad`` is negative or not finite, the kernels are not there, or the optimizer cannot work on flat
+            shards; or a norm is asked for and the wrapper does not know which ranks hold the other parts of the model.
         LayoutMismatchError: the optimizer is not the same on all ranks.
         PeerFailedError: another rank could not make its own.
     """
@@ -77,6 +79,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         clip_grad: float = 0.0,
         returns_grad_norm: bool = True,
+        kernels: Literal["torch", "apex"] = "torch",
     ) -> None:
         # No super().__init__(): this object forwards to torch_optimizer, which owns groups, state and defaults.
         self.torch_optimizer = torch_optimizer
@@ -84,8 +87,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_sharded = ddp.policy.is_sharded
         self.sharding = Sharding(torch_optimizer, ddp, weakref.WeakMethod(self._answer_scaler))
         """The shards, for checkpoints."""
-        self._returns_grad_norm = returns_grad_norm
-        self.sharding.shard(clip_grad=clip_grad, returns_grad_norm=returns_grad_norm, label="DistributedOptimizer()")
+        self._settings: dict[str, Any] = {"returns_grad_norm": returns_grad_norm, "kernels": kernels}
+        self.sharding.shard(clip_grad=clip_grad, **self._settings, label="DistributedOptimizer()")
         self.clip_grad = float(clip_grad)
         self.last_step: StepResult | None = None
         """What the last call of ``step`` that has come to an end has done; also where a loss scaler has skipped the call."""
@@ -103,9 +106,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._has_norm = self.sharding.check_norm(is_wanted=False)
         holders = ranks.norm or (ranks.step if self._is_sharded else None)
         self._global_norm = GlobalNorm(holders, device=grads[0].device)
+        self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
         # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
         has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
-        self._computes_norm = self._returns_grad_norm or has_untested_sums or not (policy.has_fence and policy.tests_finite)
+        has_untested_grads = has_untested_sums or not (policy.has_fence and policy.tests_finite)
+        self._computes_norm = self._settings["returns_grad_norm"] or has_untested_grads
 
     # Rebuilding #
 
@@ -126,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             LayoutMismatchError: groups or step counts are not the same on all ranks.
             PeerFailedError: another rank could not shard.
         """
-        self.sharding.shard(clip_grad=self.clip_grad, returns_grad_norm=self._returns_grad_norm, label="rebuild: optimizer")
+        self.sharding.shard(clip_grad=self.clip_grad, **self._settings, label="rebuild: optimizer")
         self._begin_on_shards()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -199,7 +204,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else CALLING):
             for group in sync.agree(is_committing=self._is_sharded):
                 if needs_norm and self._is_sharded and not self._changes:  # while others are on their way
-                    norms += map(l2_norm, self.sharding.counted_grads[group.index])
+                    norms += map(self._kernels.l2_norm, self.sharding.counted_grads[group.index])
             self.ddp.communicator.progress.enter(sync.step, "optimizer")
             if sync.skip_reason:
                 sync.end_update()
@@ -275,7 +280,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if needs_norm:
             if self._changes or not self._is_sharded:
                 in_buffers = chain.from_iterable(self.sharding.counted_grads.values())
-                norms += map(l2_norm, self._counted(grads) if self._changes else in_buffers)
+                norms += map(self._kernels.l2_norm, self._counted(grads) if self._changes else in_buffers)
             norm = self._global_norm.of(norms)
             if not math.isfinite(norm):
                 sync.end_update()
@@ -283,7 +288,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return StepResult(updated=False, grad_norm=norm, reason=reason)
         try:
             if self.clip_grad > 0:
-                clip_by_norm(grads, norm=norm, max_norm=self.clip_grad)
+                clip_by_norm(grads, norm=norm, max_norm=self.clip_grad, kernels=self._kernels)
             for shard in self.sharding.stepped:
                 shard.main.grad = shard.grad
             self.torch_optimizer.step()
@@ -374,9 +379,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_may_step()
         with self.ddp.sync.leaving_no_mess("clip_grad_norm_()", UPDATING if self._is_sharded else CALLING):
             grads = self._take_grads()
-            norm = self._global_norm.of(map(l2_norm, self._counted(grads)))
+            norm = self._global_norm.of(map(self._kernels.l2_norm, self._counted(grads)))
             if math.isfinite(norm):
-                clip_by_norm(grads, norm=norm, max_norm=max_norm)
+                clip_by_norm(grads, norm=norm, max_norm=max_norm, kernels=self._kernels)
             self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)))
         return torch.tensor(norm, dtype=torch.float32)
 

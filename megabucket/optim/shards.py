@@ -27,7 +27,7 @@ from megabucket.errors import CheckpointUnavailableError, OptimizerParametersErr
 from megabucket.layout import Span
 from megabucket.layout.runs import ShardRun, plan_runs
 from megabucket.optim.elementwise import check_elementwise
-from megabucket.optim.norm import check_clip_grad
+from megabucket.optim.norm import check_clip_grad, find_kernels
 from megabucket.optim.state_dict import (
     KNOWN_NUMBERS,
     ShardHolder,
@@ -435,11 +435,12 @@ class Sharding:
         self.shards, self._buffers = [], []
         self.counted_grads.clear()
 
-    def shard(self, *, clip_grad: float, returns_grad_norm: bool, label: str) -> None:
+    def shard(self, *, clip_grad: float, returns_grad_norm: bool, kernels: str, label: str) -> None:
         """Shard, with the state there is and the main values from before. A collective call.
 
         Raises:
-            ConfigError: the optimizer cannot work on flat shards, ``clip_grad`` is no norm, or the norm would be wrong.
+            ConfigError: the optimizer cannot work on flat shards, ``clip_grad`` is no norm, the kernels are not there, or the
+                norm would be wrong.
             OptimizerParametersError: the groups do not hold the trainable parameters, or some state cannot be cut. Nothing was
                 changed.
             LayoutMismatchError: groups, hyperparameters, step counts or kinds of state are not the same on all ranks.
@@ -449,11 +450,12 @@ class Sharding:
         by_group: dict[str, list[Entry]] = {}
         try:
             check_clip_grad(clip_grad)
+            find_kernels(kernels, self._ddp.param_and_grad_buffers[0].grad_data.device)
             self.check_norm(is_wanted=clip_grad > 0 or returns_grad_norm)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers))
             check_elementwise(self._optimizer)  # after what is wrong with its parameters was found
-            own = (f"clip_grad={float(clip_grad)}", f"returns_grad_norm={bool(returns_grad_norm)}")
+            own = (f"clip_grad={float(clip_grad)}", f"returns_grad_norm={bool(returns_grad_norm)}", f"kernels={kernels}")
             by_group = self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers])))
         except Exception as error:
             failure = error

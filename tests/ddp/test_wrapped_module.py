@@ -501,7 +501,8 @@ class TestCopies:
 
         assert str(caught.value) == (
             "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
-            "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one."
+            "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one "
+            "and AveragedModel(ddp.module) an average."
         )
 
 

@@ -23,7 +23,7 @@ from megabucket.errors import (
     UnreducedGradientsError,
     UnusedParameterError,
 )
-from megabucket.optim import distributed_optimizer
+from megabucket.optim import norm
 from megabucket.optim.norm import l2_norm
 from megabucket.testing import LoopbackWorld
 
@@ -541,7 +541,6 @@ class TestOneStep:
     def acts_of_a_step(monkeypatch, *, finishes_before):
         """The waits for buckets and the norms of shards, by the value in them, in their order; and the norm of all."""
         ddp = wrap(Weights("ab"), bucket_size=1, **SHARDED)
-        optimizer = sgd(ddp)
         acts = []
         wait = _ParamAndGradBucketGroup.finish_grad_sync
 
@@ -550,12 +549,13 @@ class TestOneStep:
                 acts.append(f"wait {group.index}")
             wait(group, waits=waits)
 
-        def norm(grad):
+        def take_norm(grad):
             acts.append(f"norm {grad[0]:g}")
             return l2_norm(grad)
 
         monkeypatch.setattr(_ParamAndGradBucketGroup, "finish_grad_sync", finish)
-        monkeypatch.setattr(distributed_optimizer, "l2_norm", norm)
+        monkeypatch.setattr(norm, "TORCH", norm.TORCH._replace(l2_norm=take_norm))
+        optimizer = sgd(ddp)
         ddp(a=1, b=2).backward()
         if finishes_before:
             ddp.finish_grad_sync()
@@ -563,16 +563,16 @@ class TestOneStep:
         return acts, optimizer.step().grad_norm
 
     def test_the_norm_of_a_bucket_is_taken_while_the_next_one_is_on_its_way(self, monkeypatch):
-        acts, norm = self.acts_of_a_step(monkeypatch, finishes_before=False)
+        acts, grad_norm = self.acts_of_a_step(monkeypatch, finishes_before=False)
 
         assert acts == ["wait 0", "norm 2", "wait 1", "norm 1"]
-        assert norm == pytest.approx((100 * (2**2 + 1**2)) ** 0.5)
+        assert grad_norm == pytest.approx((100 * (2**2 + 1**2)) ** 0.5)
 
     def test_the_norm_of_buckets_that_were_finished_before_is_that_at_the_step(self, monkeypatch):
-        acts, norm = self.acts_of_a_step(monkeypatch, finishes_before=True)
+        acts, grad_norm = self.acts_of_a_step(monkeypatch, finishes_before=True)
 
         assert acts == ["wait 0", "wait 1", "norm 20", "norm 10"]
-        assert norm == pytest.approx(10 * (100 * (2**2 + 1**2)) ** 0.5)
+        assert grad_norm == pytest.approx(10 * (100 * (2**2 + 1**2)) ** 0.5)
 
     @MODES
     def test_microbatches_in_no_sync_add_up(self, switches):
