@@ -1,7 +1,8 @@
 """The layout as data: where each parameter lies, how buffers are cut into buckets. No torch, no decisions.
 
-``build`` makes these values, ``shards`` says who owns what of them, ``serialize`` reads and writes them,
-``megabucket.testing.invariants`` checks them. All positions count elements and all ranges are half-open.
+``build`` makes these values, ``shards`` says who owns what of them, ``megabucket.testing.invariants`` checks them. All
+positions count elements and all ranges are half-open. Their JSON is canonical (sorted keys, no spaces), so its SHA-256
+identifies a layout.
 
 ::
 
@@ -12,12 +13,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from megabucket.errors import LayoutError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megabucket.errors import LayoutError, name_list
 from megabucket.layout.spec import BufferKey
 from megabucket.units import dtype_bytes
 
@@ -143,15 +149,13 @@ class ModelLayout:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON, in hex: equal exactly when the layouts are equal."""
-        from megabucket.layout.serialize import layout_fingerprint
-
-        return layout_fingerprint(self)
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """Return the layout as canonical JSON; ``from_json`` gives it back unchanged."""
-        from megabucket.layout.serialize import layout_to_json
-
-        return layout_to_json(self)
+        buffers = [_buffer_to_data(buffer) for buffer in self.buffers]
+        data = {"format": "megabucket-layout", "version": 1, "buffers": buffers}
+        return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> ModelLayout:
@@ -162,9 +166,13 @@ class ModelLayout:
         Raises:
             LayoutError: the text is not JSON, not a layout, or of another version.
         """
-        from megabucket.layout.serialize import layout_from_json
-
-        return layout_from_json(text)
+        try:
+            read = _Layout.model_validate_json(text)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            place = ".".join(map(str, problem["loc"])) or "the text"
+            raise LayoutError(f"no layout that this release reads: {place}: {problem['msg']}") from None
+        return ModelLayout(tuple(map(_buffer_of, read.buffers)))
 
     @property
     def num_buckets(self) -> int:
@@ -198,3 +206,81 @@ def launch_order(layout: ModelLayout) -> tuple[BucketId, ...]:
         for bucket in buffer.buckets
     ]
     return tuple(bucket_id for _, bucket_id in sorted(ids))
+
+
+# JSON #
+
+_SAME: Final = ("num_shards", "bucket_size", "start_alignment", "end_multiple", "cuts")
+"""Fields of a buffer that its JSON has under the same names."""
+
+
+class _Part(BaseModel):
+    """One object of the JSON. Types are strict: no number in quotes, no boolean for a number."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class _Slot(_Part):
+    name: str
+    start: int
+    stop: int
+    bucket: int
+    index: int
+    shape: tuple[int, ...]
+    shared_embedding: bool
+    ready: int | None = None
+
+
+class _Buffer(_Part):
+    param_dtype: str
+    grad_dtype: str
+    group: str
+    num_shards: int
+    bucket_size: int | None
+    start_alignment: int
+    end_multiple: int
+    cuts: tuple[str, ...] | None = None
+    params: tuple[_Slot, ...]
+    buckets: tuple[BucketLayout, ...]
+
+
+class _Layout(_Part):
+    format: Literal["megabucket-layout"]
+    version: Literal[1]
+    buffers: tuple[_Buffer, ...]
+
+
+def _buffer_to_data(buffer: BufferLayout) -> dict[str, Any]:
+    return {
+        **{name: getattr(buffer.key, name) for name in ("param_dtype", "grad_dtype", "group")},
+        **{name: getattr(buffer, name) for name in _SAME if name != "cuts" or buffer.cuts is not None},
+        "params": [
+            {
+                "name": name,
+                "start": slot.start,
+                "stop": slot.stop,
+                "bucket": slot.bucket,
+                "index": slot.registration_index,
+                "shape": slot.shape,
+                "shared_embedding": slot.shared_embedding,
+                **({} if slot.ready_index is None else {"ready": slot.ready_index}),
+            }
+            for name, slot in sorted(buffer.params.items(), key=lambda item: (item[1].registration_index, item[0]))
+        ],
+        "buckets": [dataclasses.asdict(bucket) for bucket in buffer.buckets],
+    }
+
+
+def _buffer_of(read: _Buffer) -> BufferLayout:
+    slots = {
+        one.name: ParamSlot(one.start, one.stop, one.bucket, one.index, one.shape, one.shared_embedding, one.ready)
+        for one in read.params
+    }
+    if len(slots) < len(read.params):
+        raise LayoutError(f"no layout that this release reads: a parameter stands twice among {name_list(list(slots))}")
+    return BufferLayout(
+        key=BufferKey(read.param_dtype, read.grad_dtype, read.group),
+        params=slots,
+        buckets=read.buckets,
+        **{name: getattr(read, name) for name in _SAME},
+    )
