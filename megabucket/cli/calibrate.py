@@ -28,7 +28,7 @@ def calibrate(
     """Measure collectives over sizes; start the ranks with torchrun -m megabucket calibrate ..."""
     import os
 
-    from megabucket.cli.output import print_json, print_lines, progress
+    from megabucket.cli.output import print_json, print_lines, progress, text_table
     from megabucket.errors import ConfigError
     from megabucket.measure.calibrate import CalibrationPlan
     from megabucket.measure.calibrate import calibrate as run
@@ -49,4 +49,5 @@ def calibrate(
     if json:
         print_json(calibration.to_dict())
         return
-    print_lines([f"wrote {out}; use it with: link: {{path: {out}}}", *calibration.describe()])
+    print_lines([f"wrote {out}; use it with: link: {{path: {out}}}", *calibration.describe(), ""])
+    print_lines(text_table(list(calibration.rows())))

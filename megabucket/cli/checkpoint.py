@@ -12,7 +12,7 @@ from megabucket.cli.exit_codes import ExitCode, reports_errors
 from megabucket.cli.workload import ConfigFile, WorkloadName, open_workload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from megabucket.checkpoint.compare import Comparison
     from megabucket.checkpoint.stored import StoredCheckpoint
@@ -43,29 +43,32 @@ _Json = Annotated[bool, typer.Option("--json", help="print the answer as JSON on
 @reports_errors
 def inspect(path: _Path, step: _Step = None, key_file: _Key = None, json: _Json = False) -> None:
     """Print what a checkpoint holds, from its manifest alone; data files are not read."""
+    from megabucket.cli.output import print_json, print_lines
+
     stored = _open(path, step, key_file)
     if json:
-        _print_json(_described(stored))
+        print_json(_described(stored))
         return
-    for line in _lines(stored):
-        typer.echo(line)
+    print_lines(_lines(stored))
 
 
 @app.command()
 @reports_errors
 def verify(path: _Path, step: _Step = None, key_file: _Key = None, json: _Json = False) -> None:
     """Read every file of a checkpoint and compare it with its SHA-256; name each that is not what was written."""
+    from megabucket.cli.output import notice_when_slow, print_json, print_lines
+
     stored = _open(path, step, key_file)
-    problems = stored.problems()
     total_bytes = sum(file.num_bytes for file in stored.files)
+    with notice_when_slow(f"reading {len(stored.files)} files, {_size(total_bytes)}"):
+        problems = stored.problems()
     if json:
         answer = {"path": str(stored.path), "step": stored.step, "files": len(stored.files), "bytes": total_bytes}
-        _print_json({**answer, "problems": problems})
+        print_json({**answer, "problems": problems})
     else:
-        for problem in problems:
-            typer.echo(problem)
         found = f"{len(problems)} of {len(stored.files)} files are not what was written" if problems else "every file is right"
-        typer.echo(f"{stored.path}: step {stored.step}, {len(stored.files)} files, {_size(total_bytes)}: {found}")
+        summary = f"{stored.path}: step {stored.step}, {len(stored.files)} files, {_size(total_bytes)}: {found}"
+        print_lines([summary, *problems])
     if problems:
         raise typer.Exit(ExitCode.CHECKPOINT)
 
@@ -81,15 +84,16 @@ def diff(
 ) -> None:
     """Compare two checkpoints bit by bit, however many ranks wrote them; exit with 1 when they differ."""
     from megabucket.checkpoint.compare import compare
+    from megabucket.cli.output import notice_when_slow, print_json, print_lines
 
-    found = compare(_open(first, step, None), _open(second, step if other_step is None else other_step, None))
+    with notice_when_slow("comparing the checkpoints"):
+        found = compare(_open(first, step, None), _open(second, step if other_step is None else other_step, None))
     if json:
         from dataclasses import asdict
 
-        _print_json(asdict(found))
+        print_json(asdict(found))
     else:
-        for line in _difference_lines(found):
-            typer.echo(line)
+        print_lines(_difference_lines(found))
     if not found.is_equal:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -104,16 +108,20 @@ def reshard(
     max_file_mib: Annotated[int, typer.Option(min=1, max=4096, help="size of a file at most")] = 64,
     key_file: _Key = None,
     overwrite: Annotated[bool, typer.Option(help="the step may be there already")] = False,
+    json: _Json = False,
 ) -> None:
     """Write a checkpoint again for another number of ranks. Any number can load any; this saves reading."""
     from megabucket.checkpoint.catalog import read_key
     from megabucket.checkpoint.reshard import reshard as run
     from megabucket.checkpoint.save import SaveSettings
+    from megabucket.cli.output import notice_when_slow
     from megabucket.units import MIB
 
     key = None if key_file is None else read_key(key_file)
     settings = SaveSettings(keep_last=None, max_file_bytes=max_file_mib * MIB, key=key, overwrite=overwrite)
-    typer.echo(run(_open(path, step, key_file), out, num_writers=ranks, settings=settings))
+    with notice_when_slow(f"writing the checkpoint for {ranks} ranks"):
+        written = run(_open(path, step, key_file), out, num_writers=ranks, settings=settings)
+    _print_written([written], json=json)
 
 
 @app.command()
@@ -125,8 +133,10 @@ def convert(
     step: Annotated[int | None, typer.Option(min=0, help="the step to read; with --to megabucket the one to write (0)")] = None,
     dtype: Annotated[_Dtype | None, typer.Option(help="convert floating-point weights; only with --to safetensors")] = None,
     key_file: _Key = None,
+    json: _Json = False,
 ) -> None:
     """Convert the weights of a checkpoint to safetensors files as Hugging Face has them, or the other way round."""
+    from megabucket.cli.output import notice_when_slow
     from megabucket.errors import ConfigError
 
     if to is _Format.SAFETENSORS:
@@ -135,8 +145,9 @@ def convert(
         from megabucket.checkpoint.convert.huggingface import export_weights
 
         wanted = None if dtype is None else getattr(torch, dtype.value)
-        for path in export_weights(_open(source, step, key_file), out, dtype=wanted):
-            typer.echo(path)
+        with notice_when_slow("writing the weights"):
+            written = export_weights(_open(source, step, key_file), out, dtype=wanted)
+        _print_written(written, json=json)
         return
     if dtype is not None:
         raise ConfigError("--dtype is for --to safetensors; a checkpoint keeps its dtypes, and loads with cast=True")
@@ -145,7 +156,9 @@ def convert(
     from megabucket.checkpoint.save import SaveSettings
 
     settings = SaveSettings(keep_last=None, key=None if key_file is None else read_key(key_file))
-    typer.echo(import_weights(source, out, step=step or 0, settings=settings))
+    with notice_when_slow("writing the checkpoint"):
+        checkpoint = import_weights(source, out, step=step or 0, settings=settings)
+    _print_written([checkpoint], json=json)
 
 
 @app.command(name="can-load")
@@ -161,19 +174,20 @@ def can_load(
     json: _Json = False,
 ) -> None:
     """Name everything that keeps a training program from loading a checkpoint; nothing is read or changed."""
+    from megabucket.cli.output import notice_when_slow, print_json, print_lines
     from megabucket.errors import printable
     from megabucket.measure.program import load_problems
 
     function, run = open_workload(workload, config, overrides)
     stored = _open(path, step, key_file)
-    problems = load_problems(function, run, stored, cast=cast)
+    with notice_when_slow("comparing the program with the checkpoint"):
+        problems = load_problems(function, run, stored, cast=cast)
     if json:
-        _print_json({"path": str(stored.path), "step": stored.step, "problems": problems})
+        print_json({"path": str(stored.path), "step": stored.step, "problems": problems})
     else:
-        for problem in problems:
-            typer.echo(printable(problem, 300))
         outcome = f"{len(problems)} things do not fit" if problems else "everything fits"
-        typer.echo(f"{stored.path}: step {stored.step}, {len(stored.tensors)} tensors: {outcome}")
+        summary = f"{stored.path}: step {stored.step}, {len(stored.tensors)} tensors: {outcome}"
+        print_lines([summary, *(printable(problem, 300) for problem in problems)])
     if problems:
         raise typer.Exit(ExitCode.CHECKPOINT)
 
@@ -185,10 +199,13 @@ def _open(path: Path, step: int | None, key_file: Path | None) -> StoredCheckpoi
     return open_at(path, step=step, key=None if key_file is None else read_key(key_file))
 
 
-def _print_json(answer: object) -> None:
-    import json
+def _print_written(paths: Sequence[Path], *, json: bool) -> None:
+    from megabucket.cli.output import print_json
 
-    typer.echo(json.dumps(answer, indent=2))
+    if json:
+        print_json({"written": list(map(str, paths))})
+    else:
+        typer.echo("\n".join(map(str, paths)))
 
 
 def _described(stored: StoredCheckpoint) -> dict[str, object]:
@@ -250,15 +267,15 @@ def _lines(stored: StoredCheckpoint) -> Iterator[str]:
 def _difference_lines(found: Comparison) -> Iterator[str]:
     from megabucket.errors import printable
 
+    yield (
+        f"{found.num_equal_tensors} tensors are equal bit for bit, {len({one.name for one in found.tensors})} differ; "
+        f"{len(found.values)} other values differ"
+    )
     for what, differences in (("tensor", found.tensors), ("value", found.values)):
         for difference in differences[:_SHOWN]:
             yield f"{what} {printable(difference.name)}: {printable(difference.what, 300)}"
         if len(differences) > _SHOWN:
             yield f"and {len(differences) - _SHOWN} more {what}s"
-    yield (
-        f"{found.num_equal_tensors} tensors are equal bit for bit, {len({one.name for one in found.tensors})} differ; "
-        f"{len(found.values)} other values differ"
-    )
 
 
 def _size(num_bytes: int) -> str:

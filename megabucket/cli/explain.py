@@ -21,18 +21,20 @@ def explain(
     json: Annotated[bool, typer.Option("--json", help="print the values as JSON on stdout")] = False,
 ) -> None:
     """Print what the config leaves to the model and the group: each value and its reason."""
-    from megabucket.cli.output import print_json, print_lines, text_table
+    from megabucket.cli.output import notice_when_slow, print_json, print_lines, text_table
     from megabucket.planning.run_config import load_config
 
-    answers = _resolve_all(load_config(config, overrides or []), dp_size)
+    run = load_config(config, overrides or [])
+    with notice_when_slow("laying out the model"):
+        answers = _resolve_all(run, dp_size)
     if json:
         data = [{"param_dtype": answer.param_dtype, "values": answer.to_dict()} for answer in answers]
         print_json({"dp_size": dp_size, "answers": data})
         return
     for answer in answers:
         typer.echo(f"{answer.param_dtype} parameters on {dp_size} {'rank' if dp_size == 1 else 'ranks'}")
-        rows = [(f"  {entry.name}", _value_text(entry.value), entry.reason) for entry in answer.entries]
-        print_lines(text_table([("  field", "value", "reason"), *rows], num_left=2, num_folded=1))
+        rows = [(entry.name, _value_text(entry.value), entry.reason) for entry in answer.entries]
+        print_lines(text_table([("field", "value", "reason"), *rows], num_left=2, num_folded=1, indent=2))
 
 
 def _value_text(value: object) -> str:

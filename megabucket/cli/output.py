@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from io import StringIO
 from textwrap import wrap
 from typing import Any, Final
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 WIDTH_WITHOUT_TERMINAL: Final = 160
 """Columns of output that goes to a file or a pipe; ``COLUMNS`` overrides it."""
 
 _LEAST_WIDTH: Final = 40
-_LEAST_COLUMN: Final = 12
+_LEAST_TEXT: Final = 8
 _GAP: Final = "  "
-_PATIENCE_S: Final = 2.0
+_QUIET_S: Final = 2.0
 
 
 def output_width() -> int:
@@ -28,34 +32,35 @@ def output_width() -> int:
     return max(shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns, _LEAST_WIDTH)
 
 
-def text_table(rows: Sequence[Sequence[str]], *, num_left: int = 1, num_folded: int = 0) -> Iterator[str]:
+def text_table(rows: Sequence[Sequence[str]], *, num_left: int = 1, num_folded: int = 0, indent: int = 0) -> Iterator[str]:
     r"""Yield rows as lines with the cells of a column under each other; the first row is the head.
+
+    Nothing is cut: where the output is too narrow, cells of text go on in the next line. Numbers never do.
 
     Args:
         rows: equally long.
-        num_left: columns that are aligned to the left; the others, numbers, to the right.
-        num_folded: columns at the end that break their lines where the output is too narrow, and are aligned to the left.
+        num_left: columns of text at the start; the others are numbers, aligned to the right.
+        num_folded: columns of text at the end.
+        indent: columns before each line.
 
     >>> print("\n".join(text_table([["link", "ms"], ["ring", "9.1"], ["flat", "12.0"]])))
     link    ms
     ring   9.1
     flat  12.0
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first_folded = len(widths) - num_folded
-    room = output_width() - sum(widths[:first_folded]) - len(_GAP) * (len(widths) - 1)
-    for taken, index in enumerate(sorted(range(first_folded, len(widths)), key=widths.__getitem__)):
-        # The narrowest column first: what it does not need is left to the others.
-        widths[index] = min(widths[index], max(room // (num_folded - taken), _LEAST_COLUMN))
-        room -= widths[index]
-    aligned = [str.ljust if index < num_left or index >= first_folded else str.rjust for index in range(len(widths))]
+    table = Table(box=None, pad_edge=False, show_header=False)
+    least_width = -len(_GAP)
+    for index, column in enumerate(zip(*rows, strict=True)):
+        is_text = index < num_left or index >= len(rows[0]) - num_folded
+        table.add_column(justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+        least_width += len(_GAP) + min(max(map(len, column)), _LEAST_TEXT if is_text else sys.maxsize)
     for row in rows:
-        cells = [
-            wrap(cell, width, break_on_hyphens=False) if index >= first_folded else [cell]
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for parts in zip_longest(*cells, fillvalue=""):
-            yield _GAP.join(align(part, width) for align, part, width in zip(aligned, parts, widths, strict=True)).rstrip()
+        table.add_row(*map(Text, row))
+    console = Console(width=max(output_width() - indent, least_width), color_system=None, file=StringIO())
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        yield " " * indent + line.rstrip()
 
 
 def shortened(text: str, max_chars: int) -> str:
@@ -76,7 +81,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines on stdout; a sentence longer than the output is wide goes on in the next line."""
+    """Print lines on stdout; a sentence that is longer than the output is wide goes on in the next line."""
     width = output_width()
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 2)
@@ -90,9 +95,9 @@ def print_json(data: Any) -> None:
 
 
 @contextmanager
-def told_when_slow(text: str) -> Iterator[None]:
-    """Say on stderr what a command does when the block takes over two seconds."""
-    timer = threading.Timer(_PATIENCE_S, typer.echo, (text,), {"err": True})
+def notice_when_slow(text: str) -> Iterator[None]:
+    """Print on stderr what a command does if the block takes over two seconds."""
+    timer = threading.Timer(_QUIET_S, typer.echo, (text,), {"err": True})
     timer.daemon = True
     timer.start()
     try:
@@ -102,16 +107,13 @@ def told_when_slow(text: str) -> Iterator[None]:
 
 
 def progress() -> Callable[[str], None]:
-    """Return a function that says on stderr what a command does, from its third second on and every two seconds.
+    """Return a function that prints on stderr what a command does, from its third second on and every two seconds."""
+    printed_s = time.monotonic()
 
-    A command that is done in less says nothing.
-    """
-    told_s = time.monotonic()
-
-    def tell(text: str) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s >= _PATIENCE_S:
-            told_s = time.monotonic()
+    def report(text: str) -> None:
+        nonlocal printed_s
+        if time.monotonic() - printed_s >= _QUIET_S:
+            printed_s = time.monotonic()
             typer.echo(text, err=True)
 
-    return tell
+    return report

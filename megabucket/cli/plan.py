@@ -29,6 +29,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="print the plan as JSON on stdout")] = False,
 ) -> None:
     """Print the buckets a model would get, and the memory of a rank by category in both modes."""
+    from megabucket.cli.output import notice_when_slow, print_json, print_lines
     from megabucket.cli.plan_text import bucket_lines, memory_lines, total_lines
     from megabucket.errors import ConfigError
     from megabucket.layout import build_layout
@@ -43,45 +44,40 @@ def plan(
             f"{config or 'command line'}: model is required to plan; describe one in a config, for example "
             "model: {kind: gpt, ...}, or give model=path/config.json of Hugging Face, or model=module:callable"
         )
-    specs = param_specs(run.model)
-    group_sizes = group_sizes_of(run, specs, expert_dp_size=expert_dp_size)
-    layout = build_layout(specs, run.ddp, dp_size=dp_size, group_sizes=group_sizes)
-    rows = describe_rows(layout)
-    totals = describe_totals(layout, rows)
-    memory = memory_by_mode(
-        specs,
-        run.ddp,
-        dp_size=dp_size,
-        group_sizes=group_sizes,
-        moments_per_element=run.optimizer.moments_per_element,
-        activation_bytes=int(activation_gib * _GIB),
-    )
+    with notice_when_slow("laying out the model"):
+        specs = param_specs(run.model)
+        group_sizes = group_sizes_of(run, specs, expert_dp_size=expert_dp_size)
+        layout = build_layout(specs, run.ddp, dp_size=dp_size, group_sizes=group_sizes)
+        rows = describe_rows(layout)
+        totals = describe_totals(layout, rows)
+        memory = memory_by_mode(
+            specs,
+            run.ddp,
+            dp_size=dp_size,
+            group_sizes=group_sizes,
+            moments_per_element=run.optimizer.moments_per_element,
+            activation_bytes=int(activation_gib * _GIB),
+        )
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     if json:
         experts = group_sizes.get("expert")
         head = {"dp_size": dp_size, "expert_dp_size": experts, "group_sizes": group_sizes, "mode": chosen}
         head["fingerprint"] = layout.fingerprint
-        _print_json(rows, totals, memory, head)
+        print_json({**head, **_data(rows, totals, memory)})
     else:
-        for line in bucket_lines(rows, show_all=show_all):
-            typer.echo(line)
-        for line in memory_lines(memory, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen):
-            typer.echo(line)
-        for line in total_lines(totals, layout.fingerprint):
-            typer.echo(line)
+        print_lines(total_lines(totals, layout.fingerprint))
+        print_lines(memory_lines(memory, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen))
+        print_lines(bucket_lines(rows, show_all=show_all))
     if totals.padding_fraction > max_padding:
         text = f"error: padding is {totals.padding_fraction:.4%} of the buffers, more than --max-padding {max_padding:.4%}"
         typer.echo(text, err=True)
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _print_json(
-    rows: tuple[BucketRow, ...], totals: LayoutTotals, memory: Mapping[str, RankMemory], head: dict[str, Any]
-) -> None:
-    import json
+def _data(rows: tuple[BucketRow, ...], totals: LayoutTotals, memory: Mapping[str, RankMemory]) -> dict[str, Any]:
     from dataclasses import asdict
 
     buckets = [{**asdict(row), "padding_fraction": row.padding_fraction} for row in rows]
     summary = {**asdict(totals), "padding_fraction": totals.padding_fraction}
     of_modes = {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()}
-    typer.echo(json.dumps({**head, "totals": summary, "memory": of_modes, "buckets": buckets}, indent=2))
+    return {"totals": summary, "memory": of_modes, "buckets": buckets}

@@ -14,13 +14,15 @@ from megabucket.units import format_bytes, format_count
 
 ROWS_SHOWN_AT_EACH_END: Final = 5
 _INDENT: Final = " " * 10
-_HEAD: Final = ("bucket", "params", "elements", "padding", "gradients", "only padding")
+_HEAD: Final = ("bucket", "params", "elements", "padding", "gradients")
 
 
 def bucket_lines(rows: Sequence[BucketRow], *, show_all: bool) -> Iterator[str]:
     """Yield a table per buffer, with the names beside the numbers where there is room for all of them, else below."""
     width = output_width()
-    for buffer in dict.fromkeys(row.buffer for row in rows):
+    for number, buffer in enumerate(dict.fromkeys(row.buffer for row in rows)):
+        if number:
+            yield ""
         of_buffer = [row for row in rows if row.buffer == buffer]
         cut_for = counted(of_buffer[0].num_shards, "rank")
         by_name = ", at named parameters" if any(row.closed_by == "cut" for row in of_buffer) else ""
@@ -28,7 +30,9 @@ def bucket_lines(rows: Sequence[BucketRow], *, show_all: bool) -> Iterator[str]:
         ends = 2 * ROWS_SHOWN_AT_EACH_END
         is_cut = not show_all and len(of_buffer) > ends + 1
         shown = [*of_buffer[:ROWS_SHOWN_AT_EACH_END], *of_buffer[-ROWS_SHOWN_AT_EACH_END:]] if is_cut else of_buffer
-        head, *lines = text_table([_HEAD, *map(_cells, shown)], num_left=0)
+        has_idle_ranks = any(row.num_padding_only_ranks for row in shown)
+        cells = [(*_cells(row), *([_idle(row)] if has_idle_ranks else [])) for row in shown]
+        head, *lines = text_table([(*_HEAD, *(["only padding"] if has_idle_ranks else [])), *cells], num_left=0)
         room = width - len(head) - 2
         has_room = all(len(_names(row)) <= room for row in shown)
         yield f"{head}  from ... to" if has_room else head
@@ -40,7 +44,6 @@ def bucket_lines(rows: Sequence[BucketRow], *, show_all: bool) -> Iterator[str]:
             else:
                 yield line
                 yield from (f"{_INDENT}{text}" for text in _name_lines(row, width - len(_INDENT)))
-        yield ""
 
 
 def memory_lines(memory: Mapping[str, RankMemory], *, optimizer: str, dp_size: int, chosen: str) -> Iterator[str]:
@@ -56,7 +59,7 @@ def memory_lines(memory: Mapping[str, RankMemory], *, optimizer: str, dp_size: i
         if any(sizes):
             rows.append([_category(field.name), *map(format_bytes, sizes)])
     rows.append(["total", *(format_bytes(each.total_bytes) for each in memory.values())])
-    yield from (f"  {line}" for line in text_table(rows))
+    yield from text_table(rows, indent=2)
     left_out = "" if any(each.activation_bytes for each in memory.values()) else "; activations: --activation-gib"
     yield f"  * the mode of this config{left_out}"
     yield ""
@@ -73,6 +76,7 @@ def total_lines(totals: LayoutTotals, fingerprint: str) -> Iterator[str]:
         idle = counted(totals.num_buckets_with_padding_only_ranks, "bucket")
         yield f"in {idle} some ranks own only padding and have nothing to update"
     yield f"fingerprint {fingerprint}"
+    yield ""
 
 
 def _cells(row: BucketRow) -> tuple[str, ...]:
@@ -82,8 +86,11 @@ def _cells(row: BucketRow) -> tuple[str, ...]:
         f"{row.numel:,}",
         f"{row.padding_fraction:.3%}",
         format_bytes(row.grad_bytes),
-        counted(row.num_padding_only_ranks, "rank") if row.num_padding_only_ranks else "none",
     )
+
+
+def _idle(row: BucketRow) -> str:
+    return counted(row.num_padding_only_ranks, "rank") if row.num_padding_only_ranks else "none"
 
 
 def _names(row: BucketRow) -> str:

@@ -46,10 +46,9 @@ def report(
 
 def _lines(figures: Report) -> Iterator[str]:
     from megabucket.cli.output import text_table
-    from megabucket.units import format_seconds
 
     yield from figures.summary
     yield ""
-    rows = [(plan.name, format_seconds(plan.step_s), f"{plan.row.buckets:,}") for plan in figures.plans]
-    rows.append(("lower bound", format_seconds(figures.outlook.lower_bound_s), ""))
-    yield from text_table([("plan", "step", "buckets"), *rows])
+    rows = [(plan.name, f"{plan.step_s * 1e3:,.2f}", f"{plan.row.buckets:,}") for plan in figures.plans]
+    rows.append(("lower bound", f"{figures.outlook.lower_bound_s * 1e3:,.2f}", ""))
+    yield from text_table([("plan", "step ms", "buckets"), *rows])

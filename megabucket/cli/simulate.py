@@ -22,13 +22,13 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="print the figures as JSON on stdout")] = False,
 ) -> None:
     """Print the simulated step for each bucket size and for the optimal cuts, and how it scales."""
-    from megabucket.cli.output import print_json, told_when_slow
+    from megabucket.cli.output import notice_when_slow, print_json, print_lines
     from megabucket.planning.run_config import load_config
     from megabucket.planning.setting import outlook_of, setting_of
 
     run = load_config(config, overrides or [])
     setting = setting_of(run, dp_size=dp_size, expert_dp_size=expert_dp_size)
-    with told_when_slow(f"simulating {len(setting.workload.tensors):,} tensors in many sizes"):
+    with notice_when_slow(f"simulating {len(setting.workload.tensors):,} tensors in many sizes"):
         outlook = outlook_of(setting, run.sweep.bucket_numel)
     if trace is not None:
         from megabucket.report import write_chrome_trace
@@ -40,5 +40,4 @@ def simulate(
         return
     from megabucket.cli.simulate_text import outlook_lines
 
-    for line in outlook_lines(outlook, show_cuts=show_cuts):
-        typer.echo(line)
+    print_lines(outlook_lines(outlook, show_cuts=show_cuts))

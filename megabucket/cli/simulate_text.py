@@ -1,12 +1,11 @@
-"""What ``megabucket simulate`` prints for people: lines of at most 80 columns, except for names."""
+"""What ``megabucket simulate`` prints for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from textwrap import wrap
 from typing import Final
 
-from megabucket.cli.output import counted, output_width, text_table
+from megabucket.cli.output import counted, text_table
 from megabucket.errors import printable
 from megabucket.planning.links import FlatLink
 from megabucket.planning.setting import Outlook, SweepRow
@@ -25,9 +24,9 @@ def outlook_lines(outlook: Outlook, *, show_cuts: bool) -> Iterator[str]:
     # A flat link costs the same on any number, and without a model nothing else depends on it.
     yield f"{what}, on {ranks}" if setting.specs is not None or not isinstance(setting.link, FlatLink) else what
     passes = [("forward", workload.forward_s), ("backward", workload.backward_s), ("optimizer", workload.optimizer_s)]
-    told = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in passes if seconds > 0) or "nothing"
+    passes_text = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in passes if seconds > 0) or "nothing"
     times = f" of each of {workload.num_microbatches} microbatches" if workload.num_microbatches > 1 else ""
-    yield f"compute {_ms(workload.compute_s)}: {told}{times} (ms)"
+    yield f"compute {_ms(workload.compute_s)}: {passes_text}{times} (ms)"
     yield f"one collective per tensor after backward {_ms(outlook.no_overlap_s)} ms"
     yield ""
     rows: list[tuple[str, ...]] = [("bucket", "buckets", "step ms", "exposed ms", "gain", "")]
@@ -38,7 +37,7 @@ def outlook_lines(outlook: Outlook, *, show_cuts: bool) -> Iterator[str]:
     if outlook.configured is not None:
         rows.append(_cells("config", outlook.configured, outlook, "the config's own sizes"))
     rows.append(_cells("optimal", outlook.optimal, outlook, _against(outlook.optimal, outlook.best)))
-    yield from text_table(rows, num_left=0)
+    yield from text_table(rows, num_left=0, num_folded=1)
     yield ""
     yield f"gain is over one collective per tensor; no plan is below {_ms(outlook.lower_bound_s)} ms"
     yield from _scaling_lines(outlook)
@@ -76,7 +75,7 @@ def _cut_lines(outlook: Outlook) -> Iterator[str]:
         yield from (f"    - {printable(name, _NAME_CHARS)}" for name in outlook.cuts)
     else:
         names = ", ".join(printable(name, _NAME_CHARS) for name in outlook.cuts)
-        yield from wrap(f"cuts after: {names}", output_width(), break_long_words=False, break_on_hyphens=False)
+        yield f"cuts after: {names}"
 
 
 def _ms(seconds: float) -> str:

@@ -112,10 +112,7 @@ class Calibration:
         return tuple(found)
 
     def describe(self) -> Iterator[str]:
-        """Yield the line of each operation and what has to be known to use it, then each size.
-
-        Of each size: median, quartiles, and how far the line is from the median.
-        """
+        """Yield the line of each operation, and what must be known to use it."""
         facts = self.facts
         yield f"{facts['backend']} on {facts['device']}, {self.num_ranks} ranks, {facts['repetitions']} repetitions"
         for key, fit in self.fits.items():
@@ -123,13 +120,15 @@ class Calibration:
             line = f"{format_seconds(fit.latency_s)} + bytes / ({bandwidth}), median {fit.residual:.1%} off"
             yield f"{key[0].value} {key[1]}: {line}"
         yield from self.remarks
-        for key in self.tables:
-            yield ""
-            yield f"{key[0].value} {key[1]}: median (quartiles), line against median"
-            for timing, residual in zip(self.tables[key], self.residuals(key), strict=True):
-                lower, upper = (f"{quartile / timing.median_s - 1:+.0%}" for quartile in timing.quartiles_s)
-                median = f"{format_bytes(timing.cell.num_bytes):>12}{format_seconds(timing.median_s):>12}"
-                yield f"{median}  ({lower} {upper})  {residual:+.0%}"
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield a table of all sizes, head first: median, quartiles, and how far the line is from the median."""
+        yield ("operation", "bytes", "median", "quartiles", "line")
+        for key, timings in self.tables.items():
+            for timing, residual in zip(timings, self.residuals(key), strict=True):
+                quartiles = " ".join(f"{quartile / timing.median_s - 1:+.0%}" for quartile in timing.quartiles_s)
+                size, median = format_bytes(timing.cell.num_bytes), format_seconds(timing.median_s)
+                yield (f"{key[0].value} {key[1]}", size, median, quartiles, f"{residual:+.0%}")
 
     def write(self, path: Path) -> None:
         """Write ``link.yaml``: points, quartiles, fits and facts, as ``link: {path: link.yaml}`` reads them.

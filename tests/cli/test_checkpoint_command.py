@@ -122,8 +122,8 @@ def test_diff_names_what_differs_and_exits_with_1(root):
 
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [
-        "tensor model.weight: 600 of elements 0:600 differ, the first at 0, by up to 1",
         "1 tensors are equal bit for bit, 1 differ; 0 other values differ",
+        "tensor model.weight: 600 of elements 0:600 differ, the first at 0, by up to 1",
     ]
 
 
@@ -228,9 +228,10 @@ def test_can_load_names_what_does_not_fit_and_exits_with_6(trained, override, pr
     as_json = invoke("can-load", trained / "run", *DEMO, "-c", trained / "run.yaml", override, "--json")
 
     assert result.exit_code == as_json.exit_code == 6, result.output
-    assert problem in result.stdout
-    assert "things do not fit" in result.stdout
-    assert len(json.loads(as_json.stdout)["problems"]) == len(result.stdout.splitlines()) - 1
+    problems = json.loads(as_json.stdout)["problems"]
+    assert any(problem in each for each in problems)
+    assert result.stdout.splitlines()[0].endswith(f"{len(problems)} things do not fit")
+    assert [each for each in problems if each.split()[0] not in result.stdout] == []
     assert sorted(path.stat().st_mtime_ns for path in (trained / "run").rglob("*")) == before
 
 
@@ -246,7 +247,7 @@ def test_can_load_refuses_a_checkpoint_beyond_the_last_step(trained):
     beyond, at_the_end = invoke(*arguments, "program.train.steps=2"), invoke(*arguments, "program.train.steps=3")
 
     assert (beyond.exit_code, at_the_end.exit_code) == (6, 0)
-    assert beyond.stdout.splitlines()[0] == "it is of step 3, and train.steps=2 ends before"
+    assert beyond.stdout.splitlines()[1] == "it is of step 3, and train.steps=2 ends before"
 
 
 def test_can_load_with_a_cast_takes_another_precision(trained):

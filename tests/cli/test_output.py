@@ -12,9 +12,9 @@ ROWS = [["", "question", "what it means"], ["holds", "all-reduce SUM", "every ra
 def test_a_table_of_numbers_is_never_cut(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
 
-    lines = list(output.text_table([["a" * 30, "1" * 30]], num_left=1))
+    lines = list(output.text_table([["a" * 30, "1" * 40]], num_left=1))
 
-    assert lines == ["a" * 30 + "  " + "1" * 30]
+    assert lines == ["a" * 8 + "  " + "1" * 40, "a" * 8, "a" * 8, "a" * 6]
 
 
 def test_columns_that_may_fold_share_what_room_there_is(monkeypatch):
@@ -48,19 +48,19 @@ def test_a_sentence_that_does_not_fit_goes_on_in_the_next_line(capsys, monkeypat
 
 
 def test_a_quick_command_says_nothing(capsys):
-    tell = output.progress()
-    with output.told_when_slow("working"):
-        tell("step 1")
+    report = output.progress()
+    with output.notice_when_slow("working"):
+        report("step 1")
 
     assert capsys.readouterr().err == ""
 
 
 def test_a_slow_command_says_what_it_does_and_not_too_often(capsys, monkeypatch):
-    monkeypatch.setattr(output, "_PATIENCE_S", 0.05)
-    tell = output.progress()
-    with output.told_when_slow("working"):
+    monkeypatch.setattr(output, "_QUIET_S", 0.05)
+    report = output.progress()
+    with output.notice_when_slow("working"):
         time.sleep(0.3)
-        tell("step 1")
-        tell("step 2")
+        report("step 1")
+        report("step 2")
 
     assert capsys.readouterr().err == "working\nstep 1\n"

@@ -44,7 +44,7 @@ def test_the_table_has_a_line_per_bucket_and_the_totals(config):
     assert result.exit_code == 0
     assert result.stderr == ""
     lines = result.stdout.splitlines()
-    assert lines[:9] == [
+    assert lines[-8:] == [
         # head at [0, 100), block at [128, 428), rounded up to 512; then embedding; the expert has its own buffer
         "buffer dense/float32->float32: 2 buckets cut for 8 ranks",
         "bucket  params  elements  padding  gradients  only padding  from ... to",
@@ -54,12 +54,13 @@ def test_the_table_has_a_line_per_bucket_and_the_totals(config):
         "buffer expert/bfloat16->float32: 1 bucket cut for 8 ranks",
         "bucket  params  elements  padding  gradients  only padding  from ... to",
         "     0       1       128  92.188%      512 B       7 ranks  expert",
-        "",
     ]
-    assert "4 parameters, 510 elements (510)" in lines
-    assert "3 buckets in 2 buffers" in lines
-    assert "padding 258 elements (33.5938%)" in lines
-    assert "gradients 3.00 KiB, parameters 2.75 KiB" in lines
+    assert lines[:4] == [
+        "4 parameters, 510 elements (510)",
+        "3 buckets in 2 buffers",
+        "padding 258 elements (33.5938%)",
+        "gradients 3.00 KiB, parameters 2.75 KiB",
+    ]
     assert "in 3 buckets some ranks own only padding and have nothing to update" in result.stdout
 
 
@@ -75,7 +76,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(config, columns
 
     answer = json.loads(invoke(*arguments[1:], "--json").stdout)
     lines = result.stdout.splitlines()
-    assert max(map(len, lines)) <= max(columns, 76)  # the fingerprint is never cut
+    assert max(len(line) for line in lines if answer["fingerprint"] not in line) <= columns
     for bucket in (*answer["buckets"][:5], *answer["buckets"][-5:]):
         assert any(f" {bucket['numel']:,} " in line for line in lines)
 
@@ -89,15 +90,15 @@ def test_names_get_lines_of_their_own_where_they_do_not_fit_beside_the_numbers(t
     short = CliRunner().invoke(app, ["plan", "-c", str(path)], env=NARROW).stdout.splitlines()
     split = CliRunner().invoke(app, ["plan", "-c", str(path), "ddp.bucket_size=1"], env=NARROW).stdout.splitlines()
 
-    assert short[1:3] == [
-        "bucket  params  elements  padding  gradients  only padding  from ... to",
-        "     0       3       256  98.828%   1.00 KiB          none  end ... first",
+    assert short[-2:] == [
+        "bucket  params  elements  padding  gradients  from ... to",
+        "     0       3       256  98.828%   1.00 KiB  end ... first",
     ]
-    assert split[1:6] == [
-        "bucket  params  elements  padding  gradients  only padding",
-        "     0       1       128  99.219%      512 B          none",
+    assert split[split.index("buffer dense/float32->float32: 3 buckets cut for 1 rank") + 1 :][:5] == [
+        "bucket  params  elements  padding  gradients",
+        "     0       1       128  99.219%      512 B",
         "          end",
-        "     1       1       128  99.219%      512 B          none",
+        "     1       1       128  99.219%      512 B",
         "          " + "n" * 33 + "..." + "n" * 34,  # 80 columns
     ]
 
@@ -183,8 +184,8 @@ def test_cuts_by_name_are_said_to_be_such(config):
     )
 
     lines = result.stdout.splitlines()
-    assert lines[0] == "buffer dense/float32->float32: 2 buckets cut for 1 rank, at named parameters"
-    assert [line.split()[-1] for line in lines[2:4]] == ["head", "block"]
+    start = lines.index("buffer dense/float32->float32: 2 buckets cut for 1 rank, at named parameters")
+    assert [line.split()[-1] for line in lines[start + 2 : start + 4]] == ["head", "block"]
     assert "buffer expert/bfloat16->float32: 1 bucket cut for 1 rank" in lines
 
 

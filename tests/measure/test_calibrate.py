@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 def test_the_tables_and_the_json_show_every_size():
     calibration = calibration_of(lambda size: 1e-4 + 1e-9 * size, noise=(0.5, 1.0, 2.0))
 
-    lines = list(calibration.describe())
+    lines, (head, *rows) = list(calibration.describe()), calibration.rows()
     data = json.loads(json.dumps(calibration.to_dict()))
 
     num_sizes = len(sizes_up_to(2**20))
@@ -109,11 +109,10 @@ def test_the_tables_and_the_json_show_every_size():
     assert lines[1:3] == [
         f"{kind} float32: 100.0 us + bytes / (1 GB/s), median 0.0% off" for kind in ("all_reduce", "all_gather")
     ]
-    assert lines[4 :: num_sizes + 2] == [
-        f"{kind} float32: median (quartiles), line against median" for kind in ("all_reduce", "all_gather")
-    ]
+    assert [row[0] for row in rows] == ["all_reduce float32"] * num_sizes + ["all_gather float32"] * num_sizes
+    assert head == ("operation", "bytes", "median", "quartiles", "line")
+    assert [cell.replace("-0%", "+0%") for cell in rows[0][1:]] == ["1.00 KiB", "101.0 us", "-25% +50%", "+0%"]
     assert [len(each["points"]) for each in data["tables"]] == [num_sizes] * 2
-    assert lines[5].replace("-0%", "+0%").split() == ["1.00", "KiB", "101.0", "us", "(-25%", "+50%)", "+0%"]
     assert data["tables"][0]["is_affine"] is True
     assert data["tables"][0]["points"][0]["seconds"] == list(calibration.timings[0].seconds)
 
