@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,10 @@ from megabucket.ddp.wrap import (
     prepare_rebuild,
     restore_prefix,
 )
-from megabucket.errors import ConfigError, MegabucketError, PhaseError
+from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once
 from megabucket.layout import ModelLayout
 from megabucket.layout.identity import ParamIdentity
 from megabucket.trace import Recorder, StepRecorder, StepTrace
-
-_LOGGER: Final = logging.getLogger("megabucket")
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -525,14 +523,13 @@ def _checked(config: DistributedDataParallelConfig | None, *, disable_bucketing:
 def _warn_without_overlap(communicator: Communicator, config: DistributedDataParallelConfig, layout: ModelLayout) -> None:
     """Log, on the first rank, why the reduction of gradients will not overlap backward, if it will not.
 
-    A log record and no Python warning: a model in one bucket is no reason to stop a program that makes errors of warnings.
     Where overlap was switched off, or one rank runs alone, it is a warning only if figures are wanted.
     """
     why = overlap_obstacle(config, dp_size=communicator.size, is_one_bucket=layout.num_buckets == 1)
     if why is not None and communicator.rank == 0:
         is_surprising = config.step_traces or (config.overlap_grad_reduce and communicator.size > 1)
-        level = logging.WARNING if is_surprising else logging.INFO
-        _LOGGER.log(level, "megabucket: communication cannot overlap backward: %s", why)
+        text = f"communication cannot overlap backward: {why}"
+        log_once(text, logging.WARNING if is_surprising else logging.INFO)
 
 
 class AgreedStop:
