@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, Exchange
-from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_arguments
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.fence import step_number_of
 from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
@@ -60,6 +60,8 @@ class DistributedDataParallel(torch.nn.Module):
         communicator: an implementation of the port to use instead of a process group, for instance of a ``LoopbackWorld``.
         groups: in place of ``process_group``, where parameters are reduced over different ranks, or the model is parallel in
             another way, too: ``ParallelGroups``, or a dict of its ``reduction`` groups alone.
+        torch_arguments: of torch DDP by name, where they mean what happens here, or a field of the config (``bucket_cap_mb``,
+            ``init_sync``); each other one is a ``ConfigError`` that says what to do instead.
         disable_bucketing: one bucket per buffer, whatever the config says of their sizes: for pipeline stages but the first,
             whose reductions end while the first one still computes. Alike on the ranks of a reduction group.
 
@@ -83,9 +85,10 @@ class DistributedDataParallel(torch.nn.Module):
         communicator: Communicator | None = None,
         groups: ParallelGroups | Mapping[str, Any] | None = None,
         disable_bucketing: bool = False,
+        **torch_arguments: Any,
     ) -> None:
         super().__init__()
-        self.ddp_config = _checked(config, disable_bucketing=disable_bucketing)
+        self.ddp_config = _checked(config, torch_arguments, disable_bucketing=disable_bucketing)
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
         if groups is not None and (process_group is not None or communicator is not None):
@@ -507,13 +510,18 @@ class DistributedDataParallel(torch.nn.Module):
         )
 
 
-def _checked(config: DistributedDataParallelConfig | None, *, disable_bucketing: bool) -> DistributedDataParallelConfig:
+def _checked(
+    config: DistributedDataParallelConfig | list[Any] | None, torch_arguments: dict[str, Any], *, disable_bucketing: bool
+) -> DistributedDataParallelConfig:
+    if isinstance(config, list):  # torch DDP has device_ids here
+        config, torch_arguments = None, {"device_ids": config, **torch_arguments}
     if not isinstance(config, DistributedDataParallelConfig | None):
         raise ConfigError(
             f"config must be a DistributedDataParallelConfig, got a {type(config).__name__}; "
             "DistributedDataParallelConfig(**fields) makes one of a dict"
         )
-    config = config or DistributedDataParallelConfig()
+    if config is None or torch_arguments:
+        config = with_torch_arguments(config, torch_arguments)
     if not disable_bucketing:
         return config
     sizes = dict.fromkeys(("bucket_size", "bucket_cap_mb", "num_buckets"))
