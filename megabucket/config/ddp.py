@@ -259,6 +259,10 @@ class DistributedDataParallelConfig(Section):
     """Note when each bucket is ready, launched, done and waited for, so that ``last_step_trace`` tells what of the
     communication was hidden. Costs a little per bucket, nothing per parameter."""
 
+    profiler_ranges: bool = False
+    """Name the launch of each bucket and the wait for it, the fence and the optimizer in the traces of profilers:
+    ``torch.profiler.record_function`` and, on CUDA, NVTX."""
+
     init_sync: bool = True
     """Broadcast parameters and module buffers from the first rank of the group when wrapping."""
 

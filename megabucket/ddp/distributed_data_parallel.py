@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, Exchange
+from megabucket.comm.device import profiler_range
 from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_arguments
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.fence import step_number_of
@@ -39,7 +40,7 @@ from megabucket.ddp.wrap import (
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once
 from megabucket.layout import ModelLayout
 from megabucket.layout.identity import ParamIdentity
-from megabucket.trace import Recorder, StepRecorder, StepTrace
+from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -108,6 +109,7 @@ class DistributedDataParallel(torch.nn.Module):
         """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
         self._step_recorder: StepRecorder | None = None
+        self._recorders: list[Recorder] = []
         self._wrapping: Wrapping | Detached = Detached()
         self.module = module
         self.__dict__["module"] = module  # each step reads it; setting another one removes this entry
@@ -118,8 +120,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._wrapping = self._wrap()
             self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
-            if self.ddp_config.step_traces:
-                self._record_steps()
+            self._add_recorders()
             if self.ddp_config.init_sync:
                 with naming_replaced(self.param_names, self.communicator):
                     self._broadcast()
@@ -131,10 +132,16 @@ class DistributedDataParallel(torch.nn.Module):
     def _wrap(self) -> Wrapping:
         return Wrapping(self.module, self.ddp_config, self.ranks, groups=self._groups, on_load=self._note_load)
 
-    def _record_steps(self) -> None:
+    def _add_recorders(self) -> None:
         progress, device = self.communicator.progress, self.param_and_grad_buffers[0].param_data.device
-        self._step_recorder = StepRecorder(rank=self.communicator.rank, clock=self.communicator.clock_for(device))
-        progress.recorders = (*progress.given_recorders, self._step_recorder)
+        if self.ddp_config.step_traces:
+            self._step_recorder = StepRecorder(rank=self.communicator.rank, clock=self.communicator.clock_for(device))
+            self._recorders.append(self._step_recorder)
+        if self.ddp_config.profiler_ranges:
+            ranges = ProfilerRanges(profiler_range(device))
+            self._recorders.append(ranges)
+            progress.on_moment = ranges.note_moment
+        progress.recorders = (*progress.given_recorders, *self._recorders)
 
     def _note_load(self) -> None:
         self.num_value_changes += 1
@@ -492,8 +499,8 @@ class DistributedDataParallel(torch.nn.Module):
             wrapping.undo()
         finally:
             progress = self.communicator.progress
-            if self._step_recorder in progress.recorders:
-                progress.recorders = progress.given_recorders
+            if any(recorder in progress.recorders for recorder in self._recorders):
+                progress.recorders, progress.on_moment = progress.given_recorders, None
             self.ranks.close()
         return self.module
 
