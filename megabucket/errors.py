@@ -1,4 +1,4 @@
-"""Every error this library raises on purpose, and how texts show names, ranks, values and what others wrote.
+"""Every error this library raises on purpose, its notices, and how texts show names, ranks, values and what others wrote.
 
 Each class carries its facts as attributes, so tests and tools never parse text; the text says what happened with
 names and values, why it matters, and what to do. All of them pickle, so they cross process boundaries.
@@ -51,13 +51,24 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from typing_extensions import Self
 
 _NAMES_SHOWN: Final = 5
 _VALUES_SHOWN: Final = 8
+
+
+@lru_cache(maxsize=1000)
+def log_once(text: str, level: int = logging.WARNING) -> None:
+    """Log a notice to the logger ``megabucket``, once per process and text.
+
+    A log record and no Python warning: it must not stop a rank whose program turns warnings into errors while others wait.
+    """
+    logging.getLogger("megabucket").log(level, "megabucket: %s", text)
 
 
 def name_list(names: Sequence[str]) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Generator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from megabucket.errors import log_once
+
 # No deadline: the first call of anything in torch is slow. No check for slow data: the machine is shared with other tests.
 _SHARED_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
@@ -41,6 +43,11 @@ os.environ.pop("COLUMNS", None)  # what prints tables adapts to it, and so would
 # A shell that starts the tests in the background lets them ignore SIGINT, and so would every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _notices_are_said_again() -> None:
+    log_once.cache_clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

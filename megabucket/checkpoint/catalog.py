@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from typing import Final
 
 from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, remove_tree, write_file
 from megabucket.checkpoint.format import MANIFEST_NAME, MIN_KEY_BYTES, SealedManifest, decode_manifest, seal_of
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, log_once
 
 LATEST: Final = "latest"
 LOCK: Final = ".lock"
@@ -37,10 +36,6 @@ _LATEST: Final = re.compile(r"(step-[0-9.]{8,40}) ([0-9a-f]{64})\n")
 _MAX_LOOKED_AT: Final = 50
 _MAX_LATEST_BYTES: Final = 1024
 _MAX_MANIFEST_BYTES: Final = 1 << 30
-
-
-class CheckpointWarning(UserWarning):
-    """Something about checkpoints that does not stop the program: old ones that cannot be removed, a fallback."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -235,8 +230,7 @@ class RootDirectory:
                 self._files.rename(self._root / directory.name, gone)
                 remove_tree(self._files, gone)
             except OSError as error:
-                text = f"the old checkpoint {self._root / directory.name} cannot be removed: {reason_of(error)}"
-                warnings.warn(text, CheckpointWarning, stacklevel=4)
+                log_once(f"the old checkpoint {self._root / directory.name} cannot be removed: {reason_of(error)}")
 
     def _temporary(self, name: str) -> Path:
         return self._root / f"{TEMPORARY}{name}-{secrets.token_hex(8)}"

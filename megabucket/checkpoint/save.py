@@ -22,12 +22,11 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megabucket.checkpoint.catalog import LOCK, MAX_STEP, CheckpointWarning, Latest, RootDirectory, StepDirectory, latest_if_any
+from megabucket.checkpoint.catalog import LOCK, MAX_STEP, Latest, RootDirectory, StepDirectory, latest_if_any
 from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, content_of
 from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, remove_tree
 from megabucket.checkpoint.format import (
@@ -157,8 +156,7 @@ class Save:
             self._failure = error
             return
         if self._settings.keep_last is not None:
-            with suppress(CheckpointWarning):  # an error, to some; but the checkpoint is there, and all ranks go on
-                self._root_directory.remove_old(self._published, keep_last=self._settings.keep_last)
+            self._root_directory.remove_old(self._published, keep_last=self._settings.keep_last)
 
     def conclude(self) -> Path:
         """Hear whether the checkpoint is there, and return its directory; a collective.

@@ -7,7 +7,6 @@ of a checkpoint is run.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from megabucket.buffer import dtype_named
 from megabucket.checkpoint.canonical import in_shape
 from megabucket.checkpoint.catalog import (
     LATEST,
-    CheckpointWarning,
     Latest,
     StepDirectory,
     read_latest,
@@ -43,7 +41,7 @@ from megabucket.checkpoint.format import (
     first_bytes,
     overlap,
 )
-from megabucket.errors import CheckpointError, CheckpointInvalidError, CheckpointMismatchError, CheckpointMissingError
+from megabucket.errors import CheckpointError, CheckpointInvalidError, CheckpointMismatchError, CheckpointMissingError, log_once
 
 _Target: TypeAlias = tuple[StoredBlock, int, torch.Tensor]
 """A block, and what is to be filled with its elements from a first one on."""
@@ -361,8 +359,7 @@ class _Opener:
                 problems.append(error)
                 continue
             if problems:
-                text = f"falling back to the checkpoint of step {stored.step} ({stored.path}): {problems[0]}"
-                warnings.warn(text, CheckpointWarning, stacklevel=3)
+                log_once(f"falling back to the checkpoint of step {stored.step} ({stored.path}): {problems[0]}")
             return stored
         raise problems[0] if problems else self._missing(str(step))
 

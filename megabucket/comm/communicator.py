@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from megabucket.comm.device import Accelerator
 from megabucket.errors import InvariantError, PeerLostError, WrapperBrokenError
 from megabucket.trace.clock import Clock, HostClock
-from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Recorder
+from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Moment, Recorder
 
 Finding = PeerLostError | WrapperBrokenError
 """Why nothing can be launched any more: the error that all ranks raise."""
@@ -179,7 +179,9 @@ class Progress:
     token: str = field(default="", compare=False, repr=False)
     """Of the wrapper on the board, the same for all of its communicators."""
     recorders: tuple[Recorder, ...] = field(init=False, compare=False, repr=False)
-    """Those that were given, and that of the wrapper that was made last."""
+    """Those that were given, and those of the wrapper that was made last."""
+    on_moment: Callable[[str, Moment], None] | None = field(default=None, compare=False, repr=False)
+    """Of that wrapper; told of the moments of each launch, where there are recorders."""
 
     def __post_init__(self) -> None:
         self.recorders = self.given_recorders

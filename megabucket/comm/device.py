@@ -8,7 +8,8 @@ another one does after it has waited for the event. The host waits only where it
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Final
 
@@ -71,6 +72,19 @@ class Accelerator:
         """Whether the current stream is being recorded into a graph."""
         is_capturing = getattr(torch.get_device_module(self._device), "is_current_stream_capturing", bool)
         return bool(is_capturing())
+
+
+def profiler_range(device: torch.device) -> Callable[[str], AbstractContextManager[object]]:
+    """Return what makes a named range for torch's profiler and, on CUDA, for NVTX."""
+    if device.type != "cuda":
+        return torch.profiler.record_function
+
+    @contextmanager
+    def in_both(name: str) -> Iterator[None]:
+        with torch.profiler.record_function(name), torch.cuda.nvtx.range(name):
+            yield
+
+    return in_both
 
 
 class GradStreams:

@@ -28,13 +28,11 @@ import select
 import socket
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from logging import getLogger
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -42,9 +40,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megabucket.comm.communicator import Finding, Progress
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.errors import ConfigError, ForkedProcessError, MegabucketError, PeerLostError, WrapperBrokenError
-
-_LOGGER: Final = getLogger("megabucket")
+from megabucket.errors import ConfigError, ForkedProcessError, MegabucketError, PeerLostError, WrapperBrokenError, log_once
 
 _SLICE: Final = timedelta(milliseconds=100)
 _RANKS_SHOWN: Final = 5
@@ -124,10 +120,6 @@ class Liveness:
                 "dead_after_s, or pass a longer timeout= to init_process_group() or new_group()"
             )
         return fitted
-
-
-class StragglerWarning(UserWarning):
-    """A rank has waited long for others that are alive; the text names them and what they do."""
 
 
 # Processes of the same host #
@@ -793,11 +785,7 @@ class PeerWatch:
         findings = [f"rank {self._number_of(rank)} {state}" for rank, state in wait.late().items()]
         late = "; ".join(findings[:_RANKS_SHOWN]) or "no rank is known to be late: heartbeats are off, or the transfer is slow"
         rank = self._number_of(self.heartbeat.rank)
-        text = f"[rank {rank}] has waited {waited_s:.3g} s for {self._waiting_for(wait)}: {late}. The wait goes on."
-        try:
-            warnings.warn(text, StragglerWarning, stacklevel=2)
-        except StragglerWarning:  # where warnings are errors: an exception here would end the step of this rank
-            _LOGGER.warning("%s", text)
+        log_once(f"[rank {rank}] has waited {waited_s:.3g} s for {self._waiting_for(wait)}: {late}. The wait goes on.")
 
     def _leave_board(self, wait: Observations) -> None:
         if wait.is_on_board:

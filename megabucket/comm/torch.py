@@ -355,9 +355,8 @@ class WorkHandle(Handle):
         is_large = bool(plan.after) and record.payload_bytes >= _BACKGROUND_BYTES
         if link.progress.recorders:
             wants_time = any(recorder.records_time for recorder in link.progress.recorders)
-            self._launch = Launch(
-                record, link.clock(None if plan.is_gloo else plan.starts[0].tensors[0].device) if wants_time else None
-            )
+            clock = link.clock(None if plan.is_gloo else plan.starts[0].tensors[0].device) if wants_time else None
+            self._launch = Launch(record, clock, on_moment=link.progress.on_moment)
             is_large = is_large or wants_time  # the thread notes when it is done
         if plan.is_gloo and (is_large or run is not None):
             self._job = Job(self._complete_in_background)

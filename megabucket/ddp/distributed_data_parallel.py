@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, Exchange
-from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.comm.device import profiler_range
+from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_arguments
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.fence import step_number_of
 from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
@@ -36,12 +37,10 @@ from megabucket.ddp.wrap import (
     prepare_rebuild,
     restore_prefix,
 )
-from megabucket.errors import ConfigError, MegabucketError, PhaseError
+from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once
 from megabucket.layout import ModelLayout
 from megabucket.layout.identity import ParamIdentity
-from megabucket.trace import Recorder, StepRecorder, StepTrace
-
-_LOGGER: Final = logging.getLogger("megabucket")
+from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -62,6 +61,8 @@ class DistributedDataParallel(torch.nn.Module):
         communicator: an implementation of the port to use instead of a process group, for instance of a ``LoopbackWorld``.
         groups: in place of ``process_group``, where parameters are reduced over different ranks, or the model is parallel in
             another way, too: ``ParallelGroups``, or a dict of its ``reduction`` groups alone.
+        torch_arguments: of torch DDP by name, where they mean what happens here, or a field of the config (``bucket_cap_mb``,
+            ``init_sync``); each other one is a ``ConfigError`` that says what to do instead.
         disable_bucketing: one bucket per buffer, whatever the config says of their sizes: for pipeline stages but the first,
             whose reductions end while the first one still computes. Alike on the ranks of a reduction group.
 
@@ -85,9 +86,10 @@ class DistributedDataParallel(torch.nn.Module):
         communicator: Communicator | None = None,
         groups: ParallelGroups | Mapping[str, Any] | None = None,
         disable_bucketing: bool = False,
+        **torch_arguments: Any,
     ) -> None:
         super().__init__()
-        self.ddp_config = _checked(config, disable_bucketing=disable_bucketing)
+        self.ddp_config = _checked(config, torch_arguments, disable_bucketing=disable_bucketing)
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
         if groups is not None and (process_group is not None or communicator is not None):
@@ -107,6 +109,7 @@ class DistributedDataParallel(torch.nn.Module):
         """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
         self._step_recorder: StepRecorder | None = None
+        self._recorders: list[Recorder] = []
         self._wrapping: Wrapping | Detached = Detached()
         self.module = module
         self.__dict__["module"] = module  # each step reads it; setting another one removes this entry
@@ -117,8 +120,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._wrapping = self._wrap()
             self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
-            if self.ddp_config.step_traces:
-                self._record_steps()
+            self._add_recorders()
             if self.ddp_config.init_sync:
                 with naming_replaced(self.param_names, self.communicator):
                     self._broadcast()
@@ -130,10 +132,16 @@ class DistributedDataParallel(torch.nn.Module):
     def _wrap(self) -> Wrapping:
         return Wrapping(self.module, self.ddp_config, self.ranks, groups=self._groups, on_load=self._note_load)
 
-    def _record_steps(self) -> None:
+    def _add_recorders(self) -> None:
         progress, device = self.communicator.progress, self.param_and_grad_buffers[0].param_data.device
-        self._step_recorder = StepRecorder(rank=self.communicator.rank, clock=self.communicator.clock_for(device))
-        progress.recorders = (*progress.given_recorders, self._step_recorder)
+        if self.ddp_config.step_traces:
+            self._step_recorder = StepRecorder(rank=self.communicator.rank, clock=self.communicator.clock_for(device))
+            self._recorders.append(self._step_recorder)
+        if self.ddp_config.profiler_ranges:
+            ranges = ProfilerRanges(profiler_range(device))
+            self._recorders.append(ranges)
+            progress.on_moment = ranges.note_moment
+        progress.recorders = (*progress.given_recorders, *self._recorders)
 
     def _note_load(self) -> None:
         self.num_value_changes += 1
@@ -491,8 +499,8 @@ class DistributedDataParallel(torch.nn.Module):
             wrapping.undo()
         finally:
             progress = self.communicator.progress
-            if self._step_recorder in progress.recorders:
-                progress.recorders = progress.given_recorders
+            if any(recorder in progress.recorders for recorder in self._recorders):
+                progress.recorders, progress.on_moment = progress.given_recorders, None
             self.ranks.close()
         return self.module
 
@@ -509,13 +517,18 @@ class DistributedDataParallel(torch.nn.Module):
         )
 
 
-def _checked(config: DistributedDataParallelConfig | None, *, disable_bucketing: bool) -> DistributedDataParallelConfig:
+def _checked(
+    config: DistributedDataParallelConfig | list[Any] | None, torch_arguments: dict[str, Any], *, disable_bucketing: bool
+) -> DistributedDataParallelConfig:
+    if isinstance(config, list):  # torch DDP has device_ids here
+        config, torch_arguments = None, {"device_ids": config, **torch_arguments}
     if not isinstance(config, DistributedDataParallelConfig | None):
         raise ConfigError(
             f"config must be a DistributedDataParallelConfig, got a {type(config).__name__}; "
             "DistributedDataParallelConfig(**fields) makes one of a dict"
         )
-    config = config or DistributedDataParallelConfig()
+    if config is None or torch_arguments:
+        config = with_torch_arguments(config, torch_arguments)
     if not disable_bucketing:
         return config
     sizes = dict.fromkeys(("bucket_size", "bucket_cap_mb", "num_buckets"))
@@ -525,14 +538,13 @@ def _checked(config: DistributedDataParallelConfig | None, *, disable_bucketing:
 def _warn_without_overlap(communicator: Communicator, config: DistributedDataParallelConfig, layout: ModelLayout) -> None:
     """Log, on the first rank, why the reduction of gradients will not overlap backward, if it will not.
 
-    A log record and no Python warning: a model in one bucket is no reason to stop a program that makes errors of warnings.
     Where overlap was switched off, or one rank runs alone, it is a warning only if figures are wanted.
     """
     why = overlap_obstacle(config, dp_size=communicator.size, is_one_bucket=layout.num_buckets == 1)
     if why is not None and communicator.rank == 0:
         is_surprising = config.step_traces or (config.overlap_grad_reduce and communicator.size > 1)
-        level = logging.WARNING if is_surprising else logging.INFO
-        _LOGGER.log(level, "megabucket: communication cannot overlap backward: %s", why)
+        text = f"communication cannot overlap backward: {why}"
+        log_once(text, logging.WARNING if is_surprising else logging.INFO)
 
 
 class AgreedStop:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,14 +31,13 @@ from megabucket.comm.torch import default_group_of, levels_of, members_of, proce
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, resolve_step
 from megabucket.ddp.fence import Entry, Fence
-from megabucket.errors import ConfigError, MegabucketError, UnsupportedParameterError, name_list
+from megabucket.errors import ConfigError, MegabucketError, UnsupportedParameterError, log_once, name_list
 from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity
 from megabucket.trace import Recorder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_LOGGER: Final = logging.getLogger("megabucket")
 DENSE: Final = "dense"
 """The group of parameters that nothing assigns to another one."""
 _EXPERT: Final = "expert"  # of parameters that Megatron's layers mark with allreduce=False
@@ -432,7 +430,7 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
         raise ConfigError(f"parameter {name!r} is of group {groups[0]!r}; the wrapper has {name_list(list(ranks.by_name))}")
     for pattern in group_of if isinstance(group_of, Mapping) else ():
         if not fnmatch.filter(found, pattern):
-            _LOGGER.warning("megabucket: group_of= has %r, which is no name of a parameter on this rank", pattern)
+            log_once(f"group_of= has {pattern!r}, which is no name of a parameter on this rank")
     unknown = sorted({copy for one in found.values() for copy in one.copies} - set(ranks.copies))
     if unknown and ranks.norm is not None:
         raise ConfigError(f"identities have copies along {name_list(unknown)}: pass copies={{name: ranks}} for each of them")

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Final
 
 import torch
 
 from megabucket.comm import AllReduce, Broadcast, Communicator, Exchange, ReduceOp
 from megabucket.ddp.groups import RankGroups, buffer_groups
-from megabucket.errors import ConfigError, ReplicasDivergedError, name_list
+from megabucket.errors import ConfigError, ReplicasDivergedError, log_once, name_list
 from megabucket.layout.identity import ParamIdentity
-
-_LOGGER: Final = logging.getLogger("megabucket")
 
 
 def broadcast_replica(tensor: torch.Tensor, communicator: Communicator) -> None:
@@ -69,11 +65,10 @@ def naming_replaced(params: Mapping[torch.nn.Parameter, str], communicator: Comm
     was_equal = torch.isclose(before, _norms_of(params), rtol=0.0, atol=0.0, equal_nan=True).tolist()
     replaced = [name for name, is_equal in zip(params.values(), was_equal, strict=True) if not is_equal]
     if len(replaced) < len(was_equal) and replaced:
-        _LOGGER.warning(
-            "megabucket: [rank %d] %s differed from those of the first rank and were replaced by them, while all others were "
-            "equal. If each rank is to have its own (experts), pass groups=; otherwise give all ranks the same seed.",
-            communicator.rank,
-            name_list(replaced),
+        log_once(
+            f"[rank {communicator.rank}] {name_list(replaced)} differed from those of the first rank and were replaced by "
+            "them, while all others were equal. If each rank is to have its own (experts), pass groups=; otherwise give all "
+            "ranks the same seed."
         )
 
 
@@ -133,12 +128,10 @@ def _varies(param: torch.Tensor) -> bool:
 def _warn_of_equal_parts(names: Sequence[str], along: str, ranks: RankGroups) -> None:
     holders = [ranks.copies[along], *chain.from_iterable(reduction.communicators for reduction in ranks.by_name.values())]
     if names and not any(communicator.rank for communicator in holders):
-        _LOGGER.warning(
-            "megabucket: %s should be cut over the ranks %s (%s), and all of them hold the same values. Parts of one parameter "
-            "need different seeds; copies must not be marked as cut, or the norm counts each of them.",
-            name_list(names),
-            [ranks.copies[along].number_of(rank) for rank in range(ranks.copies[along].size)],
-            along,
+        numbers = [ranks.copies[along].number_of(rank) for rank in range(ranks.copies[along].size)]
+        log_once(
+            f"{name_list(names)} should be cut over the ranks {numbers} ({along}), and all of them hold the same values. Parts "
+            "of one parameter need different seeds; copies must not be marked as cut, or the norm counts each of them."
         )
 
 

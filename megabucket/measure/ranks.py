@@ -7,7 +7,6 @@ small facts between ranks. One process without torchrun is a run like any other.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import torch.distributed as dist
 # optimizer is made; imported here, before there is a group, it cannot hold one for ever (joined_ranks says why it must not).
 import torch.distributed.nn.functional
 
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, log_once
 from megabucket.planning.simulation_config import FabricConfig
 
 T = TypeVar("T")
@@ -31,7 +30,6 @@ T = TypeVar("T")
 Note: TypeAlias = Callable[[str], None]
 """Is told what happens next."""
 
-_LOGGER: Final = logging.getLogger("megabucket")
 _TIMEOUT: Final = timedelta(minutes=10)
 
 
@@ -106,11 +104,9 @@ def device_index(launch: Launch, num_devices: int) -> int | None:
     if num_devices == 1 and launch.has_own_device:
         return 0
     if num_devices:
-        _LOGGER.warning(
-            "megabucket: this host runs %d processes and shows %d GPUs to this one, so all work on CPUs; start as many "
-            "processes as there are GPUs, or show each its own with CUDA_VISIBLE_DEVICES",
-            launch.num_local_ranks,
-            num_devices,
+        log_once(
+            f"this host runs {launch.num_local_ranks} processes and shows {num_devices} GPUs to this one, so all work on CPUs; "
+            "start as many processes as there are GPUs, or show each its own with CUDA_VISIBLE_DEVICES"
         )
     return None
 

@@ -407,7 +407,7 @@ class _LoopbackHandle(Handle):
         self._rank = owner.members[owner.rank]
         self._collective: _Collective | None = None
         wants_time = any(recorder.records_time for recorder in owner.progress.recorders)
-        self._launch = Launch(record, clock=HostClock() if wants_time else None)
+        self._launch = Launch(record, clock=HostClock() if wants_time else None, on_moment=owner.progress.on_moment)
 
     @property
     def is_started(self) -> bool:

@@ -1,5 +1,6 @@
 """What steps did, as data: intervals, collectives, and overlap. No torch."""
 
+from megabucket.trace.ranges import ProfilerRanges
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Interval, Lane, Recorder
 from megabucket.trace.step_recorder import StepRecorder
 from megabucket.trace.step_trace import StepTrace
@@ -9,6 +10,7 @@ __all__ = [
     "CollectiveRecord",
     "Interval",
     "Lane",
+    "ProfilerRanges",
     "Recorder",
     "StepRecorder",
     "StepTrace",

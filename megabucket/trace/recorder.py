@@ -6,8 +6,9 @@ The communicator and the wrapper write here; metrics and reports read. No torch.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from megabucket.trace.clock import Clock, Stamp
 
@@ -76,6 +77,9 @@ class CollectiveRecord:
         return self.kind.ring_passes * self.payload_bytes * (self.num_ranks - 1) / self.num_ranks
 
 
+Moment: TypeAlias = Literal["launched", "done", "wait_start", "wait_stop"]
+
+
 @dataclass(slots=True, eq=False)
 class Launch:
     """One launch and the moments of its life, filled in as they come; ``None``: not yet, or nobody notes it."""
@@ -90,9 +94,13 @@ class Launch:
     """When the caller's thread came to need the result."""
     wait_stop: Stamp = None
     """When it went on."""
+    on_moment: Callable[[str, Moment], None] | None = None
+    """Told of the label and of each moment as it comes, "done" perhaps in another thread."""
 
-    def note(self, moment: Literal["launched", "done", "wait_start", "wait_stop"]) -> None:
+    def note(self, moment: Moment) -> None:
         """Note that a moment has come, if it has not before."""
+        if self.on_moment is not None:
+            self.on_moment(self.record.label, moment)
         if self.clock is not None and getattr(self, moment) is None:
             setattr(self, moment, self.clock.stamp())
 

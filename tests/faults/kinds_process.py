@@ -80,15 +80,10 @@ def _slow_with_warning(cell: Cell) -> Fault:
     """Be slower than ``straggler_warning_s``."""
 
     def arm(here: Here) -> None:
-        if cell.place == "as-error":
-            import warnings
-
-            warnings.simplefilter("error")
         if here.is_culprit:
             install(here, "forward", sleep_for(1.5))
 
-    warning = f"rank {cell.culprit}" if cell.place == "step" else ""
-    return Fault(Expectation(Outcome.RIGHT, warning=warning), arm=arm, config={"straggler_warning_s": 0.4})
+    return Fault(Expectation(Outcome.RIGHT, warning=f"rank {cell.culprit}"), arm=arm, config={"straggler_warning_s": 0.4})
 
 
 def _too_slow(cell: Cell) -> Fault:
@@ -226,9 +221,8 @@ PROCESS_KINDS = (
     _kind("slow", "Right: a slow rank is waited for.", _late, places=("forward", "backward-1", "between"), combos=FEW),
     _kind(
         "slow-warning",
-        "Right, with a warning that names the slow rank; also where warnings are errors, with a line in the log.",
+        "Right, with a warning in the log that names the slow rank.",
         _slow_with_warning,
-        places=("step", "as-error"),
         combos=FEW,
         not_in_torch="torch DDP does not warn of stragglers",
     ),

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import logging
 import os
 import pickle
 import select
@@ -21,7 +22,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
@@ -98,12 +98,9 @@ def _run(play: Play, rank: int, store_port: int, send: Callable[..., None]) -> b
     """Train; return whether the process ends at once, as a program does that was interrupted or gave up."""
     cell = play.cells[0]
     fault = fault_of(cell)
-    warnings.simplefilter("always")
-
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        send("warning", text=f"{category.__name__}: {message}")
-
-    warnings.showwarning = show
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: send("warning", text=record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megabucket").addHandler(handler)
     on_collective: dict[str, Any] = {}
     system = Torch(play.combo) if cell.is_torch else Ours(play.combo, tripping(on_collective))
     store = TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)

@@ -250,7 +250,7 @@ def test_a_signal_whose_handler_runs_late_is_found():
 
 def test_a_warning_that_is_due_must_be_there():
     expected = Expectation(Outcome.RIGHT, warning="rank 1")
-    warned = [*healthy_events(), {"kind": "warning", "rank": 0, "text": "StragglerWarning: rank 1 is slow"}]
+    warned = [*healthy_events(), {"kind": "warning", "rank": 0, "text": "megabucket: rank 1 is slow"}]
 
     assert name_and_reason(warned, expected)[0] is Name.RIGHT
     assert name_and_reason(healthy_events(), expected)[0] is Name.WRONG

@@ -25,7 +25,7 @@ IN_PROCESSES = (
     "SIGSTOP/backward-1/all-reduce/overlap/2",
     "interrupt-in-wait/SIGTERM-flag/all-reduce/overlap/2",
     "interrupt-in-wait/SIGINT-default/reduce-scatter/overlap/3",
-    "slow-warning/as-error/all-reduce/overlap/2",
+    "slow-warning/step/all-reduce/overlap/2",
     "fork/step/all-reduce/overlap/2",
     "group-destroyed/all/all-reduce/overlap/2",
     "save-killed/data/all-reduce/overlap/2",

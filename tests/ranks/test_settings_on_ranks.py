@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -399,3 +400,42 @@ def same_data_norms(rank: Rank) -> list[float]:
         norms.append(optimizer.step().grad_norm)
         optimizer.zero_grad()
     return norms
+
+
+# torch.compile #
+
+
+def trained_compiled(rank: Rank, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights after four steps, by what is compiled: nothing, the module in one graph, or the wrapper."""
+    return {what: train_compiled(rank, what, fields) for what in ("nothing", "module", "wrapper")}
+
+
+def train_compiled(rank: Rank, what: str, fields: dict[str, Any]) -> torch.Tensor:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    if what == "module":
+        module = torch.compile(module, backend="eager", fullgraph=True)
+    config = mb.DistributedDataParallelConfig(bucket_size=ONE_PARAMETER, **fields)
+    ddp = mb.DistributedDataParallel(module, config, process_group=rank.group)
+    call = torch.compile(ddp, backend="eager") if what == "wrapper" else ddp
+    optimizer = mb.DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.1), ddp, clip_grad=0.5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + rank.index)
+            with ddp.no_sync():
+                call(torch.randn(4, 8, generator=generator)).square().mean().backward()
+            call(torch.randn(4, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = flat(ddp.state_dict().values())
+    ddp.detach()
+    return weights
+
+
+@pytest.mark.parametrize("mode", ["all-reduce", "reduce-scatter"])
+def test_a_compiled_model_trains_bit_by_bit_as_one_that_is_not(pool, mode):
+    for weights in pool.run(trained_compiled, {"use_distributed_optimizer": mode == "reduce-scatter"}, ranks=2):
+        assert torch.equal(weights["module"], weights["nothing"])
+        assert torch.equal(weights["wrapper"], weights["nothing"])

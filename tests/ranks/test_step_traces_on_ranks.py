@@ -59,3 +59,42 @@ def test_a_gather_that_forward_waits_for_is_on_the_comm_lane_of_both_steps(pool)
     waited = {part.label for part in second.intervals if part.lane is Lane.WAIT and part.label.startswith("param gather")}
     launched = {launch.label for launch in traces[0].launches if launch.label.startswith("param gather")}
     assert waited == launched
+
+
+Range = tuple[str, float, float]
+
+
+def ranges_in_torch_profiler(rank: Rank, switches: dict[str, object]) -> tuple[list[str], list[Range], torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    config = mb.DistributedDataParallelConfig(bucket_size=1, **switches)
+    ddp = mb.DistributedDataParallel(model, config, process_group=rank.group)
+    optimizer = mb.DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01), ddp)
+    for _ in range(2):  # the second step is looked at: nothing overlaps in the first
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            ddp(torch.full((2, 8), 1.0 + rank.index)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ddp.finish_param_sync()
+    found = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() if e.name.startswith("megabucket")]
+    groups, weights = [group.label for group in ddp.bucket_groups], flat(trainable(model))
+    ddp.detach()
+    return groups, found, weights
+
+
+@pytest.mark.parametrize("switches", MODES[::2], ids=["all-reduce", "gather in forward"])
+def test_torch_profiler_shows_a_range_of_each_launch_and_wait_and_of_the_optimizer(pool, switches):
+    named = pool.run(ranges_in_torch_profiler, {**switches, "profiler_ranges": True}, ranks=2)
+    plain = pool.run(ranges_in_torch_profiler, switches, ranks=2)
+
+    for (groups, found, weights), (_, none, plain_weights) in zip(named, plain, strict=True):
+        assert none == []
+        assert torch.equal(weights, plain_weights)
+        gathers = [group.replace("bucket", "param gather") for group in groups] if switches else []
+        labels = [*groups, *gathers, "fence", *(["grad norm"] if switches else [])]
+        names = sorted(name.removeprefix("megabucket: ") for name, _, _ in found)
+        calls = [f"{call} {label}" for call in ("launch", "wait for") for label in labels]
+        assert names == sorted(["optimizer", *calls])
+        # As ranges of one thread, two are apart or one is in the other.
+        spans = sorted((start, -stop) for _, start, stop in found)
+        assert all(-b_stop <= -a_stop or b >= -a_stop for i, (a, a_stop) in enumerate(spans) for b, b_stop in spans[i + 1 :])

@@ -132,3 +132,22 @@ def test_without_tensorboard_a_directory_is_refused_with_what_to_install(tmp_pat
 
     with pytest.raises(ConfigError, match="pip install tensorboard"):
         TensorBoardLog(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard
+def test_the_real_tensorboard_shows_the_scalars(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = TensorBoardLog(tmp_path)
+    for step in (7, 8):
+        log.write(trace(step))
+    log.close()
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    names = ("comm_s", "compute_s", "duration_s", "exposed_s", "overlap_fraction")
+    assert sorted(shown) == [f"megabucket/{name}" for name in names]
+    assert shown["megabucket/exposed_s"] == [(7, 1.0), (8, 1.0)]
+    assert shown["megabucket/comm_s"] == [(7, 5.0), (8, 5.0)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ def run_io_errors(
         base: an empty directory to work in.
         until: end with the first failure that says this.
     """
-    warnings.simplefilter("ignore")  # old checkpoints that cannot be removed: said, and no failure
     before, work = base / "before", base / "work"
     save_on_ranks(before, OLD, FileSystem(), size=size)
     outcomes: Counter[str] = Counter()
