@@ -220,18 +220,21 @@ def partial_entries(
 ) -> dict[str, list[Entry]]:
     """Return, for each of ``ranks.copies``, the parameters whose gradients its ranks add up.
 
-    With shards each rank adds to the part that it owns, so they must lie alike in their buckets.
+    With shards each rank adds to the part that it owns, so they must lie alike in their buckets, and their ranks own
+    the same shard.
     """
     entries: dict[str, list[Entry]] = {copies_key(along): [] for along in ranks.copies}
     slots = {name: buffer for buffer in layout.buffers for name in buffer.params}
     for name in sorted(params, key=lambda name: (identities[name].global_name, identities[name].offset)):
         identity, buffer = identities[name], slots[name]
-        entry: Entry = (identity.global_name, "at", identity.offset, "shape", tuple(params[name].shape), buffer.key.grad_dtype)
+        dtypes = f"{buffer.key.param_dtype} with gradients of {buffer.key.grad_dtype}"
+        entry: Entry = (identity.global_name, "at", identity.offset, "shape", tuple(params[name].shape), dtypes)
         if ranks.by_name[identity.group].policy.is_sharded:
             slot = buffer.params[name]
             bucket = buffer.buckets[slot.bucket]
-            where = f"from element {slot.start - bucket.start} of a bucket of {bucket.numel} in {buffer.num_shards} shards"
-            entry = (*entry, where, "(param.shared_embedding = True gives it a bucket of its own)")
+            where = f"from element {slot.start - bucket.start} of a bucket of {bucket.numel}"
+            shard = f"as shard {ranks.by_name[identity.group].communicator.rank} of {buffer.num_shards}"
+            entry = (*entry, where, shard, "(param.shared_embedding = True gives it a bucket of its own)")
         for along in identity.partial:
             entries[copies_key(along)].append(entry)
     return entries
