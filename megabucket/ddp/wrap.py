@@ -113,9 +113,15 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
         yield "it is on the meta device and has no values", remedy
     if param.layout is not torch.strided:
         yield f"it is sparse ({param.layout})", "Use a dense parameter, or freeze it."
+    if (kind := type(param.data).__name__) == "DTensor":
+        remedy = (
+            "Leave out fully_shard(): use_distributed_optimizer=True takes its place. In place of parallelize_module() make "
+            "each part a plain parameter (.to_local()), and let groups=ParallelGroups(..., identity=...) say where it belongs."
+        )
+        yield "it is a DTensor, which torch cuts and reduces itself", remedy
     if type(param.data) is not torch.Tensor:
         remedy = "Wrap the module before sharding or quantizing it, or freeze the parameter."
-        yield f"it is a {type(param.data).__name__}, not a plain tensor", remedy
+        yield f"it is a {kind}, not a plain tensor", remedy
     if dtype_name(param.dtype) not in DTYPE_BYTES:
         remedy = f"Buffers hold {', '.join(DTYPE_BYTES)}; convert the parameter before wrapping, or freeze it."
         yield f"its dtype is {dtype_name(param.dtype)}", remedy
