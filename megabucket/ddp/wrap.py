@@ -6,6 +6,7 @@ which ones cannot be: every refusal names the parameter, the reason and the way 
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -17,10 +18,11 @@ from torch.nn.parameter import UninitializedParameter
 import megabucket
 from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, dtype_name
 from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
+from megabucket.comm import exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, resolve_step
 from megabucket.ddp.fence import Entry, Fence
-from megabucket.ddp.groups import DENSE, ParallelGroups, RankGroups, buffer_groups, copies_key, identify
+from megabucket.ddp.groups import DENSE, ParallelGroups, RankGroups, buffer_groups, claims_of, copies_key, identify
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
 from megabucket.ddp.hooks import check_finish, register_hooks
 from megabucket.ddp.param_gather import ParamGather
@@ -38,7 +40,7 @@ from megabucket.errors import (
     name_list,
 )
 from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order
-from megabucket.layout.identity import ParamIdentity
+from megabucket.layout.identity import IdentityOf, ParamIdentity, check_claims
 from megabucket.units import DTYPE_BYTES
 
 _CUTTING_FIELDS: Final = frozenset(
@@ -461,6 +463,7 @@ def _agree_on_model(
 
     Raises:
         LayoutMismatchError: it is not, or configs or versions differ.
+        LayoutError: ``identity=`` lets two ranks hold the same part of the whole model.
         PeerFailedError: some rank cannot wrap its module.
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
@@ -482,7 +485,25 @@ def _agree_on_model(
         failure = error
     _agree(ranks, "wrap", entries, by_group, failure, exchange_device(module))
     assert params is not None and identities is not None and layout is not None  # noqa: S101, PT018 - else there was a failure
+    if not ranks.has_same_params:
+        _check_claims(module, identities, ranks, None if groups is None else groups.identity)
     return params, identities, layout
+
+
+def _check_claims(
+    module: torch.nn.Module, identities: Mapping[str, ParamIdentity], ranks: RankGroups, identity_of: IdentityOf | None
+) -> None:
+    """Refuse what ``identity=`` says of two ranks that cannot both be true. Where it says nothing, names may be local ones."""
+    said = {
+        identities[name]: tuple(param.shape)
+        for name, param in module.named_parameters()
+        if identity_of is not None and identity_of(name, param) is not None
+    }
+    # Of copies on ranks that are not known nothing can be said.
+    known = {own: shape for own, shape in said.items() if ranks.copies.keys() >= {*own.copies}}
+    payload = json.dumps(claims_of(known, ranks)).encode()
+    by_rank = exchange(ranks.step, payload, device=exchange_device(module), label="wrap: identities")
+    check_claims([json.loads(claims) for claims in by_rank], is_all=False)
 
 
 def _agree(

@@ -16,6 +16,7 @@ from megabucket import DistributedDataParallel, DistributedDataParallelConfig, D
 from megabucket.ddp.groups import ParallelGroups, ReductionGroup
 from megabucket.errors import (
     ConfigError,
+    LayoutError,
     LayoutMismatchError,
     NonFiniteGradientError,
     PeerFailedError,
@@ -23,6 +24,7 @@ from megabucket.errors import (
     UnsupportedParameterError,
     UnusedParameterError,
 )
+from megabucket.layout import ParamIdentity
 from megabucket.testing import LoopbackWorld
 
 EXPERT_RANKS = {0: [0, 2], 1: [1, 3]}
@@ -377,6 +379,36 @@ def test_a_parameter_that_one_rank_puts_into_two_groups_is_named_on_all_ranks():
     errors = wrap_error(world, wrap)
     assert [type(error) for error in errors] == [PeerFailedError] * 4
     assert all("rank 3 failed in wrap: ConfigError: parameter 'expert.0.weight' is claimed by" in str(one) for one in errors)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "offsets", "text"),
+    [
+        ([(4, 4), (4, 4)], [0, 0], r"'experts.w' on ranks 0, 1 hold elements twice: \[0:2, 0:4\] and \[0:2, 0:4\]"),
+        ([(4, 4), (4, 4)], [0, 1], r"'experts.w' on ranks 0, 1 hold elements twice: \[0:2, 0:4\] and \[1:3, 0:4\]"),
+        ([(4, 4), (2, 4)], [2, 0], r"'experts.w' on ranks 0, 1 are of wholes of different shapes: \[\(2, 4\), \(4, 4\)\]"),
+        ([(4, 4), (4, 4)], [0, 2], None),
+        ([(6, 4), (6, 4)], [0, 2], None),  # a part that no rank holds is missing in a checkpoint only
+    ],
+)
+def test_identities_that_contradict_those_of_another_rank_are_refused_on_all(shapes, offsets, text):
+    """Ranks 0 and 2 hold a part of one weight, ranks 1 and 3 another part; all other parameters have local names."""
+    world = LoopbackWorld(4, timeout_s=20)
+    experts = {number: world.subgroup(ranks) for number, ranks in EXPERT_RANKS.items()}
+
+    def wrap(rank):
+        def identity(name, param):
+            part = rank % 2
+            return ParamIdentity("experts.w", shapes[part], (offsets[part], 0), "expert") if name == "part" else None
+
+        module = Moe(rank % 2)
+        module.part = torch.nn.Parameter(torch.zeros(2, 4))
+        reduction = {"dense": world.communicator(rank), "expert": experts[rank % 2][rank]}
+        DistributedDataParallel(module, groups=ParallelGroups(reduction, identity=identity))
+
+    errors = wrap_error(world, wrap)
+    assert [type(error) for error in errors] == [LayoutError] * (0 if text is None else 4)
+    assert all(re.search(text, str(error)) for error in errors)
 
 
 def test_groups_may_be_given_in_another_order_on_each_rank():
