@@ -262,6 +262,10 @@ _MISMATCHES: Final = {
             "rank, with the same dtypes, trainability, config and versions."
         ),
     ),
+    "groups=": (
+        "groups=",
+        "Ranks would wait for others, or divide by other numbers. Pass it alike on all ranks of a group.",
+    ),
     "DistributedOptimizer()": (
         "the optimizer",
         f"{_OWN_WAY} Build it with the same groups and hyperparameters on every rank; load its state on all ranks or on none.",
@@ -291,6 +295,7 @@ _USUAL_CAUSES: Final = {
 _AFTER_FAILURE: Final = {
     "optimizer": "Its shard of the parameters may miss the update, or half of it: load the last checkpoint on every rank.",
     "wrap": "No rank was wrapped.",
+    "groups=": "No rank was wrapped.",
     "DistributedOptimizer()": "The optimizer was changed on no rank.",
     "rebuild": _REBUILD_AGAIN,
     "state_dict()": "Nothing was changed on any rank.",

@@ -12,9 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 import megabucket.errors
 from megabucket.comm import exchange
 from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.groups import RankGroups
 from megabucket.errors import CheckpointError, ConfigError, MegabucketError, name_list
-from megabucket.layout.identity import ParamIdentity
 
 _Result = TypeVar("_Result")
 _LABEL: Final = "saving or loading a checkpoint"
@@ -68,13 +66,6 @@ class GroupRanks:
             return [payload]
         self._sync.call(self._call)
         return exchange(self._communicator, payload, device=self._device, label=self._call)
-
-
-def writes(ranks: RankGroups, identity: ParamIdentity) -> bool:
-    """Whether this rank and those it shares shards with write a parameter: the first replica, if it has the first copy."""
-    group = ranks.by_name[identity.group]
-    first = [ranks.copies[name].members[0] for name in identity.copies if name in ranks.copies]
-    return group.replica == 0 and all(rank in group.communicator.members for rank in first)
 
 
 def check_one_group(ddp: DistributedDataParallel, what: str) -> None:

@@ -26,15 +26,35 @@ def explain(
 
     run = load_config(config, overrides or [])
     with notice_when_slow("laying out the model"):
-        answers = _resolve_all(run, dp_size)
+        answers, groups = _resolve_all(run, dp_size), _reduction_groups(run, dp_size)
     if json:
         data = [{"param_dtype": answer.param_dtype, "values": answer.to_dict()} for answer in answers]
-        print_json({"dp_size": dp_size, "answers": data})
+        print_json({"dp_size": dp_size, "answers": data, "groups": groups})
         return
     for answer in answers:
         typer.echo(f"{answer.param_dtype} parameters on {dp_size} {'rank' if dp_size == 1 else 'ranks'}")
         rows = [(entry.name, _value_text(entry.value), entry.reason) for entry in answer.entries]
         print_lines(text_table([("field", "value", "reason"), *rows], num_left=2, num_folded=1, indent=2))
+    if groups:
+        typer.echo("reduction groups")
+        lines = [list(map(_value_text, group.values())) for group in groups]
+        print_lines(text_table([["name", "ranks", "divided by", "reason"], *lines], num_folded=1, indent=2))
+
+
+def _reduction_groups(run: RunConfig, dp_size: int) -> list[dict[str, object]]:
+    """Return the reduction groups, where the parameters of the model are of several ones."""
+    from megabucket.planning.architecture import param_specs
+    from megabucket.planning.run_config import group_sizes_of
+
+    specs = param_specs(run.model) if run.model is not None else []
+    sizes = group_sizes_of(run, specs)
+    names = sorted({"dense", *(spec.group for spec in specs)}, key=lambda name: (name != "dense", name))
+    dense = sizes.get("dense", dp_size)
+    divisor, reason = 1, "grad_reduction='sum': nothing is divided"
+    if run.ddp.grad_reduction == "mean":
+        divisor, reason = dense, f"grad_reduction='mean': ranks of dense={dense}, for every group without a divisor of its own"
+    groups = [{"name": name, "num_ranks": sizes.get(name, dp_size), "divisor": divisor, "reason": reason} for name in names]
+    return groups if len(groups) > 1 else []
 
 
 def _value_text(value: object) -> str:

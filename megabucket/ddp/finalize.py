@@ -101,7 +101,8 @@ def _pieces(ddp: DistributedDataParallel, along: str) -> Iterator[torch.Tensor]:
 def _total_tokens(ddp: DistributedDataParallel, num_tokens: float | torch.Tensor) -> float:
     device = ddp.param_and_grad_buffers[0].grad_data.device
     total = torch.zeros(1, dtype=torch.float64, device=device) + num_tokens
-    result = ddp.ranks.by_name[DENSE].communicator.launch([AllReduce(total)], label="tokens").read(total)
+    for communicator in ddp.ranks.by_name[DENSE].communicators:  # inside each replica, then over them
+        result = communicator.launch([AllReduce(total)], label="tokens").read(total)
     if (stages := ddp.ranks.copies.get("pp")) is not None:
         result = stages.launch([Broadcast(total, stages.size - 1)], label="tokens of the last stage").read(total)
     return float(result)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -30,9 +32,9 @@ from megabucket.comm.communicator import Progress
 from megabucket.comm.torch import default_group_of, levels_of, members_of, process_group_of
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, resolve_step
-from megabucket.ddp.fence import Entry, Fence
+from megabucket.ddp.fence import Entry, Fence, Report, agree_on_difference
 from megabucket.errors import ConfigError, MegabucketError, UnsupportedParameterError, log_once, name_list
-from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity
+from megabucket.layout.identity import Claim, IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity
 from megabucket.trace import Recorder
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class ParallelGroups:
             ``finalize_grads`` is to count tokens.
         norm_group: all ranks that hold parts of the model; each element counts once in the norm over them. Where gradients
             are all-reduced, those of one replica are enough. ``None``: those that agree on steps, unless there is one group;
-            then a norm over parts or copies is refused.
+            then a norm is refused where other ranks hold parts or copies, or agree on steps as well.
         step_group: ranks that agree on steps. ``None``: those of the group, ``norm_group`` included, that contains all others;
             or all ranks of the program, where they are the replicas of one group.
     """
@@ -175,6 +177,12 @@ class RankGroups:
                 return False
         return all(self.copies[name].members[0] in shards.members for name in identity.copies)
 
+    def writes(self, identity: ParamIdentity) -> bool:
+        """Whether this rank and those it shares shards with hold the first of all copies of a parameter, for checkpoints."""
+        group = self.by_name[identity.group]
+        first = [self.copies[name].members[0] for name in identity.copies if name in self.copies]
+        return group.replica == 0 and all(rank in group.communicator.members for rank in first)
+
     def find_norm_obstacle(
         self, identities: Mapping[str, ParamIdentity], params: Mapping[torch.nn.Parameter, str]
     ) -> ConfigError | None:
@@ -184,11 +192,12 @@ class RankGroups:
             identities: by name.
             params: the names of the trainable parameters.
         """
+        others_agree = self.step.size > math.prod(one.size for one in self.by_name[DENSE].communicators)
         for param, name in params.items():
             is_part = identities[name].global_shape != tuple(param.shape)
             # Megatron marks parameters also where one rank holds all of them.
             is_unknown = getattr(param, "tensor_model_parallel", False) and not is_part and "tp" not in self.copies
-            if is_unknown or (self.norm is None and (is_part or identities[name].copies)):
+            if is_unknown or (self.norm is None and (others_agree or is_part or identities[name].copies)):
                 return ConfigError(
                     f"other ranks than those of its data-parallel group hold parts or copies of {name!r}, and the wrapper does "
                     "not know which ranks make up the model: each would take another norm, and clipping would let copies drift "
@@ -257,6 +266,7 @@ def discover(
     Raises:
         ConfigError: there is no group ``dense``, a value is no group, no group contains all others and none is given, the ranks
             of the norm lack copies or shards, or there are replicas of what is not sharded.
+        LayoutMismatchError: two ranks of a group do not agree on its name, ranks or settings.
         MegabucketError: another rank does not come, or waits elsewhere.
     """
     names = sorted(given.reduction, key=lambda name: (name != DENSE, name))
@@ -277,6 +287,8 @@ def discover(
     # First of all: the others share its progress.
     step = made.communicator(step_ranks)
     made.step, step.progress.members = step, step.members
+    facts = {name: f", divisor={one.divisor}, unused_parameters={one.unused_parameters!r}" for name, one in groups.items()}
+    _check_alike(step, {name: (members_of(ranks), facts.get(name, "")) for name, ranks in candidates.items()}, device)
     by_name: dict[str, Reduction] = {}
     for name, group in groups.items():
         is_zero = group.unused_parameters == "zero" if group.unused_parameters else policy.unused_is_zero or name != DENSE
@@ -370,6 +382,30 @@ def _check_contains(what: str, ranks: Any, others: Mapping[str, Any], why: str) 
             raise ConfigError(f"{what} lacks ranks {sorted(lacking)} of {name}: {why}")
 
 
+def _check_alike(step: Communicator, own: Mapping[str, tuple[Sequence[int], str]], device: torch.device) -> None:
+    """Compare groups over all ranks that agree on steps, before any communicator is made of them: others would wait in vain.
+
+    Args:
+        own: ranks and settings of this rank's groups, by name.
+
+    Raises:
+        LayoutMismatchError: a member of a group has other ranks or settings for its name, or none.
+    """
+    texts = {name: f"{name}: ranks {list(members)}{settings}" for name, (members, settings) in own.items()}
+    # Ranks that agree on a group are as many as it has members; so a checksum and a number are enough.
+    said = {name: (zlib.crc32(texts[name].encode()), len(members)) for name, (members, _) in own.items()}
+    rows = exchange(step, json.dumps(said).encode(), device=device, label="groups=")
+    by_rank = [{name: tuple(view) for name, view in json.loads(row).items()} for row in rows]
+    num_alike = Counter(view for row in by_rank for view in row.items())
+    odd = ((rank, *view) for rank, row in enumerate(by_rank) for view in row.items() if num_alike[view] != view[1][1])
+    for rank, name, view in odd:
+        members, _ = own.get(name, ((), ""))
+        (answer,) = exchange(step, json.dumps(list(members)).encode(), device=device, label="groups=", speakers=[rank])
+        other = next(place for place in map(step.members.index, json.loads(answer)) if by_rank[place].get(name) != view)
+        speakers = [Report(rank, fingerprint=0), Report(other, fingerprint=1)]
+        raise agree_on_difference(step, speakers, [texts.get(name, f"no group {name}")], device=device, label="groups=")
+
+
 def _widest(candidates: Mapping[str, Any], replicated: Mapping[str, ReductionGroup]) -> Any:
     """Return the ranks that contain all others.
 
@@ -436,6 +472,18 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
         raise ConfigError(f"identities have copies along {name_list(unknown)}: pass copies={{name: ranks}} for each of them")
     check_identities(found, {name: tuple(param.shape) for name, param in module.named_parameters()})
     return found
+
+
+def claims_of(shapes: Mapping[ParamIdentity, tuple[int, ...]], ranks: RankGroups) -> list[Claim]:
+    """Return which parts of the whole model this rank is the first to hold, so that all ranks together tell each part once.
+
+    Args:
+        shapes: local ones.
+    """
+    firsts = {
+        own: shape for own, shape in shapes.items() if ranks.by_name[own.group].communicator.rank == 0 and ranks.writes(own)
+    }
+    return [(own.global_name, own.offset, shape, own.global_shape) for own, shape in firsts.items()]
 
 
 def _is_expert(param: torch.Tensor) -> bool:

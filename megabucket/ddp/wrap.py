@@ -6,6 +6,7 @@ which ones cannot be: every refusal names the parameter, the reason and the way 
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -17,10 +18,11 @@ from torch.nn.parameter import UninitializedParameter
 import megabucket
 from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, dtype_name
 from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
+from megabucket.comm import exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, resolve_step
 from megabucket.ddp.fence import Entry, Fence
-from megabucket.ddp.groups import DENSE, ParallelGroups, RankGroups, buffer_groups, copies_key, identify
+from megabucket.ddp.groups import DENSE, ParallelGroups, RankGroups, buffer_groups, claims_of, copies_key, identify
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
 from megabucket.ddp.hooks import check_finish, register_hooks
 from megabucket.ddp.param_gather import ParamGather
@@ -38,7 +40,7 @@ from megabucket.errors import (
     name_list,
 )
 from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order
-from megabucket.layout.identity import ParamIdentity
+from megabucket.layout.identity import IdentityOf, ParamIdentity, check_claims
 from megabucket.units import DTYPE_BYTES
 
 _CUTTING_FIELDS: Final = frozenset(
@@ -113,9 +115,15 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
         yield "it is on the meta device and has no values", remedy
     if param.layout is not torch.strided:
         yield f"it is sparse ({param.layout})", "Use a dense parameter, or freeze it."
+    if (kind := type(param.data).__name__) == "DTensor":
+        remedy = (
+            "Leave out fully_shard(): use_distributed_optimizer=True takes its place. In place of parallelize_module() make "
+            "each part a plain parameter (.to_local()), and let groups=ParallelGroups(..., identity=...) say where it belongs."
+        )
+        yield "it is a DTensor, which torch cuts and reduces itself", remedy
     if type(param.data) is not torch.Tensor:
         remedy = "Wrap the module before sharding or quantizing it, or freeze the parameter."
-        yield f"it is a {type(param.data).__name__}, not a plain tensor", remedy
+        yield f"it is a {kind}, not a plain tensor", remedy
     if dtype_name(param.dtype) not in DTYPE_BYTES:
         remedy = f"Buffers hold {', '.join(DTYPE_BYTES)}; convert the parameter before wrapping, or freeze it."
         yield f"its dtype is {dtype_name(param.dtype)}", remedy
@@ -220,18 +228,21 @@ def partial_entries(
 ) -> dict[str, list[Entry]]:
     """Return, for each of ``ranks.copies``, the parameters whose gradients its ranks add up.
 
-    With shards each rank adds to the part that it owns, so they must lie alike in their buckets.
+    With shards each rank adds to the part that it owns, so they must lie alike in their buckets, and their ranks own
+    the same shard.
     """
     entries: dict[str, list[Entry]] = {copies_key(along): [] for along in ranks.copies}
     slots = {name: buffer for buffer in layout.buffers for name in buffer.params}
     for name in sorted(params, key=lambda name: (identities[name].global_name, identities[name].offset)):
         identity, buffer = identities[name], slots[name]
-        entry: Entry = (identity.global_name, "at", identity.offset, "shape", tuple(params[name].shape), buffer.key.grad_dtype)
+        dtypes = f"{buffer.key.param_dtype} with gradients of {buffer.key.grad_dtype}"
+        entry: Entry = (identity.global_name, "at", identity.offset, "shape", tuple(params[name].shape), dtypes)
         if ranks.by_name[identity.group].policy.is_sharded:
             slot = buffer.params[name]
             bucket = buffer.buckets[slot.bucket]
-            where = f"from element {slot.start - bucket.start} of a bucket of {bucket.numel} in {buffer.num_shards} shards"
-            entry = (*entry, where, "(param.shared_embedding = True gives it a bucket of its own)")
+            where = f"from element {slot.start - bucket.start} of a bucket of {bucket.numel}"
+            shard = f"as shard {ranks.by_name[identity.group].communicator.rank} of {buffer.num_shards}"
+            entry = (*entry, where, shard, "(param.shared_embedding = True gives it a bucket of its own)")
         for along in identity.partial:
             entries[copies_key(along)].append(entry)
     return entries
@@ -452,6 +463,7 @@ def _agree_on_model(
 
     Raises:
         LayoutMismatchError: it is not, or configs or versions differ.
+        LayoutError: ``identity=`` lets two ranks hold the same part of the whole model.
         PeerFailedError: some rank cannot wrap its module.
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
@@ -473,7 +485,25 @@ def _agree_on_model(
         failure = error
     _agree(ranks, "wrap", entries, by_group, failure, exchange_device(module))
     assert params is not None and identities is not None and layout is not None  # noqa: S101, PT018 - else there was a failure
+    if not ranks.has_same_params:
+        _check_claims(module, identities, ranks, None if groups is None else groups.identity)
     return params, identities, layout
+
+
+def _check_claims(
+    module: torch.nn.Module, identities: Mapping[str, ParamIdentity], ranks: RankGroups, identity_of: IdentityOf | None
+) -> None:
+    """Refuse what ``identity=`` says of two ranks that cannot both be true. Where it says nothing, names may be local ones."""
+    said = {
+        identities[name]: tuple(param.shape)
+        for name, param in module.named_parameters()
+        if identity_of is not None and identity_of(name, param) is not None
+    }
+    # Of copies on ranks that are not known nothing can be said.
+    known = {own: shape for own, shape in said.items() if ranks.copies.keys() >= {*own.copies}}
+    payload = json.dumps(claims_of(known, ranks)).encode()
+    by_rank = exchange(ranks.step, payload, device=exchange_device(module), label="wrap: identities")
+    check_claims([json.loads(claims) for claims in by_rank], is_all=False)
 
 
 def _agree(

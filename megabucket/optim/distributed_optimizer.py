@@ -104,7 +104,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy, grads = self.ddp.policy, [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
         ranks = self.ddp.ranks
         self._has_norm = self.sharding.check_norm(is_wanted=False)
-        holders = ranks.norm or (ranks.step if self._is_sharded else None)
+        # Without a norm it still tells what is not finite, which ranks that hold other parts of the model must agree on.
+        holders = ranks.norm or (ranks.step if self._is_sharded or not self._has_norm else None)
         self._global_norm = GlobalNorm(holders, device=grads[0].device)
         self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
         # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.

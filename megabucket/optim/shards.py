@@ -21,6 +21,7 @@ import torch
 from megabucket.buffer import GradPhase, ParamAndGradBuffer, WithheldGrad
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.fence import Entry
+from megabucket.ddp.groups import copies_key
 from megabucket.ddp.guards import read_hyperparameters, texts_of
 from megabucket.ddp.replicas import checksum
 from megabucket.errors import CheckpointUnavailableError, OptimizerParametersError, PhaseError, name_list
@@ -355,11 +356,21 @@ class Sharding:
         state = {shard.main: cutter.state_of(shard) for shard in shards}
         return _Cut(shards, state, {name: (name, f"in group {group_of[name]}", *signature_of[name]) for name in params})
 
-    def _by_group(self, entries: Mapping[str, Entry], texts: Iterable[str]) -> dict[str, list[Entry]]:
-        """Return what must be equal on the ranks of each reduction group: entries of its parameters, and the texts."""
-        found: dict[str, list[Entry]] = {name: [] for name in self._ddp.ranks.by_name}
-        for name, entry in entries.items():
-            found[self._ddp.identities[name].group].append(entry)
+    def _by_group(
+        self, entries: Mapping[str, Entry], texts: Iterable[str], sums: Mapping[str, Entry] | None = None
+    ) -> dict[str, list[Entry]]:
+        """Return what must be equal on the ranks of each reduction group, and of each of ``copies``.
+
+        Args:
+            sums: of the state of each parameter, for reduction groups alone.
+        """
+        ranks, identities = self._ddp.ranks, self._ddp.identities
+        found: dict[str, list[Entry]] = {name: [] for name in (*ranks.by_name, *map(copies_key, ranks.copies))}
+        for name in sorted(entries, key=lambda name: (identities[name].global_name, identities[name].offset)):
+            identity = identities[name]
+            found[identity.group].append((*entries[name], *(sums or {}).get(name, ())))
+            for along in ranks.copies.keys() & identity.copies:
+                found[copies_key(along)].append((identity.global_name, *entries[name][1:]))
         return {name: [*of_group, *((text,) for text in texts)] for name, of_group in found.items()}
 
     def _group_of(self) -> dict[str, int]:
@@ -555,8 +566,7 @@ class Sharding:
             cut = self._cut(whole)
             self._fill_main_values(cut.shards, whole)
             sums = _checksums(whole, self._ddp.param_names)
-            held = {name: (*entry, *sums[name]) for name, entry in cut.entries.items()}
-            by_group = self._by_group(held, texts_of([read_hyperparameters(groups, waits=True)]))
+            by_group = self._by_group(cut.entries, texts_of([read_hyperparameters(groups, waits=True)]), sums)
         except Exception as error:
             failure = error
         self._ddp.sync.call("load_state_dict()", failure=failure, by_group=by_group)

@@ -48,6 +48,36 @@ def test_a_reason_that_does_not_fit_goes_on_below_itself():
     ]
 
 
+MOE = """
+model:
+  kind: params
+  params: [{name: w, shape: [8]}, {name: e, shape: [8], group: expert}, {name: f, shape: [8], group: every}]
+group_sizes: {expert: 2}
+"""
+
+
+def test_ranks_and_divisor_of_reduction_groups_are_printed(tmp_path):
+    path = tmp_path / "moe.yaml"
+    path.write_text(MOE)
+
+    lines = [" ".join(line.split()) for line in invoke("-c", path, "--dp-size", 8).stdout.splitlines()]
+    sums = json.loads(invoke("-c", path, "--dp-size", 8, "--json", "ddp.grad_reduction=sum").stdout)["groups"]
+
+    mean = "grad_reduction='mean': ranks of dense=8, for every group without a divisor of its own"
+    assert lines[-5:] == [
+        "reduction groups",
+        "name ranks divided by reason",
+        f"dense 8 8 {mean}",
+        f"every 8 8 {mean}",
+        f"expert 2 8 {mean}",
+    ]
+    assert [(group["name"], group["num_ranks"], group["divisor"]) for group in sums] == [
+        ("dense", 8, 1),
+        ("every", 8, 1),
+        ("expert", 2, 1),
+    ]
+
+
 def test_a_plan_of_cuts_is_explained(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(

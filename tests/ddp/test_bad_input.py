@@ -4,6 +4,8 @@ from inspect import signature
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Linear
 from torch.nn.parameter import UninitializedParameter
 
@@ -141,6 +143,15 @@ class TestUnsupportedParameters:
 
         assert unsupported(w=param(torch.ones(2).as_subclass(Quantized))) == HEAD + (
             "it is a Quantized, not a plain tensor. Wrap the module before sharding or quantizing it, or freeze the parameter."
+        )
+
+    def test_a_dtensor(self):
+        mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+
+        assert unsupported(w=param(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))) == HEAD + (
+            "it is a DTensor, which torch cuts and reduces itself. Leave out fully_shard(): use_distributed_optimizer=True "
+            "takes its place. In place of parallelize_module() make each part a plain parameter (.to_local()), and let "
+            "groups=ParallelGroups(..., identity=...) say where it belongs."
         )
 
     def test_an_expert_parameter(self):

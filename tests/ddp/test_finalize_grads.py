@@ -294,6 +294,10 @@ class Stage(torch.nn.Module):
         return self.head(hidden) if self.is_last else hidden
 
 
+TIED = ("embedding.weight", "head.weight")
+"""The tied parameter by stage."""
+
+
 def name_in_stage(stage):
     """Return from local to global names."""
     return lambda name: "embedding.weight" if name == "head.weight" else name.replace("layer.", f"layers.{stage}.")
@@ -449,11 +453,86 @@ def test_whole_gradients_of_tied_weights_may_lie_anywhere():
 def test_shards_of_tied_weights_that_lie_in_different_places_are_refused():
     """Issue 844: the stages own different parts of the tied gradient, so adding up what they own mixes unrelated elements."""
     match = (
-        r"embedding\.weight at \(0, 0\) shape \(11, 6\) float32 from element 0 of a bucket of 128 in 2 shards.*"
-        r"from element 0 of a bucket of 256 in 2 shards \(param.shared_embedding = True gives it a bucket of its own\)"
+        r"embedding\.weight at \(0, 0\) shape \(11, 6\) float32 with gradients of float32 from element 0 of a bucket of 128 "
+        r"as shard.*from element 0 of a bucket of 256 as shard \d of 2 \(param.shared_embedding = True gives it a bucket of"
     )
     with pytest.raises(LayoutMismatchError, match=match):
         tied_grads(isolates=False, use_distributed_optimizer=True)
+
+
+def crossed(pipeline):
+    """Let each rank meet the rank of the other stage that owns the other shard."""
+    pipeline.embd = pipeline.world.subgroup([0, 3]) | pipeline.world.subgroup([1, 2])
+    return pipeline
+
+
+def test_shards_of_tied_weights_with_different_numbers_are_refused():
+    """Issue 844 again: everything lies alike, and each rank meets the one that owns the other shard."""
+    pipeline = crossed(Pipeline())
+
+    def program(rank):
+        with pytest.raises((LayoutMismatchError, PeerFailedError), match=r"embedding\.weight.*as shard \d of 2.*as shard"):
+            pipeline.wrap(rank, Stage(pipeline.whole, rank // 2), use_distributed_optimizer=True)
+
+    pipeline.world.run(program)
+
+
+@pytest.mark.parametrize(("pairs", "is_right"), [("pp", True), ("embd", False)])
+def test_summing_owned_slices_over_ranks_that_own_other_ones_gives_other_gradients(pairs, is_right):
+    """The naive way of issue 844, which the test above refuses; over ranks that own the same slices it is right."""
+    pipeline = crossed(Pipeline())
+
+    def program(rank):
+        stage = Stage(pipeline.whole, rank // 2)
+        groups = ParallelGroups({"dense": pipeline.dp[rank]}, step_group=pipeline.world.communicator(rank))
+        ddp = DistributedDataParallel(stage, DistributedDataParallelConfig(use_distributed_optimizer=True), groups=groups)
+        with torch.no_grad():
+            stage.get_parameter(TIED[rank // 2]).copy_(pipeline.whole.embedding.weight)
+        pipeline.backward(rank, ddp, tokens_of(0, 0, rank % 2), mean_loss)
+        ddp.finish_grad_sync()
+        (buffer,) = ddp.param_and_grad_buffers
+        slot = buffer.layout.params[TIED[rank // 2]]
+        shard = buffer.grad_data[slot.start : slot.start + 128].chunk(2)[rank % 2]  # 66 elements have a bucket of 128
+        getattr(pipeline, pairs)[rank].launch([AllReduce(shard)], label="naive").wait()
+        return shard[: (64, 2)[rank % 2]]
+
+    owned = pipeline.world.run(program)
+    (sum(mean_loss(pipeline.whole(tokens), tokens) for tokens in (tokens_of(0, 0, 0), tokens_of(0, 0, 1))) / 2).backward()
+    expected = pipeline.whole.embedding.weight.grad.flatten().split(64)
+
+    for rank, values in enumerate(owned):
+        assert torch.allclose(values, expected[rank % 2], rtol=1e-4, atol=1e-6) == is_right
+
+
+def test_tied_weights_in_different_groups_of_the_optimizers_are_refused():
+    """Both stages have the same two learning rates, and the tied weight one each."""
+    pipeline = Pipeline()
+
+    def program(rank):
+        stage = Stage(pipeline.whole, rank // 2)
+        ddp = pipeline.wrap(rank, stage, use_distributed_optimizer=True)
+        tied, rest = [stage.get_parameter(TIED[rank // 2])], list(stage.layer.parameters())
+        first, second = (tied, rest) if rank < 2 else (rest, tied)
+        optimizer = torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.2}])
+        with pytest.raises((LayoutMismatchError, PeerFailedError)) as caught:
+            DistributedOptimizer(optimizer, ddp)
+        return str(caught.value)
+
+    for text in pipeline.world.run(program):
+        assert "embedding.weight in group 0" in text
+        assert "embedding.weight in group 1" in text
+
+
+def test_tied_weights_of_different_dtypes_are_refused():
+    pipeline = Pipeline()
+
+    def program(rank):
+        stage = Stage(pipeline.whole, rank // 2)
+        stage.to(torch.bfloat16 if rank < 2 else torch.float32)
+        with pytest.raises((LayoutMismatchError, PeerFailedError), match="bfloat16 with gradients of float32"):
+            pipeline.wrap(rank, stage, use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+
+    pipeline.world.run(program)
 
 
 def test_tied_weights_are_told_by_their_global_names():

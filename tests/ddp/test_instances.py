@@ -16,6 +16,7 @@ from megabucket import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
+    finalize_grads,
     load_checkpoint,
     save_checkpoint,
 )
@@ -146,6 +147,19 @@ def test_gradients_are_added_up_over_all_ranks_and_divided_once(shape, config, e
         return {float(value) for param in ddp.module.parameters() for value in param.main_grad.unique()}
 
     assert grid.run(program) == [{expected}] * 4  # 1 + 2 + 3 + 4, over four ranks
+
+
+def test_tokens_are_counted_over_all_replicas():
+    grid, tokens = grid_of(2, 2), [1, 2, 3, 4]
+
+    def program(rank):
+        ddp = grid.wrap(rank, torch.nn.Linear(3, 1, bias=False), grad_reduction="sum")
+        ddp.force_all_reduce = True
+        (ddp.module.weight.sum() * tokens[rank]).backward()
+        finalize_grads(ddp, num_tokens=tokens[rank])
+        return ddp.module.weight.main_grad.unique().tolist()
+
+    assert grid.run(program) == [[pytest.approx(1.0)]] * 4  # a gradient of 10 over 10 tokens
 
 
 def test_another_divisor_divides_the_sum_over_all_replicas():

@@ -357,6 +357,63 @@ def test_shards_of_float16_still_look_for_overflow_where_there_is_no_norm():
 
 
 @pytest.mark.parametrize("is_sharded", MODES)
+@pytest.mark.parametrize("scales", [True, False])
+def test_an_overflow_on_one_tensor_parallel_rank_skips_the_step_on_all_where_there_is_no_norm(scales, is_sharded):
+    grid = Grid(2, 2)
+
+    def program(rank):
+        config = {"use_distributed_optimizer": is_sharded, "nonfinite_gradients": "allow"}
+        ddp = grid.wrap(rank, DenseParts(), config=config, reduction=["dense"], copies=["tp"], norm_group=None)
+        optimizer = optimizer_of(ddp, returns_grad_norm=False)
+        scaler, updates = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales), []
+        for step in range(2):
+            loss = sum(param.sum() for param in ddp.parameters())
+            scaler.scale(loss * (math.inf if step == 0 and rank == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            updates.append(optimizer.last_step.updated)
+            optimizer.zero_grad()
+        return updates
+
+    assert grid.run(program) == [[False, True]] * 4
+
+
+@pytest.mark.parametrize("is_sharded", MODES)
+def test_a_step_with_nan_on_one_tensor_parallel_rank_is_skipped_on_all(is_sharded):
+    grid = Grid(2, 2)
+
+    def program(rank):
+        config = {"use_distributed_optimizer": is_sharded, "nonfinite_gradients": "skip_step"}
+        ddp = grid.wrap(rank, DenseParts(), config=config, reduction=["dense"], copies=["tp"])
+        optimizer = optimizer_of(ddp, clip_grad=1.0)
+        updates = []
+        for step in range(2):
+            factor = math.nan if step == 0 and rank == 2 else 1.0
+            (sum(param.sum() for param in ddp.parameters()) * factor).backward()
+            result = optimizer.step()
+            updates.append((result.updated, "rank 2" in result.reason))
+            optimizer.zero_grad()
+        ddp.check_replicas()
+        return updates
+
+    assert grid.run(program) == [[(False, True), (True, False)]] * 4
+
+
+@pytest.mark.parametrize("is_sharded", MODES)
+def test_a_norm_over_one_of_several_pipeline_stages_is_refused(is_sharded):
+    """Nothing is cut and nothing is a copy; only the ranks that agree on steps tell that there are other parameters."""
+    grid = Grid(2, 2)
+
+    def program(rank):
+        config = {"use_distributed_optimizer": is_sharded, "finish": "explicit"}
+        ddp = grid.wrap(rank, torch.nn.Linear(2, 2), config=config, reduction=["dense"], copies=[], norm_group=None)
+        with pytest.raises(ConfigError, match=r"'weight'.*norm_group="):
+            optimizer_of(ddp, clip_grad=1.0)
+
+    grid.run(program)
+
+
+@pytest.mark.parametrize("is_sharded", MODES)
 def test_a_norm_group_that_lacks_ranks_of_copies_is_refused(is_sharded):
     grid = Grid(2, 2)
 

@@ -16,12 +16,15 @@ from megabucket import DistributedDataParallel, DistributedDataParallelConfig, D
 from megabucket.ddp.groups import ParallelGroups, ReductionGroup
 from megabucket.errors import (
     ConfigError,
+    LayoutError,
     LayoutMismatchError,
     NonFiniteGradientError,
     PeerFailedError,
     ReplicasDivergedError,
     UnsupportedParameterError,
+    UnusedParameterError,
 )
+from megabucket.layout import ParamIdentity
 from megabucket.testing import LoopbackWorld
 
 EXPERT_RANKS = {0: [0, 2], 1: [1, 3]}
@@ -214,6 +217,19 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero():
     assert world.run(program) == [[torch.tensor(0.0)] * 4] * 4
 
 
+def test_an_expert_without_a_token_is_named_where_its_group_says_so():
+    world = LoopbackWorld(2, timeout_s=20)
+
+    def program(rank):
+        everybody = world.communicator(rank)
+        experts = ReductionGroup(everybody, unused_parameters="error")
+        ddp = DistributedDataParallel(Moe(0), groups={"dense": everybody, "expert": experts})
+        with pytest.raises(UnusedParameterError, match=r"expert\.0\.weight"):
+            loss_of(ddp.module.head(ddp.module.dense(batch(rank, 0)))).backward()
+
+    world.run(program)
+
+
 def test_the_ranks_of_a_group_start_with_the_same_values_and_keep_those_of_other_groups_apart():
     class Random(Moe):
         def __init__(self, expert):
@@ -249,14 +265,21 @@ def test_a_replica_of_an_expert_that_differs_is_named_by_its_rank_among_all():
     assert all(re.search(r"'expert.0.weight'.*: \d+ on rank 1; \d+ on rank 3", str(error)) for error in errors)
 
 
-def test_groups_by_patterns_of_names():
+@pytest.mark.parametrize(
+    "group_of",
+    [
+        pytest.param({"expert.*": "expert"}, id="patterns"),
+        pytest.param(lambda name, tensor: "expert" if name.startswith("expert.") and tensor.dim() else None, id="function"),
+    ],
+)
+def test_groups_by_names(group_of):
     class Unmarked(Moe):
         def __init__(self, expert):
             super().__init__(expert)
             for param in self.parameters():
                 param.allreduce = True
 
-    world = MoeWorld(model=Unmarked, group_of={"expert.*": "expert"})
+    world = MoeWorld(model=Unmarked, group_of=group_of)
 
     assert {name for name, one in world.ddps[0].identities.items() if one.group == "expert"} == {
         "expert.0.weight",
@@ -295,6 +318,115 @@ def test_another_expert_on_one_rank_of_a_group_is_named_on_all_ranks():
     errors = wrap_error(world, wrap)
     assert [type(error) for error in errors] == [PeerFailedError, LayoutMismatchError] * 2
     assert all("rank 1 has expert.0.weight (10, 10) float32, rank 3 has expert.weight" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("odd", "text"),
+    [
+        pytest.param(
+            {"ranks": [3]}, "rank 1 has expert: ranks [1, 3], divisor=None.*, rank 3 has expert: ranks [3], div", id="ranks"
+        ),
+        pytest.param({"ranks": None}, "rank 1 has expert: ranks [1, 3].*, rank 3 has no group expert", id="name"),
+        pytest.param({"divisor": 2}, "rank 1 has expert.*divisor=None.*, rank 3 has expert.*divisor=2", id="divisor"),
+        pytest.param(
+            {"unused_parameters": "error"}, "rank 3 has expert: ranks [1, 3].*unused_parameters='error'", id="unused parameters"
+        ),
+    ],
+)
+def test_a_group_that_is_another_one_on_one_rank_is_named_on_all_ranks(odd, text):
+    """Nothing is made of groups before: ranks would wait for others that never come."""
+    world = LoopbackWorld(4, timeout_s=20)
+    experts = {ranks[0]: world.subgroup(ranks) for ranks in (*EXPERT_RANKS.values(), [3])}
+
+    def wrap(rank):
+        fields = {"ranks": EXPERT_RANKS[rank % 2], **(odd if rank == 3 else {})}
+        ranks = fields.pop("ranks")
+        groups = {"dense": world.communicator(rank)}
+        if ranks is not None:
+            groups["expert"] = ReductionGroup(experts[ranks[0]][rank], **fields)
+        DistributedDataParallel(Moe(rank % 2), groups=groups)
+
+    errors = wrap_error(world, wrap)
+    assert [type(error) for error in errors] == [LayoutMismatchError] * 4
+    assert len(set(map(str, errors))) == 1
+    assert re.search(text.replace("[", r"\["), str(errors[0]))
+
+
+def test_a_tensor_parallel_group_that_is_another_one_on_one_rank_is_named_on_all_ranks():
+    world = LoopbackWorld(4, timeout_s=20)
+    pairs, alone = world.subgroup([0, 1]) | world.subgroup([2, 3]), world.subgroup([3])
+
+    def wrap(rank):
+        everybody = world.communicator(rank)
+        copies = {"tp": (alone if rank == 3 else pairs)[rank]}
+        groups = ParallelGroups({"dense": everybody}, copies=copies, norm_group=everybody)
+        DistributedDataParallel(torch.nn.Linear(2, 2), groups=groups)
+
+    texts = set(map(str, wrap_error(world, wrap)))
+    assert len(texts) == 1
+    assert "rank 2 has copies 'tp': ranks [2, 3], rank 3 has copies 'tp': ranks [3]" in texts.pop()
+
+
+def test_a_parameter_that_one_rank_puts_into_two_groups_is_named_on_all_ranks():
+    world = LoopbackWorld(4, timeout_s=20)
+    experts = {number: world.subgroup(ranks) for number, ranks in EXPERT_RANKS.items()}
+
+    def wrap(rank):
+        reduction = {"dense": world.communicator(rank), "expert": experts[rank % 2][rank]}
+        groups = ParallelGroups(reduction, group_of={"expert.0.*": "dense"} if rank == 3 else None)
+        DistributedDataParallel(Moe(rank % 2), groups=groups)
+
+    errors = wrap_error(world, wrap)
+    assert [type(error) for error in errors] == [PeerFailedError] * 4
+    assert all("rank 3 failed in wrap: ConfigError: parameter 'expert.0.weight' is claimed by" in str(one) for one in errors)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "offsets", "text"),
+    [
+        ([(4, 4), (4, 4)], [0, 0], r"'experts.w' on ranks 0, 1 hold elements twice: \[0:2, 0:4\] and \[0:2, 0:4\]"),
+        ([(4, 4), (4, 4)], [0, 1], r"'experts.w' on ranks 0, 1 hold elements twice: \[0:2, 0:4\] and \[1:3, 0:4\]"),
+        ([(4, 4), (2, 4)], [2, 0], r"'experts.w' on ranks 0, 1 are of wholes of different shapes: \[\(2, 4\), \(4, 4\)\]"),
+        ([(4, 4), (4, 4)], [0, 2], None),
+        ([(6, 4), (6, 4)], [0, 2], None),  # a part that no rank holds is missing in a checkpoint only
+    ],
+)
+def test_identities_that_contradict_those_of_another_rank_are_refused_on_all(shapes, offsets, text):
+    """Ranks 0 and 2 hold a part of one weight, ranks 1 and 3 another part; all other parameters have local names."""
+    world = LoopbackWorld(4, timeout_s=20)
+    experts = {number: world.subgroup(ranks) for number, ranks in EXPERT_RANKS.items()}
+
+    def wrap(rank):
+        def identity(name, param):
+            part = rank % 2
+            return ParamIdentity("experts.w", shapes[part], (offsets[part], 0), "expert") if name == "part" else None
+
+        module = Moe(rank % 2)
+        module.part = torch.nn.Parameter(torch.zeros(2, 4))
+        reduction = {"dense": world.communicator(rank), "expert": experts[rank % 2][rank]}
+        DistributedDataParallel(module, groups=ParallelGroups(reduction, identity=identity))
+
+    errors = wrap_error(world, wrap)
+    assert [type(error) for error in errors] == [LayoutError] * (0 if text is None else 4)
+    assert all(re.search(text, str(error)) for error in errors)
+
+
+def test_groups_may_be_given_in_another_order_on_each_rank():
+    world = LoopbackWorld(4, timeout_s=20)
+    experts = {number: world.subgroup(ranks) for number, ranks in EXPERT_RANKS.items()}
+
+    def grads(rank):
+        groups = {"dense": world.communicator(rank), "expert": experts[rank % 2][rank]}
+        names = sorted(groups, reverse=rank % 2 == 1)
+        ddp = DistributedDataParallel(Moe(rank % 2), groups={name: groups[name] for name in names})
+        loss_of(ddp(batch(rank, 0))).backward()
+        return {name: param.grad.clone() for name, param in ddp.module.named_parameters()}
+
+    results = world.run(grads)
+    expected = averaged_grads([Moe(rank % 2) for rank in range(4)], 0)
+    for rank in range(4):
+        for name, grad in results[rank].items():
+            torch.testing.assert_close(grad, expected[rank][name])
 
 
 def test_an_expert_without_a_group_is_refused_by_name():
@@ -399,6 +531,20 @@ def test_experts_that_nobody_has_marked_are_named_when_they_are_made_equal(seeds
     texts = [record.getMessage() for record in caplog.records if "replaced" in record.getMessage()]
     assert [text.split("] ")[1].split(" differed")[0] for text in texts] == names
     assert all("[rank 1]" in text for text in texts)
+
+
+def test_a_broadcast_makes_values_equal_inside_each_group_alone():
+    world = MoeWorld()
+
+    def program(rank):
+        with torch.no_grad():
+            for param in world.models[rank].parameters():
+                param.fill_(rank)
+        world.ddps[rank].broadcast_params()
+        return {name: param.unique().tolist() for name, param in world.models[rank].named_parameters()}
+
+    for rank, values in enumerate(world.run(program)):
+        assert values == {name: [float(rank % 2 if "expert" in name else 0)] for name in values}
 
 
 @pytest.mark.parametrize(("pattern", "num_warnings"), [("expert.*", 0), ("experts.*", 1)])

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import megabucket as mb
 from megabucket.ddp.groups import ParallelGroups
-from megabucket.errors import PeerLostError
+from megabucket.errors import LayoutMismatchError, PeerLostError
 
 pytestmark = pytest.mark.dist
 
@@ -124,6 +124,31 @@ def test_experts_on_several_ranks_train_as_in_one_process(pool, expert_parallel,
             difference = (values - expected.weights[name]).abs().max()
             assert difference <= 1e-4 * moved, f"{name} on rank {rank}: {difference / moved:.1e} of the way"
     assert seen == expected.weights.keys()
+
+
+def wrap_with_another_group(rank: Rank, odd: str) -> str:
+    """Return the error of a wrapper whose second rank has another expert group."""
+    solo = [dist.new_group([index]) for index in range(NUM_RANKS)][rank.index]
+    groups: dict[str, Any] = {"dense": rank.group, "expert": rank.group}
+    if rank.index == 1:
+        others = {"ranks": solo, "divisor": mb.ReductionGroup(rank.group, divisor=3.0)}
+        groups = {**groups, "expert": others[odd]} if odd in others else {"dense": rank.group}
+    with pytest.raises(LayoutMismatchError) as caught:
+        mb.DistributedDataParallel(torch.nn.Linear(2, 2), groups=groups)
+    dist.destroy_process_group(solo)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("odd", "text"),
+    [("ranks", "rank 1 has expert: ranks [1]"), ("name", "rank 1 has no group expert"), ("divisor", "divisor=3.0")],
+)
+def test_a_group_that_is_another_one_on_one_rank_is_named_before_anybody_waits_for_it(pool, odd, text):
+    texts = pool.run(wrap_with_another_group, odd, ranks=NUM_RANKS)
+
+    assert len(set(texts)) == 1
+    assert "rank 0 has expert: ranks [0, 1, 2, 3]" in texts[0]
+    assert text in texts[0]
 
 
 # Shards inside, replicas across #
