@@ -7,11 +7,12 @@ allocator are not in it, nor are frozen parameters and module buffers, which sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
 from megabucket.config import DistributedDataParallelConfig
+from megabucket.config.resolve import fp32_local_params
 from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, build_layout
 from megabucket.layout.runs import ShardRun, plan_runs
 from megabucket.units import dtype_bytes
@@ -32,7 +33,7 @@ class RankMemory:
     parameter_bytes: int = 0
     """Model parameters in the parameter buffer."""
     gradient_bytes: int = 0
-    """Gradients in the gradient buffer."""
+    """Gradients in the gradient buffer, and float32 sums of microbatches beside it."""
     padding_bytes: int = 0
     """What of both buffers belongs to no parameter: alignment gaps and padded bucket ends."""
     main_parameter_bytes: int = 0
@@ -138,6 +139,17 @@ def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives:
     return RankMemory(exchange_bytes=exchange_bytes + block_bytes)
 
 
+def local_memory(layout: ModelLayout, names: Collection[str]) -> RankMemory:
+    """Return what comes on top of ``rank_memory`` where gradients of 16 bits are added up in float32 on each rank.
+
+    Args:
+        names: the parameters whose gradients are, as ``config.resolve.fp32_local_params`` returns them.
+    """
+    buffers = [buffer for buffer in layout.buffers if dtype_bytes(buffer.key.grad_dtype) < _MAIN_BYTES]
+    numels = [slot.numel for buffer in buffers for name, slot in buffer.params.items() if name in names]
+    return RankMemory(gradient_bytes=_MAIN_BYTES * sum(numels))
+
+
 def memory_by_mode(
     specs: Sequence[ParamSpec],
     config: DistributedDataParallelConfig,
@@ -168,6 +180,7 @@ def memory_by_mode(
             has_fence=dp_size > 1,
             activation_bytes=activation_bytes,
         )
+        found[mode] += local_memory(layout, fp32_local_params(config, [spec.name for spec in specs]))
     return found
 
 
