@@ -35,7 +35,7 @@ def plan(
     from megabucket.planning.architecture import param_specs
     from megabucket.planning.describe import describe_rows, describe_totals
     from megabucket.planning.memory import memory_by_mode
-    from megabucket.planning.run_config import group_sizes_of, load_config
+    from megabucket.planning.run_config import group_sizes_of, load_config, shard_counts
 
     run = load_config(config, overrides or [])
     if run.model is None:
@@ -45,7 +45,9 @@ def plan(
         )
     specs = param_specs(run.model)
     group_sizes = group_sizes_of(run, specs, expert_dp_size=expert_dp_size)
-    layout = build_layout(specs, run.ddp, dp_size=dp_size, group_sizes=group_sizes)
+    num_instances = run.num_distributed_optimizer_instances
+    shards = shard_counts(dp_size, group_sizes, num_instances)
+    layout = build_layout(specs, run.ddp, dp_size=shards["dense"], group_sizes=shards)
     rows = describe_rows(layout)
     totals = describe_totals(layout, rows)
     memory = memory_by_mode(
@@ -53,6 +55,7 @@ def plan(
         run.ddp,
         dp_size=dp_size,
         group_sizes=group_sizes,
+        num_instances=num_instances,
         moments_per_element=run.optimizer.moments_per_element,
         activation_bytes=int(activation_gib * _GIB),
     )
@@ -60,7 +63,7 @@ def plan(
     if json:
         experts = group_sizes.get("expert")
         head = {"dp_size": dp_size, "expert_dp_size": experts, "group_sizes": group_sizes, "mode": chosen}
-        head["fingerprint"] = layout.fingerprint
+        head |= {"num_instances": num_instances, "fingerprint": layout.fingerprint}
         _print_json(rows, totals, memory, head)
     else:
         for line in bucket_lines(rows, show_all=show_all):

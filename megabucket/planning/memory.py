@@ -15,6 +15,7 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import fp32_local_params
 from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, build_layout
 from megabucket.layout.runs import ShardRun, plan_runs
+from megabucket.planning.run_config import shard_counts
 from megabucket.units import dtype_bytes
 
 _MAIN_BYTES: Final = 4  # float32
@@ -156,6 +157,7 @@ def memory_by_mode(
     *,
     dp_size: int,
     group_sizes: Mapping[str, int] | None = None,
+    num_instances: int = 1,
     moments_per_element: int = 2,
     activation_bytes: int = 0,
 ) -> dict[str, RankMemory]:
@@ -163,15 +165,19 @@ def memory_by_mode(
 
     No rank holds more than the first one but for gaps: padding lies at the end of buckets, so the last ranks own less.
 
+    Args:
+        num_instances: replicas among the ranks of each group, each of which holds all shards.
+
     Raises:
         LayoutError: no parameter, or a name twice.
-        ConfigError: the config cannot be honoured for these parameters.
+        ConfigError: the config cannot be honoured for these parameters, or the instances do not divide the ranks of a group.
     """
     layout, found = None, {}
     for is_sharded, mode in enumerate(("all_reduce", "reduce_scatter")):
-        if layout is None or config.layout == "megatron":  # whose padding depends on the mode
+        if layout is None or num_instances > 1 or config.layout == "megatron":  # whose padding depends on the mode
             fields = {"use_distributed_optimizer": bool(is_sharded)} if config.layout == "megatron" else {}
-            layout = build_layout(specs, config.model_copy(update=fields), dp_size=dp_size, group_sizes=group_sizes)
+            shards = shard_counts(dp_size, group_sizes or {}, num_instances if is_sharded else 1)
+            layout = build_layout(specs, config.model_copy(update=fields), dp_size=shards["dense"], group_sizes=shards)
         found[mode] = rank_memory(
             layout,
             rank=0,
