@@ -238,6 +238,8 @@ class _ParamAndGradBucketGroup:
         self._over_replicas = (communicator if replicas is None else replicas.communicator).prepare(over_replicas)
         self.finite_test = FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets], headrooms)
         """Of what is sent."""
+        local = [slot for slot in self.slots if slot.view is not slot.in_buffer]
+        self._local_grads, self._local_copies = [slot.view for slot in local], [slot.in_buffer for slot in local]
         half_slots = [slot for bucket in halves for slot in bucket.slots]
         self.sum_test = FiniteTest(half_slots, [bucket.grad_data for bucket in halves])
         """Of the sum, where it may overflow although all it was made of is finite."""
@@ -408,6 +410,8 @@ class _ParamAndGradBucketGroup:
         """
         self.grad_phase = enter(self.grad_phase, GradPhase.IN_FLIGHT, group=self.index)
         self._hand_over()
+        if self._local_grads:
+            torch._foreach_copy_(self._local_copies, self._local_grads)  # float32 sums of microbatches, rounded once
         if self.policy.tests_finite:
             self.finite_test.run()
         for values, divisor in self._divided_before:
@@ -482,8 +486,15 @@ class _ParamAndGradBucketGroup:
             self.sum_test.found, self.sum_test.peaks = (), []
             if self.policy.tests_finite and self._is_everywhere:
                 self.sum_test.run()
+        if self._local_grads:
+            self.copy_to_local_grads()
         self.grad_phase = enter(self.grad_phase, GradPhase.REDUCED, group=self.index)
         self._grad_handle = None
+
+    def copy_to_local_grads(self) -> None:
+        """Bring reduced gradients from the buffer into ``main_grad`` of parameters that have float32 memory of their own."""
+        if self._local_grads:
+            torch._foreach_copy_(self._local_grads, self._local_copies)
 
     def gather_grads(self) -> None:
         """Collect the reduced shards of all ranks, for ``force_all_reduce``. The ranks have agreed that all of them do so.
@@ -494,6 +505,7 @@ class _ParamAndGradBucketGroup:
             return
         calls = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self.grad_shards, strict=True)]
         self.communicator.launch(calls, label=f"gradient gather {self.index}").wait()
+        self.copy_to_local_grads()
         if self.policy.tests_finite:
             self.sum_test.run()
         self._is_everywhere = True

@@ -72,11 +72,11 @@ class FiniteTest:
     def name_culprits(self) -> None:
         """Look for the parameters. Slow, and only after a hit. After the reduction these are the culprits of all ranks."""
         self.found = tuple(
-            NonFiniteParam(slot.name, finding) for slot in self._slots if (finding := describe_nonfinite(slot.view))
+            NonFiniteParam(slot.name, finding) for slot in self._slots if (finding := describe_nonfinite(slot.in_buffer))
         )
         if self._has_headroom and not self.found:
             # All finite, so the largest is too large to be added up. On a device it may have shrunk meanwhile, in a mean.
-            largest = {slot.name: float(slot.view.abs().max()) for slot in self._slots if slot.view.numel()}
+            largest = {slot.name: float(slot.in_buffer.abs().max()) for slot in self._slots if slot.numel}
             name = max(largest, key=largest.__getitem__)
             self.found = (NonFiniteParam(name, f"values of {largest[name]:.3g}, too large to be added up over the ranks"),)
 

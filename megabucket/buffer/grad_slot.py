@@ -54,6 +54,7 @@ class GradSlot:
         "_needs_zeros",
         "_plain_backward",
         "accumulates",
+        "in_buffer",
         "name",
         "numel",
         "param",
@@ -63,10 +64,12 @@ class GradSlot:
         "withheld",
     )
 
-    def __init__(self, name: str, param: torch.nn.Parameter, view: torch.Tensor) -> None:
+    def __init__(self, name: str, param: torch.nn.Parameter, view: torch.Tensor, in_buffer: torch.Tensor | None = None) -> None:
         self.name = name
         self.param = param
         self.view = view  # ND, gradient dtype, memory order of the parameter
+        self.in_buffer = view if in_buffer is None else in_buffer
+        """The place in the gradient buffer: ``view``, unless that holds float32 sums that are rounded when they are sent."""
         self.numel = view.numel()
         self.state = _CLEAN
         self.accumulates: Callable[[], bool] | None = None
@@ -224,7 +227,7 @@ class GradSlot:
 
     def publish(self) -> None:
         """Show the reduced values to plain torch code as ``param.grad``."""
-        self.param.grad = self.view
+        self.param.grad = self.in_buffer
 
     def forget(self, *, is_zeroed: bool = False) -> None:
         """Start a step: the next gradient overwrites. Costs no pass over memory, except for fused kernels.

@@ -1,14 +1,15 @@
 """``ParamAndGradBuffer``: allocates the flat tensors of one buffer layout and binds parameters to them.
 
-The only code that rebinds ``param.data`` and that sets and removes the published attributes ``main_grad`` and
-``grad_added_to_main_grad`` (and ``main_grad_slot``, for ``megabucket.fused``). Decides nothing: positions come from the layout.
+The only code that rebinds ``param.data`` and that sets and removes the published attributes ``main_grad``,
+``main_grad_copy_in_grad_buffer`` and ``grad_added_to_main_grad`` (and ``main_grad_slot``, for ``megabucket.fused``). Decides
+nothing: positions come from the layout.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -41,9 +42,12 @@ class ParamAndGradBuffer:
     Args:
         layout: where each parameter lies.
         params: the parameters by name; all on one device, of the layout's dtype.
+        fp32_local: names of parameters whose 16-bit gradients are added up in float32, in memory of their own.
     """
 
-    def __init__(self, layout: BufferLayout, params: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self, layout: BufferLayout, params: Mapping[str, torch.nn.Parameter], *, fp32_local: Collection[str] = ()
+    ) -> None:
         self.layout = layout
         self.params = {name: params[name] for name in layout.params}
         device = next(iter(self.params.values())).device
@@ -51,6 +55,9 @@ class ParamAndGradBuffer:
         # The first gradient of a fresh buffer is added, not copied (grad_slot.py). Adding to -0.0 leaves every value as it is,
         # -0.0 included, so one rank has the bits of plain torch (tests/ranks/test_one_rank.py).
         self.grad_data = torch.full((layout.numel,), -0.0, dtype=dtype_named(layout.key.grad_dtype), device=device)  # 1D
+        self._fp32_local = fp32_local if self.grad_data.itemsize == 2 else ()
+        self.local_grads: list[torch.Tensor] = []
+        """float32 sums of microbatches: ``main_grad`` of the parameters in ``fp32_local``."""
         self._is_attached = True
         self._grad_dtypes = {name: param.grad_dtype for name, param in self.params.items()}
         self.slots: dict[str, GradSlot] = {}
@@ -67,7 +74,11 @@ class ParamAndGradBuffer:
         new_data = view_like(self.param_data, start, param.shape, strides)
         new_data.copy_(param.detach())
         param.data = new_data
-        grad_view = view_like(self.grad_data, start, param.shape, strides)
+        in_buffer = grad_view = view_like(self.grad_data, start, param.shape, strides)
+        if name in self._fp32_local:
+            grad_view = torch.full_like(new_data, -0.0, dtype=torch.float32)
+            self.local_grads.append(grad_view)
+            param.main_grad_copy_in_grad_buffer = in_buffer  # type: ignore[attr-defined]
         earlier_grad, param.grad = param.grad, None
         # With grad_dtype=None autograd hands over gradients in the dtype it computed them in and accepts any dtype as .grad,
         # so a 16-bit gradient reaches the float32 view in one casting copy.
@@ -76,7 +87,7 @@ class ParamAndGradBuffer:
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         # Accumulated before wrapping: it counts, as it would without a wrapper.
         param.grad = earlier_grad
-        slot = GradSlot(name, param, grad_view)
+        slot = GradSlot(name, param, grad_view, in_buffer)
         param.main_grad_slot = weakref.ref(slot)  # type: ignore[attr-defined]
         if earlier_grad is not None:
             slot.store()
@@ -99,12 +110,18 @@ class ParamAndGradBuffer:
             # The default is the parameter's own dtype; one that was converted meanwhile has another default now.
             was_default = self._grad_dtypes[name] == self.param_data.dtype
             param.grad_dtype = param.dtype if was_default else self._grad_dtypes[name]
-            for published in ("main_grad", "grad_added_to_main_grad", "main_grad_slot"):
+            for published in ("main_grad", "main_grad_copy_in_grad_buffer", "grad_added_to_main_grad", "main_grad_slot"):
                 param.__dict__.pop(published, None)  # other code may have deleted it
+
+    def scale_grads(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients in place."""
+        for grads in (self.grad_data, *self.local_grads):
+            grads.mul_(factor)
 
     def zero_grads(self) -> None:
         """Fill the gradient buffer with zeros, padding included: one pass over memory."""
-        self.grad_data.zero_()
+        for grads in (self.grad_data, *self.local_grads):
+            grads.zero_()
         for slot in self.slots.values():
             slot.forget(is_zeroed=True)
 

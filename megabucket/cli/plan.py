@@ -36,7 +36,7 @@ def plan(
     from megabucket.planning.architecture import param_specs
     from megabucket.planning.describe import describe_rows, describe_totals
     from megabucket.planning.memory import memory_by_mode
-    from megabucket.planning.run_config import group_sizes_of, load_config
+    from megabucket.planning.run_config import group_sizes_of, load_config, shard_counts
 
     run = load_config(config, overrides or [])
     if run.model is None:
@@ -44,10 +44,12 @@ def plan(
             f"{config or 'command line'}: model is required to plan; describe one in a config, for example "
             "model: {kind: gpt, ...}, or give model=path/config.json of Hugging Face, or model=module:callable"
         )
+    num_instances = run.num_distributed_optimizer_instances
     with notice_when_slow("laying out the model"):
         specs = param_specs(run.model)
         group_sizes = group_sizes_of(run, specs, expert_dp_size=expert_dp_size)
-        layout = build_layout(specs, run.ddp, dp_size=dp_size, group_sizes=group_sizes)
+        shards = shard_counts(dp_size, group_sizes, num_instances)
+        layout = build_layout(specs, run.ddp, dp_size=shards["dense"], group_sizes=shards)
         rows = describe_rows(layout)
         totals = describe_totals(layout, rows)
         memory = memory_by_mode(
@@ -55,6 +57,7 @@ def plan(
             run.ddp,
             dp_size=dp_size,
             group_sizes=group_sizes,
+            num_instances=num_instances,
             moments_per_element=run.optimizer.moments_per_element,
             activation_bytes=int(activation_gib * _GIB),
         )
@@ -62,7 +65,7 @@ def plan(
     if json:
         experts = group_sizes.get("expert")
         head = {"dp_size": dp_size, "expert_dp_size": experts, "group_sizes": group_sizes, "mode": chosen}
-        head["fingerprint"] = layout.fingerprint
+        head |= {"num_instances": num_instances, "fingerprint": layout.fingerprint}
         print_json({**head, **_data(rows, totals, memory)})
     else:
         print_lines(total_lines(totals, layout.fingerprint))

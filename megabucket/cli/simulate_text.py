@@ -20,6 +20,8 @@ def outlook_lines(outlook: Outlook, *, show_cuts: bool) -> Iterator[str]:
     size = format_count(outlook.best.bucket_numel or 0)
     yield f"optimal cuts {_ms(outlook.optimal.step_s)} ms a step, {_against(outlook.optimal, outlook.best)} ({size})"
     tensors, ranks = counted(len(workload.tensors), "tensor"), counted(setting.dp_size, "rank")
+    if setting.num_instances > 1:
+        ranks += f" in {setting.num_instances} replicas"
     what = f"{setting.mode.value} of {tensors}, {format_count(workload.numel)} elements"
     # A flat link costs the same on any number, and without a model nothing else depends on it.
     yield f"{what}, on {ranks}" if setting.specs is not None or not isinstance(setting.link, FlatLink) else what

@@ -170,6 +170,11 @@ class DistributedDataParallelConfig(Section):
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce the gradients of 16-bit parameters in float32. ``False`` keeps the parameter's dtype."""
 
+    param_name_patterns_for_fp32_local_accumulation: ParamNames = ()
+    """Add the microbatches of these 16-bit parameters up in float32 on each rank, and round the sum once, before it is sent in
+    16 bits. Shell patterns of parameter names (``*.experts.*``), or ``all``. Takes 4 bytes per element, and needs
+    ``grad_reduce_in_fp32=False``."""
+
     grad_reduction: Literal["mean", "sum"] = "mean"
     """What the reduced gradient is: the mean over the data-parallel ranks, or their sum."""
 
@@ -288,6 +293,11 @@ class DistributedDataParallelConfig(Section):
             for field, needed, why in _NEEDS
             if getattr(self, field) and not getattr(self, needed)
         ]
+        if self.param_name_patterns_for_fp32_local_accumulation and self.grad_reduce_in_fp32:
+            problems.append(
+                "param_name_patterns_for_fp32_local_accumulation rounds float32 sums to 16 bits before they are sent, but "
+                "grad_reduce_in_fp32=True sends float32; set it to False, or drop the patterns"
+            )
         if self.reduce_scatter_with_fp32_accumulation and self.reduce_in_place:
             problems.append(
                 "reduce_scatter_with_fp32_accumulation=True receives the other ranks' gradients beside its own, but "

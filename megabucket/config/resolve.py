@@ -8,11 +8,13 @@ wrapper call the single rules; ``megabucket explain`` prints all of them through
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.errors import ConfigError, LayoutError
+from megabucket.errors import ConfigError, LayoutError, name_list
 from megabucket.units import MIB, dtype_bytes
 
 START_ALIGNMENT: Final = 64
@@ -78,6 +80,19 @@ def resolve_grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) 
         LayoutError: ``param_dtype`` is not a dtype that a buffer can hold.
     """
     return _grad_dtype(config, param_dtype)[0]
+
+
+def fp32_local_params(config: DistributedDataParallelConfig, names: Iterable[str]) -> frozenset[str]:
+    """Return the parameters whose 16-bit gradients are added up in float32 on each rank, of those with the given names.
+
+    >>> config = DistributedDataParallelConfig(
+    ...     grad_reduce_in_fp32=False, param_name_patterns_for_fp32_local_accumulation=("*.bias",)
+    ... )
+    >>> fp32_local_params(config, ["head.weight", "head.bias"])
+    frozenset({'head.bias'})
+    """
+    patterns = config.param_name_patterns_for_fp32_local_accumulation
+    return frozenset(name for name in names if "all" in patterns or any(fnmatchcase(name, one) for one in patterns))
 
 
 def resolve_cuts(config: DistributedDataParallelConfig) -> tuple[str, ...] | None:
@@ -187,7 +202,10 @@ def _grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) -> tupl
         return param_dtype, f"{param_dtype} parameters keep {param_dtype} gradients"
     if config.grad_reduce_in_fp32:
         return "float32", f"grad_reduce_in_fp32=True: {param_dtype} gradients are accumulated and reduced in float32"
-    return param_dtype, f"grad_reduce_in_fp32=False keeps the dtype of the {param_dtype} parameters"
+    reason = f"grad_reduce_in_fp32=False keeps the dtype of the {param_dtype} parameters"
+    if patterns := config.param_name_patterns_for_fp32_local_accumulation:
+        reason += f"; microbatches are added up in float32 where a name matches {name_list(patterns)}"
+    return param_dtype, reason
 
 
 def resolve_bucket_size(

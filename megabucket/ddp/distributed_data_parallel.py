@@ -315,7 +315,7 @@ class DistributedDataParallel(torch.nn.Module):
                 "ranks, with zero_grad() in place of the optimizer's step."
             )
         for buffer in self.param_and_grad_buffers:
-            buffer.grad_data.mul_(factor)
+            buffer.scale_grads(factor)
         if self.sync.is_reduced:
             self.sync.counters.note_grad_scale(value)
 

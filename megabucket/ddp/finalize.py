@@ -78,6 +78,8 @@ def _sum_over_copies(ddp: DistributedDataParallel) -> None:
             communicator.launch([AllReduce(flat)], label=f"gradients along {along}").wait()
             if flat is not pieces[0]:
                 torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
+    for group in ddp.bucket_groups:
+        group.copy_to_local_grads()
 
 
 def _pieces(ddp: DistributedDataParallel, along: str) -> Iterator[torch.Tensor]:
@@ -86,7 +88,7 @@ def _pieces(ddp: DistributedDataParallel, along: str) -> Iterator[torch.Tensor]:
     for group in ddp.bucket_groups:
         for bucket in group.buckets:
             buffer = bucket.buffer
-            if not ddp.policy.is_sharded or bucket.slots[0].param.grad is bucket.slots[0].view:  # or force_all_reduce
+            if not ddp.policy.is_sharded or bucket.slots[0].param.grad is bucket.slots[0].in_buffer:  # or force_all_reduce
                 slots = {name: buffer.layout.params[name] for name in bucket.layout.params}
                 spans = [(name, slot.start, slot.stop) for name, slot in slots.items()]
             else:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _requires_grad: Final = attrgetter("requires_grad")
 _main_grad: Final = attrgetter("main_grad")
+_PLACES: Final = ("main_grad", "main_grad_copy_in_grad_buffer")
 _values: Final = methodcaller("values")
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
@@ -329,7 +330,7 @@ class PlainOptimizerGuard:
         grads = list(map(_grad, held.params))
         # A second step on the same gradients is as good as the first one; a step on others, put in their place, is not.
         is_stale = self._stepped.get(optimizer) == self._sync.step and any(
-            grad is not None and grad is not getattr(param, "main_grad", None)  # a parameter that was swapped has none
+            grad is not None and all(grad is not getattr(param, name, None) for name in _PLACES)  # a swapped one has none
             for grad, param in zip(grads, held.params, strict=True)
         )
         self._sync.check_may_update(has_grads=any(map(is_not, grads, repeat(None))), is_stale=is_stale)

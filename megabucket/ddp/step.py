@@ -309,7 +309,9 @@ class GradSync:
         """
         own = group.slots[position]
         slots = [slot for one in self.groups for slot in one.slots]
-        kept = [slot for slot in slots if slot.param.grad is slot.view or (slot.param.grad is not None and slot is not own)]
+        kept = [
+            slot for slot in slots if slot.param.grad is slot.in_buffer or (slot.param.grad is not None and slot is not own)
+        ]
         if self.policy.is_sharded or (not self.policy.averages and kept):
             self._note_late(group, position)
             kept = []

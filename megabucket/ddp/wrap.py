@@ -20,7 +20,7 @@ from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucke
 from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
 from megabucket.comm import exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.config.resolve import StepPolicy, resolve_step
+from megabucket.config.resolve import fp32_local_params, resolve_step
 from megabucket.ddp.fence import Entry, Fence
 from megabucket.ddp.groups import DENSE, ParallelGroups, RankGroups, buffer_groups, claims_of, copies_key, identify
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
@@ -293,7 +293,7 @@ class Wrapping:
         self.module, self.policy = module, resolve_step(config)
         params, self.identities, self.layout = _agree_on_model(module, config, ranks, groups)
         self.param_names = {param: name for name, param in params.items()}
-        self.buffers, self.groups = _attach(self.layout, params, self.policy, ranks)
+        self.buffers, self.groups = _attach(self.layout, params, config, ranks)
         self._is_attached = True
         watch = ModelWatch(module, params, self.groups) if self.policy.watches_model else None
         modules = list(module.modules())
@@ -522,22 +522,23 @@ def _agree(
 
 
 def _attach(
-    layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], policy: StepPolicy, ranks: RankGroups
+    layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], config: DistributedDataParallelConfig, ranks: RankGroups
 ) -> tuple[list[ParamAndGradBuffer], list[_ParamAndGradBucketGroup]]:
     """Move the parameters into buffers, on all ranks or on none; return these and their bucket groups in launch order."""
     buffers: list[ParamAndGradBuffer] = []
     groups: list[_ParamAndGradBucketGroup] = []
-    device = next(iter(params.values())).device
+    device, is_one_batch = next(iter(params.values())).device, resolve_step(config).is_one_batch
+    fp32_local = fp32_local_params(config, params)
     with ExitStack() as undo:
         failure = None
         try:
             for buffer_layout in layout.buffers:
-                buffers.append(ParamAndGradBuffer(buffer_layout, params))
+                buffers.append(ParamAndGradBuffer(buffer_layout, params, fp32_local=fp32_local))
                 undo.callback(buffers[-1].detach)
             batches: dict[object, list[_ParamAndGradBucket]] = {}
             for bucket_id in launch_order(layout):
                 bucket = buffers[bucket_id.buffer].buckets[bucket_id.bucket]
-                batches.setdefault(bucket.buffer.layout.key.group if policy.is_one_batch else bucket_id, []).append(bucket)
+                batches.setdefault(bucket.buffer.layout.key.group if is_one_batch else bucket_id, []).append(bucket)
             for index, batch in enumerate(batches.values()):
                 reduction = ranks.by_name[batch[0].buffer.layout.key.group]._asdict()
                 del reduction["places"]

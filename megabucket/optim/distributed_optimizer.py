@@ -259,7 +259,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         for slot in chain.from_iterable(group.slots for group in self.ddp.sync.groups):
             grad = slot.param.grad
-            if grad is slot.view:
+            if grad is slot.in_buffer:
                 continue
             if grad is None:
                 error = PhaseError(
@@ -269,7 +269,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
                 self.ddp.sync.refuse_update(error)
                 raise error
-            slot.view.copy_(grad)
+            slot.in_buffer.copy_(grad)
             slot.publish()
         if self._changes:
             self._check_nothing_is_lost()

@@ -668,7 +668,7 @@ class Sharding:
                 continue
             for slot in group.slots:
                 grad = slot.param.grad
-                if not (grad is None or grad is slot.view or type(grad) is WithheldGrad):
+                if not (grad is None or grad is slot.in_buffer or type(grad) is WithheldGrad):
                     raise PhaseError(
                         f"the gradient of {slot.name!r} was replaced when it was sent already, to no effect: gradients are "
                         "reduce-scattered while backward runs, and a DistributedOptimizer steps on what comes of them. With "

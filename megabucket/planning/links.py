@@ -14,7 +14,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -154,6 +154,55 @@ class TwoLevelLink(_AffineLink):
         inside = self.inside.affine(kind, per_node, dtype)  # both halves of an all-reduce, or the one half of the others
         between = self.between.affine(kind, num_ranks // per_node, dtype)
         return Affine(inside.latency_s + between.latency_s, inside.seconds_per_byte + between.seconds_per_byte / per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatedLink:
+    """A grid of replicas, each of ``num_ranks`` shards: a reduce-scatter inside, then an all-reduce of the shard over replicas.
+
+    An all-gather stays inside; an all-reduce and a broadcast go over all ranks. Ranks of one replica are neighbours, so two
+    levels have fewer replicas of a shard in a node, or one.
+    """
+
+    link: Link
+    num_instances: int
+
+    def collective_s(self, kind: CollectiveKind, payload_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
+        """Return the seconds of one collective, with the reduction over replicas behind it.
+
+        Raises:
+            ConfigError: the link cannot say.
+        """
+        if kind is CollectiveKind.ALL_GATHER:
+            return self.link.collective_s(kind, payload_bytes, num_ranks, dtype)
+        if kind is not CollectiveKind.REDUCE_SCATTER:
+            return self.link.collective_s(kind, payload_bytes, num_ranks * self.num_instances, dtype)
+        inside_s = self.link.collective_s(kind, payload_bytes, num_ranks, dtype)
+        return inside_s + self.over_replicas_s(payload_bytes / num_ranks, num_ranks, dtype)
+
+    def over_replicas_s(self, shard_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
+        """Return the seconds of the all-reduce of one shard.
+
+        Raises:
+            ConfigError: the link cannot say.
+        """
+        return self._over(num_ranks).collective_s(CollectiveKind.ALL_REDUCE, shard_bytes, self.num_instances, dtype)
+
+    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine | None:
+        """Return latency and slope when the cost is exactly affine in the bytes, else ``None``."""
+        if kind is not CollectiveKind.REDUCE_SCATTER:
+            return self.link.affine(kind, num_ranks * (1 if kind is CollectiveKind.ALL_GATHER else self.num_instances), dtype)
+        inside = self.link.affine(kind, num_ranks, dtype)
+        over = self._over(num_ranks).affine(CollectiveKind.ALL_REDUCE, self.num_instances, dtype)
+        if inside is None or over is None:
+            return None
+        return Affine(inside.latency_s + over.latency_s, inside.seconds_per_byte + over.seconds_per_byte / num_ranks)
+
+    def _over(self, num_ranks: int) -> Link:
+        """Return the link between ranks that are ``num_ranks`` apart."""
+        if not isinstance(self.link, TwoLevelLink):
+            return self.link
+        return replace(self.link, ranks_per_node=max(1, self.link.ranks_per_node // num_ranks))
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ allocator are not in it, nor are frozen parameters and module buffers, which sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
 from megabucket.config import DistributedDataParallelConfig
+from megabucket.config.resolve import fp32_local_params
 from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, build_layout
 from megabucket.layout.runs import ShardRun, plan_runs
+from megabucket.planning.run_config import shard_counts
 from megabucket.units import dtype_bytes
 
 _MAIN_BYTES: Final = 4  # float32
@@ -32,7 +34,7 @@ class RankMemory:
     parameter_bytes: int = 0
     """Model parameters in the parameter buffer."""
     gradient_bytes: int = 0
-    """Gradients in the gradient buffer."""
+    """Gradients in the gradient buffer, and float32 sums of microbatches beside it."""
     padding_bytes: int = 0
     """What of both buffers belongs to no parameter: alignment gaps and padded bucket ends."""
     main_parameter_bytes: int = 0
@@ -138,12 +140,24 @@ def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives:
     return RankMemory(exchange_bytes=exchange_bytes + block_bytes)
 
 
+def local_memory(layout: ModelLayout, names: Collection[str]) -> RankMemory:
+    """Return what comes on top of ``rank_memory`` where gradients of 16 bits are added up in float32 on each rank.
+
+    Args:
+        names: the parameters whose gradients are, as ``config.resolve.fp32_local_params`` returns them.
+    """
+    buffers = [buffer for buffer in layout.buffers if dtype_bytes(buffer.key.grad_dtype) < _MAIN_BYTES]
+    numels = [slot.numel for buffer in buffers for name, slot in buffer.params.items() if name in names]
+    return RankMemory(gradient_bytes=_MAIN_BYTES * sum(numels))
+
+
 def memory_by_mode(
     specs: Sequence[ParamSpec],
     config: DistributedDataParallelConfig,
     *,
     dp_size: int,
     group_sizes: Mapping[str, int] | None = None,
+    num_instances: int = 1,
     moments_per_element: int = 2,
     activation_bytes: int = 0,
 ) -> dict[str, RankMemory]:
@@ -151,15 +165,19 @@ def memory_by_mode(
 
     No rank holds more than the first one but for gaps: padding lies at the end of buckets, so the last ranks own less.
 
+    Args:
+        num_instances: replicas among the ranks of each group, each of which holds all shards.
+
     Raises:
         LayoutError: no parameter, or a name twice.
-        ConfigError: the config cannot be honoured for these parameters.
+        ConfigError: the config cannot be honoured for these parameters, or the instances do not divide the ranks of a group.
     """
     layout, found = None, {}
     for is_sharded, mode in enumerate(("all_reduce", "reduce_scatter")):
-        if layout is None or config.layout == "megatron":  # whose padding depends on the mode
+        if layout is None or num_instances > 1 or config.layout == "megatron":  # whose padding depends on the mode
             fields = {"use_distributed_optimizer": bool(is_sharded)} if config.layout == "megatron" else {}
-            layout = build_layout(specs, config.model_copy(update=fields), dp_size=dp_size, group_sizes=group_sizes)
+            shards = shard_counts(dp_size, group_sizes or {}, num_instances if is_sharded else 1)
+            layout = build_layout(specs, config.model_copy(update=fields), dp_size=shards["dense"], group_sizes=shards)
         found[mode] = rank_memory(
             layout,
             rank=0,
@@ -168,6 +186,7 @@ def memory_by_mode(
             has_fence=dp_size > 1,
             activation_bytes=activation_bytes,
         )
+        found[mode] += local_memory(layout, fp32_local_params(config, [spec.name for spec in specs]))
     return found
 
 

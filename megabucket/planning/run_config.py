@@ -64,6 +64,10 @@ class RunConfig(Section):
     """Ranks that the parameters of a reduction group are reduced over, by the group's name, for the commands that plan;
     ``--dp-size`` for all others. Routed experts of the built-in decoders are of the group ``expert``."""
 
+    num_distributed_optimizer_instances: PositiveCount = 1
+    """Replicas, each of which holds all shards, for the commands that plan: a shard is one of ``--dp-size`` divided by this
+    number, and gradients are reduced inside a replica first, then over them. Training takes it from its process groups."""
+
     program: Any = None
     """What the training program reads. Nothing here looks into it: it is handed to the function of ``--workload`` as it is."""
 
@@ -95,6 +99,11 @@ class RunConfig(Section):
         given = self.ddp.use_distributed_optimizer
         if self.mode is not None and given != (self.mode == "reduce_scatter"):
             raise ValueError(f"mode={self.mode} contradicts ddp.use_distributed_optimizer={given}; keep one of them")
+        if self.num_distributed_optimizer_instances > 1 and not given:
+            raise ValueError(
+                f"num_distributed_optimizer_instances={self.num_distributed_optimizer_instances} are replicas of shards, and "
+                "there are shards only with ddp.use_distributed_optimizer=True; switch it on, or drop it"
+            )
         return self
 
 
@@ -115,6 +124,24 @@ def group_sizes_of(run: RunConfig, specs: Sequence[ParamSpec], *, expert_dp_size
             + "; correct the name, or drop it: it would change nothing"
         )
     return {**run.group_sizes, **({} if expert_dp_size is None else {"expert": expert_dp_size})}
+
+
+def shard_counts(dp_size: int, group_sizes: Mapping[str, int], num_instances: int) -> dict[str, int]:
+    """Return by reduction group, ``dense`` included, into how many shards its buckets are cut.
+
+    Raises:
+        ConfigError: the ranks of a group are no multiple of the instances.
+
+    >>> shard_counts(16, {"expert": 4}, 2)
+    {'dense': 8, 'expert': 2}
+    """
+    sizes = {"dense": dp_size, **group_sizes}
+    if uneven := [f"{name}: {size}" for name, size in sizes.items() if size % num_instances]:
+        raise ConfigError(
+            f"num_distributed_optimizer_instances={num_instances} does not divide the ranks of {', '.join(uneven)}; each "
+            "replica has equally many"
+        )
+    return {name: size // num_instances for name, size in sizes.items()}
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -6,6 +6,7 @@ one the workload's tensors are all there is: buckets hold plain numbers of eleme
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -18,9 +19,9 @@ from megabucket.planning import RunConfig
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.cuts import BucketPlan, cuts_by_buffer, per_tensor_plan, plan_of_layout, uniform_plan
 from megabucket.planning.inputs import link_of, workload_of
-from megabucket.planning.links import FlatLink, Link, MeasuredLink
+from megabucket.planning.links import FlatLink, Link, MeasuredLink, ReplicatedLink
 from megabucket.planning.partition import lower_bound_s, optimal_plan
-from megabucket.planning.run_config import group_sizes_of
+from megabucket.planning.run_config import group_sizes_of, shard_counts
 from megabucket.planning.simulate import (
     FENCE,
     GRAD_NORM,
@@ -56,6 +57,7 @@ class Setting:
         specs: trainable parameters of the model in registration order; ``None`` without a model.
         dp_size: ranks of the data-parallel group.
         group_sizes: ranks of the reduction groups that have another number of them, by name.
+        num_instances: replicas among the ranks of each group; gradients are reduced inside them, then over them.
         has_grad_norm: whether a distributed optimizer computes the gradient norm, as it does by default.
         host: what the host adds to a step; nothing when not given.
     """
@@ -66,6 +68,7 @@ class Setting:
     dp_size: int
     specs: tuple[ParamSpec, ...] | None = None
     group_sizes: Mapping[str, int] = field(default_factory=dict)
+    num_instances: int = 1
     has_grad_norm: bool = True
     host: HostCosts | None = None
 
@@ -97,10 +100,23 @@ class Setting:
         """Ranks that expert parameters are reduced over; ``None``: those of all others."""
         return self.group_sizes.get("expert")
 
+    @property
+    def shards(self) -> dict[str, int]:
+        """Into how many shards the buckets of each reduction group are cut.
+
+        Raises:
+            ConfigError: the ranks of a group are no multiple of the instances.
+        """
+        return shard_counts(self.dp_size, self.group_sizes, self.num_instances)
+
     def on(self, dp_size: int) -> Setting:
-        """Return the same on another number of ranks, of which each reduction group keeps its share."""
+        """Return the same on another number of ranks, of which each reduction group keeps its share.
+
+        There are as many instances as before, or fewer where so many do not divide every group.
+        """
         sizes = {name: max(1, dp_size * size // self.dp_size) for name, size in self.group_sizes.items()}
-        return replace(self, dp_size=dp_size, group_sizes=sizes)
+        num_instances = math.gcd(self.num_instances, dp_size, *sizes.values())
+        return replace(self, dp_size=dp_size, group_sizes=sizes, num_instances=num_instances)
 
     # Plans #
 
@@ -124,7 +140,7 @@ class Setting:
     @property
     def default_numel(self) -> int:
         """Elements that close a bucket when nothing is said."""
-        return max(40_000_000, 1_000_000 * self.dp_size)
+        return max(40_000_000, 1_000_000 * self.shards["dense"])
 
     @cached_property
     def optimal_plan(self) -> BucketPlan:
@@ -143,7 +159,7 @@ class Setting:
 
     @cached_property
     def _unpadded_plan(self) -> BucketPlan:
-        return optimal_plan(self.as_launched, self.link, host=self.host, **self._sync)
+        return optimal_plan(self.as_launched, self._grid, host=self.host, **self._sync)
 
     @cached_property
     def as_launched(self) -> Workload:
@@ -160,7 +176,7 @@ class Setting:
     @property
     def layout(self) -> ModelLayout:
         """The layout that the config gives a model; built anew each time."""
-        return build_layout(self.specs or (), self.ddp, dp_size=self.dp_size, group_sizes=self.group_sizes)
+        return build_layout(self.specs or (), self.ddp, dp_size=self.shards["dense"], group_sizes=self.shards)
 
     # Times #
 
@@ -171,7 +187,7 @@ class Setting:
             ConfigError: the link cannot say what a collective costs.
         """
         more = self.step_collectives
-        return simulate_step_s(self.workload, plan, self.link, **self._sync, step_collectives=more, host=self.host)
+        return simulate_step_s(self.workload, plan, self._grid, **self._sync, step_collectives=more, host=self.host)
 
     @property
     def no_overlap_s(self) -> float:
@@ -186,7 +202,7 @@ class Setting:
         """Seconds that no plan with buckets in ready order can beat; small collectives and padding are not in it."""
         is_one_buffer = len({(spec.dtype, spec.group) for spec in self.specs or ()}) <= 1
         workload = self.as_launched if is_one_buffer else self.workload
-        return lower_bound_s(workload, self.link, ranks_of=self._ranks_of, is_one_buffer=is_one_buffer, **self._sync)
+        return lower_bound_s(workload, self._grid, ranks_of=self._ranks_of, is_one_buffer=is_one_buffer, **self._sync)
 
     def traces(self, plan: BucketPlan, *, num_steps: int = 2) -> tuple[StepTrace, ...]:
         """Return simulated steps; all but the first are alike.
@@ -195,19 +211,23 @@ class Setting:
             ConfigError: the link cannot say what a collective costs.
         """
         more = self.step_collectives
-        return simulate_steps(self.workload, plan, self.link, **self._sync, step_collectives=more, num_steps=num_steps)
+        return simulate_steps(self.workload, plan, self._grid, **self._sync, step_collectives=more, num_steps=num_steps)
 
     @property
     def _ranks_of(self) -> tuple[int, ...] | None:
-        """The ranks that each tensor is reduced over; ``None`` where these are all."""
+        """The shards of the reduction group of each tensor; ``None`` where all have as many."""
         if not self.group_sizes:
             return None
-        return tuple(self.group_sizes.get(spec.group, self.dp_size) for spec in self.specs or ()) or None
+        return tuple(self.shards.get(spec.group, self.shards["dense"]) for spec in self.specs or ()) or None
+
+    @property
+    def _grid(self) -> Link:
+        return self.link if self.num_instances == 1 else ReplicatedLink(self.link, self.num_instances)
 
     @property
     def _sync(self) -> SyncOptions:
         return {
-            "num_ranks": self.dp_size,
+            "num_ranks": self.shards["dense"],
             "mode": self.mode,
             "overlap_grad_reduce": self.overlap_grad_reduce,
             "overlap_param_gather": self.overlap_param_gather,
@@ -239,7 +259,7 @@ def setting_of(run: RunConfig, *, dp_size: int | None = None, expert_dp_size: in
         if not isinstance(link, MeasuredLink | FlatLink):
             raise ConfigError("the cost of a collective on this link depends on the number of ranks; give --dp-size")
         dp_size = link.num_ranks if isinstance(link, MeasuredLink) else 1
-    return Setting(workload, link, run.ddp, dp_size, specs, group_sizes)
+    return Setting(workload, link, run.ddp, dp_size, specs, group_sizes, run.num_distributed_optimizer_instances)
 
 
 # Figures #
@@ -299,7 +319,15 @@ class Outlook:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON: seconds, and elements where a name says ``numel``."""
         setting, workload = self.setting, self.setting.workload
-        names = ("dp_size", "expert_dp_size", "group_sizes", "mode", "overlap_grad_reduce", "overlap_param_gather")
+        names = (
+            "dp_size",
+            "expert_dp_size",
+            "group_sizes",
+            "num_instances",
+            "mode",
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+        )
         of_workload = ("numel", "num_microbatches", "forward_s", "backward_s", "optimizer_s", "compute_s")
         optimal = asdict(self.optimal)
         del optimal["bucket_numel"]

@@ -8,8 +8,9 @@
 A bucket is ready when the last of its gradients is; buckets go out in order, one after the other. The small collectives of a
 step (the fence, the gradient norm) follow the last bucket, then the optimizer runs. In reduce-scatter mode the updated
 parameters are gathered in reverse bucket order, either at once or while the next forward runs; a tensor's forward waits for
-the gather of its bucket. A bucket without bytes sends nothing, a tensor without elements waits for nothing. All ranks are
-alike, so no rank waits for a slower one.
+the gather of its bucket. With several instances (``ReplicatedLink``) the all-reduce of a bucket over replicas follows its
+reduce-scatter on the same lane. A bucket without bytes sends nothing, a tensor without elements waits for nothing. All ranks
+are alike, so no rank waits for a slower one.
 
 With ``HostCosts`` a step also pays for every bucket on the thread that computes (test and scale the gradients, launch, take
 the result over), and a thread that waits goes on a little late. ``megabucket.measure.host`` measures them.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from typing import Final, TypeAlias
@@ -29,7 +30,7 @@ from typing_extensions import Required, TypedDict, Unpack
 
 from megabucket.errors import ConfigError
 from megabucket.planning.cuts import BucketPlan
-from megabucket.planning.links import Link
+from megabucket.planning.links import Link, ReplicatedLink
 from megabucket.planning.workload import Workload
 from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepTrace
 
@@ -186,6 +187,12 @@ class _Walk:
         is_sharded = self._mode is Mode.REDUCE_SCATTER
         self._param_bytes = plan.param_sizes_bytes(workload) if is_sharded else (0,) * count
         self.reduce_s = self._costs(link, self._mode.reduce_kind, self._grad_bytes, workload.grad_dtype)
+        self._over_replicas_s = [0.0] * count
+        self._num_instances = 1
+        if isinstance(link, ReplicatedLink):
+            self._num_instances = link.num_instances
+            places = zip(self._grad_bytes, self._group_sizes, strict=True)
+            self._over_replicas_s = [link.over_replicas_s(size / ranks, ranks, workload.grad_dtype) for size, ranks in places]
         self.gather_s = self._costs(link, CollectiveKind.ALL_GATHER, self._param_bytes, workload.param_dtype)
         self._step_collectives = [(*each, link.collective_s(*each, num_ranks)) for each in step_collectives]
         # A bucket goes out after those before it, also empty ones.
@@ -217,10 +224,16 @@ class _Walk:
             )
         )
         small = (
-            CollectiveRecord(kind, f"step collective {index}", 1, size, self._num_ranks)
+            CollectiveRecord(kind, f"step collective {index}", 1, size, self._num_ranks * self._num_instances)
             for index, (kind, size, _) in enumerate(self._step_collectives)
         )
-        return (*reduced, *small, *reversed(gathered))
+        return (*(each for record in reduced for each in self._with_replicas(record)), *small, *reversed(gathered))
+
+    def _with_replicas(self, record: CollectiveRecord) -> Iterator[CollectiveRecord]:
+        yield record
+        if self._num_instances > 1:
+            size, label = record.payload_bytes // record.num_ranks, f"{record.label} over replicas"
+            yield CollectiveRecord(CollectiveKind.ALL_REDUCE, label, 1, size, self._num_instances)
 
     def step(self, *, finds_gathers: bool) -> None:
         """Walk from the start of a forward to the start of the next.
@@ -276,7 +289,10 @@ class _Walk:
             if cost_s is not None:
                 begun_s = max(free_s, start_s + ready_s + launching_s)
                 free_s = begun_s + cost_s
-                self._note(Lane.COMM, "bucket", bucket, begun_s, free_s)
+                over_s = self._over_replicas_s[bucket]
+                self._note(Lane.COMM, "bucket", bucket, begun_s, free_s - over_s)
+                if over_s:
+                    self._note(Lane.COMM, f"bucket {bucket} over replicas", None, free_s - over_s, free_s)
             ends_s.append(free_s if cost_s is not None else start_s)
         self._compute("backward", self._workload.backward_s)
         self.now_s += launching_s

@@ -195,6 +195,7 @@ class Report:
             "summary": list(self.summary),
             "dp_size": setting.dp_size,
             "expert_dp_size": setting.expert_dp_size,
+            "num_instances": setting.num_instances,
             "mode": setting.mode.value,
             "overlap_grad_reduce": setting.overlap_grad_reduce,
             "overlap_param_gather": setting.overlap_param_gather,
@@ -334,7 +335,7 @@ def _specs_of(setting: Setting) -> tuple[ParamSpec, ...]:
 def _layout_of(setting: Setting, *, is_default: bool = False) -> ModelLayout:
     """Return the layout that the config gives, or the one it gives without the fields that size buckets."""
     ddp = setting.ddp.model_copy(update=dict.fromkeys(SIZE_FIELDS)) if is_default else setting.ddp
-    return build_layout(_specs_of(setting), ddp, dp_size=setting.dp_size, group_sizes=setting.group_sizes)
+    return build_layout(_specs_of(setting), ddp, dp_size=setting.shards["dense"], group_sizes=setting.shards)
 
 
 def _layout_plan(setting: Setting, layout: ModelLayout) -> BucketPlan:
@@ -379,6 +380,7 @@ def _memory_row(setting: Setting, moments_per_element: int) -> MemoryRow:
         setting.ddp,
         dp_size=setting.dp_size,
         group_sizes=setting.group_sizes,
+        num_instances=setting.num_instances,
         moments_per_element=moments_per_element,
     )
     sizes = {

@@ -218,9 +218,10 @@ def _facts(setting: Setting) -> list[list[str]]:
     overlap = "gradients overlap backward" if setting.overlap_grad_reduce else "gradients go out after backward"
     gathers = ", parameters are gathered in the next forward" if setting.overlap_param_gather else ""
     experts = "" if setting.expert_dp_size is None else f", experts on {setting.expert_dp_size:,}"
+    instances = "" if setting.num_instances == 1 else f", in {setting.num_instances:,} replicas"
     size = format_bytes(workload.numel * workload.bytes_per_element)
     return [
-        ["Ranks", f"{setting.dp_size:,}{experts}"],
+        ["Ranks", f"{setting.dp_size:,}{experts}{instances}"],
         ["Mode", f"{mode}; {overlap}{gathers}"],
         ["Link", describe_link(setting.link)],
         ["Tensors", f"{len(workload.tensors):,}; elements: {format_count(workload.numel)}, {size} of gradients"],

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.buffer import WithheldGrad
-from megabucket.planning.memory import RankMemory, rank_memory
+from megabucket.config.resolve import fp32_local_params
+from megabucket.planning.memory import RankMemory, local_memory, rank_memory
 from megabucket.testing import LoopbackWorld
 
+FP32_LOCAL = [(), ("all",), ("p0", "p[35]")]
 ADAMW, MOMENTUM, SGD = 2, 1, 0  # moments per element
 BUILD = {
     ADAMW: lambda params: torch.optim.AdamW(params, lr=0.1),
@@ -83,10 +85,11 @@ def cases(draw):
     numels = draw(st.lists(st.integers(0, 300), min_size=1, max_size=7).filter(any))
     dtype = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
     dtypes = draw(st.lists(dtype, min_size=len(numels), max_size=len(numels)))
-    is_sharded = draw(st.booleans())
+    is_sharded, in_fp32 = draw(st.booleans()), draw(st.booleans())
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=is_sharded,
-        grad_reduce_in_fp32=draw(st.booleans()),
+        grad_reduce_in_fp32=in_fp32,
+        param_name_patterns_for_fp32_local_accumulation=() if in_fp32 else draw(st.sampled_from(FP32_LOCAL)),
         layout=draw(st.sampled_from(["stable", "megatron"])),
         fence=draw(st.booleans()),
         overlap_param_gather=is_sharded and draw(st.booleans()),
@@ -115,6 +118,7 @@ def test_everything_that_lives_from_step_to_step_is_computed_to_the_byte(case):
             has_fence=size > 1,
             group_of=group_of,
         )
+        + local_memory(ddp.layout, fp32_local_params(config, [f"p{i}" for i in range(len(numels))]))
         for rank, (ddp, _) in enumerate(ranks)
     ]
     num_placeholders = sum(len(optimizer.sharding.stepped) - len(optimizer.sharding.shards) for _, optimizer in ranks)
@@ -126,9 +130,12 @@ def test_everything_that_lives_from_step_to_step_is_computed_to_the_byte(case):
 def assert_categories(memory, ddp, optimizer):
     """Each category is what its own tensors hold; padding is shared by the buffers and the optimizer's flat tensors."""
     buffers = ddp.param_and_grad_buffers
-    buffer_bytes = sum(bytes_of(buffer.param_data) + bytes_of(buffer.grad_data) for buffer in buffers)
+    buffer_bytes = sum(
+        bytes_of(buffer.param_data) + sum(map(bytes_of, (buffer.grad_data, *buffer.local_grads))) for buffer in buffers
+    )
     values = sum(slot.param.numel() * slot.param.itemsize for group in ddp.bucket_groups for slot in group.slots)
-    grads = sum(slot.view.numel() * slot.view.itemsize for group in ddp.bucket_groups for slot in group.slots)
+    slots = [slot for group in ddp.bucket_groups for slot in group.slots]
+    grads = sum(slot.in_buffer.nbytes + (slot.view.nbytes if slot.view is not slot.in_buffer else 0) for slot in slots)
     assert (memory.parameter_bytes, memory.gradient_bytes) == (values, grads)
     shards = optimizer.sharding.shards
     mains = sum(bytes_of(shard.main.data) for shard in shards if shard.has_own_values)
