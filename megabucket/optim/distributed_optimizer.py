@@ -58,7 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ``fence=False``, reduce-scattered float16). It saves a pass over the gradients and, with shards, the wait
             for a small collective before each update.
         kernels: ``"apex"`` takes norms and clips with NVIDIA apex's ``amp_C`` on CUDA devices, in float32: the last bits of a
-            norm then depend on how the gradients are cut.
+            norm then depend on how the gradients are cut, and a norm above 1.8e19 is infinite.
 
     Every rank makes one at the same time: they compare groups, hyperparameters and state.
 

@@ -2,7 +2,7 @@
 
 Squares are summed in float64 and the norm is rounded to float32, so it does not depend on how the gradients are cut into
 shards, buckets or modes: float32 sums over different cuts differ in the last bit in most cases, and clipping would carry the
-difference into the weights.
+difference into the weights. This holds with torch's kernels; ``kernels.py`` says what those of apex do.
 """
 
 from __future__ import annotations
