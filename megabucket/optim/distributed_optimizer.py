@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeVar, overload
@@ -25,6 +26,8 @@ from megabucket.optim.state_dict import pack
 _Loss = TypeVar("_Loss")
 _grad: Final = attrgetter("grad")
 _LOSS_SCALE: Final = "loss scale"
+_SWITCHES: Final = ("train", "eval")
+"""Methods of schedule-free optimizers that write to the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Forward what ``torch.optim.Optimizer`` would have set up in its constructor: defaults, hooks and the like."""
         if name in ("torch_optimizer", "ddp"):
             raise AttributeError(name)
-        return getattr(self.torch_optimizer, name)
+        found = getattr(self.torch_optimizer, name)
+        return partial(self._switch_weights, name, found) if name in _SWITCHES else found
+
+    @torch.no_grad()
+    def _switch_weights(self, name: str, switch: Callable[[], object]) -> None:
+        """Let a schedule-free optimizer put the weights to evaluate in place of those to train, or back. A collective call.
+
+        Raises:
+            PhaseError: a step is open, or the optimizer is not the current one.
+            PeerFailedError: another rank cannot.
+        """
+        if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
+            return  # frameworks ask before each forward
+        failure: MegabucketError | None = None
+        try:
+            self.sharding.settle(f"{name}()")
+        except MegabucketError as error:
+            failure = error
+        self.ddp.sync.call(f"{name}()", failure=failure)
+        try:
+            switch()
+        finally:
+            self.sharding.store_values()
+            for group in self.ddp.sync.groups if self._is_sharded else ():
+                group.mark_params_stale()
+            self.ddp.start_param_sync()
 
     def __repr__(self) -> str:
         kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self.sharding.shards)
@@ -293,6 +321,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for shard in self.sharding.stepped:
                 shard.main.grad = shard.grad
             self.torch_optimizer.step()
+            self.sharding.has_stepped = True
         finally:
             for shard in self.sharding.stepped:
                 shard.withhold_grad()
