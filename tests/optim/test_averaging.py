@@ -205,6 +205,30 @@ def test_norms_of_each_parameter_are_those_of_plain_torch(size, fields, dtype):
         assert norms.update_ratio == norms.update / norms.weight
 
 
+def test_norms_over_replicas_and_several_groups_are_those_of_plain_torch():
+    world, initial = LoopbackWorld(4, timeout_s=20), net()
+    inside, over = world.subgroup([0, 1]) | world.subgroup([2, 3]), world.subgroup([0, 2]) | world.subgroup([1, 3])
+
+    def program(number):
+        everybody = world.communicator(number)
+        ranks = {"dense": mb.ReductionGroup(inside[number], over[number]), "head": everybody}
+        groups = mb.ParallelGroups(ranks, group_of={"3.*": "head"}, norm_group=everybody)
+        config = mb.DistributedDataParallelConfig(bucket_size=20, use_distributed_optimizer=True)
+        ddp = mb.DistributedDataParallel(copy.deepcopy(initial), config, groups=groups)
+        optimizer = mb.DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.05), ddp, clip_grad=0.1)
+        for step in range(3):
+            ddp(data(step)).square().mean().backward()
+            with mb.param_norms(optimizer) as norms:
+                optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    found, expected = world.run(program), plain_norms(torch.float32)
+
+    assert all(norms == found[0] for norms in found)
+    assert {name: pytest.approx(norms, rel=1e-5) for name, norms in expected.items()} == found[0]
+
+
 def test_a_step_that_is_skipped_has_no_norms():
     def program(one):
         one.ddp(data(0) * float("inf")).square().mean().backward()
