@@ -40,12 +40,12 @@ class ShardedEMA:
     @torch.no_grad()
     def update(self) -> None:
         """Take this rank's shard of the weights in. The average begins with the weights after the first update of theirs."""
-        last = self._optimizer.last_step
-        for shard in self._optimizer.sharding.shards:
+        sharding = self._optimizer.sharding
+        for shard in sharding.shards:
             state = self._optimizer.state[shard.main]
             if _KEY in state:
                 state[_KEY].lerp_(shard.main, 1 - self._decay)
-            elif last is not None and last.updated:  # an optimizer that has not stepped takes any state for its own
+            elif sharding.has_stepped:
                 state[_KEY] = shard.main.detach().clone()
 
     def values(self) -> dict[str, torch.Tensor]:

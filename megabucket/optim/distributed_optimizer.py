@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeVar, overload
@@ -17,13 +18,16 @@ from megabucket.ddp.fence import check_not_capturing
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.step import CALLING, UPDATING, StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
-from megabucket.optim.norm import GlobalNorm, clip_by_norm, find_kernels
+from megabucket.optim.kernels import find_kernels
+from megabucket.optim.norm import GlobalNorm, clip_by_norm
 from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
 from megabucket.optim.state_dict import pack
 
 _Loss = TypeVar("_Loss")
 _grad: Final = attrgetter("grad")
 _LOSS_SCALE: Final = "loss scale"
+_SWITCHES: Final = ("train", "eval")
+"""Methods of schedule-free optimizers that write to the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ``fence=False``, reduce-scattered float16). It saves a pass over the gradients and, with shards, the wait
             for a small collective before each update.
         kernels: ``"apex"`` takes norms and clips with NVIDIA apex's ``amp_C`` on CUDA devices, in float32: the last bits of a
-            norm then depend on how the gradients are cut.
+            norm then depend on how the gradients are cut, and a norm above 1.8e19 is infinite.
 
     Every rank makes one at the same time: they compare groups, hyperparameters and state.
 
@@ -162,7 +166,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Forward what ``torch.optim.Optimizer`` would have set up in its constructor: defaults, hooks and the like."""
         if name in ("torch_optimizer", "ddp"):
             raise AttributeError(name)
-        return getattr(self.torch_optimizer, name)
+        found = getattr(self.torch_optimizer, name)
+        return partial(self._switch_weights, name, found) if name in _SWITCHES else found
+
+    @torch.no_grad()
+    def _switch_weights(self, name: str, switch: Callable[[], object]) -> None:
+        """Let a schedule-free optimizer put the weights to evaluate in place of those to train, or back. A collective call.
+
+        Raises:
+            PhaseError: a step is open, or the optimizer is not the current one.
+            PeerFailedError: another rank cannot.
+        """
+        if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
+            return  # frameworks ask before each forward
+        failure: MegabucketError | None = None
+        try:
+            self.sharding.settle(f"{name}()")
+        except MegabucketError as error:
+            failure = error
+        self.ddp.sync.call(f"{name}()", failure=failure)
+        try:
+            switch()
+        finally:
+            self.sharding.store_values()
+            for group in self.ddp.sync.groups if self._is_sharded else ():
+                group.mark_params_stale()
+            self.ddp.start_param_sync()
 
     def __repr__(self) -> str:
         kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self.sharding.shards)
@@ -289,10 +318,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return StepResult(updated=False, grad_norm=norm, reason=reason)
         try:
             if self.clip_grad > 0:
-                clip_by_norm(grads, norm=norm, max_norm=self.clip_grad, kernels=self._kernels)
+                clip_by_norm(grads, norm=norm, max_norm=self.clip_grad, scale=self._kernels.scale)
             for shard in self.sharding.stepped:
                 shard.main.grad = shard.grad
             self.torch_optimizer.step()
+            self.sharding.has_stepped = True
         finally:
             for shard in self.sharding.stepped:
                 shard.withhold_grad()
@@ -382,7 +412,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grads = self._take_grads()
             norm = self._global_norm.of(map(self._kernels.l2_norm, self._counted(grads)))
             if math.isfinite(norm):
-                clip_by_norm(grads, norm=norm, max_norm=max_norm, kernels=self._kernels)
+                clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
             self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)))
         return torch.tensor(norm, dtype=torch.float32)
 

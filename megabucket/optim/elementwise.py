@@ -8,6 +8,7 @@ parameters and its state, and the states of random number generators stay as the
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import prod
@@ -35,14 +36,26 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose update of one element depends on others. ``optimizer.is_elementwise`` overrides the trial.
 
     Raises:
-        ConfigError: it is one, declares to be one, or cannot be tried and declares nothing.
+        ConfigError: it is one, declares to be one, or cannot be tried and declares nothing; it requires a closure, or keeps
+            float32 copies of the parameters itself.
     """
+    kind = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{kind}.step() requires a closure and calls it many times, and a DistributedOptimizer steps on one set of "
+            f"gradients, which all ranks have agreed on. Use {kind} as a plain optimizer with use_distributed_optimizer=False."
+        )
+    if getattr(optimizer, "master_weights", None) is True:
+        raise ConfigError(
+            f"{kind}(master_weights=True) keeps float32 copies of the parameters, and so does a DistributedOptimizer, which "
+            "steps on its own: the two would part. Leave master_weights out."
+        )
     declared = getattr(optimizer, "is_elementwise", None)
     if declared:
         return
     reason = "it declares is_elementwise = False" if declared is not None else find_obstacle(optimizer)
     if reason:
-        kind = type(optimizer).__name__
         raise ConfigError(
             f"{kind} cannot step on flat shards cut across parameters, as a DistributedOptimizer does: {reason}. Use an "
             f"elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or {kind} as a plain optimizer with "

@@ -28,7 +28,8 @@ from megabucket.errors import CheckpointUnavailableError, OptimizerParametersErr
 from megabucket.layout import Span
 from megabucket.layout.runs import ShardRun, plan_runs
 from megabucket.optim.elementwise import check_elementwise
-from megabucket.optim.norm import check_clip_grad, find_kernels
+from megabucket.optim.kernels import find_kernels
+from megabucket.optim.norm import check_clip_grad
 from megabucket.optim.state_dict import (
     KNOWN_NUMBERS,
     ShardHolder,
@@ -342,6 +343,8 @@ class Sharding:
         """What is in the groups: the shards, and placeholders in groups that have none on this rank."""
         self.counted_grads: dict[int, list[torch.Tensor]] = {}
         """What enters the norm of the gradients in the buffers, by index of the bucket group."""
+        self.has_stepped = False
+        """Whether the optimizer has stepped on these shards. Before, it takes any state there is for its own."""
         self._rounded: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # 16-bit parameters, and their main values
 
     def _cut(self, whole: WholeState) -> _Cut:
@@ -408,6 +411,7 @@ class Sharding:
         self._main_values = {param: values for param, values in self._main_values.items() if param in staying}
         self._dtypes = {param: dtype for param, dtype in self._dtypes.items() if param in staying}
         self.shards, self.stepped = cut.shards, [*cut.shards, *placeholders.values()]
+        self.has_stepped = False
         self._buffers = ddp.param_and_grad_buffers
         self.counted_grads = {group.index: [] for group in ddp.bucket_groups}
         index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}

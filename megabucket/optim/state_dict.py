@@ -457,7 +457,11 @@ Members = Sequence[Sequence[torch.Tensor]]
 
 def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) -> dict[str, Any]:
     """Return what ``optimizer.state_dict()`` would be if it held whole parameters."""
-    groups = [{**group, "params": list(of_group)} for group, of_group in zip(optimizer.param_groups, members, strict=True)]
+    groups = []
+    for group, params in zip(optimizer.param_groups, members, strict=True):
+        # Step counts and learning rates can be tensors, which go on changing.
+        own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        groups.append({**own, "params": list(params)})
     state = defaultdict(dict, {key: value for key, value in whole.values.items() if value or not isinstance(key, torch.Tensor)})
     packed: dict[str, Any] = _shell(optimizer, groups, state).state_dict()
     index_of = {param: index for index, param in enumerate(chain.from_iterable(members))}

@@ -107,6 +107,49 @@ def test_an_average_begins_with_the_first_step_that_updates():
     assert all(torch.equal(after[name.removeprefix("module.")], value) for name, value in now.items())
 
 
+@pytest.mark.parametrize("fields", GATHERS.values(), ids=GATHERS)
+def test_averages_of_a_bf16_model_are_those_of_its_float32_main_parameters(fields):
+    world, initial = LoopbackWorld(2, timeout_s=20), net().bfloat16()
+
+    def program(number):
+        rank, seen = Rank(world.communicator(number), initial, **fields), []
+        for step in range(STEPS):
+            rank.ddp(data(step).bfloat16()).float().square().mean().backward()
+            rank.optimizer.step()
+            rank.optimizer.zero_grad()
+            rank.average.update()
+            seen.append(rank.optimizer.state_dict()["megabucket"]["main_params"])
+        return seen, rank.average.values()
+
+    for mains, average in world.run(program):
+        expected = mains[0]
+        for weights in mains[1:]:
+            expected = {index: DECAY * expected[index] + (1 - DECAY) * weights[index] for index in weights}
+        torch.testing.assert_close(list(average.values()), list(expected.values()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["rebuild", "load_state_dict"])
+def test_an_average_waits_for_the_first_step_on_parameters_without_state(path):
+    def program(one):
+        fresh = one.optimizer.state_dict()
+        one.train([0])
+        if path == "rebuild":
+            one.ddp.module.append(torch.nn.Linear(2, 2))
+            one.optimizer.add_param_group({"params": [*one.ddp.module[4].parameters()]})
+            one.ddp.rebuild()
+        else:
+            one.optimizer.load_state_dict(fresh)
+        one.average.update()
+        before = len(one.average.values())
+        one.ddp(data(1)).square().mean().backward()
+        one.optimizer.step()
+        one.average.update()
+        return before, len(one.average.values())
+
+    expected = (6, 8) if path == "rebuild" else (0, 6)
+    assert run_ranks(2, program, use_distributed_optimizer=True) == [expected] * 2
+
+
 @pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
 def test_a_decay_that_is_none_is_refused(decay):
     with pytest.raises(ConfigError, match="decay must be a number from 0 to 1"):
@@ -137,10 +180,10 @@ def plain_norms(dtype):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("fields", GATHERS.values(), ids=GATHERS)
 def test_norms_of_each_parameter_are_those_of_plain_torch(size, fields, dtype):
-    world = LoopbackWorld(size, timeout_s=20)
+    world, initial = LoopbackWorld(size, timeout_s=20), net().to(dtype)
 
     def program(number):
-        rank = Rank(world.communicator(number), net().to(dtype), grad_reduce_in_fp32=True, **fields)
+        rank = Rank(world.communicator(number), initial, grad_reduce_in_fp32=True, **fields)
         rank.optimizer.clip_grad = 0.1
         with mb.param_norms(rank.optimizer) as untaken:
             pass
@@ -160,6 +203,30 @@ def test_norms_of_each_parameter_are_those_of_plain_torch(size, fields, dtype):
     for name, norms in found[0].items():
         assert norms == pytest.approx(expected[name], rel=1e-5 if dtype == torch.float32 else 1e-3), name
         assert norms.update_ratio == norms.update / norms.weight
+
+
+def test_norms_over_replicas_and_several_groups_are_those_of_plain_torch():
+    world, initial = LoopbackWorld(4, timeout_s=20), net()
+    inside, over = world.subgroup([0, 1]) | world.subgroup([2, 3]), world.subgroup([0, 2]) | world.subgroup([1, 3])
+
+    def program(number):
+        everybody = world.communicator(number)
+        ranks = {"dense": mb.ReductionGroup(inside[number], over[number]), "head": everybody}
+        groups = mb.ParallelGroups(ranks, group_of={"3.*": "head"}, norm_group=everybody)
+        config = mb.DistributedDataParallelConfig(bucket_size=20, use_distributed_optimizer=True)
+        ddp = mb.DistributedDataParallel(copy.deepcopy(initial), config, groups=groups)
+        optimizer = mb.DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.05), ddp, clip_grad=0.1)
+        for step in range(3):
+            ddp(data(step)).square().mean().backward()
+            with mb.param_norms(optimizer) as norms:
+                optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    found, expected = world.run(program), plain_norms(torch.float32)
+
+    assert all(norms == found[0] for norms in found)
+    assert {name: pytest.approx(norms, rel=1e-5) for name, norms in expected.items()} == found[0]
 
 
 def test_a_step_that_is_skipped_has_no_norms():

@@ -193,16 +193,25 @@ class TestWithoutAnAnswer:
     @pytest.mark.parametrize(
         ("build", "reason"),
         [
-            (torch.optim.LBFGS, "TypeError: .*closure"),
             (torch.optim.Muon, "ValueError: Param gradient must be a 2D matrix"),
             (torch.optim.SparseAdam, "RuntimeError: SparseAdam does not support dense gradients"),
             (lambda p: Rule(p, lambda grad, *_: 0 * grad), "changed nothing, so there is nothing to compare"),
         ],
-        ids=["LBFGS", "Muon", "SparseAdam", "does nothing"],
+        ids=["Muon", "SparseAdam", "does nothing"],
     )
     def test_one_that_cannot_be_tried_is_refused_with_the_reason(self, build, reason):
         with pytest.raises(ConfigError, match=reason):
             check_elementwise(build(params((3, 4))))
+
+    @pytest.mark.parametrize("declares", [False, True])
+    def test_one_that_requires_a_closure_is_refused_whatever_it_declares(self, declares):
+        optimizer = torch.optim.LBFGS(params((3, 4)))
+        if declares:
+            optimizer.is_elementwise = True
+
+        with pytest.raises(ConfigError, match=r"^LBFGS.step\(\) requires a closure and calls it many times") as caught:
+            check_elementwise(optimizer)
+        assert "is_elementwise" not in str(caught.value)
 
     def test_a_declaration_overrides_the_trial_both_ways(self):
         def wrap(optimizer_of, declared):

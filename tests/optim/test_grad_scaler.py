@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabucket import (
     DistributedDataParallel,
@@ -25,6 +26,7 @@ from megabucket.errors import (
     PhaseError,
     ReplicasDivergedError,
 )
+from megabucket.optim.shards import CHECK_AND_UNSCALE
 from megabucket.testing import LoopbackWorld
 
 STEPS = 12
@@ -148,6 +150,37 @@ def test_any_optimizer_waits_for_all_ranks_also_one_that_unscales_in_its_kernel(
     results = run_ranks(2, lambda *here: train(*here, dtype=torch.float16, max_norm=None), make=make, **switches)
 
     assert_same(results, train_alone(2, torch.float16, max_norm=None, make=make))
+
+
+@MODES
+def test_clip_grad_clips_what_the_scaler_has_unscaled(switches):
+    results = run_ranks(2, lambda *here: train(*here, dtype=torch.float16, max_norm=None), clip_grad=0.1, **switches)
+
+    assert_same(results, train_alone(2, torch.float16, max_norm=0.1))
+
+
+def test_a_scaler_makes_the_one_private_call_that_shard_gradients_answer():
+    calls = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is CHECK_AND_UNSCALE:
+                calls.append((*args, kwargs))
+            return func(*args, **(kwargs or {}))
+
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    params[0].grad, params[1].grad = torch.tensor([8.0, 4.0]), torch.tensor([math.inf, 2.0])
+    scaler = scaler_of(init_scale=4.0)
+    scaler.scale(torch.ones(()))
+
+    with Calls():
+        scaler.unscale_(torch.optim.SGD(params))
+
+    ((grads, found_inf, inv_scale, kwargs),) = calls
+    assert [grad is param.grad for grad, param in zip(grads, params, strict=True)] == [True, True]
+    assert (found_inf.item(), inv_scale.item()) == (1.0, 0.25)
+    assert not kwargs
+    assert [grad.tolist() for grad in grads] == [[2.0, 1.0], [math.inf, 0.5]]
 
 
 @MODES

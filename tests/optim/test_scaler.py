@@ -2,6 +2,8 @@
 
 import copy
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,3 +216,25 @@ def test_a_step_that_the_wrapper_skips_lowers_the_scale_also_where_the_sum_is_fi
         return updated, scaler.get_scale(), ddp.module.weight.unique().tolist()
 
     assert run_ranks(2, program, is_sharded=is_sharded, nonfinite_gradients="skip_step") == [(False, 1.0, [1.0])] * 2
+
+
+@MODES
+def test_a_step_without_a_scaler_runs_nothing_of_scaling_averages_trials_and_apex(is_sharded):
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 2), DistributedDataParallelConfig(use_distributed_optimizer=is_sharded))
+    optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters()), ddp, clip_grad=0.01)
+
+    def step():
+        ddp(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    called = set()
+    sys.setprofile(lambda frame, *_: called.add("/".join(Path(frame.f_code.co_filename).parts[-2:])))
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+
+    assert {"optim/distributed_optimizer.py", "optim/norm.py"} <= called
+    assert called.isdisjoint(f"optim/{name}.py" for name in ("scaler", "averaging", "elementwise", "kernels"))
