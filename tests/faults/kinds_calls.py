@@ -173,8 +173,12 @@ def _unsynced(cell: Cell) -> Fault:
     return Fault(named(errors, same_text=False, is_agreed=False), edit=edit, on_all=who == "all")
 
 
+_REMOVED: Mapping[str, int] = {"shard-removed": 0, "group-emptied": 1}
+"""The group that loses a tensor. Of the second one the first rank owns a shard, the others have a placeholder."""
+
+
 def _settings(cell: Cell) -> Fault:
-    """Take a shard out of the optimizer's groups, or set a learning rate that is not finite."""
+    """Take a shard out of the optimizer's groups, all that is in one, or set a learning rate that is not finite."""
     who, _, what = cell.place.partition("-")
 
     def arm(here: Here) -> None:
@@ -182,18 +186,18 @@ def _settings(cell: Cell) -> Fault:
             return
         here.announce()
         group = here.optimizer.param_groups[0]
-        if what == "shard-removed":
-            group = getattr(here.optimizer, "torch_optimizer", here.optimizer).param_groups[0]
-            here.step_stack.callback(group.__setitem__, "params", list(group["params"]))
+        if what in _REMOVED:
+            group = here.optimizer.param_groups[_REMOVED[what]]
+            here.step_stack.callback(group.__setitem__, "params", group["params"])
             group["params"] = group["params"][1:]
         else:
             here.step_stack.callback(group.__setitem__, "lr", group["lr"])
             group["lr"] = float(what.removeprefix("lr-"))
 
-    errors = {"shard-removed": ("OptimizerParametersError", "PhaseError", "HyperparameterMismatchError", "PeerFailedError")}
-    expect = named(
-        errors.get(what, ("ConfigError", "PeerFailedError", "HyperparameterMismatchError")), same_text=False, is_agreed=False
-    )
+    kinds = ("OptimizerParametersError", "PhaseError") if what in _REMOVED else ("ConfigError",)
+    expect = named((*kinds, "PeerFailedError", "HyperparameterMismatchError"), same_text=False, is_agreed=False)
+    if what == "group-emptied" and cell.culprit > 0:
+        expect = RIGHT
     return Fault(expect, arm=arm, on_all=who == "all")
 
 
@@ -265,8 +269,17 @@ CALL_KINDS = (
         "shard-removed",
         "A shard taken out of the optimizer's groups: named, and nobody updates.",
         _settings,
-        places=("one-shard-removed", "all-shard-removed"),
+        places=("one-shard-removed", "all-shard-removed", "one-group-emptied"),
         combos=(Combo(Mode.REDUCE_SCATTER, False, 2),),  # the first rank is at fault, and owns something
+        not_in_torch="torch DDP has no shards",
+        soaks=False,
+    ),
+    Kind(
+        "placeholder-removed",
+        "Right: on a rank without a shard of the group nobody steps on what is in it.",
+        _settings,
+        places=("one-group-emptied",),
+        combos=(Combo(Mode.REDUCE_SCATTER, True, 2),),
         not_in_torch="torch DDP has no shards",
         soaks=False,
     ),

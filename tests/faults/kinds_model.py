@@ -293,7 +293,7 @@ def _other_rate(cell: Cell) -> Fault:
     def arm(here: Here) -> None:
         if here.is_culprit:
             here.announce()
-            (group,) = here.optimizer.param_groups
+            group = here.optimizer.param_groups[0]
             here.step_stack.callback(group.__setitem__, "lr", group["lr"])
             group["lr"] /= 2
 

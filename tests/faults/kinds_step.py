@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from megabucket.errors import PhaseError
 
 from .acts import ALL_LAYERS, Act, Acts, Do, Edit, after, before, changed, find, make_step, until, without
@@ -192,6 +194,24 @@ def _nonfinite(cell: Cell) -> Fault:
         RIGHT if cell.kind == "huge" else SKIPPED if policy == "skip_step" else error,
         edit=lambda acts: changed(acts, Do.BACKWARD, edits=(Edit(param, cell.kind),)),
         config={"nonfinite_gradients": policy},
+    )
+
+
+def _scaled(cell: Cell) -> Fault:
+    """Step through a loss scaler: with a gradient of one rank that is infinite, or with another scale there."""
+    overflows = cell.place == "overflow"
+
+    def step(here: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0 if overflows or not here.is_culprit else 2.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(here.optimizer)
+
+    edits = (Edit("layers.1.weight", "inf"),) if overflows else ()
+    return Fault(
+        SKIPPED if overflows else named("HyperparameterMismatchError", fields={"what": "loss scale"}),
+        edit=lambda acts: changed(acts, Do.BACKWARD, edits=edits),
+        edits_step=lambda acts: without(before(acts, Do.STEP, Act(Do.RUN, value=step)), Do.STEP),
+        config={"nonfinite_gradients": "allow"},
     )
 
 
@@ -428,6 +448,15 @@ STEP_KINDS = (
         places=("bucket-1-error", "bucket-1-skip_step"),
         combos=FEW,
         soaks=False,  # the sums of the steps after it are not exact
+    ),
+    Kind(
+        "loss-scaler",
+        "An overflow on one rank skips the step on all; scales that differ are named.",
+        _scaled,
+        places=("overflow", "scales"),
+        combos=tuple(combo for combo in PAIRS if combo.is_sharded),
+        not_in_torch="the optimizer with shards answers the scaler",
+        soaks=False,  # infinite gradients are errors in the worlds of a soak
     ),
     Kind(
         "two-backwards",

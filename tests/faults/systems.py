@@ -58,8 +58,9 @@ class Ours:
         return DistributedDataParallel(model, communicator=LocalCommunicator())
 
     def make_optimizer(self, model: FaultModel, ddp: Any, momentum: float) -> Any:
-        """Return plain SGD, or the distributed optimizer over it."""
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=momentum)
+        """Return plain SGD, or the distributed optimizer over it; of its second group only the first rank has a shard."""
+        *others, last = model.parameters()
+        optimizer = torch.optim.SGD([{"params": others}, {"params": [last]}], lr=LEARNING_RATE, momentum=momentum)
         return DistributedOptimizer(optimizer, ddp) if self._combo.is_sharded else optimizer
 
     def step_block(self, ddp: Any) -> AbstractContextManager[Any]:
