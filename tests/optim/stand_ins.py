@@ -1,10 +1,12 @@
 """Optimizers of other packages as torch sees them, computed on the CPU: their defaults, and where they keep which number."""
 
+import itertools
+
 import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """apex's and Transformer Engine's: counts in its groups, and skips those without parameters."""
+    """apex's: counts in its groups, and skips those without parameters."""
 
     def __init__(
         self,
@@ -59,6 +61,32 @@ class FusedAdam(torch.optim.Optimizer):
         if self.adam_w_mode:
             update += group["weight_decay"] * param
         param.sub_(float(group["lr"]) * update)
+
+
+class TransformerEngineFusedAdam(FusedAdam):
+    """Saves and loads state that it may keep in other dtypes, tensor by tensor."""
+
+    def _params_by_index(self, state_dict):
+        saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        return dict(zip(saved, own, strict=True))
+
+    def state_dict(self):
+        saved = super().state_dict()
+        for index, param in self._params_by_index(saved).items():
+            if index in saved["state"]:
+                saved["state"][index] = {name: self.state[param][name].float() for name in saved["state"][index]}
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for index, param in self._params_by_index(state_dict).items():
+            values = state_dict["state"].get(index, {})
+            self.state[param] = {name: torch.zeros_like(param, dtype=torch.float32) for name in values}
+            for name, value in values.items():
+                assert value.dtype == torch.float32
+                self.state[param][name].copy_(value)
 
 
 class FusedSGD(torch.optim.Optimizer):

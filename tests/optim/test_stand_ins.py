@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from stand_ins import FusedAdam, FusedSGD, ScheduleFree
+from stand_ins import FusedAdam, FusedSGD, ScheduleFree, TransformerEngineFusedAdam
 
 from megabucket import (
     DistributedDataParallel,
@@ -27,6 +27,7 @@ OPTIMIZERS = {
     "FusedAdam": FusedAdam,
     "FusedAdam, L2": lambda groups: FusedAdam(groups, adam_w_mode=False, bias_correction=False, weight_decay=0.1),
     "FusedAdam, capturable": lambda groups: FusedAdam(groups, capturable=True, weight_decay=0.1),
+    "FusedAdam of Transformer Engine": lambda groups: TransformerEngineFusedAdam(groups, weight_decay=0.01),
     "FusedSGD": lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
     "FusedSGD, Nesterov": lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9, nesterov=True, wd_after_momentum=True),
     "schedule-free": schedule_free,
