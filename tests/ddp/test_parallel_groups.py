@@ -384,9 +384,21 @@ def test_a_parameter_that_one_rank_puts_into_two_groups_is_named_on_all_ranks():
 @pytest.mark.parametrize(
     ("shapes", "offsets", "text"),
     [
-        ([(4, 4), (4, 4)], [0, 0], r"'experts.w' on ranks 0, 1 hold elements twice: \[0:2, 0:4\] and \[0:2, 0:4\]"),
-        ([(4, 4), (4, 4)], [0, 1], r"'experts.w' on ranks 0, 1 hold elements twice: \[0:2, 0:4\] and \[1:3, 0:4\]"),
-        ([(4, 4), (2, 4)], [2, 0], r"'experts.w' on ranks 0, 1 are of wholes of different shapes: \[\(2, 4\), \(4, 4\)\]"),
+        (
+            [(4, 4), (4, 4)],
+            [0, 0],
+            r"'part on rank 0' and 'part on rank 1' claim the same part of 'experts.w': shape \(2, 4\) at \(0, 0\)",
+        ),
+        (
+            [(4, 4), (4, 4)],
+            [0, 1],
+            r"the same part of 'experts.w': shape \(2, 4\) at \(0, 0\) of \(4, 4\), and \(2, 4\) at \(1, 0\)",
+        ),
+        (
+            [(4, 4), (2, 4)],
+            [2, 0],
+            r"'experts.w': shape \(2, 4\) at \(2, 0\) of \(4, 4\), and \(2, 4\) at \(0, 0\) of \(2, 4\)",
+        ),
         ([(4, 4), (4, 4)], [0, 2], None),
         ([(6, 4), (6, 4)], [0, 2], None),  # a part that no rank holds is missing in a checkpoint only
     ],
