@@ -153,6 +153,17 @@ def test_gradients_of_an_expert_that_one_rank_holds_are_divided_once(is_sharded,
     assert world.run(program) == [[(1 + 1) / 2], [(2 + 2) / 2]]  # two microbatches over two data-parallel ranks
 
 
+def test_adding_what_one_rank_has_reduced_to_the_buffer_it_lies_in_doubles_it_with_every_microbatch():
+    """The naive way of issue 6660: of one rank the result of a reduction is the buffer itself."""
+    buffer = torch.zeros(3)
+    for _ in range(2):
+        buffer += 1
+        reduced = buffer
+        buffer += reduced
+
+    assert buffer.tolist() == [6.0] * 3  # two microbatches of 1
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("is_sharded", MODES)
 def test_training_with_experts_is_that_of_plain_optimizers_on_the_right_gradients(is_sharded, overlaps):
