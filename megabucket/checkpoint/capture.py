@@ -21,15 +21,15 @@ import torch
 
 from megabucket.buffer import dtype_name, view_like
 from megabucket.checkpoint.canonical import GlobalNames, info_of, split_evenly, whole_piece
-from megabucket.checkpoint.format import Json, Piece, Snapshot
+from megabucket.checkpoint.format import Box, Json, Piece, Snapshot, block_problem
 from megabucket.checkpoint.ranks import GroupRanks, tell, together
 from megabucket.checkpoint.values import RNG_PREFIX, Keep, capture_rng, encode
 from megabucket.comm import Accelerator, Communicator
 from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.groups import RankGroups, claims_of
+from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.replicas import checksum
-from megabucket.errors import OptimizerParametersError, PeerFailedError
-from megabucket.layout.identity import ParamIdentity, check_claims
+from megabucket.errors import LayoutError, OptimizerParametersError, PeerFailedError
+from megabucket.layout.identity import ParamIdentity
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import (
@@ -53,6 +53,7 @@ RUN_PREFIX: Final = "run."
 LOCAL_PREFIX: Final = "local."
 """Before a rank and the name of a module buffer, which differs from that of the first rank."""
 VALUES_VERSION: Final = 1
+_SHOWN: Final = 5
 
 
 class Stateful(Protocol):
@@ -132,11 +133,31 @@ class WholeModel:
         Raises:
             LayoutError: some part of the model is on no rank, or on several that do not know of each other.
         """
-        names = check_claims([told["params"] for told in by_rank], is_all=True)
+        claims: dict[str, list[tuple[int, Box]]] = {}
+        shapes: dict[str, set[tuple[int, ...]]] = {}
+        for rank, told in enumerate(by_rank):
+            for name, offset, shape, whole in told["params"]:
+                box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+                claims.setdefault(name, []).append((rank, box))
+                shapes.setdefault(name, set()).add(tuple(whole))
+        problems = []
+        for name, blocks in claims.items():
+            problem = block_problem([box for _, box in blocks], min(shapes[name]))
+            if len(shapes[name]) > 1:
+                problem = f"are of wholes of different shapes: {sorted(shapes[name])}"
+            if problem is not None:
+                problems.append(f"the blocks of {name!r} on ranks {', '.join(str(rank) for rank, _ in blocks)} {problem}")
+        if problems:
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise LayoutError(
+                f"the ranks that agree on steps do not hold each part of the model once: {'; '.join(problems[:_SHOWN])}{more}. "
+                "A checkpoint would lack it, or keep one of two. Let identity= give each part its own global_name or place, "
+                "copies= the ranks that hold the same, and step_group= contain all that hold parts."
+            )
         lists = zip_longest(*(told["groups"] for told in by_rank), fillvalue=())
         groups = [list(dict.fromkeys(chain.from_iterable(of_ranks))) for of_ranks in lists]
         modules = {name: state for told in reversed(by_rank) for name, state in told["modules"].items()}
-        return cls(groups, {*names, *chain.from_iterable(told["buffers"] for told in by_rank)}, modules)
+        return cls(groups, {*claims, *chain.from_iterable(told["buffers"] for told in by_rank)}, modules)
 
 
 def model_to_tell(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
@@ -145,12 +166,15 @@ def model_to_tell(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
     Raises:
         OptimizerParametersError: the optimizer has parameters that are not the module's.
     """
-    told = claims_of({own: tuple(param.shape) for param, own in names.identities.items()}, parts.ddp.ranks)
-    told_names = {name for name, *_ in told}
+    told = {
+        own.global_name: [own.global_name, own.offset, list(param.shape), own.global_shape]
+        for param, own in names.identities.items()
+        if parts.ddp.ranks.is_first(own)
+    }
     groups = [] if parts.optimizer is None else members_by_name(members_of(parts.optimizer), names)
     return {
-        "params": told,
-        "groups": [[name for name in group if name in told_names] for group in groups],
+        "params": list(told.values()),
+        "groups": [[name for name in group if name in told] for group in groups],
         "buffers": dict.fromkeys(names.buffers, 0),
         "modules": dict.fromkeys(names.stateful),
     }

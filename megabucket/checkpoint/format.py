@@ -23,10 +23,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
-
-from megabucket.layout.identity import Box, block_problem
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +55,10 @@ ITEM_BYTES: Final = MappingProxyType({name: item_bytes for item_bytes, codes in 
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 """What JSON can hold; nan and the infinities excepted."""
+
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""A rectangular part of a tensor: start and stop in each dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,3 +397,36 @@ def coverage_problem(ranges: Sequence[StoredRange], numel: int) -> str | None:
             return f"the range {part.start}:{part.stop} is empty"
         covered = part.stop
     return None
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return what two boxes of a tensor have in common, or None without a common element.
+
+    >>> overlap(((0, 4), (0, 3)), ((2, 6), (1, 9)))
+    ((2, 4), (1, 3))
+    """
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def block_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
+    """Return why blocks do not cover a tensor exactly once, or None when they do.
+
+    >>> block_problem([((0, 4), (0, 3))], (4, 6))
+    'hold 12 of its 24 elements: [0:4, 0:3]'
+    """
+    held = sum(math.prod(stop - start for start, stop in box) for box in boxes)
+    for box in boxes:
+        if len(box) != len(shape) or any(not 0 <= a <= b <= size for (a, b), size in zip(box, shape, strict=False)):
+            return f"lie outside of it: {box_text(box)} of shape {tuple(shape)}"
+    for one, other in combinations(boxes, 2):
+        if one == other or overlap(one, other) is not None:
+            return f"hold elements twice: {box_text(one)} and {box_text(other)}"
+    if held != math.prod(shape):
+        return f"hold {held} of its {math.prod(shape)} elements: {', '.join(map(box_text, boxes))}"
+    return None
+
+
+def box_text(box: Box) -> str:
+    """Return a box as Python writes slices."""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

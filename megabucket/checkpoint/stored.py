@@ -39,9 +39,9 @@ from megabucket.checkpoint.format import (
     StoredFile,
     TensorInfo,
     first_bytes,
+    overlap,
 )
 from megabucket.errors import CheckpointError, CheckpointInvalidError, CheckpointMismatchError, CheckpointMissingError, log_once
-from megabucket.layout.identity import overlap
 
 _Target: TypeAlias = tuple[StoredBlock, int, torch.Tensor]
 """A block, and what is to be filled with its elements from a first one on."""

@@ -34,7 +34,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, resolve_step
 from megabucket.ddp.fence import Entry, Fence, Report, agree_on_difference
 from megabucket.errors import ConfigError, MegabucketError, UnsupportedParameterError, log_once, name_list
-from megabucket.layout.identity import Claim, IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity
+from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity
 from megabucket.trace import Recorder
 
 if TYPE_CHECKING:
@@ -182,6 +182,10 @@ class RankGroups:
         group = self.by_name[identity.group]
         first = [self.copies[name].members[0] for name in identity.copies if name in self.copies]
         return group.replica == 0 and all(rank in group.communicator.members for rank in first)
+
+    def is_first(self, identity: ParamIdentity) -> bool:
+        """Whether no other rank with the same part of the whole model comes before this one."""
+        return self.by_name[identity.group].communicator.rank == 0 and self.writes(identity)
 
     def find_norm_obstacle(
         self, identities: Mapping[str, ParamIdentity], params: Mapping[torch.nn.Parameter, str]
@@ -472,18 +476,6 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
         raise ConfigError(f"identities have copies along {name_list(unknown)}: pass copies={{name: ranks}} for each of them")
     check_identities(found, {name: tuple(param.shape) for name, param in module.named_parameters()})
     return found
-
-
-def claims_of(shapes: Mapping[ParamIdentity, tuple[int, ...]], ranks: RankGroups) -> list[Claim]:
-    """Return which parts of the whole model this rank is the first to hold, so that all ranks together tell each part once.
-
-    Args:
-        shapes: local ones.
-    """
-    firsts = {
-        own: shape for own, shape in shapes.items() if ranks.by_name[own.group].communicator.rank == 0 and ranks.writes(own)
-    }
-    return [(own.global_name, own.offset, shape, own.global_shape) for own, shape in firsts.items()]
 
 
 def _is_expert(param: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from megabucket.comm import exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import fp32_local_params, resolve_step
 from megabucket.ddp.fence import Entry, Fence
-from megabucket.ddp.groups import DENSE, ParallelGroups, RankGroups, buffer_groups, claims_of, copies_key, identify
+from megabucket.ddp.groups import DENSE, ParallelGroups, RankGroups, buffer_groups, copies_key, identify
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
 from megabucket.ddp.hooks import check_finish, register_hooks
 from megabucket.ddp.param_gather import ParamGather
@@ -40,7 +40,7 @@ from megabucket.errors import (
     name_list,
 )
 from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order
-from megabucket.layout.identity import IdentityOf, ParamIdentity, check_claims
+from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities
 from megabucket.units import DTYPE_BYTES
 
 _CUTTING_FIELDS: Final = frozenset(
@@ -494,16 +494,19 @@ def _check_claims(
     module: torch.nn.Module, identities: Mapping[str, ParamIdentity], ranks: RankGroups, identity_of: IdentityOf | None
 ) -> None:
     """Refuse what ``identity=`` says of two ranks that cannot both be true. Where it says nothing, names may be local ones."""
-    said = {
-        identities[name]: tuple(param.shape)
-        for name, param in module.named_parameters()
-        if identity_of is not None and identity_of(name, param) is not None
-    }
-    # Of copies on ranks that are not known nothing can be said.
-    known = {own: shape for own, shape in said.items() if ranks.copies.keys() >= {*own.copies}}
-    payload = json.dumps(claims_of(known, ranks)).encode()
-    by_rank = exchange(ranks.step, payload, device=exchange_device(module), label="wrap: identities")
-    check_claims([json.loads(claims) for claims in by_rank], is_all=False)
+    said = {name: param for name, param in module.named_parameters() if identity_of is not None and identity_of(name, param)}
+    # Nothing is known of copies on ranks that were not given.
+    told = [name for name in said if ranks.copies.keys() >= {*identities[name].copies} and ranks.is_first(identities[name])]
+    claims = []
+    for name in told:
+        own = identities[name]
+        claims.append((name, own.global_name, own.offset, tuple(said[name].shape), own.global_shape))
+    answers = exchange(ranks.step, json.dumps(claims).encode(), device=exchange_device(module), label="wrap: identities")
+    by_owner = {f"{name} on rank {rank}": claim for rank, row in enumerate(answers) for name, *claim in json.loads(row)}
+    check_identities(
+        {owner: ParamIdentity(of, tuple(whole), tuple(offset)) for owner, (of, offset, _, whole) in by_owner.items()},
+        {owner: tuple(shape) for owner, (_, _, shape, _) in by_owner.items()},
+    )
 
 
 def _agree(

@@ -13,21 +13,11 @@ replica checks, tied weights and checkpoints therefore read the identity of a pa
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, Final, TypeAlias
+from typing import Any
 
 from megabucket.errors import LayoutError, name_list
-
-_SHOWN: Final = 5
-
-Box: TypeAlias = tuple[tuple[int, int], ...]
-"""A rectangular part of a tensor: start and stop in each dimension."""
-
-Claim: TypeAlias = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
-"""What a rank holds of the whole model: global name, offset, local shape, and shape of the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,73 +149,3 @@ def check_identities(identities: Mapping[str, ParamIdentity], shapes: Mapping[st
                     "place"
                 )
         claims[own.global_name].append(name)
-
-
-def check_claims(by_rank: Sequence[Iterable[Claim]], *, is_all: bool) -> dict[str, list[int]]:
-    """Return the ranks that hold parts of each tensor of the whole model, by global name.
-
-    Args:
-        by_rank: what each rank holds, without what it holds copies of.
-        is_all: whether parts that no rank holds are missing.
-
-    Raises:
-        LayoutError: two ranks hold the same elements, or parts of wholes of different shapes; or something is missing.
-    """
-    blocks: dict[str, list[tuple[int, Box]]] = {}
-    shapes: dict[str, set[tuple[int, ...]]] = {}
-    for rank, claims in enumerate(by_rank):
-        for name, offset, shape, whole in claims:
-            box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
-            blocks.setdefault(name, []).append((rank, box))
-            shapes.setdefault(name, set()).add(tuple(whole))
-    problems = []
-    for name, held in blocks.items():
-        problem = block_problem([box for _, box in held], min(shapes[name]), is_all=is_all)
-        if len(shapes[name]) > 1:
-            problem = f"are of wholes of different shapes: {sorted(shapes[name])}"
-        if problem is not None:
-            problems.append(f"the blocks of {name!r} on ranks {', '.join(str(rank) for rank, _ in held)} {problem}")
-    if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise LayoutError(
-            f"the ranks that agree on steps do not hold each part of the model once: {'; '.join(problems[:_SHOWN])}{more}. "
-            "A checkpoint would lack it, or keep one of two. Let identity= give each part its own global_name or place, "
-            "copies= the ranks that hold the same, and step_group= contain all that hold parts."
-        )
-    return {name: [rank for rank, _ in held] for name, held in blocks.items()}
-
-
-def overlap(one: Box, other: Box) -> Box | None:
-    """Return what two boxes of a tensor have in common, or None without a common element.
-
-    >>> overlap(((0, 4), (0, 3)), ((2, 6), (1, 9)))
-    ((2, 4), (1, 3))
-    """
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
-
-
-def block_problem(boxes: Sequence[Box], shape: Sequence[int], *, is_all: bool = True) -> str | None:
-    """Return why blocks do not cover a tensor exactly once, or None when they do.
-
-    Args:
-        is_all: whether what is in none of them is missing.
-
-    >>> block_problem([((0, 4), (0, 3))], (4, 6))
-    'hold 12 of its 24 elements: [0:4, 0:3]'
-    """
-    held = sum(math.prod(stop - start for start, stop in box) for box in boxes)
-    for box in boxes:
-        if len(box) != len(shape) or any(not 0 <= a <= b <= size for (a, b), size in zip(box, shape, strict=False)):
-            return f"lie outside of it: {box_text(box)} of shape {tuple(shape)}"
-    for one, other in combinations(boxes, 2):
-        if one == other or overlap(one, other) is not None:
-            return f"hold elements twice: {box_text(one)} and {box_text(other)}"
-    if is_all and held != math.prod(shape):
-        return f"hold {held} of its {math.prod(shape)} elements: {', '.join(map(box_text, boxes))}"
-    return None
-
-
-def box_text(box: Box) -> str:
-    """Return a box as Python writes slices."""
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

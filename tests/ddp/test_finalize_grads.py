@@ -4,8 +4,10 @@ Several tests are bugs that users of other frameworks have met; their numbers ar
 """
 
 import copy
+import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -226,6 +228,36 @@ def test_copies_whose_gradients_are_not_summed_drift_apart_and_are_found(naive, 
         return str(caught.value)
 
     assert all(f"'{culprit}', copies along 'tp'" in text for text in grid.run(program))
+
+
+@pytest.mark.parametrize("is_sharded", MODES)
+def test_a_scaler_after_finalize_grads_trains_as_without_and_skips_on_all_ranks(is_sharded):
+    """Scales are powers of two, so no bit differs; in step 1 one tensor-parallel rank has an infinite gradient."""
+    grid = tp_grid()
+
+    def train(rank, *, scales):
+        tp = grid.of(rank, "tp")
+        config = {"use_distributed_optimizer": is_sharded, "nonfinite_gradients": "allow"}
+        net = CutBlock(grid.whole, tp)
+        ddp = grid.wrap(rank, net, config=config, reduction=["dense"], copies=["tp"], identity=sums_of_heads(tp))
+        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), **SGD), ddp, clip_grad=CLIP)
+        scaler, updates = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales), []
+        for step in range(4) if scales else (0, 2, 3):
+            loss = (ddp(batch(step, rank // 2)[0]) - _own(batch(step, rank // 2)[1], tp)).square().sum()
+            scaler.scale(loss * (math.inf if (step, rank) == (1, 1) else 1.0)).backward()
+            finalize_grads(ddp)
+            scaler.step(optimizer)
+            scaler.update()
+            updates.append(optimizer.last_step.updated)
+            optimizer.zero_grad()
+        ddp.check_replicas()
+        return updates, {name: param.detach().clone() for name, param in net.named_parameters()}
+
+    scaled, plain = (grid.run(partial(train, scales=scales)) for scales in (True, False))
+
+    for (updates, weights), (_, expected) in zip(scaled, plain, strict=True):
+        assert updates == [True, False, True, True]
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 def test_whole_gradients_are_summed_whole():

@@ -453,6 +453,25 @@ def test_the_reduction_over_replicas_follows_the_one_inside_while_backward_runs(
 # Faults #
 
 
+def test_16_bit_gradients_are_scaled_before_they_are_sent_while_backward_runs():
+    """Megatron's issue 3670, as far as a host shows it: with several replicas reduce-scatters began on unscaled gradients.
+
+    Scaled any later, the sum would be infinite, or the world would find a buffer that was written while it was sent.
+    """
+    grid = Grid(GRIDS[2, 2], completion="manual")
+    models = [Net(torch.float16) for _ in range(4)]
+
+    def program(rank):
+        ddp = grid.wrap(rank, models[rank], grad_reduce_in_fp32=False)
+        for _ in range(2):  # the first step only counts gradients
+            ddp.zero_grad()
+            (sum(param.sum() for param in ddp.module.parameters()) * 30_000).backward()
+            ddp.finish_grad_sync(force_all_reduce=True)
+        return {float(value) for param in ddp.module.parameters() for value in param.main_grad.unique()}
+
+    assert grid.run(program) == [{30_000.0}] * 4
+
+
 def test_a_grid_that_is_none_is_named_on_all_ranks():
     world = LoopbackWorld(4, timeout_s=20)
     inside = world.subgroup([0, 1]) | world.subgroup([3, 2])

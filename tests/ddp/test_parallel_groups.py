@@ -153,6 +153,17 @@ def test_gradients_of_an_expert_that_one_rank_holds_are_divided_once(is_sharded,
     assert world.run(program) == [[(1 + 1) / 2], [(2 + 2) / 2]]  # two microbatches over two data-parallel ranks
 
 
+def test_adding_what_one_rank_has_reduced_to_the_buffer_it_lies_in_doubles_it_with_every_microbatch():
+    """The naive way of issue 6660: of one rank the result of a reduction is the buffer itself."""
+    buffer = torch.zeros(3)
+    for _ in range(2):
+        buffer += 1
+        reduced = buffer
+        buffer += reduced
+
+    assert buffer.tolist() == [6.0] * 3  # two microbatches of 1
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("is_sharded", MODES)
 def test_training_with_experts_is_that_of_plain_optimizers_on_the_right_gradients(is_sharded, overlaps):
@@ -384,9 +395,21 @@ def test_a_parameter_that_one_rank_puts_into_two_groups_is_named_on_all_ranks():
 @pytest.mark.parametrize(
     ("shapes", "offsets", "text"),
     [
-        ([(4, 4), (4, 4)], [0, 0], r"'experts.w' on ranks 0, 1 hold elements twice: \[0:2, 0:4\] and \[0:2, 0:4\]"),
-        ([(4, 4), (4, 4)], [0, 1], r"'experts.w' on ranks 0, 1 hold elements twice: \[0:2, 0:4\] and \[1:3, 0:4\]"),
-        ([(4, 4), (2, 4)], [2, 0], r"'experts.w' on ranks 0, 1 are of wholes of different shapes: \[\(2, 4\), \(4, 4\)\]"),
+        (
+            [(4, 4), (4, 4)],
+            [0, 0],
+            r"'part on rank 0' and 'part on rank 1' claim the same part of 'experts.w': shape \(2, 4\) at \(0, 0\)",
+        ),
+        (
+            [(4, 4), (4, 4)],
+            [0, 1],
+            r"the same part of 'experts.w': shape \(2, 4\) at \(0, 0\) of \(4, 4\), and \(2, 4\) at \(1, 0\)",
+        ),
+        (
+            [(4, 4), (2, 4)],
+            [2, 0],
+            r"'experts.w': shape \(2, 4\) at \(2, 0\) of \(4, 4\), and \(2, 4\) at \(0, 0\) of \(2, 4\)",
+        ),
         ([(4, 4), (4, 4)], [0, 2], None),
         ([(6, 4), (6, 4)], [0, 2], None),  # a part that no rank holds is missing in a checkpoint only
     ],

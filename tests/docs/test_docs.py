@@ -20,16 +20,19 @@ OF_FRAMEWORKS = {"lightning.md", "hugging-face.md", "megatron-core.md", "lightni
 # By day smaller tests hold what these show: test_ladder_example.py and test_fabric.py in tests/ranks, and tests/checkpoint.
 BY_NIGHT = {"ladder.py", "checkpoint_resume.py", "overlap_on_a_fabric.py"}
 EXAMPLES = [
-    pytest.param(path, marks=pytest.mark.nightly) if path.name in BY_NIGHT else path
+    pytest.param(path, 2, marks=pytest.mark.nightly if path.name in BY_NIGHT else ())
     for path in sorted((ROOT / "examples").glob("*.py"))
     if path.name not in OF_FRAMEWORKS
+]
+ON_FOUR_RANKS = [
+    pytest.param(ROOT / "examples" / name, 4, marks=pytest.mark.nightly) for name in ("moe.py", "tensor_parallel.py")
 ]
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
-def page_id(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def page_id(value: Path | int) -> str:
+    return str(value.relative_to(ROOT) if isinstance(value, Path) else value)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +71,9 @@ def test_no_relative_link_is_broken(page):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("example", EXAMPLES, ids=page_id)
-def test_an_example_runs_on_two_ranks(example, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+@pytest.mark.parametrize(("example", "num_ranks"), EXAMPLES + ON_FOUR_RANKS, ids=page_id)
+def test_an_example_runs_on_several_ranks(example, num_ranks, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), str(example)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
