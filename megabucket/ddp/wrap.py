@@ -110,6 +110,11 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
     """
     if isinstance(param, UninitializedParameter):
         yield "it is uninitialized (a lazy module)", "Run one forward before wrapping."
+    if torch.is_inference_mode_enabled() or param.is_inference():
+        reason = "tensors of torch.inference_mode() take part in no backward"
+        yield reason, "Make and wrap the module outside of it."
+    if param.is_nested:
+        yield "it is a nested tensor", "Use a dense parameter, or freeze it."
     if param.is_meta:
         remedy = "Call module.to_empty(device=...) and initialize the parameters before wrapping."
         yield "it is on the meta device and has no values", remedy

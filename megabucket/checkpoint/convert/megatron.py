@@ -27,8 +27,6 @@ from megabucket.checkpoint.canonical import (
     canonical_name,
     flat,
     in_shape,
-    named_buffers,
-    named_params,
     whole_piece,
 )
 from megabucket.checkpoint.capture import (
@@ -36,7 +34,6 @@ from megabucket.checkpoint.capture import (
     MODEL_PREFIX,
     TrainingParts,
     members_by_name,
-    members_of,
     optimizer_values,
     state_name,
     values_of_state,
@@ -104,21 +101,15 @@ class DpZeroState:
 
     def problems(self) -> list[str]:
         """Return everything in which state and layout differ, and whatever else cannot be used."""
-        problems = []
         if type(self.step) not in (int, float) or not 0 <= self.step == self.step // 1:
-            problems.append(f"the step is {self.step!r}, and must be a whole number of 0 or more")
-        if len(set(self.params)) < len(self.params):
-            problems.append("the layout has several parameters of one name")
-        no_tensors = [name for name, weight in self.weights.items() if not isinstance(weight, torch.Tensor)]
-        if no_tensors:
-            problems.append(f"of the weights, {name_list(no_tensors)} are no tensors; leave them out")
-        return problems + self._state_problems()
-
-    def _state_problems(self) -> list[str]:
+            return [f"the step is {self.step!r}, and must be a whole number of 0 or more"]
         parts = _parts_of(self.param_state)
         if not parts or not all(isinstance(part, Mapping) and part.get("buckets_coalesced") is True for part in parts):
             what = "a dict with 'buckets_coalesced', as it is since 2024, or a list of such dicts"
             return [f"it is not what get_parameter_state_dp_zero() gives: {what}"]
+        no_tensors = [name for name, weight in self.weights.items() if not isinstance(weight, torch.Tensor)]
+        if no_tensors:
+            return [f"of the weights, {name_list(no_tensors)} are no tensors; leave them out"]
         held, buffers = _held_in(self.param_state), self.buffers
         if len(held) != len(buffers):
             keys = ", ".join(str(buffer.key) for buffer in buffers)
@@ -195,7 +186,8 @@ class _HeldSnapshot:
 def _for_run(found: DpZeroState, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None) -> _HeldSnapshot:
     check_one_group(ddp, "load_dp_zero()")
     trained = {canonical_name(name) for name in ddp.param_names.values()}
-    here: dict[str, torch.Tensor] = {**named_params(ddp.module), **named_buffers(ddp.module)}
+    names = GlobalNames(ddp)
+    here = {**{name: param for param, name in names.params.items() if not param.is_meta}, **names.buffers}
     others = {name: tensor.detach() for name, tensor in here.items() if name not in trained}
     if optimizer is None:
         return _HeldSnapshot(_snapshot(found, None, "", others), int(found.step))
@@ -204,8 +196,7 @@ def _for_run(found: DpZeroState, ddp: DistributedDataParallel, optimizer: torch.
     is_adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     if not is_adam or any(group["amsgrad"] for group in inner.param_groups):
         _refuse([f"the optimizer here is {kind}, and the state is that of Adam or AdamW without amsgrad"])
-    names = members_by_name(members_of(optimizer), GlobalNames(ddp))
-    groups = list(zip(names, optimizer.param_groups, strict=True))
+    groups = list(zip(members_by_name(optimizer, names), optimizer.param_groups, strict=True))
     return _HeldSnapshot(_snapshot(found, groups, kind, others), int(found.step))
 
 
