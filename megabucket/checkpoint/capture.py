@@ -239,11 +239,10 @@ class RunState:
         optimizer = None
         if parts.optimizer is not None:
             groups = list(zip(self._model.groups, parts.optimizer.param_groups, strict=True))
-            inner = parts.optimizer.torch_optimizer if isinstance(parts.optimizer, DistributedOptimizer) else parts.optimizer
             own = [(of, entries) for of, entries, _ in self._described]
             described = merge_descriptions([*(summary["described"] for summary in by_rank), own])
             computed_in = {name: dtype for summary in by_rank for name, dtype in summary["computed_in"].items()}
-            optimizer = optimizer_values(type(inner).__name__, groups, described, computed_in, keep)
+            optimizer = optimizer_values(type(inner_of(parts.optimizer)).__name__, groups, described, computed_in, keep)
         values = {
             **values_of_state(optimizer),
             "stateful": {name: encode(of.state_dict(), f"{RUN_PREFIX}{name}", keep) for name, of in parts.stateful.items()},
@@ -386,6 +385,11 @@ def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
 def state_name(param: str, key: str) -> str:
     """Return the name of the values per element that an optimizer keeps for a parameter under a key."""
     return f"{STATE_PREFIX}{param}.{key}"
+
+
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the torch optimizer that steps."""
+    return optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
 
 
 def members_by_name(optimizer: torch.optim.Optimizer | None, names: GlobalNames) -> list[list[str]]:

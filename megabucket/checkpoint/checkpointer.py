@@ -51,7 +51,7 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
         data_position: plain values that say which data comes next; the same on every rank.
         extras: plain values and tensors by name; the same on every rank.
         keep_last: how many checkpoints stay, this one included; None keeps all.
-        max_file_bytes: bound on the size of one file, which is what a reader verifies at a time.
+        max_file_bytes: bound on the values in one file, which is what a reader verifies at a time.
         key: signs the checkpoint, so that it cannot be forged without it.
         overwrite: whether a step that was saved already may be saved again.
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,6 +23,7 @@ from megabucket.checkpoint.capture import (
     VALUES_VERSION,
     TrainingParts,
     WholeModel,
+    inner_of,
     members_by_name,
     model_summary,
     settle,
@@ -30,8 +31,8 @@ from megabucket.checkpoint.capture import (
 )
 from megabucket.checkpoint.format import Json, Piece, TensorInfo
 from megabucket.checkpoint.ranks import GroupRanks, tell, together
-from megabucket.checkpoint.stored import find_difference
-from megabucket.checkpoint.values import RNG_PREFIX, capture_rng, decode, restore_rng
+from megabucket.checkpoint.stored import Stored, find_difference
+from megabucket.checkpoint.values import RNG_PREFIX, UNREADABLE, capture_rng, decode, restore_rng
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout.identity import ParamIdentity
@@ -39,34 +40,6 @@ from megabucket.layout.shards import shard_slices
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import Description, StateEntry, WholeState, entry_from_json, main_dtype, number_in, set_groups
-
-
-class Stored(Protocol):
-    """A checkpoint that was opened."""
-
-    @property
-    def path(self) -> object:
-        """Where it lies, for texts."""
-
-    @property
-    def step(self) -> int:
-        """Of which step it is."""
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks wrote it."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """What each tensor is, by name."""
-
-    @property
-    def values(self) -> Mapping[str, Json]:
-        """Everything that is not a tensor."""
-
-    def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:
-        """Fill the values of pieces."""
-
 
 Restore = Callable[[Any], Any]
 """Puts a state into something that can be put back: ``load_state_dict``, say."""
@@ -206,7 +179,7 @@ def _mismatches(stored: Stored, parts: TrainingParts, names: GlobalNames, model:
             problems += check_optimizer(stored, parts.optimizer, members, names, model, cast=cast)
             problems += _name_problems(set(values["stateful"]), set(parts.stateful), "of the training run")
         extra_state, here = set(values["module_extra_state"]), set(names.stateful)
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # sealed, but by other means
+    except UNREADABLE as error:  # sealed, but by other means
         return [f"what the checkpoint says beside its tensors cannot be read: {type(error).__name__}: {error}"]
     elsewhere = extra_state - here if model is None else model.modules.keys() - here
     return problems + _name_problems(extra_state - elsewhere, here, "that module.get_extra_state() gives")
@@ -371,7 +344,7 @@ class StoredOptimizer:
         """Return the values per element that no parameter would get.
 
         Raises:
-            ValueError: a number of the state is none; or LookupError, TypeError, AttributeError, RuntimeError.
+            ValueError: a number of the state is none; or another of ``UNREADABLE``.
         """
         known, below = set(), []
         for name, description in self.state.items():
@@ -414,7 +387,7 @@ def check_optimizer(
         model: what all ranks hold; None where nobody has asked them.
 
     Raises:
-        ValueError: what the checkpoint says of it cannot be read; or LookupError, TypeError, AttributeError, RuntimeError.
+        ValueError: what the checkpoint says of it cannot be read; or another of ``UNREADABLE``.
     """
     if not stored.values.get("optimizer"):
         return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
@@ -422,9 +395,9 @@ def check_optimizer(
     hyperparameters = [
         {key: decode(value, _find_in(stored)) for key, value in group.items()} for group in there.hyperparameters
     ]
-    inner = optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+    kind = type(inner_of(optimizer)).__name__
     problems = there.problems(stored)
-    problems += [] if type(inner).__name__ == there.kind else [f"the optimizer was {there.kind} and is {type(inner).__name__}"]
+    problems += [] if kind == there.kind else [f"the optimizer was {there.kind} and is {kind}"]
     problems += [
         f"{key!r} of group {index} is {value!r:.100} in the checkpoint and {own[key]!r:.100} here"
         for index, (of_group, own) in enumerate(zip(hyperparameters, optimizer.param_groups, strict=False))

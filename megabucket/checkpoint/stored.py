@@ -49,7 +49,27 @@ _Target: TypeAlias = tuple[StoredBlock, int, torch.Tensor]
 """A block, and what is to be filled with its elements from a first one on."""
 
 
-class StoredCheckpoint:
+class Stored:
+    """A checkpoint that was opened, whatever holds it.
+
+    Args:
+        path: where it lies, for texts.
+        world_size: how many ranks wrote it.
+        tensors: what each tensor is as a whole, by name.
+        values: everything that is not a tensor.
+    """
+
+    def __init__(
+        self, path: Path, step: int, world_size: int, tensors: Mapping[str, TensorInfo], values: Mapping[str, Json]
+    ) -> None:
+        self.path, self.step, self.world_size, self.tensors, self.values = path, step, world_size, tensors, values
+
+    def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:
+        """Fill the values of pieces."""
+        raise NotImplementedError
+
+
+class StoredCheckpoint(Stored):
     """One checkpoint, its manifest read and its seal found right; data files are verified when they are read.
 
     Attributes:
@@ -65,13 +85,11 @@ class StoredCheckpoint:
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
-        self.step, self.world_size = manifest.step, manifest.world_size
-        self.seal, self.signed = manifest.seal, manifest.signed
         self.blocks: Mapping[str, tuple[StoredBlock, ...]] = manifest.tensors
-        self.tensors: Mapping[str, TensorInfo] = {name: blocks[0].info.whole for name, blocks in self.blocks.items()}
-        self.values: Mapping[str, Json] = manifest.values
+        tensors = {name: blocks[0].info.whole for name, blocks in self.blocks.items()}
+        super().__init__(path, manifest.step, manifest.world_size, tensors, manifest.values)
         self.files: tuple[StoredFile, ...] = manifest.files
+        self.seal, self.signed = manifest.seal, manifest.signed
 
     def verify(self) -> None:
         """Read every file and compare it with the manifest.

@@ -30,6 +30,9 @@ RNG_PREFIX: Final = "rng."
 _PLAIN_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _MAX_SAFE_INT: Final = 1 << 53
 
+UNREADABLE: Final = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
+"""What ``decode``, and others that read a checkpoint's values, may raise where those make no sense."""
+
 Keep = Callable[[str, torch.Tensor], None]
 """Receives a tensor and its name."""
 
@@ -102,8 +105,7 @@ def decode(value: Json, find: Find = _no_tensor) -> Any:
         find: gives the tensors that ``encode`` gave away, by name.
 
     Raises:
-        ValueError: the JSON is not of ``encode``, or LookupError, TypeError, AttributeError, RuntimeError; LookupError also for
-            a tensor that is not there.
+        ValueError: the JSON is not of ``encode``, or another of ``UNREADABLE``; LookupError also for a tensor that is missing.
     """
     if isinstance(value, str) or not isinstance(value, Mapping | list):
         return value

@@ -13,7 +13,6 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -39,6 +38,7 @@ from megabucket.checkpoint.capture import (
     STATE_PREFIX,
     TrainingParts,
     capture,
+    inner_of,
     optimizer_values,
     state_name,
     values_of_state,
@@ -47,11 +47,11 @@ from megabucket.checkpoint.file_system import check_regular
 from megabucket.checkpoint.format import Json, Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import GroupRanks, check_one_group, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
+from megabucket.checkpoint.stored import Stored
 from megabucket.checkpoint.values import decode
 from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
-from megabucket.optim import DistributedOptimizer
 from megabucket.optim.state_dict import KNOWN_NUMBERS, NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
 
 _VALUES_KEY: Final = "megabucket.values"
@@ -185,15 +185,8 @@ def load_dcp(
     return restore(stored, parts, cast=cast)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _StoredDcp:
+class _StoredDcp(Stored):
     """A checkpoint of ``torch.distributed.checkpoint``, as one of this library."""
-
-    path: Path
-    tensors: Mapping[str, TensorInfo]
-    values: Mapping[str, Json]
-    step: int = 0
-    world_size: int = 0
 
     def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:  # noqa: ARG002 - that format always converts
         """Fill the values of pieces; each rank reads for itself."""
@@ -226,8 +219,8 @@ def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
     _load(read, path)
     if _VALUES_KEY in read:
         values = {**json.loads(read[_VALUES_KEY]), "rng_ranks": 0, "stateful": {}}
-        return _StoredDcp(path, tensors, values)
-    return _StoredDcp(path, tensors, values_of_state(_optimizer_values(path, parts, tensors, read)))
+        return _StoredDcp(path, 0, 0, tensors, values)
+    return _StoredDcp(path, 0, 0, tensors, values_of_state(_optimizer_values(path, parts, tensors, read)))
 
 
 def _load(state_dict: dict[str, Any], path: Path) -> None:
@@ -278,11 +271,10 @@ def _optimizer_values(
         param, _, key = name.removeprefix(STATE_PREFIX).rpartition(".")
         if isinstance(value, torch.Tensor) or type(value).__name__ in NUMBER_TYPES:
             held.setdefault(param, {})[key] = describe_number(key, value, torch.device("cpu"))
-    own = parts.optimizer.torch_optimizer if isinstance(parts.optimizer, DistributedOptimizer) else parts.optimizer
     named = [([canonical_name(name) for name in group["params"]], group) for _, group in sorted(groups.items())]
     described = {param: tuple(entry for _, entry in sorted(of.items())) for param, of in held.items()}
     # Torch does not say of which class its state is. The tensors among hyperparameters have one element, and become plain.
-    return optimizer_values(type(own).__name__, named, described, {}, lambda _name, _tensor: None)
+    return optimizer_values(type(inner_of(parts.optimizer)).__name__, named, described, {}, lambda _name, _tensor: None)
 
 
 # Flat ranges as boxes: that format stores boxes of tensors, so a flat range becomes a few, each a view of the values.

@@ -33,20 +33,20 @@ from megabucket.checkpoint.capture import (
     MAIN_PREFIX,
     MODEL_PREFIX,
     TrainingParts,
+    inner_of,
     members_by_name,
     optimizer_values,
     state_name,
     values_of_state,
 )
-from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import Piece, Snapshot
 from megabucket.checkpoint.ranks import AloneRanks, GroupRanks, check_one_group, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
-from megabucket.checkpoint.stored import copy_checked
+from megabucket.checkpoint.stored import Stored, copy_checked
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout import BufferLayout, ModelLayout
-from megabucket.optim import DistributedOptimizer
 from megabucket.optim.state_dict import Description, StateEntry, describe_number
 
 _SOURCE: Final = "the state of Megatron's DistributedOptimizer"
@@ -164,15 +164,11 @@ def import_dp_zero(
     return save_snapshot(root, int(found.step), snapshot, AloneRanks(), settings)
 
 
-class _HeldSnapshot:
+class _HeldSnapshot(Stored):
     """A snapshot that is whole on this rank, as a checkpoint that was opened."""
 
-    path = _SOURCE
-    world_size = 1
-
     def __init__(self, snapshot: Snapshot, step: int) -> None:
-        self.step, self.values = step, snapshot.values
-        self.tensors: Mapping[str, TensorInfo] = {piece.info.name: piece.info for piece in snapshot.pieces}
+        super().__init__(Path(_SOURCE), step, 1, {piece.info.name: piece.info for piece in snapshot.pieces}, snapshot.values)
         self._flats = {piece.info.name: piece.values for piece in snapshot.pieces}
 
     def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:  # noqa: ARG002 - dtypes were checked before
@@ -191,7 +187,7 @@ def _for_run(found: DpZeroState, ddp: DistributedDataParallel, optimizer: torch.
     others = {name: tensor.detach() for name, tensor in here.items() if name not in trained}
     if optimizer is None:
         return _HeldSnapshot(_snapshot(found, None, "", others), int(found.step))
-    inner = optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+    inner = inner_of(optimizer)
     kind = type(inner).__name__
     is_adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     if not is_adam or any(group["amsgrad"] for group in inner.param_groups):
