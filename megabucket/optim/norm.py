@@ -12,7 +12,7 @@ import numbers
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
