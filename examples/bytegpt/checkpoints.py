@@ -16,8 +16,7 @@ import megabucket as mb
 from examples.bytegpt.config import CheckpointConfig, DemoConfig
 from examples.bytegpt.report import MetricsLog, jsonable
 from examples.bytegpt.task import Task, on_all
-from megabucket.checkpoint.catalog import LATEST, StepDirectory, whole_steps
-from megabucket.checkpoint.file_system import FileSystem
+from megabucket.checkpoint.catalog import LATEST, StepDirectory
 from megabucket.errors import ConfigError
 from megabucket.planning.model_config import GptConfig
 
@@ -121,8 +120,7 @@ def _find_step(config: CheckpointConfig) -> tuple[Literal["latest"] | int | None
     if LATEST in names:
         return "latest", held
     # A first save that was cut off between its rename and ``latest`` has left a whole checkpoint.
-    whole = whole_steps(FileSystem(), folder) if held else ()
-    return (whole[-1] if whole else "latest" if held else None), held
+    return (held[-1] if held else None), held
 
 
 class RunSaver:

@@ -10,11 +10,30 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
+from megabucket.errors import PhaseError
 from megabucket.layout import BucketLayout, BufferLayout
+
+
+class _SlotReference(weakref.ref[GradSlot]):
+    """From a parameter to its slot."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, before torch fails at it.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(
+            "a wrapped module cannot be pickled: its parameters lie in buffers, and hooks of the wrapper are on it. Save "
+            "ddp.state_dict(), or call ddp.detach() before."
+        )
 
 
 class _ParamAndGradBucket:
@@ -88,7 +107,7 @@ class ParamAndGradBuffer:
         # Accumulated before wrapping: it counts, as it would without a wrapper.
         param.grad = earlier_grad
         slot = GradSlot(name, param, grad_view, in_buffer)
-        param.main_grad_slot = weakref.ref(slot)  # type: ignore[attr-defined]
+        param.main_grad_slot = _SlotReference(slot)  # type: ignore[attr-defined]
         if earlier_grad is not None:
             slot.store()
         return slot

@@ -28,11 +28,6 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def named_params(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that have values, by canonical name; a tied one once, under its first name."""
-    return {canonical_name(name): param for name, param in module.named_parameters() if not param.is_meta}
-
-
 def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers that have values, by canonical name; one that is registered twice once."""
     found: dict[str, torch.Tensor] = {}
@@ -162,6 +157,11 @@ def whole_piece(name: str, tensor: torch.Tensor, identity: ParamIdentity | None 
 def empty_piece(info: TensorInfo, start: int, stop: int) -> Piece:
     """Return a range of a tensor to be filled, on the CPU."""
     return Piece(info, start, stop, torch.empty(stop - start, dtype=dtype_named(info.dtype)))
+
+
+def meta_piece(info: TensorInfo) -> Piece:
+    """Return all of a tensor as a piece without memory, to be cut."""
+    return Piece(info, 0, info.numel, torch.empty(info.numel, dtype=dtype_named(info.dtype), device="meta"))
 
 
 def split_evenly(pieces: Sequence[Piece], *, rank: int, size: int) -> Iterator[Piece]:

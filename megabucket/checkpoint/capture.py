@@ -26,9 +26,8 @@ from megabucket.checkpoint.ranks import GroupRanks, tell, together
 from megabucket.checkpoint.values import RNG_PREFIX, Keep, capture_rng, encode
 from megabucket.comm import Accelerator, Communicator
 from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.replicas import checksum
-from megabucket.errors import LayoutError, OptimizerParametersError, PeerFailedError
+from megabucket.errors import LayoutError, OptimizerParametersError
 from megabucket.layout.identity import ParamIdentity
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
@@ -82,37 +81,26 @@ class TrainingParts:
     scaler: Stateful | None = None
     schedulers: Mapping[str, Stateful] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: Stateful | None = None,
+        schedulers: Any = None,
+    ) -> TrainingParts:
+        """Return it with schedulers by name: given as one, as several, or by name already."""
+        if isinstance(schedulers, Sequence):
+            schedulers = {str(index): scheduler for index, scheduler in enumerate(schedulers)}
+        elif not isinstance(schedulers, Mapping):
+            schedulers = {} if schedulers is None else {"0": schedulers}
+        return cls(ddp, optimizer, scaler, schedulers)
+
     @property
     def stateful(self) -> dict[str, Stateful]:
         """Scaler and schedulers by the name under which their state is kept."""
         found: dict[str, Stateful] = {f"scheduler {name}": scheduler for name, scheduler in self.schedulers.items()}
         return found if self.scaler is None else {"scaler": self.scaler, **found}
-
-
-def name_schedulers(schedulers: Any) -> dict[str, Stateful]:
-    """Return schedulers by name: given as one, as several, or by name already."""
-    if schedulers is None:
-        return {}
-    if isinstance(schedulers, Mapping):
-        return dict(schedulers)
-    if isinstance(schedulers, Sequence):
-        return {str(index): scheduler for index, scheduler in enumerate(schedulers)}
-    return {"0": schedulers}
-
-
-def capture(
-    parts: TrainingParts, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, with_rng: bool = True
-) -> Snapshot:
-    """Return what this rank writes; see ``take``. A collective call, between two steps.
-
-    Raises:
-        PhaseError: a step is open on some rank.
-        OptimizerParametersError: some optimizer state cannot be told apart by parameter, or belongs to none.
-        ConfigError: something is no plain value.
-        CheckpointError: what else failed on some rank.
-    """
-    told = tell_state(parts)
-    return together(told.ranks, lambda: take(parts, told, data_position=data_position, extras=extras, with_rng=with_rng))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +116,15 @@ class WholeModel:
 
     @classmethod
     def of(cls, by_rank: Sequence[Mapping[str, Any]]) -> WholeModel:
-        """Return it from what ``model_to_tell`` gave on each rank.
+        """Return it from the ``model_summary`` of each rank.
 
         Raises:
             LayoutError: some part of the model is on no rank, or on several that do not know of each other.
         """
         claims: dict[str, list[tuple[int, Box]]] = {}
         shapes: dict[str, set[tuple[int, ...]]] = {}
-        for rank, told in enumerate(by_rank):
-            for name, offset, shape, whole in told["params"]:
+        for rank, summary in enumerate(by_rank):
+            for name, offset, shape, whole in summary["params"]:
                 box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
                 claims.setdefault(name, []).append((rank, box))
                 shapes.setdefault(name, set()).add(tuple(whole))
@@ -154,90 +142,28 @@ class WholeModel:
                 "A checkpoint would lack it, or keep one of two. Let identity= give each part its own global_name or place, "
                 "copies= the ranks that hold the same, and step_group= contain all that hold parts."
             )
-        lists = zip_longest(*(told["groups"] for told in by_rank), fillvalue=())
+        lists = zip_longest(*(summary["groups"] for summary in by_rank), fillvalue=())
         groups = [list(dict.fromkeys(chain.from_iterable(of_ranks))) for of_ranks in lists]
-        modules = {name: state for told in reversed(by_rank) for name, state in told["modules"].items()}
-        return cls(groups, {*claims, *chain.from_iterable(told["buffers"] for told in by_rank)}, modules)
+        modules = {name: state for summary in reversed(by_rank) for name, state in summary["modules"].items()}
+        return cls(groups, {*claims, *chain.from_iterable(summary["buffers"] for summary in by_rank)}, modules)
 
 
-def model_to_tell(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
-    """Return what this rank holds of the model, for ``WholeModel``; of parameters that others hold, too, the first rank tells.
+def model_summary(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
+    """Return what this rank holds of the model, as plain values; the first of several ranks reports what they share.
 
     Raises:
         OptimizerParametersError: the optimizer has parameters that are not the module's.
     """
-    told = {
+    claims = {
         own.global_name: [own.global_name, own.offset, list(param.shape), own.global_shape]
         for param, own in names.identities.items()
         if parts.ddp.ranks.is_first(own)
     }
-    groups = [] if parts.optimizer is None else members_by_name(members_of(parts.optimizer), names)
     return {
-        "params": list(told.values()),
-        "groups": [[name for name in group if name in told] for group in groups],
+        "params": list(claims.values()),
+        "groups": [[name for name in group if name in claims] for group in members_by_name(parts.optimizer, names)],
         "buffers": dict.fromkeys(names.buffers, 0),
         "modules": dict.fromkeys(names.stateful),
-    }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ToldState:
-    """What ranks must have told one another before each can take its part."""
-
-    ranks: GroupRanks
-    held: HeldState
-    model: WholeModel
-    by_rank: Sequence[Mapping[str, Any]]
-    """What each rank has told."""
-
-    def first_with(self, what: str) -> dict[str, int]:
-        """Return the first rank that has each module buffer, or each module with extra state."""
-        return {name: rank for rank in reversed(range(self.ranks.size)) for name in self.by_rank[rank][what]}
-
-
-def tell_state(parts: TrainingParts) -> ToldState:
-    """Make sure that every rank is between two steps, and return what ``take`` needs. A collective call.
-
-    Raises:
-        PhaseError: a step is open on some rank.
-        LayoutError: some part of the model is on no rank, or claimed by several.
-        OptimizerParametersError: some optimizer state cannot be told apart by parameter, alike on all ranks.
-        PeerFailedError: it cannot on some rank.
-        CheckpointError: what else failed on some rank.
-    """
-    ranks = GroupRanks(parts.ddp, "saving a checkpoint")
-    held = HeldState(GlobalNames(parts.ddp), parts.ddp.ranks)
-    unfit: list[OptimizerParametersError] = []
-    by_rank = tell(ranks, lambda: _state_to_tell(parts, held, unfit))
-    texts = [told["unfit"] for told in by_rank]
-    if any(texts):
-        if unfit and len(set(texts)) == 1:
-            raise unfit[0]
-        rank = next(rank for rank, text in enumerate(texts) if text)
-        raise PeerFailedError(step=0, rank=rank, phase="save_checkpoint()", cause=texts[rank]) from next(iter(unfit), None)
-    return ToldState(ranks, held, WholeModel.of(by_rank), by_rank)
-
-
-def _state_to_tell(parts: TrainingParts, held: HeldState, unfit: list[OptimizerParametersError]) -> dict[str, Any]:
-    settle(parts, "saving a checkpoint")
-    told = model_to_tell(parts, held.names)
-    try:
-        hold(parts, held)
-    except OptimizerParametersError as error:
-        unfit.append(error)
-    if parts.ddp.ranks.step.size > 1:  # alone, nobody has others
-        told["buffers"] = {name: checksum(buffer) if buffer.numel() else 0 for name, buffer in held.names.buffers.items()}
-    names = {name for name, *_ in told["params"]}
-    return {
-        **told,
-        "modules": held.modules,
-        "described": [
-            # Of its own shards each rank tells; of what all ranks hold whole, the first one.
-            (of, entries) if is_part else ([name for name in of if name in names], entries)
-            for of, entries, is_part in held.described
-        ],
-        "computed_in": {name: dtype for name, dtype in held.computed_in.items() if name in names},
-        "unfit": "".join(f"{type(error).__name__}: {error}" for error in unfit),
     }
 
 
@@ -254,59 +180,193 @@ def settle(parts: TrainingParts, operation: str) -> None:
         parts.ddp.finish_param_sync()
 
 
-def take(
-    parts: TrainingParts,
-    told: ToldState,
-    *,
-    data_position: Any = None,
-    extras: Mapping[str, Any] | None = None,
-    with_rng: bool = True,
+def capture(
+    parts: TrainingParts, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, with_rng: bool = True
 ) -> Snapshot:
-    """Return what this rank writes. No collective; nothing of the run may have changed since ``tell_state``.
-
-    Model values are split over the ranks, shards of the optimizer are written by those who own them, module buffers by the
-    first rank; where other ranks hold others (running statistics), they write theirs, too.
-
-    Args:
-        data_position: plain values that say which data comes next; the same on every rank.
-        extras: plain values and tensors by name; the same on every rank.
+    """Return what this rank writes; see ``RunState``. A collective call, between two steps.
 
     Raises:
-        OptimizerParametersError: ranks hold different numbers for one parameter.
-        ConfigError: something is no plain value.
+        MegabucketError: what ``RunState`` and its ``snapshot`` raise, on every rank.
     """
-    held, names, rank = told.held, told.held.names, told.ranks.rank
-    optimizer = None
-    if parts.optimizer is not None:
-        named = list(zip(told.model.groups, parts.optimizer.param_groups, strict=True))
-        inner = parts.optimizer.torch_optimizer if isinstance(parts.optimizer, DistributedOptimizer) else parts.optimizer
-        own = [(of, entries) for of, entries, _ in held.described]
-        described = merge_descriptions([*(of["described"] for of in told.by_rank), own])
-        computed_in = {name: dtype for of in told.by_rank for name, dtype in of["computed_in"].items()}
-        optimizer = optimizer_values(type(inner).__name__, named, described, computed_in, held.share)
-    values = {
-        **values_of_state(optimizer),
-        "stateful": {name: encode(of.state_dict(), f"{RUN_PREFIX}{name}", held.share) for name, of in parts.stateful.items()},
-        "module_extra_state": {**told.model.modules, **held.modules},  # ranks that differ have different values
-        "data_position": encode(data_position, f"{RUN_PREFIX}data_position", held.share),
-        "extras": {str(name): encode(value, f"{EXTRA_PREFIX}{name}", held.share) for name, value in (extras or {}).items()},
-        "rng_ranks": told.ranks.size if with_rng else 0,
-    }
-    pieces: list[Piece] = [*held.own]
-    for communicator, shared in held.shared.items():
-        pieces += split_evenly(shared, rank=communicator.rank, size=communicator.size)
-    first_module, first_buffer = told.first_with("modules"), told.first_with("buffers")
-    for name, of_module in held.of_modules.items():
-        pieces += of_module if first_module[name] == rank else []
-    for name, buffer in names.buffers.items():
-        if first_buffer[name] == rank:
-            pieces.append(whole_piece(f"{MODEL_PREFIX}{name}", buffer))
-        elif len({of["buffers"][name] for of in told.by_rank if name in of["buffers"]}) > 1:
-            pieces.append(whole_piece(f"{LOCAL_PREFIX}{rank}.{name}", buffer))
-    if with_rng:
-        device = parts.ddp.param_and_grad_buffers[0].param_data.device
-        pieces += [whole_piece(f"{RNG_PREFIX}{rank}.{what}", state) for what, state in capture_rng(device).items()]
-    return Snapshot(pieces, values)
+    state = RunState(parts)
+    return together(state.ranks, lambda: state.snapshot(data_position=data_position, extras=extras, with_rng=with_rng))
+
+
+class RunState:
+    """What this rank holds of a run, and what all ranks have reported of theirs. Made by all ranks, between two steps.
+
+    Raises:
+        PhaseError: a step is open on some rank.
+        LayoutError: some part of the model is on no rank, or claimed by several.
+        OptimizerParametersError: some optimizer state cannot be told apart by parameter, or belongs to none.
+        CheckpointError: what else failed on some rank.
+    """
+
+    def __init__(self, parts: TrainingParts) -> None:
+        self._parts, self._names = parts, GlobalNames(parts.ddp)
+        self.ranks = GroupRanks(parts.ddp, "saving a checkpoint")
+        self._own: list[Piece] = []
+        """What only this rank has."""
+        self._shared: dict[Communicator, list[Piece]] = {}
+        """What all ranks of a communicator have."""
+        self._modules: dict[str, Json] = {}
+        """Extra state of modules."""
+        self._of_modules: dict[str, list[Piece]] = {}
+        """The tensors of it."""
+        self._described: list[Any] = []
+        """What the optimizer holds for which parameters, as ``describe_shards`` says it, and whether that is a part of them."""
+        self._computed_in: dict[str, str] = {}
+        self._by_rank = tell(self.ranks, self._summary)
+        self._model = WholeModel.of(self._by_rank)
+
+    def _summary(self) -> dict[str, Any]:
+        settle(self._parts, "saving a checkpoint")
+        summary = model_summary(self._parts, self._names)
+        self._hold_model()
+        if isinstance(self._parts.optimizer, DistributedOptimizer):
+            self._hold_shards(self._parts.optimizer)
+        elif self._parts.optimizer is not None:
+            self._hold_whole(self._parts.optimizer.state)
+        if self.ranks.size > 1:  # alone, nobody has others
+            buffers = self._names.buffers.items()
+            summary["buffers"] = {name: checksum(buffer) if buffer.numel() else 0 for name, buffer in buffers}
+        names = {name for name, *_ in summary["params"]}
+        return {
+            **summary,
+            "modules": self._modules,
+            "described": [
+                # Each rank reports its own shards; the first one what all ranks hold whole.
+                (of, entries) if is_part else ([name for name in of if name in names], entries)
+                for of, entries, is_part in self._described
+            ],
+            "computed_in": {name: dtype for name, dtype in self._computed_in.items() if name in names},
+        }
+
+    def snapshot(
+        self, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, with_rng: bool = True
+    ) -> Snapshot:
+        """Return what this rank writes. No collective; nothing of the run may have changed since this was made.
+
+        Model values are split over the ranks, shards of the optimizer are written by those who own them, module buffers by the
+        first rank; where other ranks hold others (running statistics), they write theirs as well.
+
+        Args:
+            data_position: plain values that say which data comes next; the same on every rank.
+            extras: plain values and tensors by name; the same on every rank.
+
+        Raises:
+            OptimizerParametersError: ranks hold different numbers for one parameter.
+            ConfigError: something is no plain value.
+        """
+        parts, names, by_rank, rank, keep = self._parts, self._names, self._by_rank, self.ranks.rank, self._share
+        optimizer = None
+        if parts.optimizer is not None:
+            groups = list(zip(self._model.groups, parts.optimizer.param_groups, strict=True))
+            own = [(of, entries) for of, entries, _ in self._described]
+            described = merge_descriptions([*(summary["described"] for summary in by_rank), own])
+            computed_in = {name: dtype for summary in by_rank for name, dtype in summary["computed_in"].items()}
+            optimizer = optimizer_values(type(inner_of(parts.optimizer)).__name__, groups, described, computed_in, keep)
+        values = {
+            **values_of_state(optimizer),
+            "stateful": {name: encode(of.state_dict(), f"{RUN_PREFIX}{name}", keep) for name, of in parts.stateful.items()},
+            "module_extra_state": {**self._model.modules, **self._modules},  # ranks that differ have different values
+            "data_position": encode(data_position, f"{RUN_PREFIX}data_position", keep),
+            "extras": {str(name): encode(value, f"{EXTRA_PREFIX}{name}", keep) for name, value in (extras or {}).items()},
+            "rng_ranks": self.ranks.size if with_rng else 0,
+        }
+        pieces: list[Piece] = [*self._own]
+        for communicator, shared in self._shared.items():
+            pieces += split_evenly(shared, rank=communicator.rank, size=communicator.size)
+        for name, of_module in self._of_modules.items():
+            pieces += of_module if self._is_first_with("modules", name) else []
+        for name, buffer in names.buffers.items():
+            if self._is_first_with("buffers", name):
+                pieces.append(whole_piece(f"{MODEL_PREFIX}{name}", buffer))
+            elif len({summary["buffers"][name] for summary in by_rank if name in summary["buffers"]}) > 1:
+                pieces.append(whole_piece(f"{LOCAL_PREFIX}{rank}.{name}", buffer))
+        if with_rng:
+            device = parts.ddp.param_and_grad_buffers[0].param_data.device
+            pieces += [whole_piece(f"{RNG_PREFIX}{rank}.{what}", state) for what, state in capture_rng(device).items()]
+        return Snapshot(pieces, values)
+
+    def _is_first_with(self, what: str, name: str) -> bool:
+        """Return whether no rank before this one has a module buffer, or a module with extra state."""
+        return not any(name in summary[what] for summary in self._by_rank[: self.ranks.rank])
+
+    def _share(self, name: str, tensor: torch.Tensor, identity: ParamIdentity | None = None) -> None:
+        """Hold a tensor that every rank has; or every rank that a parameter is reduced over, if these write it."""
+        ranks = self._parts.ddp.ranks
+        if identity is None or ranks.writes(identity):
+            among = ranks.step if identity is None else ranks.by_name[identity.group].communicator
+            self._shared.setdefault(among, []).append(whole_piece(name, tensor, identity))
+
+    def _hold_model(self) -> None:
+        for param, own in self._names.identities.items():
+            if not param.is_meta:
+                self._share(f"{MODEL_PREFIX}{own.global_name}", param.detach(), own)
+        for name, module in self._names.stateful.items():
+            tensors: dict[str, torch.Tensor] = {}
+            self._modules[name] = encode(module.get_extra_state(), f"{RUN_PREFIX}module.{name}", tensors.__setitem__)
+            self._of_modules[name] = [whole_piece(*item) for item in tensors.items()]
+
+    def _hold_shards(self, optimizer: DistributedOptimizer) -> None:
+        sharding, names, is_part = optimizer.sharding, self._names, optimizer.sharding.holder.is_sharded
+        others = sharding.state_of_others
+        self._hold_whole(others.values)
+        for param, main in others.main_values.items():
+            self._share(f"{MAIN_PREFIX}{names.params[param]}", main, names.identities[param])
+        for param, dtype in others.dtypes.items():
+            if param in names.params:
+                self._computed_in[names.params[param]] = dtype_name(dtype)
+        for shard in sharding.shards:
+            self._hold_shard(shard, optimizer.state.get(shard.main) or {}, is_part=is_part)
+        for buffer in sharding.holder.buffers:
+            # All ranks report the same, also of parameters that they own nothing of.
+            dtype_here = dtype_name(main_dtype(buffer.param_data.dtype))
+            self._computed_in |= {names.of(name).global_name: dtype_here for name in buffer.params}
+        for params, entries in describe_shards(sharding.shards, optimizer.state):
+            self._described.append(([names.of(name).global_name for name in params], entries, is_part))
+
+    def _hold_shard(self, shard: MainShard, state: Mapping[str, Any], *, is_part: bool) -> None:
+        flats = {key: value.detach() for key, value in state.items() if is_per_element(key, value, shard.main)}
+        for piece in shard.pieces():
+            like, own = shard.buffer.slots[piece.param].view, self._names.of(piece.param)
+            of_param = {state_name(own.global_name, key): flat for key, flat in flats.items()}
+            if shard.has_own_values:
+                of_param[f"{MAIN_PREFIX}{own.global_name}"] = shard.main.detach()
+            for tensor_name, flat in of_param.items():
+                if not is_part:
+                    self._share(tensor_name, view_like(flat, piece.in_run.start, like.shape, like.stride()), own)
+                elif self._parts.ddp.ranks.writes(own):
+                    info, values = info_of(tensor_name, like, flat.dtype, own), flat[piece.in_run.start : piece.in_run.stop]
+                    self._own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
+
+    def _hold_whole(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Hold the state of whole parameters."""
+        for param, of_param in state.items():
+            if isinstance(param, torch.Tensor) and of_param:
+                own = self._names.identities[param]
+                keep = partial(self._share, identity=own)
+                entries = [_entry(own.global_name, key, value, param, keep) for key, value in of_param.items()]
+                self._described.append(([own.global_name], entries, False))
+
+
+def _entry(name: str, key: str, value: Any, param: torch.Tensor, keep: Keep) -> StateEntry:
+    tensor_name = state_name(name, key)
+    if is_per_element(key, value, param):
+        keep(tensor_name, value)
+        return StateEntry(key, "elements", dtype_name(value.dtype))
+    if type(value).__name__ in NUMBER_TYPES or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return describe_number(key, value, param.device)
+    if isinstance(value, torch.Tensor):
+        keep(tensor_name, value)
+        return StateEntry(key, "other", dtype_name(value.dtype), shape=tuple(value.shape))
+    return StateEntry(key, "plain", number=("json", json.dumps(encode(value, tensor_name, keep))))
+
+
+def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
+    """Return whether an optimizer keeps one value per element under a key."""
+    return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
 
 
 def values_of_state(optimizer: Json = None) -> dict[str, Json]:
@@ -345,69 +405,31 @@ def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
     return Snapshot(pieces, snapshot.values)
 
 
-# Optimizers
-
-
-@dataclass(slots=True, eq=False)
-class HeldState:
-    """One rank's tensors of a run, and what is to be said about them."""
-
-    names: GlobalNames
-    ranks: RankGroups
-    own: list[Piece] = field(default_factory=list)
-    """What only this rank has."""
-    shared: dict[Communicator, list[Piece]] = field(default_factory=dict)
-    """What all ranks of a communicator have."""
-    modules: dict[str, Json] = field(default_factory=dict)
-    """Extra state of modules."""
-    of_modules: dict[str, list[Piece]] = field(default_factory=dict)
-    """The tensors of it."""
-    described: list[Any] = field(default_factory=list)
-    """What the optimizer holds for which parameters, as ``describe_shards`` says it, and whether that is a part of them."""
-    computed_in: dict[str, str] = field(default_factory=dict)
-
-    def share(self, name: str, tensor: torch.Tensor, identity: ParamIdentity | None = None) -> None:
-        """Take a tensor that every rank has; or every rank that a parameter is reduced over, if these write it."""
-        if identity is None or self.ranks.writes(identity):
-            among = self.ranks.step if identity is None else self.ranks.by_name[identity.group].communicator
-            self.shared.setdefault(among, []).append(whole_piece(name, tensor, identity))
-
-
-def hold(parts: TrainingParts, held: HeldState) -> None:
-    """Take what this rank has of a model and its optimizer.
-
-    Raises:
-        OptimizerParametersError: some optimizer state cannot be told apart by parameter.
-        ConfigError: some state is of a kind that no file can hold.
-    """
-    for param, own in held.names.identities.items():
-        if not param.is_meta:
-            held.share(f"{MODEL_PREFIX}{own.global_name}", param.detach(), own)
-    for name, module in held.names.stateful.items():
-        tensors: dict[str, torch.Tensor] = {}
-        held.modules[name] = encode(module.get_extra_state(), f"{RUN_PREFIX}module.{name}", tensors.__setitem__)
-        held.of_modules[name] = [whole_piece(*item) for item in tensors.items()]
-    if isinstance(parts.optimizer, DistributedOptimizer):
-        _hold_shards(held, parts.optimizer)
-    elif parts.optimizer is not None:
-        _hold_whole(held, parts.optimizer.state)
-
-
 def state_name(param: str, key: str) -> str:
     """Return the name of the values per element that an optimizer keeps for a parameter under a key."""
     return f"{STATE_PREFIX}{param}.{key}"
 
 
-def members_by_name(members: Sequence[Sequence[torch.Tensor]], names: GlobalNames) -> list[list[str]]:
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the torch optimizer that steps."""
+    return optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+
+
+def members_by_name(optimizer: torch.optim.Optimizer | None, names: GlobalNames) -> list[list[str]]:
     """Return the names of the parameters of each group.
 
     Raises:
         OptimizerParametersError: a parameter is not the module's.
     """
+    groups: Sequence[Sequence[torch.Tensor]] = []
+    if isinstance(optimizer, DistributedOptimizer):
+        groups = optimizer.sharding.members.by_group()
+    elif optimizer is not None:
+        groups = [group["params"] for group in optimizer.param_groups]
     foreign = [
         f"group {index}, parameter {position}, shape {tuple(param.shape)}"
-        for index, group in enumerate(members)
-        for position, param in enumerate(group)
+        for index, members in enumerate(groups)
+        for position, param in enumerate(members)
         if param not in names.params
     ]
     if foreign:
@@ -417,77 +439,7 @@ def members_by_name(members: Sequence[Sequence[torch.Tensor]], names: GlobalName
             params=foreign,
             remedy="Put them into the wrapped module, or into an optimizer of their own.",
         )
-    return [[names.params[param] for param in group] for group in members]
-
-
-def members_of(optimizer: torch.optim.Optimizer) -> Sequence[Sequence[torch.Tensor]]:
-    """Return the whole parameters of each group."""
-    if isinstance(optimizer, DistributedOptimizer):
-        return optimizer.sharding.members.by_group()
-    return [group["params"] for group in optimizer.param_groups]
-
-
-def _hold_shards(held: HeldState, optimizer: DistributedOptimizer) -> None:
-    sharding, names = optimizer.sharding, held.names
-    others = sharding.state_of_others
-    _hold_whole(held, others.values)
-    for param, main in others.main_values.items():
-        held.share(f"{MAIN_PREFIX}{names.params[param]}", main, names.identities[param])
-    held.computed_in |= {
-        names.params[param]: dtype_name(dtype) for param, dtype in others.dtypes.items() if param in names.params
-    }
-    for shard in sharding.shards:
-        _hold_shard(shard, optimizer.state.get(shard.main) or {}, held, is_sharded=sharding.holder.is_sharded)
-    for buffer in sharding.holder.buffers:
-        # All ranks say the same, also of parameters that they own nothing of.
-        dtype = dtype_name(main_dtype(buffer.param_data.dtype))
-        held.computed_in |= {names.of(name).global_name: dtype for name in buffer.params}
-    described = describe_shards(sharding.shards, optimizer.state)
-    is_part = sharding.holder.is_sharded
-    held.described += [([names.of(name).global_name for name in params], entries, is_part) for params, entries in described]
-
-
-def _hold_shard(shard: MainShard, state: Mapping[str, Any], held: HeldState, *, is_sharded: bool) -> None:
-    flats = {key: value.detach() for key, value in state.items() if is_per_element(key, value, shard.main)}
-    for piece in shard.pieces():
-        like, own = shard.buffer.slots[piece.param].view, held.names.of(piece.param)
-        of_param = {state_name(own.global_name, key): flat for key, flat in flats.items()}
-        if shard.has_own_values:
-            of_param[f"{MAIN_PREFIX}{own.global_name}"] = shard.main.detach()
-        for tensor_name, flat in of_param.items():
-            if not is_sharded:
-                held.share(tensor_name, view_like(flat, piece.in_run.start, like.shape, like.stride()), own)
-            elif held.ranks.writes(own):
-                info, values = info_of(tensor_name, like, flat.dtype, own), flat[piece.in_run.start : piece.in_run.stop]
-                held.own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
-
-
-def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
-    """Return whether an optimizer keeps one value per element under a key."""
-    return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
-
-
-def _hold_whole(held: HeldState, state: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Take what is held for whole parameters."""
-    for param, of_param in state.items():
-        if isinstance(param, torch.Tensor) and of_param:
-            own = held.names.identities[param]
-            keep = partial(held.share, identity=own)
-            entries = [_hold_entry(own.global_name, key, value, param, keep) for key, value in of_param.items()]
-            held.described.append(([own.global_name], entries, False))
-
-
-def _hold_entry(name: str, key: str, value: Any, param: torch.Tensor, keep: Keep) -> StateEntry:
-    tensor_name = state_name(name, key)
-    if is_per_element(key, value, param):
-        keep(tensor_name, value)
-        return StateEntry(key, "elements", dtype_name(value.dtype))
-    if type(value).__name__ in NUMBER_TYPES or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return describe_number(key, value, param.device)
-    if isinstance(value, torch.Tensor):
-        keep(tensor_name, value)
-        return StateEntry(key, "other", dtype_name(value.dtype), shape=tuple(value.shape))
-    return StateEntry(key, "plain", number=("json", json.dumps(encode(value, tensor_name, keep))))
+    return [[names.params[param] for param in members] for members in groups]
 
 
 def optimizer_values(

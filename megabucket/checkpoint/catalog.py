@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
-from megabucket.checkpoint.file_system import FileSystem, attempt, reason_of, remove_tree, write_file
-from megabucket.checkpoint.format import MANIFEST_NAME, MIN_KEY_BYTES, SealedManifest, decode_manifest, seal_of
+from megabucket.checkpoint.file_system import FileSystem, read_file, reason_of, remove_tree, write_file
+from megabucket.checkpoint.format import MANIFEST_NAME, MIN_KEY_BYTES, Manifest, decode_manifest, seal_of
 from megabucket.errors import ConfigError, log_once
 
 LATEST: Final = "latest"
@@ -33,7 +32,6 @@ TEMPORARY: Final = ".tmp-"
 MAX_STEP: Final = 10**15 - 1
 _STEP: Final = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,8}))?")
 _LATEST: Final = re.compile(r"(step-[0-9.]{8,40}) ([0-9a-f]{64})\n")
-_MAX_LOOKED_AT: Final = 50
 _MAX_LATEST_BYTES: Final = 1024
 _MAX_MANIFEST_BYTES: Final = 1 << 30
 
@@ -70,74 +68,54 @@ class Latest:
         return f"{self.directory.name} {self.seal}\n".encode("ascii")
 
 
-def read_latest(file_system: FileSystem, root: Path) -> Latest:
+def read_latest(root: Path) -> Latest:
     """Return what ``latest`` says.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it does not say anything.
     """
-    match = _LATEST.fullmatch(str(file_system.read(root / LATEST, _MAX_LATEST_BYTES), "ascii", errors="replace"))
+    match = _LATEST.fullmatch(str(read_file(root / LATEST, _MAX_LATEST_BYTES), "ascii", errors="replace"))
     directory = StepDirectory.parse(match[1]) if match else None
     if match is None or directory is None:
         raise ValueError("it does not say which checkpoint is the newest")
     return Latest(directory, match[2])
 
 
-def latest_if_any(files: FileSystem, root: Path) -> Latest | None:
+def latest_if_any(root: Path) -> Latest | None:
     """Return what ``latest`` says; nothing when it is not there, or says nothing that can be understood.
 
     Raises:
         OSError: it is there and cannot be read.
     """
     try:
-        return read_latest(files, root)
+        return read_latest(root)
     except (FileNotFoundError, ValueError):
         return None
 
 
-def step_directories(file_system: FileSystem, root: Path) -> list[StepDirectory]:
-    """Return what looks like a checkpoint by its name, oldest first; nothing if there is no such root."""
-    try:
-        names = file_system.names(root)
-    except OSError:
-        return []
-    found = (StepDirectory.parse(name) for name in names)
-    return sorted(directory for directory in found if directory is not None)
+def step_directories(root: Path) -> list[StepDirectory]:
+    """Return what is a checkpoint by its name, oldest first; nothing if there is no such root."""
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    return sorted(directory for directory in map(StepDirectory.parse, names) if directory is not None)
 
 
-def read_manifest(file_system: FileSystem, path: Path, directory: StepDirectory, *, key: bytes | None) -> SealedManifest:
+def saved_steps(root: Path, *, but: StepDirectory | None = None) -> tuple[int, ...]:
+    """Return the steps that are there, by their names, without a directory that is left out."""
+    return tuple(sorted({directory.step for directory in step_directories(root) if directory != but}))
+
+
+def read_manifest(path: Path, directory: StepDirectory, *, key: bytes | None) -> Manifest:
     """Return the manifest in ``path``.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is not sealed, not as it must be, or of another step than the directory.
     """
-    sealed = decode_manifest(bytes(file_system.read(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)), key=key)
-    if sealed.manifest.step != directory.step:
-        raise ValueError(f"it is of step {sealed.manifest.step}, in the directory of step {directory.step}")
-    return sealed
-
-
-def whole_steps(file_system: FileSystem, root: Path, *, but: StepDirectory | None = None) -> tuple[int, ...]:
-    """Return the newest steps with a sealed manifest and all files, which is not to say that these were verified.
-
-    For texts of errors: it reads manifests, so it looks at the newest fifty directories only.
-
-    Args:
-        but: leave this one out.
-    """
-    steps = set()
-    for directory in step_directories(file_system, root)[-_MAX_LOOKED_AT:]:
-        path = root / directory.name
-        try:
-            manifest = read_manifest(file_system, path, directory, key=None).manifest
-            is_whole = {file.name for file in manifest.files} <= set(file_system.names(path))
-        except (OSError, ValueError):
-            continue
-        if is_whole and directory != but:
-            steps.add(directory.step)
-    return tuple(sorted(steps))
+    manifest = decode_manifest(bytes(read_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)), key=key)
+    if manifest.step != directory.step:
+        raise ValueError(f"it is of step {manifest.step}, in the directory of step {directory.step}")
+    return manifest
 
 
 def read_key(path: Path) -> bytes:
@@ -161,15 +139,11 @@ class RootDirectory:
     def __init__(self, root: Path, file_system: FileSystem) -> None:
         self._root, self._files = root, file_system
 
-    def stage(self, step: int, names: Iterable[str]) -> Path:
-        """Remove what dead saves have left, and return a new directory to write into.
-
-        Args:
-            names: what the root holds.
-        """
-        for name in names:
-            if name.startswith(TEMPORARY):
-                attempt(partial(remove_tree, self._files, self._root / name))
+    def stage(self, step: int) -> Path:
+        """Remove what dead saves have left, and return a new directory to write into."""
+        for path in sorted(self._root.glob(f"{TEMPORARY}*")):
+            with suppress(OSError):
+                remove_tree(self._files, path)
         staging = self._temporary(StepDirectory(step).name)
         self._files.make_directory(staging)
         return staging
@@ -186,7 +160,7 @@ class RootDirectory:
         files, root = self._files, self._root
         write_file(files, staging / MANIFEST_NAME, [manifest])
         files.sync_directory(staging)
-        revisions = [other.revision for other in step_directories(files, root) if other.step == step]
+        revisions = [other.revision for other in step_directories(root) if other.step == step]
         directory = StepDirectory(step, max(revisions, default=0) + 1)
         files.rename(staging, root / directory.name)
         try:
@@ -194,7 +168,8 @@ class RootDirectory:
             self._replace_latest(Latest(directory, seal_of(manifest)))
             files.sync_directory(root)
         except OSError:
-            attempt(lambda: self._take_back(directory, staging, before))
+            with suppress(OSError):
+                self._take_back(directory, staging, before)
             raise
         return directory
 
@@ -203,10 +178,10 @@ class RootDirectory:
 
         If that fails, too, what is left is a whole checkpoint: named by ``latest``, or by nothing. So ``latest`` comes first.
         """
-        now = latest_if_any(self._files, self._root)
+        now = latest_if_any(self._root)
         if now is not None and now.directory == directory:
             if before is None:
-                self._files.remove_file(self._root / LATEST)
+                self._files.remove(self._root / LATEST)
             else:
                 self._replace_latest(before)
         self._files.rename(self._root / directory.name, staging)
@@ -218,7 +193,7 @@ class RootDirectory:
 
     def remove_old(self, saved: StepDirectory, *, keep_last: int) -> None:
         """Remove what is not kept, never ``saved`` nor anything of later steps. What cannot be removed is a warning."""
-        older = [directory for directory in step_directories(self._files, self._root) if directory < saved]
+        older = [directory for directory in step_directories(self._root) if directory < saved]
         steps = sorted({directory.step for directory in older if directory.step < saved.step})
         kept = set(steps[max(0, len(steps) - (keep_last - 1)) :])
         for directory in older:

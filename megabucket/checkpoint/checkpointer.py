@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from megabucket.checkpoint.capture import Stateful, TrainingParts, name_schedulers, take, tell_state, to_host
-from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, content_of
+from megabucket.checkpoint.capture import RunState, Stateful, TrainingParts, to_host
+from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, content_of
 from megabucket.checkpoint.format import Snapshot
 from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, mismatches, restore
@@ -51,7 +51,7 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
         data_position: plain values that say which data comes next; the same on every rank.
         extras: plain values and tensors by name; the same on every rank.
         keep_last: how many checkpoints stay, this one included; None keeps all.
-        max_file_bytes: bound on the size of one file, which is what a reader verifies at a time.
+        max_file_bytes: bound on the values in one file, which is what a reader verifies at a time.
         key: signs the checkpoint, so that it cannot be forged without it.
         overwrite: whether a step that was saved already may be saved again.
 
@@ -61,12 +61,17 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
         OptimizerParametersError: some optimizer state cannot be told apart by parameter.
         ConfigError: something is no plain value.
     """
-    settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key, overwrite=overwrite)
-    parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
-    told = tell_state(parts)
-    return Save(Path(root), step, told.ranks, settings).run(
-        lambda: content_of(take(parts, told, data_position=data_position, extras=extras), told.ranks, max_file_bytes)
+    saver = Checkpointer(
+        root,
+        ddp,
+        optimizer,
+        scaler=scaler,
+        schedulers=schedulers,
+        keep_last=keep_last,
+        max_file_bytes=max_file_bytes,
+        key=key,
     )
+    return saver.save_now(step, data_position=data_position, extras=extras, overwrite=overwrite)
 
 
 def load_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per choice, most of them rarely used
@@ -100,10 +105,8 @@ def load_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
         CheckpointMismatchError: it does not fit; the text names everything that does not.
         PhaseError: a step is open.
     """
-    ranks = GroupRanks(ddp, "loading a checkpoint")
-    stored = _open(Path(root), ranks, step=step, key=key, allow_fallback=allow_fallback)
-    parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
-    return restore(stored, parts, cast=cast, with_rng=with_rng)
+    loader = Checkpointer(root, ddp, optimizer, scaler=scaler, schedulers=schedulers, key=key)
+    return loader.load(step, cast=cast, with_rng=with_rng, allow_fallback=allow_fallback)
 
 
 def can_load(
@@ -125,8 +128,7 @@ def can_load(
         CheckpointMissingError: there is no such checkpoint.
         CheckpointInvalidError: its manifest is not what was written.
     """
-    parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
-    return mismatches(open_checkpoint(root, step), parts, cast=cast)
+    return mismatches(open_checkpoint(root, step), TrainingParts.of(ddp, optimizer, scaler, schedulers), cast=cast)
 
 
 def _open(root: Path, ranks: GroupRanks, *, step: Step, key: bytes | None, allow_fallback: bool) -> StoredCheckpoint:
@@ -181,10 +183,10 @@ class Checkpointer:
         key: bytes | None = None,
     ) -> None:
         self.root = Path(root)
-        self.parts = TrainingParts(ddp, optimizer, scaler, name_schedulers(schedulers))
+        self.parts = TrainingParts.of(ddp, optimizer, scaler, schedulers)
         self._settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key)
-        self._ranks = GroupRanks(ddp, "saving a checkpoint")
-        self._writer = BackgroundWriter(self.root, self._ranks, self._settings, when_busy=when_busy)
+        ranks = GroupRanks(ddp, "saving a checkpoint")
+        self._writer = BackgroundWriter(self.root, ranks, self._settings, when_busy=when_busy)
         self._is_asynchronous = asynchronous
         self._on_host: Snapshot | None = None
         self._loaded_step: int | None = None
@@ -203,22 +205,34 @@ class Checkpointer:
             CheckpointNotSavedError: this save, or the one before in the background, has failed; what was saved before is there.
             MegabucketError: as ``save_checkpoint``.
         """
-        told = tell_state(self.parts)
+        if not self._is_asynchronous:
+            self.save_now(step, data_position=data_position, extras=extras, overwrite=overwrite)
+            return True
+        state = RunState(self.parts)
 
-        def taken() -> Snapshot:
-            return take(self.parts, told, data_position=data_position, extras=extras)
+        def on_host() -> Snapshot:
+            # The writer asks for it when the copy before was written, so its memory is free.
+            snapshot = state.snapshot(data_position=data_position, extras=extras)
+            self._on_host = to_host(snapshot, [piece.values for piece in self._on_host.pieces] if self._on_host else ())
+            return self._on_host
 
-        overwrite = overwrite or (self._loaded_step is not None and step > self._loaded_step)
-        if self._is_asynchronous:
-            return self._writer.save(step, lambda: self._copy(taken()), overwrite=overwrite)
-        settings = replace(self._settings, overwrite=overwrite)
-        Save(self.root, step, self._ranks, settings).run(lambda: content_of(taken(), self._ranks, settings.max_file_bytes))
-        return True
+        return self._writer.save(step, on_host, overwrite=overwrite or self._is_abandoned(step))
 
-    def _copy(self, snapshot: Snapshot) -> Snapshot:
-        # The writer asks for it when the copy before was written, so its memory is free.
-        self._on_host = to_host(snapshot, [piece.values for piece in self._on_host.pieces] if self._on_host else ())
-        return self._on_host
+    def save_now(
+        self, step: int, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, overwrite: bool = False
+    ) -> Path:
+        """Save, not in the background, and return the directory; see ``save``."""
+        state = RunState(self.parts)
+        settings = replace(self._settings, overwrite=overwrite or self._is_abandoned(step))
+
+        def content() -> Content:
+            snapshot = state.snapshot(data_position=data_position, extras=extras)
+            return content_of(snapshot, state.ranks, settings.max_file_bytes)
+
+        return Save(self.root, step, state.ranks, settings).run(content)
+
+    def _is_abandoned(self, step: int) -> bool:
+        return self._loaded_step is not None and step > self._loaded_step
 
     def poll(self) -> Path | None:
         """Go on with the save in the background as far as that takes no waiting; return its directory once it is committed.
@@ -241,7 +255,8 @@ class Checkpointer:
     ) -> LoadedCheckpoint:
         """Put a checkpoint into the run; see ``load_checkpoint``. A save in the background is committed before."""
         self.close()
-        stored = _open(self.root, self._ranks, step=step, key=self._settings.key, allow_fallback=allow_fallback)
+        ranks = GroupRanks(self.parts.ddp, "loading a checkpoint")
+        stored = _open(self.root, ranks, step=step, key=self._settings.key, allow_fallback=allow_fallback)
         loaded = restore(stored, self.parts, cast=cast, with_rng=with_rng)
         self._loaded_step = loaded.step
         return loaded

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megabucket.checkpoint.canonical import empty_piece
-from megabucket.checkpoint.format import ITEM_BYTES, Json, TensorInfo
+from megabucket.checkpoint.canonical import empty_piece, meta_piece
+from megabucket.checkpoint.data_files import cut_into_files
+from megabucket.checkpoint.format import ITEM_BYTES, Json, Piece, TensorInfo
 from megabucket.checkpoint.stored import StoredCheckpoint
 from megabucket.units import MIB
 
@@ -54,8 +55,9 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Comparison:
     """
     differing = list(_kinds(first.tensors, second.tensors))
     names = {one.name for one in differing}
-    in_both = [info for name, info in first.tensors.items() if name not in names]
-    contents = [one for batch in _batches(in_both) for one in _contents(batch, first, second)]
+    in_both = [meta_piece(info) for name, info in first.tensors.items() if name not in names]
+    batches = cut_into_files(0, in_both, _BATCH_BYTES).values()
+    contents = [one for batch in batches for one in _contents(batch, first, second)]
     return Comparison(
         num_equal_tensors=len(in_both) - len({one.name for one in contents}),
         tensors=tuple(sorted([*differing, *contents], key=lambda one: one.name)),
@@ -72,32 +74,11 @@ def _kinds(first: Mapping[str, TensorInfo], second: Mapping[str, TensorInfo]) ->
             yield Difference(name, f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}")
 
 
-def _batches(infos: Sequence[TensorInfo]) -> Iterator[list[tuple[TensorInfo, int, int]]]:
-    """Cut all tensors into ranges, and group these so that a group fits into memory twice."""
-    batch: list[tuple[TensorInfo, int, int]] = []
-    room = _BATCH_BYTES
-    for info in infos:
-        item_bytes = ITEM_BYTES[info.dtype]
-        start = 0
-        while start < info.numel:
-            stop = min(info.numel, start + max(1, room // item_bytes))
-            batch.append((info, start, stop))
-            room -= (stop - start) * item_bytes
-            start = stop
-            if room <= 0:
-                yield batch
-                batch, room = [], _BATCH_BYTES
-    yield batch
-
-
-def _contents(
-    batch: Sequence[tuple[TensorInfo, int, int]], first: StoredCheckpoint, second: StoredCheckpoint
-) -> Iterator[Difference]:
+def _contents(batch: Sequence[Piece], first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[Difference]:
     sides = []
     for stored in (first, second):
-        pieces = [empty_piece(*one) for one in batch]
-        stored.read(pieces)
-        sides.append(pieces)
+        sides.append([empty_piece(piece.info, piece.start, piece.stop) for piece in batch])
+        stored.read(sides[-1])
     for one, other in zip(*sides, strict=True):
         item_bytes = ITEM_BYTES[one.info.dtype]
         bits = (one.values.view(torch.uint8) != other.values.view(torch.uint8)).view(-1, item_bytes).any(1)

@@ -1,5 +1,6 @@
-"""The calls to the operating system that saving and loading make: one port, so that tests can make each of them fail.
+"""The calls to the operating system that saving and loading make.
 
+Those that change something go through one port, so that tests can make each of them fail or be the last.
 Nothing else in this package opens, writes, renames or removes files of checkpoints.
 """
 
@@ -9,7 +10,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -21,13 +22,9 @@ _MAX_THREADS: Final = 4
 
 
 class FileSystem:
-    """The real one. It has no state; every method is one thing that can fail, with ``OSError``."""
+    """The real one. It has no state; every method is one call that changes something and can fail, with ``OSError``."""
 
     __slots__ = ()
-
-    def make_root(self, path: Path) -> None:
-        """Make a directory and those above it, unless it is there."""
-        path.mkdir(parents=True, exist_ok=True)
 
     def make_directory(self, path: Path) -> None:
         """Make a directory that must not be there yet."""
@@ -62,64 +59,63 @@ class FileSystem:
         """Give a file or directory another name, at once; a file takes the place of another."""
         source.replace(target)
 
-    def remove_file(self, path: Path) -> None:
-        """Remove a file or a symbolic link."""
-        path.unlink()
+    def remove(self, path: Path) -> None:
+        """Remove a file, a symbolic link or an empty directory."""
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
 
-    def remove_directory(self, path: Path) -> None:
-        """Remove an empty directory."""
-        path.rmdir()
 
-    def names(self, path: Path) -> list[str]:
-        """Return what is in a directory, sorted."""
-        return sorted(os.listdir(path))  # noqa: PTH208 - names, not paths
+def free_bytes(path: Path) -> int:
+    """Return how much can still be written, quotas not counted; without end where the file system cannot tell."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize if found.f_blocks else 2**62
 
-    def free_bytes(self, path: Path) -> int:
-        """Return how much can still be written, quotas not counted; without end where the file system cannot tell."""
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize if found.f_blocks else 2**62
 
-    def lock(self, path: Path) -> int:
-        """Take the lock that ``path`` stands for, until the returned descriptor is unlocked or this process ends.
+def lock(path: Path) -> int:
+    """Take the lock that ``path`` stands for, until the returned descriptor is unlocked or this process ends.
 
-        Raises:
-            BlockingIOError: another has it.
-        """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            with _where_supported():
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
+    Raises:
+        BlockingIOError: another has it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with _where_supported():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
-    def unlock(self, descriptor: int) -> None:
-        """Let go of a lock, also if a forked child still has the descriptor."""
-        try:
-            with _where_supported():
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        finally:
-            os.close(descriptor)
 
-    def read(self, path: Path, max_bytes: int) -> memoryview:
-        """Return the contents of a regular file of this directory: no link out of it, no pipe (which could block for ever).
+def unlock(descriptor: int) -> None:
+    """Let go of a lock, also if a forked child still has the descriptor."""
+    try:
+        with _where_supported():
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
-        Raises:
-            ValueError: it is larger than it can be; a sparse file could ask for more memory than there is.
-        """
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
-            if found.st_size > max_bytes:
-                raise ValueError(f"it has {found.st_size} bytes, and at most {max_bytes} belong there")
-            # numpy asks the kernel for large pages; without them the faults of new memory cost as much as a hash.
-            data = rest = np.empty(found.st_size, np.uint8).data
-            while count := file.readinto(rest):
-                rest = rest[count:]
-        return data[: len(data) - len(rest)]
+
+def read_file(path: Path, max_bytes: int) -> memoryview:
+    """Return the contents of a regular file: no link out of its directory, no pipe (which could block for ever).
+
+    Raises:
+        ValueError: it is larger than it can be; a sparse file could ask for more memory than there is.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if found.st_size > max_bytes:
+            raise ValueError(f"it has {found.st_size} bytes, and at most {max_bytes} belong there")
+        # numpy asks the kernel for large pages; without them the faults of new memory cost as much as a hash.
+        data = rest = np.empty(found.st_size, np.uint8).data
+        while count := file.readinto(rest):
+            rest = rest[count:]
+    return data[: len(data) - len(rest)]
 
 
 @contextmanager
@@ -139,15 +135,6 @@ def num_file_threads() -> int:
     except AttributeError:  # not on every system
         num_cores = os.cpu_count() or 1
     return min(_MAX_THREADS, num_cores)
-
-
-def attempt(act: Callable[[], object]) -> bool:
-    """Do what may fail without harm, and return whether it did not; what stays behind is removed by the next save."""
-    try:
-        act()
-    except OSError:
-        return False
-    return True
 
 
 def reason_of(error: Exception) -> str:
@@ -184,9 +171,7 @@ def write_file(file_system: FileSystem, path: Path, chunks: Iterable[bytes | mem
 
 def remove_tree(file_system: FileSystem, path: Path) -> None:
     """Remove a directory and the files in it, or a file; a directory of ours has none below it."""
-    if path.is_symlink() or not path.is_dir():
-        file_system.remove_file(path)
-        return
-    for name in file_system.names(path):
-        file_system.remove_file(path / name)
-    file_system.remove_directory(path)
+    if path.is_dir() and not path.is_symlink():
+        for file in sorted(path.iterdir()):
+            file_system.remove(file)
+    file_system.remove(path)

@@ -90,17 +90,20 @@ def tell(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
     Raises:
         MegabucketError: it has failed on some rank; as ``together``.
     """
-    said: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     cause = None
     try:
-        said["result"] = act()
+        report["result"] = act()
     except Exception as error:
-        said["error"], cause = written(error, ranks.rank), error
-    heard = [json.loads(payload) for payload in ranks.exchange(json.dumps(said).encode())]
-    for other in heard:
-        if "error" in other:
-            raise as_error(other["error"]) from cause
-    return [other["result"] for other in heard]
+        report["error"], cause = error_fields(error, ranks.rank), error
+    reports = [json.loads(payload) for payload in ranks.exchange(json.dumps(report).encode())]
+    failed = [rank for rank, other in enumerate(reports) if "error" in other]
+    if failed:
+        fields = reports[failed[0]]["error"]
+        if len(failed) < ranks.size and f"rank {failed[0]}" not in fields["text"]:
+            fields["text"] = f"rank {failed[0]}: {fields['text']}"
+        raise error_of(fields) from cause
+    return [other["result"] for other in reports]
 
 
 def together(ranks: Ranks, act: Callable[[], _Result]) -> _Result:
@@ -115,17 +118,18 @@ def together(ranks: Ranks, act: Callable[[], _Result]) -> _Result:
     return result[0]
 
 
-def written(error: Exception, rank: int) -> dict[str, Any]:
+def error_fields(error: Exception, rank: int) -> dict[str, Any]:
     """Return an error of a rank as plain values."""
     if not isinstance(error, MegabucketError):
         error = CheckpointError(f"rank {rank}: {type(error).__name__}: {error}. Nothing was changed on any rank.")
     return {"kind": type(error).__name__, "text": str(error), "fields": vars(error)}
 
 
-def as_error(said: Mapping[str, Any]) -> MegabucketError:
-    """Return the error that ``written`` was given, or what it has become."""
-    kind = getattr(megabucket.errors, said["kind"], CheckpointError)
+def error_of(fields: Mapping[str, Any]) -> MegabucketError:
+    """Return the error that ``error_fields`` was given, or what it has become."""
+    kind = getattr(megabucket.errors, fields["kind"], CheckpointError)
     error: MegabucketError = kind.__new__(kind)
-    error.args = (said["text"],)
-    vars(error).update({name: tuple(value) if isinstance(value, list) else value for name, value in said["fields"].items()})
+    error.args = (fields["text"],)
+    of_kind = fields["fields"].items()
+    vars(error).update({name: tuple(value) if isinstance(value, list) else value for name, value in of_kind})
     return error

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,15 +23,16 @@ from megabucket.checkpoint.capture import (
     VALUES_VERSION,
     TrainingParts,
     WholeModel,
+    inner_of,
     members_by_name,
-    members_of,
-    model_to_tell,
+    model_summary,
     settle,
     state_name,
 )
-from megabucket.checkpoint.format import ITEM_BYTES, Json, Piece, TensorInfo
+from megabucket.checkpoint.format import Json, Piece, TensorInfo
 from megabucket.checkpoint.ranks import GroupRanks, tell, together
-from megabucket.checkpoint.values import RNG_PREFIX, check_rng, decode, restore_rng
+from megabucket.checkpoint.stored import Stored, find_difference
+from megabucket.checkpoint.values import RNG_PREFIX, UNREADABLE, capture_rng, decode, restore_rng
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout.identity import ParamIdentity
@@ -40,32 +41,8 @@ from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import Description, StateEntry, WholeState, entry_from_json, main_dtype, number_in, set_groups
 
-
-class Stored(Protocol):
-    """A checkpoint that was opened."""
-
-    @property
-    def path(self) -> object:
-        """Where it lies, for texts."""
-
-    @property
-    def step(self) -> int:
-        """Of which step it is."""
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks wrote it."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """What each tensor is, by name."""
-
-    @property
-    def values(self) -> Mapping[str, Json]:
-        """Everything that is not a tensor."""
-
-    def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:
-        """Fill the values of pieces."""
+Restore = Callable[[Any], Any]
+"""Puts a state into something that can be put back: ``load_state_dict``, say."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +53,8 @@ class Staging:
     wanted: list[Piece] = field(default_factory=list)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Targets, and what is to be copied there."""
+    states: list[tuple[Restore, Any, Any]] = field(default_factory=list)
+    """What may refuse its new state: how it is set, the state it has, the one it gets."""
     finish: list[Callable[[], None]] = field(default_factory=list)
     """What else is to be done then, in this order; nothing that could fail."""
 
@@ -114,21 +93,6 @@ class Staging:
         self.stored.read(self.wanted, cast=True)
 
 
-def find_difference(stored: Stored, name: str, shape: Sequence[int], dtype: torch.dtype, *, cast: bool) -> str | None:
-    """Return why a stored tensor cannot become one of a shape and a dtype, or ``None``."""
-    info = stored.tensors.get(name)
-    if info is None:
-        return f"{name!r} is not in the checkpoint"
-    if info.shape != tuple(shape):
-        return f"{name!r} has shape {info.shape} in the checkpoint and {tuple(shape)} here"
-    there = dtype_named(info.dtype)
-    if there == dtype:
-        return None
-    if not (there.is_floating_point and dtype.is_floating_point):
-        return f"{name!r} is {info.dtype} in the checkpoint and {dtype_name(dtype)} here, and is never converted"
-    return None if cast else f"{name!r} is {info.dtype} in the checkpoint and {dtype_name(dtype)} here; cast=True converts"
-
-
 def source_of(tensors: Mapping[str, TensorInfo], name: str, dtype: torch.dtype) -> str:
     """Return the stored tensor from which a weight comes that is kept in a dtype here.
 
@@ -154,16 +118,6 @@ class LoadedCheckpoint:
     """Whether each rank goes on with its own random numbers: with another number of ranks there is no way to."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Read:
-    """Everything that was read, and what to do with it."""
-
-    staging: Staging
-    found: LoadedCheckpoint
-    rng: dict[str, torch.Tensor]
-    undo: list[Callable[[], Any]] = field(default_factory=list)
-
-
 def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rng: bool = True) -> LoadedCheckpoint:
     """Put a checkpoint into a run and return what else it holds. A collective call, between two steps.
 
@@ -176,24 +130,25 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
         CheckpointError: what else failed on some rank.
     """
     ranks = GroupRanks(parts.ddp, "loading a checkpoint")
-    names = GlobalNames(parts.ddp)
+    names, staging = GlobalNames(parts.ddp), Staging(stored)
     model = WholeModel.of(tell(ranks, lambda: _between_steps(parts, names)))
     together(ranks, lambda: _refuse(stored, _mismatches(stored, parts, names, model, cast=cast)))
-    read = together(ranks, lambda: _read(stored, parts, names, ranks, with_rng=with_rng))
+    found = together(ranks, lambda: _read(staging, parts, names, with_rng=with_rng))
+    undo: list[Callable[[], Any]] = []
     try:
-        together(ranks, lambda: _load_stateful(stored, parts, names, read))
+        together(ranks, lambda: _set_states(staging, undo))
     except BaseException:
-        for undo in reversed(read.undo):
+        for put_back in reversed(undo):
             with suppress(Exception):  # what cannot take its own state back has failed before
-                undo()
+                put_back()
         raise
-    _commit(parts, read)
-    return read.found
+    _commit(parts, staging)
+    return found
 
 
 def _between_steps(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
     settle(parts, "loading a checkpoint")
-    return model_to_tell(parts, names)
+    return model_summary(parts, names)
 
 
 def mismatches(stored: Stored, parts: TrainingParts, *, cast: bool) -> list[str]:
@@ -206,19 +161,26 @@ def mismatches(stored: Stored, parts: TrainingParts, *, cast: bool) -> list[str]
     """
     names, model = GlobalNames(parts.ddp), None
     if parts.ddp.ranks.has_same_params:
-        groups = [] if parts.optimizer is None else members_by_name(members_of(parts.optimizer), names)
+        groups = members_by_name(parts.optimizer, names)
         model = WholeModel(groups, {*names.params.values(), *names.buffers}, dict.fromkeys(names.stateful))
     return _mismatches(stored, parts, names, model, cast=cast)
 
 
 def _mismatches(stored: Stored, parts: TrainingParts, names: GlobalNames, model: WholeModel | None, *, cast: bool) -> list[str]:
-    if stored.values.get("version") != VALUES_VERSION:
-        return [f"its values are of version {stored.values.get('version')!r}, and this one reads version {VALUES_VERSION}"]
-    problems = [*_malformed(stored), *check_model(stored, names, model, cast=cast)]
-    if parts.optimizer is not None:
-        problems += check_optimizer(stored, parts.optimizer, names, model, cast=cast)
-        problems += _name_problems(set(_dict(stored, "stateful")), set(parts.stateful), "of the training run")
-    extra_state, here = set(_dict(stored, "module_extra_state")), set(names.stateful)
+    values: Any = stored.values
+    if values.get("version") != VALUES_VERSION:
+        return [f"its values are of version {values.get('version')!r}, and this one reads version {VALUES_VERSION}"]
+    members = members_by_name(parts.optimizer, names)
+    try:
+        for key in ("stateful", "module_extra_state", "extras", "data_position"):
+            decode(values[key], _find_in(stored))
+        problems = check_model(stored, names, model, cast=cast)
+        if parts.optimizer is not None:
+            problems += check_optimizer(stored, parts.optimizer, members, names, model, cast=cast)
+            problems += _name_problems(set(values["stateful"]), set(parts.stateful), "of the training run")
+        extra_state, here = set(values["module_extra_state"]), set(names.stateful)
+    except UNREADABLE as error:  # sealed, but by other means
+        return [f"what the checkpoint says beside its tensors cannot be read: {type(error).__name__}: {error}"]
     elsewhere = extra_state - here if model is None else model.modules.keys() - here
     return problems + _name_problems(extra_state - elsewhere, here, "that module.get_extra_state() gives")
 
@@ -228,31 +190,9 @@ def _refuse(stored: Stored, problems: list[str]) -> None:
         raise CheckpointMismatchError(path=str(stored.path), problems=problems)
 
 
-def _dict(stored: Stored, key: str) -> dict[str, Any]:
-    found: Any = stored.values.get(key)
-    return dict(found) if isinstance(found, Mapping) else {}
-
-
-def _malformed(stored: Stored) -> list[str]:
-    """Return what of the values nobody could use; somebody may have written and sealed them by other means."""
-    values: Any = stored.values
-    try:
-        for key in ("stateful", "module_extra_state", "extras"):
-            values[key].items()
-        for key in ("stateful", "module_extra_state", "extras", "data_position", "rng_ranks"):
-            decode(values[key], _nothing_of(stored))
-    except (KeyError, AttributeError, ValueError) as error:
-        return [f"what the checkpoint says beside its tensors cannot be read: {type(error).__name__}: {error}"]
-    return []
-
-
-def _nothing_of(stored: Stored) -> Callable[[str], torch.Tensor]:
+def _find_in(stored: Stored) -> Callable[[str], torch.Tensor]:
     """Return what says whether a tensor is there, and reads nothing of it."""
-
-    def find(name: str) -> torch.Tensor:
-        return torch.empty(stored.tensors[name].shape, device="meta")
-
-    return find
+    return lambda name: torch.empty(stored.tensors[name].shape, device="meta")
 
 
 def _name_problems(there: set[str], here: set[str], what: str) -> list[str]:
@@ -262,50 +202,45 @@ def _name_problems(there: set[str], here: set[str], what: str) -> list[str]:
     ]
 
 
-def _read(stored: Stored, parts: TrainingParts, names: GlobalNames, ranks: GroupRanks, *, with_rng: bool) -> _Read:
-    staging = Staging(stored)
+def _read(staging: Staging, parts: TrainingParts, names: GlobalNames, *, with_rng: bool) -> LoadedCheckpoint:
+    """Read all that this rank takes, beside the run."""
+    stored, ranks = staging.stored, names.ranks
+    values: Any = stored.values
     stage_model(staging, parts.ddp, names)
+    states: list[tuple[Restore, Any, Any]] = []
     if parts.optimizer is not None:
         stage_optimizer(staging, parts.optimizer, names)
-    values = stored.values
-    kept = [values["data_position"], values["extras"]]
-    plain = [decode(value, staging.want_stored) for value in kept]
-    rng: dict[str, torch.Tensor] = {}
-    if with_rng and parts.optimizer is not None and values["rng_ranks"] == ranks.size:
-        prefix = f"{RNG_PREFIX}{ranks.rank}."
-        rng = {name.removeprefix(prefix): staging.want_stored(name) for name in stored.tensors if name.startswith(prefix)}
-    staging.read()
-    _refuse(stored, check_rng(rng, parts.ddp.param_and_grad_buffers[0].param_data.device))
-    found = LoadedCheckpoint(str(stored.path), stored.step, stored.world_size, plain[0], plain[1], bool(rng))
-    return _Read(staging, found, rng)
-
-
-def _load_stateful(stored: Stored, parts: TrainingParts, names: GlobalNames, read: _Read) -> None:
-    """Load scheduler, scaler and modules' extra state, which can be taken back."""
-    staging = Staging(stored)
-    todo: list[tuple[Callable[[Any], Any], Any, Any]] = []
-    if parts.optimizer is not None:
-        for name, value in _dict(stored, "stateful").items():
+        for name, value in values["stateful"].items():
             item = parts.stateful[name]
-            todo.append((item.load_state_dict, item.state_dict(), decode(value, staging.want_stored)))
-    extra_state = _dict(stored, "module_extra_state")
+            states.append((item.load_state_dict, item.state_dict(), value))
     for name, module in names.stateful.items():
-        value = extra_state[name]
-        todo.append((module.set_extra_state, module.get_extra_state(), decode(value, staging.want_stored)))
+        states.append((module.set_extra_state, module.get_extra_state(), values["module_extra_state"][name]))
+    for take, before, value in states:
+        staging.states.append((take, copy.deepcopy(before), decode(value, staging.want_stored)))
+    has_rng = with_rng and parts.optimizer is not None and values["rng_ranks"] == ranks.size
+    if has_rng:
+        device, prefix = parts.ddp.param_and_grad_buffers[0].param_data.device, f"{RNG_PREFIX}{ranks.rank}."
+        rng = {name.removeprefix(prefix): staging.want_stored(name) for name in stored.tensors if name.startswith(prefix)}
+        staging.states.append((partial(restore_rng, device=device), capture_rng(device), rng))
+    position, extras = decode(values["data_position"], staging.want_stored), decode(values["extras"], staging.want_stored)
     staging.read()
-    for take, before, state in todo:
-        read.undo.append(partial(take, copy.deepcopy(before)))
+    return LoadedCheckpoint(str(stored.path), stored.step, stored.world_size, position, extras, has_rng)
+
+
+def _set_states(staging: Staging, undo: list[Callable[[], Any]]) -> None:
+    """Load what can refuse its new state, and can take its own back."""
+    for take, before, state in staging.states:
+        undo.append(partial(take, before))
         take(state)
 
 
 @torch.no_grad()
-def _commit(parts: TrainingParts, read: _Read) -> None:
-    for target, values in read.staging.copies:
+def _commit(parts: TrainingParts, staging: Staging) -> None:
+    for target, values in staging.copies:
         target.copy_(values)
     parts.ddp.num_value_changes += 1
-    for act in read.staging.finish:
+    for act in staging.finish:
         act()
-    restore_rng(read.rng, parts.ddp.param_and_grad_buffers[0].param_data.device)
 
 
 # Weights and module buffers
@@ -321,7 +256,7 @@ def check_model(stored: Stored, names: GlobalNames, model: WholeModel | None, *,
     dtypes = {own.global_name: param.dtype for param, own in names.identities.items()}
     here = [(f"{MODEL_PREFIX}{name}", shape, dtypes[name]) for name, shape in shapes.items()]
     here += [(_source_of_buffer(stored, names, name), buffer.shape, buffer.dtype) for name, buffer in names.buffers.items()]
-    differences = [find_difference(stored, *one, cast=cast) for one in here]
+    differences = [find_difference(stored.tensors, *one, cast=cast) for one in here]
     unknown = [
         f"{name!r} is in the checkpoint and not in the model"
         for name in stored.tensors
@@ -406,29 +341,24 @@ class StoredOptimizer:
         )
 
     def problems(self, stored: Stored) -> list[str]:
-        """Return what of it contradicts itself.
+        """Return the values per element that no parameter would get.
 
         Raises:
-            ValueError: a number of the state is none; or KeyError, TypeError, AttributeError.
+            ValueError: a number of the state is none; or another of ``UNREADABLE``.
         """
-        for entry in {entry for description in self.state.values() for entry in description}:
-            if entry.kind == "plain":
-                decode(json.loads(entry.number[1]), _nothing_of(stored))
-            elif entry.kind in ("number", "tensor"):
-                number_in(entry, torch.device("cpu"))
-            elif entry.kind not in ("elements", "other") or entry.dtype not in ITEM_BYTES:
-                raise ValueError(f"an entry of the kind {entry.kind!r} and the dtype {entry.dtype!r}")
-        keys = [(name, entry) for name, description in self.state.items() for entry in description]
-        known = {state_name(name, entry.key) for name, entry in keys}
-        below = tuple(f"{state_name(name, entry.key)}." for name, entry in keys if entry.kind == "plain")
-        problems = [
-            f"{name!r} has state and is in no group of the checkpoint's optimizer"
-            for name in self.state.keys() - self.group_of.keys()
-        ]
-        return problems + [
+        known, below = set(), []
+        for name, description in self.state.items():
+            for entry in description:
+                known.add(state_name(name, entry.key))
+                if entry.kind == "plain":
+                    decode(json.loads(entry.number[1]), _find_in(stored))
+                    below.append(f"{state_name(name, entry.key)}.")
+                elif entry.kind not in ("elements", "other"):
+                    number_in(entry, torch.device("cpu"))
+        return [
             f"{name!r} is in the checkpoint, and its optimizer knows nothing of it"
             for name in stored.tensors
-            if name.startswith(STATE_PREFIX) and name not in known and not name.startswith(below)
+            if name.startswith(STATE_PREFIX) and name not in known and not name.startswith(tuple(below))
         ]
 
     def dtype_of(self, name: str, entry: StateEntry, stored: Stored, dtype: torch.dtype) -> torch.dtype:
@@ -442,29 +372,32 @@ class StoredOptimizer:
 
 
 def check_optimizer(
-    stored: Stored, optimizer: torch.optim.Optimizer, names: GlobalNames, model: WholeModel | None, *, cast: bool
+    stored: Stored,
+    optimizer: torch.optim.Optimizer,
+    members: Sequence[Sequence[str]],
+    names: GlobalNames,
+    model: WholeModel | None,
+    *,
+    cast: bool,
 ) -> list[str]:
     """Return everything in which the stored optimizer and this one differ.
 
     Args:
+        members: the parameters in each group of this one, by name.
         model: what all ranks hold; None where nobody has asked them.
 
     Raises:
-        OptimizerParametersError: a parameter is not the module's.
+        ValueError: what the checkpoint says of it cannot be read; or another of ``UNREADABLE``.
     """
     if not stored.values.get("optimizer"):
         return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
-    try:
-        there = StoredOptimizer.read(stored.values["optimizer"])
-        hyperparameters = [
-            {key: decode(value, _nothing_of(stored)) for key, value in group.items()} for group in there.hyperparameters
-        ]
-        problems = there.problems(stored)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        return [f"what the checkpoint says of its optimizer cannot be read: {type(error).__name__}: {error}"]
-    inner = optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
-    members = members_by_name(members_of(optimizer), names)
-    problems += [] if type(inner).__name__ == there.kind else [f"the optimizer was {there.kind} and is {type(inner).__name__}"]
+    there = StoredOptimizer.read(stored.values["optimizer"])
+    hyperparameters = [
+        {key: decode(value, _find_in(stored)) for key, value in group.items()} for group in there.hyperparameters
+    ]
+    kind = type(inner_of(optimizer)).__name__
+    problems = there.problems(stored)
+    problems += [] if kind == there.kind else [f"the optimizer was {there.kind} and is {kind}"]
     problems += [
         f"{key!r} of group {index} is {value!r:.100} in the checkpoint and {own[key]!r:.100} here"
         for index, (of_group, own) in enumerate(zip(hyperparameters, optimizer.param_groups, strict=False))
@@ -478,7 +411,7 @@ def check_optimizer(
         for entry in there.state.get(name, ()):
             if entry.kind == "elements":
                 wanted = there.dtype_of(name, entry, stored, dtype)
-                found = find_difference(stored, state_name(name, entry.key), own.global_shape, wanted, cast=cast)
+                found = find_difference(stored.tensors, state_name(name, entry.key), own.global_shape, wanted, cast=cast)
                 problems += [found] if found else []
             elif entry.kind in ("other", "plain") and computes_in_main:
                 problems.append(

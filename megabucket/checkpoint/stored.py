@@ -7,16 +7,18 @@ of a checkpoint is run.
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import torch
 
-from megabucket.buffer import dtype_named
+from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import in_shape
 from megabucket.checkpoint.catalog import (
     LATEST,
@@ -24,21 +26,21 @@ from megabucket.checkpoint.catalog import (
     StepDirectory,
     read_latest,
     read_manifest,
+    saved_steps,
     step_directories,
-    whole_steps,
 )
-from megabucket.checkpoint.data_files import Part
-from megabucket.checkpoint.file_system import FileSystem, num_file_threads, reason_of
+from megabucket.checkpoint.file_system import num_file_threads, read_file, reason_of
 from megabucket.checkpoint.format import (
     ITEM_BYTES,
     MANIFEST_NAME,
     Json,
+    Manifest,
     Piece,
-    SealedManifest,
     StoredBlock,
     StoredFile,
     TensorInfo,
     first_bytes,
+    key_of,
     overlap,
 )
 from megabucket.errors import CheckpointError, CheckpointInvalidError, CheckpointMismatchError, CheckpointMissingError, log_once
@@ -47,15 +49,27 @@ _Target: TypeAlias = tuple[StoredBlock, int, torch.Tensor]
 """A block, and what is to be filled with its elements from a first one on."""
 
 
-class _DamagedFileError(Exception):
-    """Which file is not as it must be, and why; the reader makes an error for users of it."""
+class Stored:
+    """A checkpoint that was opened, whatever holds it.
 
-    def __init__(self, file: str, problem: str) -> None:
-        self.file, self.problem = file, problem
-        super().__init__(f"{file}: {problem}")
+    Args:
+        path: where it lies, for texts.
+        world_size: how many ranks wrote it.
+        tensors: what each tensor is as a whole, by name.
+        values: everything that is not a tensor.
+    """
+
+    def __init__(
+        self, path: Path, step: int, world_size: int, tensors: Mapping[str, TensorInfo], values: Mapping[str, Json]
+    ) -> None:
+        self.path, self.step, self.world_size, self.tensors, self.values = path, step, world_size, tensors, values
+
+    def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:
+        """Fill the values of pieces."""
+        raise NotImplementedError
 
 
-class StoredCheckpoint:
+class StoredCheckpoint(Stored):
     """One checkpoint, its manifest read and its seal found right; data files are verified when they are read.
 
     Attributes:
@@ -70,57 +84,55 @@ class StoredCheckpoint:
         signed: whether there is a signature (checked if a key was given).
     """
 
-    def __init__(self, root: Path, directory: StepDirectory, sealed: SealedManifest, file_system: FileSystem) -> None:
-        manifest = sealed.manifest
-        self.path = root / directory.name
-        self.step, self.world_size = manifest.step, manifest.world_size
-        self.seal, self.signed = sealed.seal, sealed.signed
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self.blocks: Mapping[str, tuple[StoredBlock, ...]] = manifest.tensors
-        self.tensors: Mapping[str, TensorInfo] = {name: blocks[0].info.whole for name, blocks in self.blocks.items()}
-        self.values: Mapping[str, Json] = manifest.values
+        tensors = {name: blocks[0].info.whole for name, blocks in self.blocks.items()}
+        super().__init__(path, manifest.step, manifest.world_size, tensors, manifest.values)
         self.files: tuple[StoredFile, ...] = manifest.files
-        self._root, self._directory, self._file_system = root, directory, file_system
+        self.seal, self.signed = manifest.seal, manifest.signed
 
-    def verify(self, *, part: int = 0, parts: int = 1) -> None:
-        """Read every file and compare it with the manifest; or every ``parts``-th from ``part`` on, to share the work.
+    def verify(self) -> None:
+        """Read every file and compare it with the manifest.
 
         Raises:
             CheckpointInvalidError: the first file that is not what was written.
         """
-        for error in self._damage(self.files[part::parts]):
-            raise self._invalid(error)
+        for error in self._damage():
+            raise error
 
     def problems(self) -> list[str]:
         """Return what is wrong with each file that is not what was written: nothing, for a whole checkpoint."""
-        return [str(error) for error in self._damage(self.files)]
+        return [f"{error.file}: {error.problem}" for error in self._damage()]
 
-    def _damage(self, files: Sequence[StoredFile]) -> Iterator[_DamagedFileError]:
-        def check(file: StoredFile) -> _DamagedFileError | None:
+    def _damage(self) -> list[CheckpointInvalidError]:
+        def check(file: StoredFile) -> CheckpointInvalidError | None:
             try:
                 self._verified(file)
-            except _DamagedFileError as error:
+            except CheckpointInvalidError as error:
                 return error
             return None
 
         with ThreadPoolExecutor(num_file_threads(), "megabucket-load") as pool:
-            yield from (error for error in pool.map(check, files) if error is not None)
+            return [error for error in pool.map(check, self.files) if error is not None]
 
     def _verified(self, file: StoredFile) -> memoryview:
         """Return the contents of a file, once the SHA-256 of these bytes was found right."""
         try:
-            contents = self._file_system.read(self.path / file.name, file.num_bytes)
+            contents = read_file(self.path / file.name, file.num_bytes)
+            digest = hashlib.sha256(contents).hexdigest()
         except FileNotFoundError:
-            raise _DamagedFileError(file.name, "it is missing") from None
+            problem = "it is missing"
         except OSError as error:
-            raise _DamagedFileError(file.name, f"it cannot be read: {reason_of(error)}") from None
+            problem = f"it cannot be read: {reason_of(error)}"
         except ValueError as error:
-            raise _DamagedFileError(file.name, str(error)) from None
-        if len(contents) != file.num_bytes:
-            raise _DamagedFileError(file.name, f"it has {len(contents)} bytes, and the manifest says {file.num_bytes}")
-        digest = hashlib.sha256(contents).hexdigest()
-        if digest != file.sha256:
-            raise _DamagedFileError(file.name, f"its SHA-256 is {digest}, and the manifest says {file.sha256}")
-        return contents
+            problem = str(error)
+        else:
+            if digest == file.sha256:
+                return contents
+            problem = f"its SHA-256 is {digest}, and the manifest says {file.sha256}"
+            if len(contents) != file.num_bytes:
+                problem = f"it has {len(contents)} bytes, and the manifest says {file.num_bytes}"
+        raise invalid(self.path, file.name, problem)
 
     def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:
         """Fill the values of each piece from the files; only files that hold some of it are read, each once.
@@ -131,14 +143,14 @@ class StoredCheckpoint:
         Pieces of a block that is not stored as such, or in another ``order``, cost memory for two copies while this runs.
 
         Args:
-            cast: take stored values of other dtypes, if the wanted one is of the same or a wider kind (bool, integer,
-                float, complex); a value that does not fit is an error.
+            cast: floating-point values may be converted; one that does not fit is an error.
 
         Raises:
             CheckpointMismatchError: names, shapes or dtypes differ; every one is listed and nothing was read.
             CheckpointInvalidError: a file is not what was written.
         """
-        problems = [problem for piece in wanted for problem in self._mismatches(piece, cast=cast)]
+        found = [find_difference(self.tensors, of.info.name, of.info.global_shape, of.values.dtype, cast=cast) for of in wanted]
+        problems = [problem for problem in found if problem is not None]
         if problems:
             raise CheckpointMismatchError(path=str(self.path), problems=problems)
         targets: list[_Target] = []
@@ -147,7 +159,7 @@ class StoredCheckpoint:
         converted: list[tuple[torch.Tensor, Piece]] = []
         for piece in (piece for piece in wanted if piece.start < piece.stop):
             blocks = self.blocks[piece.info.name]
-            same = next((block for block in blocks if _lies_alike(piece.info, block.info)), None)
+            same = next((block for block in blocks if _place(block.info) == _place(piece.info)), None)
             if same is not None:
                 targets.append((same, piece.start, piece.values.detach()))
                 continue
@@ -163,77 +175,59 @@ class StoredCheckpoint:
         for values, piece in converted:
             copy_checked(values, piece.values.detach(), piece.info.name)
 
-    def _mismatches(self, piece: Piece, *, cast: bool) -> list[str]:
-        wanted = piece.info
-        info = self.tensors.get(wanted.name)
-        if info is None:
-            return [f"{wanted.name!r} is not in the checkpoint"]
-        found = []
-        if wanted.global_shape != info.shape:
-            found.append(f"{wanted.name!r} has shape {info.shape} in the checkpoint, and {wanted.global_shape} is wanted")
-        elif not 0 <= piece.start <= piece.stop <= wanted.numel or piece.values.shape != (piece.stop - piece.start,):
-            found.append(f"{wanted.name!r} {piece.start}:{piece.stop} is wanted into {tuple(piece.values.shape)} elements")
-        if str(piece.values.dtype) != f"torch.{wanted.dtype}":
-            found.append(f"{wanted.name!r} is wanted as {wanted.dtype} into values of {piece.values.dtype}")
-        elif not torch.can_cast(dtype_named(info.dtype), piece.values.dtype):
-            found.append(f"{info.name!r} is {info.dtype} in the checkpoint, which is never made {piece.values.dtype}")
-        elif wanted.dtype != info.dtype and not cast:
-            found.append(
-                f"{info.name!r} is {info.dtype} in the checkpoint and {piece.values.dtype} is wanted; cast=True converts"
-            )
-        return found
-
     def _fill(self, targets: Sequence[_Target]) -> None:
-        by_file: dict[int, list[tuple[Part, int, torch.Tensor]]] = {}
+        by_file: dict[int, list[tuple[str, int, torch.dtype, torch.Tensor]]] = {}
         for block, start, target in targets:
-            stop = start + len(target)
+            stop, item_bytes, dtype = start + len(target), ITEM_BYTES[block.info.dtype], dtype_named(block.info.dtype)
             for source in block.ranges[bisect_right(block.ranges, start, key=lambda source: source.start) - 1 :]:
                 if source.start >= stop:
                     break
                 first, last = max(start, source.start), min(stop, source.stop)
-                part = Part(block.info, source.start, source.stop)
-                by_file.setdefault(source.file, []).append((part, first - source.start, target[first - start : last - start]))
+                key, skipped = key_of(block.info, source.start, source.stop), (first - source.start) * item_bytes
+                by_file.setdefault(source.file, []).append((key, skipped, dtype, target[first - start : last - start]))
 
         def fill(index: int) -> None:
             contents = self._verified(self.files[index])
             begins = first_bytes(contents)
-            for part, skipped, target in by_file[index]:
-                begin = begins[part.key] + skipped * ITEM_BYTES[part.info.dtype]
-                values = torch.frombuffer(contents, dtype=dtype_named(part.info.dtype), count=len(target), offset=begin)
-                copy_checked(values, target, part.info.key)
+            for key, skipped, dtype, target in by_file[index]:
+                values = torch.frombuffer(contents, dtype=dtype, count=len(target), offset=begins[key] + skipped)
+                copy_checked(values, target, key)
 
-        try:
-            with ThreadPoolExecutor(num_file_threads(), "megabucket-load") as pool:
-                list(pool.map(fill, sorted(by_file)))  # after a failure those that have not begun are cancelled
-        except _DamagedFileError as error:
-            raise self._invalid(error) from None
+        with ThreadPoolExecutor(num_file_threads(), "megabucket-load") as pool:
+            list(pool.map(fill, sorted(by_file)))  # after a failure those that have not begun are cancelled
 
-    def _invalid(self, error: _DamagedFileError) -> CheckpointInvalidError:
-        steps = whole_steps(self._file_system, self._root, but=self._directory)
-        return CheckpointInvalidError(path=str(self.path), file=error.file, problem=error.problem, steps=steps)
+
+def find_difference(
+    tensors: Mapping[str, TensorInfo], name: str, shape: Sequence[int], dtype: torch.dtype, *, cast: bool
+) -> str | None:
+    """Return why a stored tensor cannot become one of a shape and a dtype, or ``None``."""
+    info = tensors.get(name)
+    if info is None:
+        return f"{name!r} is not in the checkpoint"
+    if info.shape != tuple(shape):
+        return f"{name!r} has shape {info.shape} in the checkpoint and {tuple(shape)} here"
+    there = dtype_named(info.dtype)
+    if there == dtype:
+        return None
+    if not (there.is_floating_point and dtype.is_floating_point):
+        return f"{name!r} is {info.dtype} in the checkpoint and {dtype_name(dtype)} here, and is never converted"
+    return None if cast else f"{name!r} is {info.dtype} in the checkpoint and {dtype_name(dtype)} here; cast=True converts"
 
 
 def copy_checked(source: torch.Tensor, target: torch.Tensor, name: str) -> None:
-    """Copy values, perhaps into another dtype.
+    """Copy values, perhaps into another floating-point dtype.
 
     Raises:
         CheckpointMismatchError: that dtype cannot hold them.
     """
     target.copy_(source)
-    if source.dtype == target.dtype:
-        return
-    if target.is_floating_point() or target.is_complex():
-        lost = bool((_is_finite(target) != _is_finite(source)).any())
-    else:
-        lost = not torch.equal(target.cpu().to(source.dtype), source.cpu())
-    if lost:
+    # Torch does not ask numbers of 8 bits whether they are finite; all of them are exact in float32.
+    if source.dtype != target.dtype and bool((target.cpu().float().isfinite() != source.double().isfinite()).any()):
         raise CheckpointMismatchError(path=name, problems=[f"{name!r} has values that {target.dtype} cannot hold"])
 
 
-def _is_finite(values: torch.Tensor) -> torch.Tensor:
-    # Torch does not ask numbers of 8 bits; all of them are exact in float32.
-    wide = values.float() if values.dtype.itemsize == 1 else values
-    return wide.isfinite().cpu()
+def _place(info: TensorInfo) -> tuple[tuple[int, ...], ...]:
+    return info.offset, info.shape, info.order
 
 
 def _narrowed(piece: Piece) -> tuple[TensorInfo, int]:
@@ -274,21 +268,12 @@ def _copy_common(
     copies.append((in_shape(values, wanted.shape, wanted.order)[inside], found.as_strided(sizes, strides)))
 
 
-def _lies_alike(one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether both are the same block and lay it out alike; dimensions of one element are laid out anyhow."""
-    if (one.offset, one.shape) != (other.offset, other.shape):
-        return False
-    first, second = ([dim for dim in info.order if info.shape[dim] != 1] for info in (one, other))
-    return first == second or one.numel <= 1
-
-
 def open_checkpoint(
     root: Path | str,
     step: Literal["latest"] | int = "latest",
     *,
     key: bytes | None = None,
     allow_fallback: bool = False,
-    file_system: FileSystem | None = None,
 ) -> StoredCheckpoint:
     """Return a checkpoint whose manifest is whole and whose files are all there; their contents are verified when read.
 
@@ -304,10 +289,12 @@ def open_checkpoint(
         CheckpointMissingError: there is none.
         CheckpointInvalidError: it is damaged, and no other may be taken or none is whole.
     """
-    opener = _Opener(Path(root), key, file_system or FileSystem())
+    root = Path(root)
     if allow_fallback:
-        return opener.newest_whole(step)
-    return opener.newest() if step == "latest" else opener.of_step(step)
+        return _newest_whole(root, step, key)
+    if step == "latest":
+        return _newest(root, key)
+    return _open(root, next((one for one in step_directories(root)[::-1] if one.step == step), StepDirectory(step)), key)
 
 
 def open_at(path: Path, *, step: int | None = None, key: bytes | None = None) -> StoredCheckpoint:
@@ -319,99 +306,79 @@ def open_at(path: Path, *, step: int | None = None, key: bytes | None = None) ->
     directory = StepDirectory.parse(path.absolute().name)
     if directory is None or step is not None:
         return open_checkpoint(path, "latest" if step is None else step, key=key)
-    return _Opener(path.absolute().parent, key, FileSystem()).open(directory)
+    return _open(path.absolute().parent, directory, key)
 
 
-class _Opener:
-    def __init__(self, root: Path, key: bytes | None, file_system: FileSystem) -> None:
-        self._root, self._key, self._files = root, key, file_system
+def _newest(root: Path, key: bytes | None) -> StoredCheckpoint:
+    latest = _latest(root)
+    try:
+        stored = _open(root, latest.directory, key)
+    except CheckpointError:
+        if _latest(root) == latest:
+            raise
+        return _newest(root, key)  # a save has replaced and removed it since ``latest`` was read
+    if stored.seal != latest.seal:
+        problem = f"it names {latest.directory.name} with another seal: one of the two was changed"
+        raise invalid(root, LATEST, problem, saved_steps(root))
+    return stored
 
-    def newest(self) -> StoredCheckpoint:
-        latest = self._latest()
-        while True:
-            try:
-                stored = self.open(latest.directory)
-                break
-            except CheckpointError:
-                # A save may have replaced and removed it since ``latest`` was read.
-                again = self._latest()
-                if again == latest:
-                    raise
-                latest = again
-        if stored.seal != latest.seal:
-            problem = f"it names {latest.directory.name} with another seal: one of the two was changed"
-            raise self._invalid(self._root, LATEST, problem)
+
+def _newest_whole(root: Path, step: Literal["latest"] | int, key: bytes | None) -> StoredCheckpoint:
+    """Return what is wanted, or the newest older one that is whole; of an unreadable ``latest``, the newest of all."""
+    try:
+        stored = open_checkpoint(root, step, key=key)
+        stored.verify()
+    except CheckpointError as error:
+        problem = error
+    else:
         return stored
-
-    def of_step(self, step: int) -> StoredCheckpoint:
-        directories = [directory for directory in step_directories(self._files, self._root) if directory.step == step]
-        if not directories:
-            raise self._missing(f"step {step}")
-        return self.open(directories[-1])
-
-    def newest_whole(self, step: Literal["latest"] | int) -> StoredCheckpoint:
-        problems: list[CheckpointError] = []
-        for candidate in self._candidates(step, problems):
-            try:
-                stored = self.open(candidate)
-                stored.verify()
-            except CheckpointError as error:
-                problems.append(error)
-                continue
-            if problems:
-                log_once(f"falling back to the checkpoint of step {stored.step} ({stored.path}): {problems[0]}")
-            return stored
-        raise problems[0] if problems else self._missing(str(step))
-
-    def _candidates(self, step: Literal["latest"] | int, problems: list[CheckpointError]) -> Iterator[StepDirectory]:
-        directories = step_directories(self._files, self._root)[::-1]
-        if step != "latest":
-            if not any(directory.step == step for directory in directories):
-                problems.append(self._missing(f"step {step}"))
-            yield from (directory for directory in directories if directory.step <= step)
-            return
+    newest: StepDirectory | None = None
+    if step != "latest":
+        newest = StepDirectory(step, 10**9)
+    else:
+        with suppress(CheckpointError):  # else nobody can say which are of an abandoned run
+            newest = _latest(root).directory
+    for directory in step_directories(root)[::-1]:
+        if newest is not None and directory > newest:
+            continue
         try:
-            first = self._latest().directory
-        except CheckpointError as error:
-            problems.append(error)  # nobody can say which are of an abandoned run
-            yield from directories
-            return
-        try:
-            self.newest()
-        except CheckpointError as error:
-            problems.append(error)
-        yield from (directory for directory in directories if directory <= first)
+            stored = _open(root, directory, key)
+            stored.verify()
+        except CheckpointError:
+            continue
+        log_once(f"falling back to the checkpoint of step {stored.step} ({stored.path}): {problem}")
+        return stored
+    raise problem
 
-    def _latest(self) -> Latest:
-        try:
-            return read_latest(self._files, self._root)
-        except FileNotFoundError:
-            raise self._missing(f"{LATEST!r}, which is not there") from None
-        except (OSError, ValueError) as error:
-            raise self._invalid(self._root, LATEST, reason_of(error)) from None
 
-    def open(self, directory: StepDirectory) -> StoredCheckpoint:
-        path = self._root / directory.name
-        try:
-            names = set(self._files.names(path))
-        except FileNotFoundError:
-            raise self._missing(directory.name) from None
-        except OSError as error:
-            raise self._invalid(path, ".", f"the directory cannot be read: {reason_of(error)}", directory) from None
-        try:
-            sealed = read_manifest(self._files, path, directory, key=self._key)
-        except (OSError, ValueError) as error:
-            problem = "it is missing" if isinstance(error, FileNotFoundError) else reason_of(error)
-            raise self._invalid(path, MANIFEST_NAME, problem, directory) from None
-        missing = [file.name for file in sealed.manifest.files if file.name not in names]
-        if missing:
-            problem = "it is missing" if len(missing) == 1 else f"it and {len(missing) - 1} other files are missing"
-            raise self._invalid(path, missing[0], problem, directory)
-        return StoredCheckpoint(self._root, directory, sealed, self._files)
+def _latest(root: Path) -> Latest:
+    try:
+        return read_latest(root)
+    except FileNotFoundError:
+        wanted = f"{LATEST!r}, which is not there"
+        raise CheckpointMissingError(root=str(root), wanted=wanted, steps=saved_steps(root)) from None
+    except (OSError, ValueError) as error:
+        raise invalid(root, LATEST, reason_of(error), saved_steps(root)) from None
 
-    def _missing(self, wanted: str) -> CheckpointMissingError:
-        return CheckpointMissingError(root=str(self._root), wanted=wanted, steps=whole_steps(self._files, self._root))
 
-    def _invalid(self, path: Path, file: str, problem: str, but: StepDirectory | None = None) -> CheckpointInvalidError:
-        steps = whole_steps(self._files, self._root, but=but)
-        return CheckpointInvalidError(path=str(path), file=file, problem=problem, steps=steps)
+def _open(root: Path, directory: StepDirectory, key: bytes | None) -> StoredCheckpoint:
+    path = root / directory.name
+    try:
+        manifest = read_manifest(path, directory, key=key)
+        missing = [file.name for file in manifest.files if not os.path.lexists(path / file.name)]
+    except (OSError, ValueError) as error:
+        if not path.exists():
+            raise CheckpointMissingError(root=str(root), wanted=f"step {directory.step}", steps=saved_steps(root)) from None
+        problem = "it is missing" if isinstance(error, FileNotFoundError) else reason_of(error)
+        raise invalid(path, MANIFEST_NAME, problem) from None
+    if missing:
+        problem = "it is missing" if len(missing) == 1 else f"it and {len(missing) - 1} other files are missing"
+        raise invalid(path, missing[0], problem)
+    return StoredCheckpoint(path, manifest)
+
+
+def invalid(path: Path, file: str, problem: str, steps: Sequence[int] | None = None) -> CheckpointInvalidError:
+    """Return the error about a file of a checkpoint; it names the other steps that are there."""
+    if steps is None:
+        steps = saved_steps(path.parent, but=StepDirectory.parse(path.name))
+    return CheckpointInvalidError(path=str(path), file=file, problem=problem, steps=steps)

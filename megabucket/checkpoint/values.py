@@ -30,6 +30,9 @@ RNG_PREFIX: Final = "rng."
 _PLAIN_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _MAX_SAFE_INT: Final = 1 << 53
 
+UNREADABLE: Final = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
+"""What ``decode``, and others that read a checkpoint's values, may raise where those make no sense."""
+
 Keep = Callable[[str, torch.Tensor], None]
 """Receives a tensor and its name."""
 
@@ -102,23 +105,16 @@ def decode(value: Json, find: Find = _no_tensor) -> Any:
         find: gives the tensors that ``encode`` gave away, by name.
 
     Raises:
-        ValueError: the JSON is not of ``encode``, or a tensor is not there.
+        ValueError: the JSON is not of ``encode``, or another of ``UNREADABLE``; LookupError also for a tensor that is missing.
     """
-    try:
-        return _decode(value, find)
-    except (TypeError, KeyError, AttributeError, AssertionError, IndexError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{value!r:.100} is no value of a checkpoint: {type(error).__name__}: {error}") from error
-
-
-def _decode(value: Json, find: Find) -> Any:
     if isinstance(value, str) or not isinstance(value, Mapping | list):
         return value
     if isinstance(value, list):
-        return [_decode(item, find) for item in value]
+        return [decode(item, find) for item in value]
     tag = next(iter(value), "")
     if len(value) == 1 and tag.startswith("!"):
         return _decode_tagged(tag, value[tag], find)
-    return {key: _decode(item, find) for key, item in value.items()}
+    return {key: decode(item, find) for key, item in value.items()}
 
 
 def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
@@ -126,14 +122,12 @@ def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
         "!int": int,
         "!float": float,
         "!bytes": bytes.fromhex,
-        "!tuple": lambda items: tuple(_decode(item, find) for item in items),
-        "!dict": lambda items: {_decode(key, find): _decode(item, find) for key, item in items},
-        "!number": lambda parts: torch.full(parts[1], _decode(parts[2], find), dtype=dtype_named(parts[0])),
+        "!tuple": lambda items: tuple(decode(item, find) for item in items),
+        "!dict": lambda items: {decode(key, find): decode(item, find) for key, item in items},
+        "!number": lambda parts: torch.full(parts[1], decode(parts[2], find), dtype=dtype_named(parts[0])),
         "!tensor": find,
-        "!json": lambda text: _decode(json.loads(text), find),  # deep values, by earlier versions
+        "!json": lambda text: decode(json.loads(text), find),  # deep values, by earlier versions
     }
-    if tag not in readers:
-        raise ValueError(f"unknown kind of value {tag!r}")
     return readers[tag](content)
 
 
@@ -147,17 +141,6 @@ def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
     if Accelerator.of(device) is not None:
         found[device.type] = torch.get_device_module(device).get_rng_state(device)
     return found
-
-
-def check_rng(states: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
-    """Return what is wrong with states that were read: they are set, and set back, so nothing changes."""
-    before, problems = capture_rng(device), []
-    try:
-        restore_rng(states, device)
-    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, OverflowError) as error:
-        problems.append(f"the state of the random number generators cannot be used: {error}")
-    restore_rng(before, device)
-    return problems
 
 
 def restore_rng(states: Mapping[str, torch.Tensor], device: torch.device) -> None:

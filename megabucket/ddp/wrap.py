@@ -110,11 +110,15 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
     """
     if isinstance(param, UninitializedParameter):
         yield "it is uninitialized (a lazy module)", "Run one forward before wrapping."
+    if torch.is_inference_mode_enabled() or param.is_inference():
+        reason = "tensors of torch.inference_mode() take part in no backward"
+        yield reason, "Make and wrap the module outside of it."
     if param.is_meta:
         remedy = "Call module.to_empty(device=...) and initialize the parameters before wrapping."
         yield "it is on the meta device and has no values", remedy
-    if param.layout is not torch.strided:
-        yield f"it is sparse ({param.layout})", "Use a dense parameter, or freeze it."
+    if param.is_nested or param.layout is not torch.strided:
+        reason = "it is a nested tensor" if param.is_nested else f"it is sparse ({param.layout})"
+        yield reason, "Use a dense parameter, or freeze it."
     if (kind := type(param.data).__name__) == "DTensor":
         remedy = (
             "Leave out fully_shard(): use_distributed_optimizer=True takes its place. In place of parallelize_module() make "

@@ -8,10 +8,11 @@ difference into the weights. This holds with torch's kernels; ``kernels.py`` say
 from __future__ import annotations
 
 import math
+import numbers
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -81,11 +82,12 @@ def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float,
         scale(list(grads), factor)
 
 
-def check_clip_grad(clip_grad: float) -> None:
+def check_clip_grad(clip_grad: Any) -> None:
     """Refuse what is no norm to clip to.
 
     Raises:
-        ConfigError: it is negative or not finite.
+        ConfigError: it is no number, negative or not finite.
     """
-    if isinstance(clip_grad, bool) or not math.isfinite(clip_grad) or clip_grad < 0:
+    is_number = isinstance(clip_grad, numbers.Real) and not isinstance(clip_grad, bool)
+    if not is_number or not math.isfinite(clip_grad) or clip_grad < 0:
         raise ConfigError(f"clip_grad must be a finite number >= 0 (0 switches clipping off), got {clip_grad!r}")

@@ -287,7 +287,7 @@ def test_a_latest_that_names_nothing_is_not_a_new_run(run, tmp_path):
     run(steps=5)
     (tmp_path / "run" / "step-00000005").rename(tmp_path / "elsewhere")
 
-    with pytest.raises(CheckpointMissingError, match="no checkpoint for step-00000005"):
+    with pytest.raises(CheckpointMissingError, match="no checkpoint for step 5"):
         run()
 
 
@@ -380,15 +380,15 @@ def test_a_resumed_run_can_be_compared_with_a_reference_that_had_no_break(run):
 @pytest.fixture
 def full_at(monkeypatch):
     """Let the saves of some steps fail as on a full disk."""
-    write = Save.write
+    write = Save._write
 
     def fill(*steps):
         def fail_or_write(save):
             write(save)
             if save.step in steps:
-                save._failure = OSError(28, "No space left on device")
+                raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Save, "write", fail_or_write)
+        monkeypatch.setattr(Save, "_write", fail_or_write)
 
     return fill
 

@@ -1,8 +1,9 @@
-"""The manifest: what is written is read again; what is damaged or contradicts itself is refused with a reason."""
+"""The manifest: what is written is read again; what is damaged or no manifest is refused with a reason."""
 
 import hashlib
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -75,11 +76,7 @@ def manifests(draw):
 def test_what_is_written_is_read_again(manifest, key):
     raw = encode_manifest(manifest, key=key)
 
-    sealed = decode_manifest(raw, key=key)
-
-    assert sealed.manifest == manifest
-    assert sealed.seal == seal_of(raw)
-    assert sealed.signed == (key is not None)
+    assert decode_manifest(raw, key=key) == replace(manifest, seal=seal_of(raw), signed=key is not None)
 
 
 @given(data=st.data(), manifest=manifests())
@@ -108,59 +105,26 @@ def test_the_seal_is_the_sha_256_of_the_text_before_it():
     assert json.loads(raw)["format"] == "megabucket-checkpoint"
 
 
-def one_tensor(**fields):
-    return lambda manifest: manifest["tensors"]["w"].update(fields)
-
-
-def one_block(**fields):
-    return lambda manifest: manifest["tensors"]["w"]["blocks"][0].update(fields)
-
-
-def two_blocks(second, **fields):
-    """Columns 0 and 1 of three in one block, and a second one as given."""
-
-    def change(manifest):
-        first = {"offset": [0, 0], "shape": [2, 2], "order": [0, 1], "pieces": [[0, 0, 4]], **fields}
-        manifest["tensors"]["w"]["blocks"] = [first, {"order": [0, 1], "pieces": [[1, 0, 2]], **second}]
-
-    return change
-
-
-def one_file(**fields):
-    return lambda manifest: manifest["files"][0].update(fields)
-
-
 CHANGES = {
     "other format": (lambda m: m.update(format="zip"), "it is 'zip' 2; this library reads 'megabucket-checkpoint' up to 2"),
     "later version": (lambda m: m.update(version=3), "it is 'megabucket-checkpoint' 3; this library reads"),
     "no values": (lambda m: m.pop("values"), "KeyError: 'values'"),
-    "path as name": (one_file(name="../a"), "is no name for a data file"),
-    "absolute path": (one_file(name="/a"), "is no name for a data file"),
-    "dots as name": (one_file(name=".."), "is no name for a data file"),
     "tensors a list": (lambda m: m.update(tensors=[]), "AttributeError"),
-    "unknown dtype": (one_tensor(dtype="float7"), "'w' has the dtype 'float7', which is none of"),
-    "other shape": (one_tensor(shape=[2, 4]), r"the blocks of 'w' hold 6 of its 8 elements: \[0:2, 0:3\]"),
-    "other block": (one_block(shape=[2, 2]), "elements 4:5 are there twice, or beyond its 4"),
-    "one dimension": (one_tensor(shape=[6]), "the blocks of 'w' lie outside of it"),
-    "order of three": (one_block(order=[0, 1, 2]), "'w' has order .0, 1, 2. for 2 dimensions"),
-    "no pieces": (one_block(pieces=[]), "elements 0:6 are in no file"),
-    "gap": (one_block(pieces=[[0, 0, 3], [1, 4, 6]]), "elements 3:4 are in no file"),
-    "overlap": (one_block(pieces=[[0, 0, 5], [1, 4, 6]]), "elements 4:5 are there twice"),
-    "no such file": (one_block(pieces=[[0, 0, 4], [2, 4, 6]]), "in files that are not listed"),
-    "two numbers": (one_block(pieces=[[0, 6]]), "TypeError"),
-    "a block too few": (one_block(shape=[2, 2], pieces=[[0, 0, 4]]), r"hold 4 of its 6 elements: \[0:2, 0:2\]"),
-    "a block outside": (two_blocks({"offset": [0, 3], "shape": [2, 1]}), r"lie outside of it: \[0:2, 3:4\] of shape \(2, 3\)"),
-    "blocks that overlap": (
-        two_blocks({"offset": [0, 1], "shape": [2, 1]}),
-        r"hold elements twice: \[0:2, 0:2\] and \[0:2, 1:2\]",
-    ),
+    "path as name": (lambda m: m["files"][0].update(name="../a"), "is no name for a data file"),
+    "absolute path": (lambda m: m["files"][0].update(name="/a"), "is no name for a data file"),
+    "dots as name": (lambda m: m["files"][0].update(name=".."), "is no name for a data file"),
 }
 
 
 def test_blocks_that_cover_a_tensor_are_read():
-    raw = changed(two_blocks({"offset": [0, 2], "shape": [2, 1]}))
+    def change(manifest):
+        first = {"offset": [0, 0], "shape": [2, 2], "order": [0, 1], "pieces": [[0, 0, 4]]}
+        second = {"offset": [0, 2], "shape": [2, 1], "order": [0, 1], "pieces": [[1, 0, 2]]}
+        manifest["tensors"]["w"]["blocks"] = [first, second]
 
-    infos = [block.info for block in decode_manifest(raw).manifest.tensors["w"]]
+    raw = changed(change)
+
+    infos = [block.info for block in decode_manifest(raw).tensors["w"]]
 
     assert [(info.key, info.box) for info in infos] == [("w@0,0", ((0, 2), (0, 2))), ("w@0,2", ((0, 2), (2, 3)))]
 
@@ -170,11 +134,11 @@ def test_version_1_had_whole_tensors_and_no_groups():
         manifest["version"] = 1
         manifest["tensors"]["w"] = {"dtype": "float32", "shape": [2, 3], "order": [0, 1], "pieces": [[0, 0, 4], [1, 4, 6]]}
 
-    assert decode_manifest(changed(earlier)).manifest == manifest_with()
+    assert decode_manifest(changed(earlier)).tensors == manifest_with().tensors
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_sealed_manifest_that_contradicts_itself_is_refused(case):
+def test_a_sealed_manifest_that_makes_no_sense_or_leads_outside_is_refused(case):
     change, problem = CHANGES[case]
 
     with pytest.raises(ValueError, match=problem):
@@ -193,13 +157,6 @@ def test_a_sealed_manifest_that_contradicts_itself_is_refused(case):
 def test_values_that_json_does_not_have_are_refused_before_they_are_written(values, problem):
     with pytest.raises((ValueError, TypeError), match=problem):
         encode_manifest(manifest_with(values=values))
-
-
-def test_tensors_that_no_reader_would_take_are_refused_before_they_are_written():
-    tensors = {"w": (StoredBlock(INFO, (StoredRange(0, 0, 4), StoredRange(1, 5, 6))),)}
-
-    with pytest.raises(ValueError, match="elements 4:5 are in no file"):
-        encode_manifest(manifest_with(tensors=tensors))
 
 
 def test_a_signature_made_with_another_key_is_refused():
@@ -224,7 +181,7 @@ def test_someone_without_the_key_can_seal_but_not_sign():
     forged = seal_body(json.dumps(fields, separators=(",", ":"))[:-1].encode())
     forged = forged.replace(b"}\n", f',"hmac":"{signature}"}}\n'.encode())
 
-    assert decode_manifest(forged).manifest.step == 8  # whole, as far as anybody without the key can tell
+    assert decode_manifest(forged).step == 8  # whole, as far as anybody without the key can tell
     with pytest.raises(ValueError, match="its signature was not made with the key"):
         decode_manifest(forged, key=KEY)
 

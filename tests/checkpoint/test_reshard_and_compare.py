@@ -43,7 +43,7 @@ def test_a_checkpoint_written_again_for_other_ranks_is_the_same(tmp_path, size, 
     again.verify()
     assert sample.judge(again) == 1
     assert again.world_size == writers
-    assert max(file.num_bytes for file in again.files) <= file_bytes
+    assert max(file.num_bytes for file in again.files) <= file_bytes + 300  # a header
 
 
 def test_there_and_back_again_is_the_identity_of_the_files_too(tmp_path):
@@ -89,8 +89,8 @@ def test_a_disk_that_fails_at_any_call_leaves_no_checkpoint(tmp_path):
         outcome_with(source, tmp_path / f"to-{index}", fail_at(index, 28, for_good=False)) for index in range(counter.num_calls)
     ]
 
-    assert set(outcomes) == {"named", "saved"}
-    assert outcomes.count("named") > counter.num_calls / 2
+    assert outcomes == ["named"] * counter.num_calls
+    assert counter.num_calls > 15
 
 
 def outcome_with(source, root, fault):

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.checkpoint.data_files import header_bound
-from megabucket.checkpoint.format import ITEM_BYTES, encode_header, first_bytes
+from megabucket.checkpoint.canonical import empty_piece
+from megabucket.checkpoint.data_files import HEADER_BYTES
+from megabucket.checkpoint.format import ITEM_BYTES, TensorInfo, encode_header, first_bytes
 
 tensor_lists = st.lists(
     st.tuples(
@@ -21,17 +22,18 @@ tensor_lists = st.lists(
 
 @given(tensors=tensor_lists)
 def test_what_is_written_is_read_again_and_by_safetensors(tensors):
-    tensors = sorted(tensors, key=lambda one: -ITEM_BYTES[one[1]])
-    header = encode_header(tensors)
-    sizes = [int(torch.tensor(shape).prod()) * ITEM_BYTES[dtype] for _, dtype, shape in tensors]
+    infos = [TensorInfo(name, dtype, tuple(shape), tuple(range(len(shape)))) for name, dtype, shape in tensors]
+    pieces = [empty_piece(info, 0, info.numel) for info in sorted(infos, key=lambda info: -ITEM_BYTES[info.dtype])]
+    header = encode_header(pieces)
+    sizes = [piece.num_bytes for piece in pieces]
     data = header + bytes(sum(sizes))
 
     begins = first_bytes(memoryview(data))
     theirs = safetensors.torch.load(data)
 
-    assert [begins[key] for key, _, _ in tensors] == [len(header) + sum(sizes[:index]) for index in range(len(sizes))]
-    assert {key: (str(value.dtype), list(value.shape)) for key, value in theirs.items()} == {
-        key: (f"torch.{dtype}", list(shape)) for key, dtype, shape in tensors
+    assert [begins[piece.key] for piece in pieces] == [len(header) + sum(sizes[:index]) for index in range(len(sizes))]
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in theirs.items()} == {
+        info.name: (getattr(torch, info.dtype), info.shape) for info in infos
     }
     assert len(header) % 8 == 0
-    assert len(header) <= 64 + sum(header_bound(key, shape) for key, _, shape in tensors)
+    assert len(header) <= HEADER_BYTES * max(1, len(pieces))

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faults.checkpoints.faulty import FaultyFileSystem
+import megabucket.checkpoint.stored
+from megabucket.checkpoint.file_system import read_file
 from megabucket.checkpoint.format import ITEM_BYTES, Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
@@ -39,12 +40,12 @@ def read(stored, info, start, stop, **options):
 
 @pytest.fixture(scope="module")
 def in_many_files(tmp_path_factory):
-    return stored_as(tmp_path_factory.mktemp("many"), WEIGHT, max_file_bytes=200)
+    return stored_as(tmp_path_factory.mktemp("many"), WEIGHT, max_file_bytes=48)
 
 
 @pytest.fixture(scope="module")
 def in_other_order(tmp_path_factory):
-    return stored_as(tmp_path_factory.mktemp("order"), WEIGHT, (2, 0, 1), max_file_bytes=200)
+    return stored_as(tmp_path_factory.mktemp("order"), WEIGHT, (2, 0, 1), max_file_bytes=48)
 
 
 @given(edges=st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted))
@@ -61,26 +62,22 @@ def test_any_range_in_any_order_can_be_read(in_other_order, edges, order):
 
 def test_orders_that_differ_in_dimensions_of_one_element_are_the_same(tmp_path):
     tensor = torch.arange(6.0).reshape(2, 1, 3)
-    files = FaultyFileSystem(lambda _index, _name: None)
-    stored_as(tmp_path, tensor, (0, 1, 2), max_file_bytes=180)
 
-    values = read(open_checkpoint(tmp_path, file_system=files), TensorInfo("w", "float32", (2, 1, 3), (1, 0, 2)), 0, 1)
+    values = read(
+        stored_as(tmp_path, tensor, (0, 1, 2), max_file_bytes=8), TensorInfo("w", "float32", (2, 1, 3), (1, 0, 2)), 0, 1
+    )
 
     assert values.tolist() == [0.0]
 
 
-def test_only_the_files_that_hold_some_of_it_are_read(in_many_files):
-    opened = []
+def test_only_the_files_that_hold_some_of_it_are_read(in_many_files, monkeypatch):
+    stored, opened = in_many_files, []
 
-    class Watched(FaultyFileSystem):
-        __slots__ = ()
+    def watched(path, max_bytes):
+        opened.append(path.name)
+        return read_file(path, max_bytes)
 
-        def read(self, path, max_bytes):
-            opened.append(path.name)
-            return super().read(path, max_bytes)
-
-    stored = open_checkpoint(in_many_files.path.parent, file_system=Watched(lambda _index, _name: None))
-    opened.clear()
+    monkeypatch.setattr(megabucket.checkpoint.stored, "read_file", watched)
     (block,) = stored.blocks["w"]
     ranges = block.ranges
 
@@ -104,16 +101,13 @@ def test_several_pieces_of_one_tensor_are_filled_together(in_many_files):
     [
         (Piece(dataclasses.replace(INFO, name="v"), 0, 60, torch.empty(60)), "'v' is not in the checkpoint"),
         (Piece(TensorInfo("w", "float32", (3, 20), (0, 1)), 0, 60, torch.empty(60)), "'w' has shape (3, 4, 5) in the"),
-        (Piece(INFO, 0, 60, torch.empty(59)), "'w' 0:60 is wanted into (59,) elements"),
-        (Piece(INFO, 50, 61, torch.empty(11)), "'w' 50:61 is wanted into (11,) elements"),
-        (Piece(INFO, 0, 60, torch.empty(60, dtype=torch.float64)), "wanted as float32 into values of torch.float64"),
         (
             Piece(dataclasses.replace(INFO, dtype="bfloat16"), 0, 60, torch.empty(60, dtype=torch.bfloat16)),
-            "'w' is float32 in the checkpoint and torch.bfloat16 is wanted; cast=True converts",
+            "'w' is float32 in the checkpoint and bfloat16 here; cast=True converts",
         ),
         (
             Piece(dataclasses.replace(INFO, dtype="int32"), 0, 60, torch.empty(60, dtype=torch.int32)),
-            "'w' is float32 in the checkpoint, which is never made torch.int32",
+            "'w' is float32 in the checkpoint and int32 here, and is never converted",
         ),
     ],
 )
@@ -140,10 +134,13 @@ def test_all_problems_are_listed_at_once(in_many_files):
 @pytest.mark.parametrize(
     ("stored", "wanted"),
     [
-        ("float32", "float64"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16"),
-        ("int32", "int64"), ("int64", "int32"), ("int64", "float32"), ("bool", "uint8"), ("float32", "complex64"),
+        ("float32", "float64"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float64", "float16"),
+        ("float8_e5m2", "float32"),
     ],
-)  # fmt: skip
+)
 def test_a_cast_that_is_asked_for_converts_as_torch_does(tmp_path, stored, wanted):
     tensor = torch.tensor([0, 1, 1, 0]).to(getattr(torch, stored))
     info = TensorInfo("w", wanted, (4,), (0,))
@@ -155,18 +152,16 @@ def test_a_cast_that_is_asked_for_converts_as_torch_does(tmp_path, stored, wante
 
 @pytest.mark.parametrize(
     ("stored", "wanted"),
-    [("float32", "int64"), ("float32", "bool"), ("complex64", "float32"), ("int64", "bool"), ("float16", "uint8")],
+    [("float32", "int64"), ("int64", "float32"), ("complex64", "float32"), ("int64", "int32"), ("float16", "uint8")],
 )
-def test_no_cast_goes_to_a_narrower_kind(tmp_path, stored, wanted):
+def test_only_floating_point_is_cast(tmp_path, stored, wanted):
     tensor = torch.ones(4, dtype=getattr(torch, stored))
 
-    with pytest.raises(CheckpointMismatchError, match="which is never made"):
+    with pytest.raises(CheckpointMismatchError, match="never converted"):
         read(stored_as(tmp_path, tensor), TensorInfo("w", wanted, (4,), (0,)), 0, 4, cast=True)
 
 
-@pytest.mark.parametrize(
-    ("stored", "value", "wanted"), [("float64", 1e300, "float32"), ("float32", 1e5, "float16"), ("int64", 2**40, "int32")]
-)
+@pytest.mark.parametrize(("stored", "value", "wanted"), [("float64", 1e300, "float32"), ("float32", 1e5, "float16")])
 def test_a_cast_that_would_lose_a_value_is_an_error(tmp_path, stored, value, wanted):
     tensor = torch.tensor([0, value], dtype=getattr(torch, stored))
 

@@ -28,7 +28,7 @@ def save(root, step, *, weight=0.0, lr=0.1, key=None):
         Piece(TensorInfo(name, str(t.dtype)[6:], tuple(t.shape), tuple(range(t.dim()))), 0, t.numel(), t.reshape(-1))
         for name, t in tensors.items()
     ]
-    settings = SaveSettings(keep_last=None, max_file_bytes=1_300, key=key)
+    settings = SaveSettings(keep_last=None, max_file_bytes=1_000, key=key)
     return save_snapshot(root, step, Snapshot(pieces, {"lr": lr, "note": "a\x1bb"}), AloneRanks(), settings)
 
 

@@ -102,6 +102,29 @@ class TestUnsupportedParameters:
             "it is sparse (torch.sparse_coo). Use a dense parameter, or freeze it."
         )
 
+    # torch warns that this layout is a prototype.
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+    def test_nested(self, layout):
+        nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+
+        with pytest.raises(UnsupportedParameterError) as caught:
+            DistributedDataParallel(Model(ok=param(), w=param(nested)))
+
+        assert str(caught.value) == HEAD + "it is a nested tensor. Use a dense parameter, or freeze it."
+
+    @pytest.mark.parametrize("is_made_inside", [False, True])
+    def test_what_is_wrapped_or_made_in_inference_mode(self, is_made_inside):
+        with torch.inference_mode(is_made_inside):
+            model = Model(w=param())
+
+        with torch.inference_mode(not is_made_inside), pytest.raises(UnsupportedParameterError) as caught:
+            DistributedDataParallel(model)
+
+        assert str(caught.value) == HEAD + (
+            "tensors of torch.inference_mode() take part in no backward. Make and wrap the module outside of it."
+        )
+
     def test_meta(self):
         assert unsupported(w=param(torch.ones(2, device="meta"))) == HEAD + (
             "it is on the meta device and has no values. Call module.to_empty(device=...) and initialize the parameters "

@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import io
 import pickle
 import threading
 import weakref
@@ -504,6 +505,19 @@ class TestCopies:
             "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one "
             "and AveragedModel(ddp.module) an average."
         )
+
+    @pytest.mark.parametrize(
+        "save", [pickle.dumps, lambda module: torch.save(module, io.BytesIO())], ids=["pickle", "torch.save"]
+    )
+    def test_pickling_the_wrapped_module_is_refused_until_it_is_detached(self, save):
+        ddp = wrap(Weights("a"))
+
+        with pytest.raises(
+            PhaseError, match=r"a wrapped module cannot be pickled: .* Save ddp.state_dict\(\), or call ddp.detach"
+        ):
+            save(ddp.module)
+
+        save(ddp.detach())
 
 
 class TestTwoWrappers:

@@ -44,9 +44,9 @@ def test_a_save_killed_at_any_of_its_calls_leaves_the_old_or_the_new_checkpoint_
     for line in (whole, torn):
         calls, saves, old, new, failures = map(int, re.findall(r"(\d+) (?:calls|saves|loaded|the new|failures)", line))
         assert (saves, failures) == (calls + 1, 0)
-        assert calls > 40
+        assert calls > 25
         assert old + new == saves
-        assert old > 30
+        assert old > 20
         assert new > 3
 
 

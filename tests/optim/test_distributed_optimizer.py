@@ -846,7 +846,7 @@ class TestRefusedOptimizers:
         with pytest.raises(OptimizerParametersError, match="parameters that the wrapper does not hold"):
             DistributedOptimizer(optimizer, ddp)
 
-    @pytest.mark.parametrize("clip_grad", [-1.0, math.nan, math.inf, True])
+    @pytest.mark.parametrize("clip_grad", [-1.0, math.nan, math.inf, True, None, "1"])
     def test_a_limit_that_is_no_limit(self, clip_grad):
         ddp = wrap(Weights("a"))
 

@@ -3,7 +3,7 @@
 What is written here, FSDP2, plain torch and torch's converters read, on any number of ranks; what they write is read here.
 
 That format runs code: its metadata, and every value that is no tensor, are pickles. It verifies nothing: of flipped bits most
-are read without a word. So it is a door for files whose origin you trust; a run is kept by ``save_checkpoint``.
+are read without a word. So convert only files whose origin you trust; a run is kept by ``save_checkpoint``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -39,6 +38,7 @@ from megabucket.checkpoint.capture import (
     STATE_PREFIX,
     TrainingParts,
     capture,
+    inner_of,
     optimizer_values,
     state_name,
     values_of_state,
@@ -47,11 +47,11 @@ from megabucket.checkpoint.file_system import check_regular
 from megabucket.checkpoint.format import Json, Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import GroupRanks, check_one_group, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
+from megabucket.checkpoint.stored import Stored
 from megabucket.checkpoint.values import decode
 from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError
-from megabucket.optim import DistributedOptimizer
 from megabucket.optim.state_dict import KNOWN_NUMBERS, NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
 
 _VALUES_KEY: Final = "megabucket.values"
@@ -185,15 +185,8 @@ def load_dcp(
     return restore(stored, parts, cast=cast)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _StoredDcp:
+class _StoredDcp(Stored):
     """A checkpoint of ``torch.distributed.checkpoint``, as one of this library."""
-
-    path: Path
-    tensors: Mapping[str, TensorInfo]
-    values: Mapping[str, Json]
-    step: int = 0
-    world_size: int = 0
 
     def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:  # noqa: ARG002 - that format always converts
         """Fill the values of pieces; each rank reads for itself."""
@@ -226,8 +219,8 @@ def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
     _load(read, path)
     if _VALUES_KEY in read:
         values = {**json.loads(read[_VALUES_KEY]), "rng_ranks": 0, "stateful": {}}
-        return _StoredDcp(path, tensors, values)
-    return _StoredDcp(path, tensors, values_of_state(_optimizer_values(path, parts, tensors, read)))
+        return _StoredDcp(path, 0, 0, tensors, values)
+    return _StoredDcp(path, 0, 0, tensors, values_of_state(_optimizer_values(path, parts, tensors, read)))
 
 
 def _load(state_dict: dict[str, Any], path: Path) -> None:
@@ -278,11 +271,10 @@ def _optimizer_values(
         param, _, key = name.removeprefix(STATE_PREFIX).rpartition(".")
         if isinstance(value, torch.Tensor) or type(value).__name__ in NUMBER_TYPES:
             held.setdefault(param, {})[key] = describe_number(key, value, torch.device("cpu"))
-    own = parts.optimizer.torch_optimizer if isinstance(parts.optimizer, DistributedOptimizer) else parts.optimizer
     named = [([canonical_name(name) for name in group["params"]], group) for _, group in sorted(groups.items())]
     described = {param: tuple(entry for _, entry in sorted(of.items())) for param, of in held.items()}
     # Torch does not say of which class its state is. The tensors among hyperparameters have one element, and become plain.
-    return optimizer_values(type(own).__name__, named, described, {}, lambda _name, _tensor: None)
+    return optimizer_values(type(inner_of(parts.optimizer)).__name__, named, described, {}, lambda _name, _tensor: None)
 
 
 # Flat ranges as boxes: that format stores boxes of tensors, so a flat range becomes a few, each a view of the values.
@@ -294,11 +286,6 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.sizes)
-
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return boxes that cover the elements ``start:stop`` of a row-major tensor, each once, in flat order.
@@ -308,43 +295,36 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     >>> [(box.offsets, box.sizes) for box in boxes_of((4, 3), 2, 10)]
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
     """
-    if not shape or math.prod(shape) == 0:
+    if math.prod(shape) == 0 or not shape:
         return [Box((0,) * len(shape), tuple(shape))]
-    if start >= stop:
-        return []
-    if len(shape) == 1:
-        return [Box((start,), (stop - start,))]
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # rows that are whole: first, ..., last - 1
-    if first > last:  # within one row
-        return _in_row(shape, last, start - last * row, stop - last * row)
-    head = _in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else []
-    whole = [Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    tail = _in_row(shape, last, 0, stop - last * row) if last * row < stop else []
-    return [*head, *whole, *tail]
-
-
-def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> list[Box]:
-    return [Box((index, *box.offsets), (1, *box.sizes)) for box in boxes_of(shape[1:], start, stop)]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    boxes = []
+    while start < stop:
+        index = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
+        # The slowest dimension of which a whole slice begins here and ends within the range; of the last one any does.
+        dim = next(dim for dim, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop)
+        count = min((stop - start) // strides[dim], shape[dim] - index[dim])
+        boxes.append(Box(index, (*(1 for _ in shape[:dim]), count, *shape[dim + 1 :])))
+        start += count * strides[dim]
+    return boxes
 
 
 class _Part(NamedTuple):
     """A box of the tensor, in its own dimensions, and its values."""
 
     offsets: torch.Size
-    sizes: torch.Size
     values: torch.Tensor
 
 
 def _parts_of(piece: Piece) -> list[_Part]:
-    info, parts, position = piece.info, [], 0
-    order = list(info.order)
+    order, parts, position = list(piece.info.order), [], 0
     back = [order.index(dim) for dim in range(len(order))]
     # Flat in memory order: boxes of the tensor with its dimensions in that order.
-    for box in boxes_of([info.shape[dim] for dim in order], piece.start, piece.stop):
-        values = piece.values.detach()[position : position + box.numel].view(box.sizes).permute(back)
-        parts.append(_Part(torch.Size(box.offsets[dim] for dim in back), values.shape, values))
-        position += box.numel
+    for box in boxes_of([piece.info.shape[dim] for dim in order], piece.start, piece.stop):
+        numel = math.prod(box.sizes)
+        values = piece.values.detach()[position : position + numel].view(box.sizes).permute(back)
+        parts.append(_Part(torch.Size(box.offsets[dim] for dim in back), values))
+        position += numel
     return parts
 
 
@@ -394,7 +374,7 @@ class FlatRange(torch.Tensor):
                 index=MetadataIndex(fqn, part.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets=part.offsets, sizes=part.sizes),
+                    chunk=ChunkStorageMetadata(offsets=part.offsets, sizes=part.values.shape),
                     properties=self._properties(),
                     size=self.shape,
                 ),
@@ -404,7 +384,7 @@ class FlatRange(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return which boxes of it are wanted."""
-        return [ChunkStorageMetadata(offsets=part.offsets, sizes=part.sizes) for part in self._parts]
+        return [ChunkStorageMetadata(offsets=part.offsets, sizes=part.values.shape) for part in self._parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the values of one box."""

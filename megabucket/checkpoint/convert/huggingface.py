@@ -21,8 +21,9 @@ from megabucket.checkpoint.capture import MODEL_PREFIX, values_of_state
 from megabucket.checkpoint.file_system import check_regular
 from megabucket.checkpoint.format import ITEM_BYTES, Piece, Snapshot
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.restore import Staging, Stored, source_of
+from megabucket.checkpoint.restore import Staging, source_of
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
+from megabucket.checkpoint.stored import Stored
 from megabucket.errors import ConfigError
 
 DEFAULT_FILE_BYTES: Final = 5 * 10**9

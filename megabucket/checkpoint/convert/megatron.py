@@ -27,29 +27,26 @@ from megabucket.checkpoint.canonical import (
     canonical_name,
     flat,
     in_shape,
-    named_buffers,
-    named_params,
     whole_piece,
 )
 from megabucket.checkpoint.capture import (
     MAIN_PREFIX,
     MODEL_PREFIX,
     TrainingParts,
+    inner_of,
     members_by_name,
-    members_of,
     optimizer_values,
     state_name,
     values_of_state,
 )
-from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import Piece, Snapshot
 from megabucket.checkpoint.ranks import AloneRanks, GroupRanks, check_one_group, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
-from megabucket.checkpoint.stored import copy_checked
+from megabucket.checkpoint.stored import Stored, copy_checked
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout import BufferLayout, ModelLayout
-from megabucket.optim import DistributedOptimizer
 from megabucket.optim.state_dict import Description, StateEntry, describe_number
 
 _SOURCE: Final = "the state of Megatron's DistributedOptimizer"
@@ -104,21 +101,15 @@ class DpZeroState:
 
     def problems(self) -> list[str]:
         """Return everything in which state and layout differ, and whatever else cannot be used."""
-        problems = []
         if type(self.step) not in (int, float) or not 0 <= self.step == self.step // 1:
-            problems.append(f"the step is {self.step!r}, and must be a whole number of 0 or more")
-        if len(set(self.params)) < len(self.params):
-            problems.append("the layout has several parameters of one name")
-        no_tensors = [name for name, weight in self.weights.items() if not isinstance(weight, torch.Tensor)]
-        if no_tensors:
-            problems.append(f"of the weights, {name_list(no_tensors)} are no tensors; leave them out")
-        return problems + self._state_problems()
-
-    def _state_problems(self) -> list[str]:
+            return [f"the step is {self.step!r}, and must be a whole number of 0 or more"]
         parts = _parts_of(self.param_state)
         if not parts or not all(isinstance(part, Mapping) and part.get("buckets_coalesced") is True for part in parts):
             what = "a dict with 'buckets_coalesced', as it is since 2024, or a list of such dicts"
             return [f"it is not what get_parameter_state_dp_zero() gives: {what}"]
+        no_tensors = [name for name, weight in self.weights.items() if not isinstance(weight, torch.Tensor)]
+        if no_tensors:
+            return [f"of the weights, {name_list(no_tensors)} are no tensors; leave them out"]
         held, buffers = _held_in(self.param_state), self.buffers
         if len(held) != len(buffers):
             keys = ", ".join(str(buffer.key) for buffer in buffers)
@@ -173,15 +164,11 @@ def import_dp_zero(
     return save_snapshot(root, int(found.step), snapshot, AloneRanks(), settings)
 
 
-class _HeldSnapshot:
+class _HeldSnapshot(Stored):
     """A snapshot that is whole on this rank, as a checkpoint that was opened."""
 
-    path = _SOURCE
-    world_size = 1
-
     def __init__(self, snapshot: Snapshot, step: int) -> None:
-        self.step, self.values = step, snapshot.values
-        self.tensors: Mapping[str, TensorInfo] = {piece.info.name: piece.info for piece in snapshot.pieces}
+        super().__init__(Path(_SOURCE), step, 1, {piece.info.name: piece.info for piece in snapshot.pieces}, snapshot.values)
         self._flats = {piece.info.name: piece.values for piece in snapshot.pieces}
 
     def read(self, wanted: Sequence[Piece], *, cast: bool = False) -> None:  # noqa: ARG002 - dtypes were checked before
@@ -195,17 +182,17 @@ class _HeldSnapshot:
 def _for_run(found: DpZeroState, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None) -> _HeldSnapshot:
     check_one_group(ddp, "load_dp_zero()")
     trained = {canonical_name(name) for name in ddp.param_names.values()}
-    here: dict[str, torch.Tensor] = {**named_params(ddp.module), **named_buffers(ddp.module)}
+    names = GlobalNames(ddp)
+    here = {**{name: param for param, name in names.params.items() if not param.is_meta}, **names.buffers}
     others = {name: tensor.detach() for name, tensor in here.items() if name not in trained}
     if optimizer is None:
         return _HeldSnapshot(_snapshot(found, None, "", others), int(found.step))
-    inner = optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+    inner = inner_of(optimizer)
     kind = type(inner).__name__
     is_adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     if not is_adam or any(group["amsgrad"] for group in inner.param_groups):
         _refuse([f"the optimizer here is {kind}, and the state is that of Adam or AdamW without amsgrad"])
-    names = members_by_name(members_of(optimizer), GlobalNames(ddp))
-    groups = list(zip(names, optimizer.param_groups, strict=True))
+    groups = list(zip(members_by_name(optimizer, names), optimizer.param_groups, strict=True))
     return _HeldSnapshot(_snapshot(found, groups, kind, others), int(found.step))
 
 

@@ -34,10 +34,6 @@ class FaultyFileSystem(FileSystem):
     def _call(self, name: str) -> None:
         self._before(self._count(), name)
 
-    def make_root(self, path: Path) -> None:
-        self._call("make_root")
-        super().make_root(path)
-
     def make_directory(self, path: Path) -> None:
         self._call("make_directory")
         super().make_directory(path)
@@ -72,33 +68,9 @@ class FaultyFileSystem(FileSystem):
         self._call("rename")
         super().rename(source, target)
 
-    def remove_file(self, path: Path) -> None:
-        self._call("remove_file")
-        super().remove_file(path)
-
-    def remove_directory(self, path: Path) -> None:
-        self._call("remove_directory")
-        super().remove_directory(path)
-
-    def names(self, path: Path) -> list[str]:
-        self._call("names")
-        return super().names(path)
-
-    def free_bytes(self, path: Path) -> int:
-        self._call("free_bytes")
-        return super().free_bytes(path)
-
-    def lock(self, path: Path) -> int:
-        self._call("lock")
-        return super().lock(path)
-
-    def unlock(self, descriptor: int) -> None:
-        super().unlock(descriptor)
-        self._call("unlock")
-
-    def read(self, path: Path, max_bytes: int) -> memoryview:
-        self._call("read")
-        return super().read(path, max_bytes)
+    def remove(self, path: Path) -> None:
+        self._call("remove")
+        super().remove(path)
 
 
 def nothing(_index: int, _name: str) -> None:
