@@ -29,7 +29,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor import gradients
 from megabucket.doctor.report import Verdict
 from megabucket.errors import rank_list
-from megabucket.optim.norm import about_apex
+from megabucket.optim.kernels import about_apex
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

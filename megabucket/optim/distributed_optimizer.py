@@ -17,7 +17,8 @@ from megabucket.ddp.fence import check_not_capturing
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.step import CALLING, UPDATING, StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
-from megabucket.optim.norm import GlobalNorm, clip_by_norm, find_kernels
+from megabucket.optim.kernels import find_kernels
+from megabucket.optim.norm import GlobalNorm, clip_by_norm
 from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
 from megabucket.optim.state_dict import pack
 
@@ -288,7 +289,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return StepResult(updated=False, grad_norm=norm, reason=reason)
         try:
             if self.clip_grad > 0:
-                clip_by_norm(grads, norm=norm, max_norm=self.clip_grad, kernels=self._kernels)
+                clip_by_norm(grads, norm=norm, max_norm=self.clip_grad, scale=self._kernels.scale)
             for shard in self.sharding.stepped:
                 shard.main.grad = shard.grad
             self.torch_optimizer.step()
@@ -381,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grads = self._take_grads()
             norm = self._global_norm.of(map(self._kernels.l2_norm, self._counted(grads)))
             if math.isfinite(norm):
-                clip_by_norm(grads, norm=norm, max_norm=max_norm, kernels=self._kernels)
+                clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
             self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)))
         return torch.tensor(norm, dtype=torch.float32)
 

@@ -27,7 +27,8 @@ from megabucket.errors import CheckpointUnavailableError, OptimizerParametersErr
 from megabucket.layout import Span
 from megabucket.layout.runs import ShardRun, plan_runs
 from megabucket.optim.elementwise import check_elementwise
-from megabucket.optim.norm import check_clip_grad, find_kernels
+from megabucket.optim.kernels import find_kernels
+from megabucket.optim.norm import check_clip_grad
 from megabucket.optim.state_dict import (
     KNOWN_NUMBERS,
     ShardHolder,

@@ -9,7 +9,7 @@ import torch
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.errors import LayoutMismatchError, NonFiniteGradientError
-from megabucket.optim import norm
+from megabucket.optim import kernels, norm
 from megabucket.testing import LoopbackWorld
 
 SIZE = 3
@@ -62,8 +62,8 @@ def train(optimizer_fields):
 
 def count_norms(monkeypatch):
     taken = []
-    counting = norm.TORCH._replace(l2_norm=lambda grad: taken.append(grad) or norm.l2_norm(grad))
-    monkeypatch.setattr(norm, "TORCH", counting)
+    counting = kernels.TORCH._replace(l2_norm=lambda grad: taken.append(grad) or norm.l2_norm(grad))
+    monkeypatch.setattr(kernels, "TORCH", counting)
     return taken
 
 
