@@ -138,9 +138,10 @@ def plain_norms(dtype):
 @pytest.mark.parametrize("fields", GATHERS.values(), ids=GATHERS)
 def test_norms_of_each_parameter_are_those_of_plain_torch(size, fields, dtype):
     world = LoopbackWorld(size, timeout_s=20)
+    models = [net().to(dtype) for _ in range(size)]  # here: threads draw from one generator
 
     def program(number):
-        rank = Rank(world.communicator(number), net().to(dtype), grad_reduce_in_fp32=True, **fields)
+        rank = Rank(world.communicator(number), models[number], grad_reduce_in_fp32=True, **fields)
         rank.optimizer.clip_grad = 0.1
         with mb.param_norms(rank.optimizer) as untaken:
             pass
