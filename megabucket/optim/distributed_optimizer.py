@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 import torch
 
@@ -22,6 +22,9 @@ from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
 from megabucket.optim.state_dict import pack
+
+if TYPE_CHECKING:
+    from megabucket.optim.chained import ChainedOptimizer
 
 _Loss = TypeVar("_Loss")
 _grad: Final = attrgetter("grad")
@@ -114,7 +117,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._changes: tuple[tuple[str, float], ...] = ()
         self._changed_step = -1
         self._versions: list[int] = []  # of the 16-bit gradients that were widened for it
-        self._found_inf: torch.Tensor | None = None  # of the scaler that was answered last
+        self.answered: torch.Tensor | None = None
+        """The ``found_inf`` of the scaler that was answered last."""
+        self.scaled_with: ChainedOptimizer | None = None
+        """What answers scalers for this optimizer and others."""
         self._begin_on_shards()
         ddp.follow_rebuilds(self)
 
@@ -122,7 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy, grads = self.ddp.policy, [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
         self._has_norm = self.sharding.check_norm(is_wanted=False)
         self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
-        self._global_norm = self._norm_of_type(self._settings["norm_type"])
+        self.global_norm = self._norm_of_type(self._settings["norm_type"])
         # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
         has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
         has_untested_grads = has_untested_sums or not (policy.has_fence and policy.tests_finite)
@@ -220,7 +226,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 value = closure()
         sync = self.ddp.sync
-        self._check_may_step()
+        self.check_may_step()
         needs_norm = self._computes_norm or self.clip_grad > 0
         measures_early = needs_norm and self._is_sharded and not self._changes
         norms: list[torch.Tensor] = []
@@ -228,29 +234,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else CALLING):
             for group in sync.agree(is_committing=self._is_sharded):
                 if measures_early:  # while other buckets are on their way
-                    norms += map(self._global_norm.of_grad, self.sharding.counted_grads[group.index])
+                    norms += map(self.global_norm.of_grad, self.sharding.counted_grads[group.index])
             self.ddp.communicator.progress.enter(sync.step, "optimizer")
             if sync.skip_reason:
                 self.skip(sync.skip_reason)
             else:
                 if not self._is_sharded:
-                    self._take_published_grads()
+                    self.take_published_grads()
                 with sync.leaving_no_mess("optimizer.step()", UPDATING):
                     grads = list(map(_grad if self._changes else MainShard.load_grad, self.sharding.shards))
                     norm = math.nan
                     if needs_norm:
-                        norm = self._global_norm.of(norms if measures_early else self._norms_of(grads))
+                        norm = self.global_norm.of(norms if measures_early else self.norms_of(grads))
                     if needs_norm and not norm <= self._largest_norm:
-                        self.skip(self._why_not(norm), norm=norm)
+                        self.skip(self.why_not(norm), norm=norm)
                     else:
-                        self._update(grads, norm, max_norm=self.clip_grad)
+                        self.update(grads, norm, max_norm=self.clip_grad)
         return self.last_step if closure is None else value
 
-    def _check_may_step(self) -> None:
+    def check_may_step(self) -> None:
         """Refuse a step that would go wrong on this rank, while all of them can still be told."""
         reader = "DistributedOptimizer.step() decides on the host what to do"
         remedy = "Capture a plain optimizer with capturable=True in its place (docs/gpu.md)."
-        check_not_capturing(self._global_norm.accelerator, reader=reader, remedy=remedy)
+        check_not_capturing(self.global_norm.accelerator, reader=reader, remedy=remedy)
         sync = self.ddp.sync
         sync.check_not_dropped()
         if self._changes and not (sync.is_reduced and self._changed_step == sync.step):
@@ -272,7 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else another has taken its place
                 sync.refuse_update(error)
             if self._is_sharded and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
-                self._global_norm.of([torch.tensor(math.nan)])  # the others ask for nothing else before they update
+                self.global_norm.of([torch.tensor(math.nan)])  # the others ask for nothing else before they update
             raise
         is_due = sync.state is StepState.LAUNCHING and not sync.policy.is_explicit
         if not (is_due or sync.state is StepState.AGREED):
@@ -280,7 +286,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sync.refuse_update(unreduced)
             raise unreduced
 
-    def _take_published_grads(self) -> None:
+    def take_published_grads(self) -> None:
         """Let what the caller did to ``param.grad`` after the all-reduce count, as it would with a plain optimizer.
 
         Raises:
@@ -308,16 +314,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.ddp.sync.end_update()
         self.last_step = StepResult(updated=False, grad_norm=norm, reason=reason)
 
-    def _norms_of(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    def norms_of(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the norms of what enters the global norm.
 
         Args:
             grads: of all shards; what they were made of is in the buffers, unless it was changed.
         """
         in_buffers = chain.from_iterable(self.sharding.counted_grads.values())
-        return list(map(self._global_norm.of_grad, self._counted(grads) if self._changes else in_buffers))
+        return list(map(self.global_norm.of_grad, self._counted(grads) if self._changes else in_buffers))
 
-    def _update(self, grads: list[torch.Tensor], norm: float, *, max_norm: float) -> None:
+    def update(self, grads: list[torch.Tensor], norm: float, *, max_norm: float) -> None:
         """Clip, step on the shards and gather what has come of it.
 
         Args:
@@ -327,7 +333,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sync, num_zeros = self.ddp.sync, None
         if self._settings["returns_num_zeros"]:
             numel = sum(piece.in_run.numel for shard in self.sharding.shards if shard.counts for piece in shard.pieces())
-            num_zeros = self._global_norm.num_zeros(self._counted(grads), numel=numel)
+            num_zeros = self.global_norm.num_zeros(self._counted(grads), numel=numel)
         try:
             if max_norm > 0:
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
@@ -349,7 +355,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grad_norm = norm if self._has_norm else math.nan
         self.last_step = StepResult(updated=True, grad_norm=grad_norm, reason="", num_zeros=num_zeros)
 
-    def _why_not(self, norm: float) -> str:
+    def why_not(self, norm: float) -> str:
+        """Return why no rank updates with this norm."""
         if math.isfinite(norm):
             return f"the gradient norm {norm:g} is above grad_norm_skip_threshold={self._largest_norm:g}"
         return self._why_not_finite(f"the gradient norm is {norm}")
@@ -388,7 +395,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "nonfinite_gradients='error' (the default) makes an error of each before they are reduced. Wrap the module "
                 "with DistributedDataParallelConfig(nonfinite_gradients='allow'), or 'skip_step'."
             )
-        self._check_may_step()
+        self.check_may_step()
         if any(name == _LOSS_SCALE for name, _ in self._changes):
             raise PhaseError("the gradients of this step were unscaled already; a loss scaler does it once before each step().")
         with sync.leaving_no_mess("unscaling gradients", UPDATING if self._is_sharded else CALLING):
@@ -398,7 +405,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for grad in grads:  # a kernel takes one dtype
                 CHECK_AND_UNSCALE([grad], found_inf, factor)
             self._changes = (*self._changes, (_LOSS_SCALE, 1 / float(factor)))
-            if self._global_norm.of([found_inf]) == 0:
+            if self.global_norm.of([found_inf]) == 0:
                 return False
             sync.skip_reason = sync.skip_reason or self._why_not_finite("the loss scaler skips the step")
             self.skip(sync.skip_reason)
@@ -428,7 +435,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.sharding.check_norm(is_wanted=True)
         if self.ddp.sync.skip_reason:
             return torch.tensor(math.nan)
-        self._check_may_step()
+        self.check_may_step()
         with self.ddp.sync.leaving_no_mess("clip_grad_norm_()", UPDATING if self._is_sharded else CALLING):
             grads, over_ranks = self._take_grads(), self._norm_of_type(kind)
             norm = over_ranks.of(map(over_ranks.of_grad, self._counted(grads)))
@@ -439,15 +446,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _take_grads(self) -> list[torch.Tensor]:
         """Finish the gradient sync and return the gradients to change: 16-bit ones widened, others in the buffers."""
-        sync, shards = self.ddp.sync, self.sharding.shards
+        sync = self.ddp.sync
         sync.finish()
         self._changed_step = sync.step
         if not (self._is_sharded or sync.skip_reason):
-            self._take_published_grads()
+            self.take_published_grads()
         if not self._changes:
             self._versions = self._versions_of_widened()
-            return list(map(MainShard.load_grad, shards))
-        return list(map(_grad, shards))
+        return self.load_grads()
+
+    def load_grads(self) -> list[torch.Tensor]:
+        """Return the reduced gradients of all shards: 16-bit ones widened, unless they were before, and changed since."""
+        return list(map(_grad if self._changes else MainShard.load_grad, self.sharding.shards))
 
     def _versions_of_widened(self) -> list[int]:
         """Return counts of the changes to 16-bit gradients, which come too late after they were widened."""
@@ -467,9 +477,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _answer_scaler(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """Unscale for a torch scaler, which asks once for each dtype with the same ``found_inf``."""
-        if found_inf is not self._found_inf:
-            self._found_inf = found_inf
-            if self.unscale_grads(inv_scale):
+        asked = self.scaled_with or self
+        if found_inf is not asked.answered:
+            asked.answered = found_inf
+            if asked.unscale_grads(inv_scale):
                 found_inf.fill_(1.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
