@@ -11,13 +11,14 @@ Where a wrapper's step is dropped, that of every other one is. Megatron's name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, Final
 
 import torch
 
+from megabucket.ddp.fence import describe
 from megabucket.ddp.step import UPDATING, StepState
 from megabucket.errors import ConfigError
 from megabucket.optim.distributed_optimizer import DistributedOptimizer, StepResult
@@ -183,19 +184,25 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
         The block appends optimizers on whose gradients all ranks have agreed, and hear of the error with those that follow.
         """
+        self._give_up_rest()
         agreed: list[DistributedOptimizer] = []
         try:
             yield agreed
         except BaseException as error:
-            syncs = [optimizer.ddp.sync for optimizer in self.optimizers]
-            # Otherwise the call was refused and no rank was told: nothing has happened.
-            is_told = any(sync.last_error is error or sync.state in _FAILED for sync in syncs)
-            for optimizer in self.optimizers if agreed or is_told else ():
-                optimizer.ddp.sync.give_up_update(error, is_agreed=optimizer in agreed)
+            self._give_up_rest(agreed, describe(error))
             raise
+
+    def _give_up_rest(self, agreed: Sequence[DistributedOptimizer] = (), cause: str = "another part has failed") -> None:
+        """Where the step of one wrapper has failed, give up those of the others: all ranks do, when they hear of it."""
+        syncs = [optimizer.ddp.sync for optimizer in self.optimizers]
+        failed = [sync for sync in syncs if sync.state in _FAILED or sync.dropped is not None]
+        for sync in syncs if agreed or failed else ():
+            if sync not in failed:
+                sync.give_up_update(cause, is_agreed=any(optimizer.ddp.sync is sync for optimizer in agreed))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of all wrappers."""
+        self._give_up_rest()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
 

@@ -250,6 +250,40 @@ def test_a_part_whose_backward_has_not_run_on_one_rank_is_told_to_all(at, switch
 
 
 @MODES
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_part_that_fails_on_one_rank_ends_the_step_of_both_parts_on_all(phase, at, switches):
+    """The loop catches the error, clears gradients and goes on."""
+
+    def fail(*_):
+        raise ArithmeticError("no")
+
+    def program(side):
+        before = side.weights()
+        if side.rank == 1:
+            module = side.ddps[at].module
+            handle = (module.register_forward_pre_hook if phase == "forward" else module.weight.register_hook)(fail)
+        with pytest.raises((ArithmeticError, PeerFailedError)) as caught:  # noqa: PT012 - at the end of backward, or in step()
+            side.backward(0)
+            side.chain.step()
+        is_same = all(map(torch.equal, before, side.weights()))
+        side.chain.zero_grad()
+        if side.rank == 1:
+            handle.remove()
+        (result,) = side.train([1])
+        return caught.value, is_same, result.updated, side.weights()
+
+    _, found = run_ranks(program, switches=switches, clip_grad=CLIP)
+
+    assert isinstance(found[0][0], PeerFailedError)
+    assert "rank 1 failed in" in str(found[0][0])
+    assert isinstance(found[1][0], ArithmeticError)
+    for _, is_same, updated, weights in found:
+        assert (is_same, updated) == (True, True)
+        assert_same(weights, plain([1])[1])
+
+
+@MODES
 def test_parts_without_a_backward_on_any_rank_are_refused_and_the_next_step_is_right(switches):
     def program(side):
         for _ in range(2):
