@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from megabucket.measure.profile import ProfileCallback, WorkloadProfiler, profile_workload
     from megabucket.optim import ConstantGradScaler, DistributedOptimizer, DynamicGradScaler, StepResult
     from megabucket.optim.averaging import ParamNorms, ShardedEMA, param_groups, param_norms
+    from megabucket.optim.chained import ChainedOptimizer
     from megabucket.testing.invariants import check_layout
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AgreedStop": "megabucket.ddp",
+    "ChainedOptimizer": "megabucket.optim.chained",
     "Checkpointer": "megabucket.checkpoint.checkpointer",
     "ConstantGradScaler": "megabucket.optim",
     "DistributedDataParallel": "megabucket.ddp",
@@ -56,6 +58,7 @@ _HOME = {
 
 __all__ = [
     "AgreedStop",
+    "ChainedOptimizer",
     "Checkpointer",
     "ConstantGradScaler",
     "DistributedDataParallel",

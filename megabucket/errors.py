@@ -270,6 +270,10 @@ _MISMATCHES: Final = {
         "the optimizer",
         f"{_OWN_WAY} Build it with the same groups and hyperparameters on every rank; load its state on all ranks or on none.",
     ),
+    "ChainedOptimizer()": (
+        "the chained optimizers",
+        f"{_OWN_WAY} Chain the same optimizers with the same limits on every rank.",
+    ),
     "rebuild": (
         "what is to be rebuilt",
         f"{_OWN_WAY} Every rank needs the same optimizer, with the same groups, hyperparameters and state.",
@@ -297,6 +301,7 @@ _AFTER_FAILURE: Final = {
     "wrap": "No rank was wrapped.",
     "groups=": "No rank was wrapped.",
     "DistributedOptimizer()": "The optimizer was changed on no rank.",
+    "ChainedOptimizer()": "Nothing was changed on any rank.",
     "rebuild": _REBUILD_AGAIN,
     "state_dict()": "Nothing was changed on any rank.",
     "save_checkpoint()": "Nothing was saved.",

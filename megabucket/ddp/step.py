@@ -911,6 +911,19 @@ class GradSync:
         elif self.state is not StepState.LAUNCHING or not isinstance(error, UnreducedGradientsError):
             self.fail("optimizer.step()", error)  # those that did run their last backward are waiting
 
+    def give_up_update(self, cause: str, *, is_agreed: bool) -> None:
+        """Leave out the update because that of another wrapper, which updates together with this one, is left out.
+
+        Args:
+            is_agreed: whether all ranks have agreed on these gradients and do not update with them, either.
+        """
+        if self.state is StepState.AGREED and not self.policy.is_sharded:
+            self.counters.note_missed_update(cause)
+        elif not is_agreed:
+            self.fail("optimizer.step()", cause)
+        elif self.state is StepState.AGREED:
+            self._drop(PhaseError(cause), is_vote=True)
+
     def check_not_in_flight(self, operation: str) -> None:
         """Refuse an operation on gradients that a collective owns.
 

@@ -162,13 +162,11 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
         """Return the norm of the whole gradient, and clip to ``max_norm`` in the step that follows.
 
         Raises:
-            ConfigError: it is another norm than the Euclidean one.
+            ConfigError: ``norm_type`` is below 1.
             RuntimeError: the norm is not finite, and that is an error.
         """
-        if float(norm_type) != 2.0:
-            raise ConfigError(f"gradients are clipped by their L2 norm, and norm_type is {norm_type}")
         self.precision.unscale_gradients(optimizer)
-        norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm)
+        norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm, norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm.item()}; with error_if_nonfinite=False the step leaves it out")
         return norm

@@ -62,7 +62,6 @@ _REFUSED_TRANSFORMER: Final = dict.fromkeys(
     ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_tensor_parallel_size"), _MODEL_PARALLEL
 )
 _REFUSED_OPTIMIZER: Final = {
-    "log_num_zeros_in_grad": "zeros are not counted",
     "optimizer_cpu_offload": "state stays on the device of its parameters",
     "overlap_param_gather_with_optimizer_step": "an update ends before its gather begins",
     "reuse_grad_buf_for_mxfp8_param_ag": "there are no fp8 parameters",
@@ -194,13 +193,14 @@ class DistributedOptimizer(MegatronOptimizer):
         if len(chunks) != 1:
             raise ConfigError(f"{len(chunks)} model chunks: {_MODEL_PARALLEL}")
         _refuse(config, _REFUSED_OPTIMIZER, like=OptimizerConfig())
-        super().__init__(mb.DistributedOptimizer(optimizer, chunks[0].wrapper, clip_grad=config.clip_grad), config)
+        arguments = {"clip_grad": config.clip_grad, "returns_num_zeros": config.log_num_zeros_in_grad}
+        super().__init__(mb.DistributedOptimizer(optimizer, chunks[0].wrapper, **arguments), config)
         self.optimizer: mb.DistributedOptimizer
         self.is_stub_optimizer = False
         self.grad_scaler = _scaler_for(config)
 
-    def step(self) -> tuple[bool, float, None]:
-        """Clip, update and gather; return whether parameters were changed, the norm before, and no count of zeros."""
+    def step(self) -> tuple[bool, float, int | None]:
+        """Clip, update and gather; return whether parameters were changed, the norm before, and the zeros if counted."""
         self.optimizer.clip_grad = float(self.config.clip_grad)
         if self.grad_scaler is None:
             self.optimizer.step()
@@ -209,7 +209,7 @@ class DistributedOptimizer(MegatronOptimizer):
             self.grad_scaler.update()
         result = self.optimizer.last_step
         assert result is not None  # noqa: S101 - for mypy: a step has just ended
-        return result.updated, result.grad_norm, None
+        return result.updated, result.grad_norm, result.num_zeros
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients live in the buffers, which ``zero_grad_buffer()`` of the wrapper clears."""
@@ -233,7 +233,7 @@ class DistributedOptimizer(MegatronOptimizer):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("an update cannot be taken in parts, and zeros are not counted: call step() alone")
+        raise ConfigError("an update cannot be taken in parts: call step() alone, which returns the number of zeros")
 
     step_with_ready_grads = count_zeros = prepare_grads
 

@@ -105,11 +105,9 @@ class MegabucketAccelerator(Accelerator):
             parameters: all of a model's: a sharded optimizer has one norm.
 
         Raises:
-            ConfigError: it is another norm than the Euclidean one, or some of the parameters are left out.
+            ConfigError: some of the parameters are left out, or ``norm_type`` is below 1.
             PhaseError: gradients are still accumulated.
         """
-        if float(norm_type) != 2.0:
-            raise ConfigError(f"gradients are clipped by their L2 norm, and norm_type is {norm_type}")
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for prepared in self._optimizers:
             optimizer = prepared.optimizer
@@ -123,7 +121,7 @@ class MegabucketAccelerator(Accelerator):
                 if not self.sync_gradients:
                     raise PhaseError("gradients are still accumulated: call clip_grad_norm_ if accelerator.sync_gradients.")
                 self.unscale_gradients(prepared)
-                return optimizer.clip_grad_norm_(max_norm)
+                return optimizer.clip_grad_norm_(max_norm, norm_type)
         return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

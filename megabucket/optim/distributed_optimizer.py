@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 import torch
 
@@ -19,9 +20,12 @@ from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.step import CALLING, UPDATING, StepState
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.kernels import find_kernels
-from megabucket.optim.norm import GlobalNorm, clip_by_norm
+from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
 from megabucket.optim.state_dict import pack
+
+if TYPE_CHECKING:
+    from megabucket.optim.chained import ChainedOptimizer
 
 _Loss = TypeVar("_Loss")
 _grad: Final = attrgetter("grad")
@@ -37,9 +41,11 @@ class StepResult:
     updated: bool
     """Whether parameters were changed."""
     grad_norm: float
-    """Global L2 norm of the reduced gradients, before ``clip_grad`` clips them; nan where it was not computed."""
+    """Global norm of the reduced gradients, before ``clip_grad`` clips them; nan where it was not computed."""
     reason: str
     """Why parameters were not changed, with the parameters at fault on this rank; empty when they were."""
+    num_zeros: int | None = None
+    """How many elements of the whole gradient are zero, each counted once; ``None`` where they were not counted."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -55,20 +61,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         torch_optimizer: over the parameters of the wrapped module (all trainable ones, each once). State it has already, from
             steps or from a checkpoint of plain torch, moves along.
         ddp: the wrapped module.
-        clip_grad: clip gradients to this global L2 norm; 0 switches clipping off.
+        clip_grad: clip gradients to this global norm; 0 switches clipping off.
+        norm_type: p of the p-norm, at least 1; infinite for the largest magnitude, which is infinite where a gradient is nan.
+        grad_norm_skip_threshold: with a norm above it, no rank updates.
+        returns_num_zeros: whether results have the number of gradients that are zero. A pass over the gradients and one small
+            collective in each step.
         returns_grad_norm: whether ``step`` returns the norm in any case. ``False`` computes it only where it is needed: to
             clip, and to find what is not finite where the gradient sync does not (``nonfinite_gradients="allow"``,
             ``fence=False``, reduce-scattered float16). It saves a pass over the gradients and, with shards, the wait
             for a small collective before each update.
-        kernels: ``"apex"`` takes norms and clips with NVIDIA apex's ``amp_C`` on CUDA devices, in float32: the last bits of a
-            norm then depend on how the gradients are cut, and a norm above 1.8e19 is infinite.
+        kernels: ``"apex"`` takes L2 norms and clips with NVIDIA apex's ``amp_C`` on CUDA devices, in float32: the last bits of
+            a norm then depend on how the gradients are cut, and a norm above 1.8e19 is infinite.
 
     Every rank makes one at the same time: they compare groups, hyperparameters and state.
 
     Raises:
         OptimizerParametersError: the optimizer's parameters are not the wrapper's, or its state does not fit into shards.
-        ConfigError: ``clip_grad`` is negative or not finite, the kernels are not there, or the optimizer cannot work on flat
-            shards; or a norm is asked for and the wrapper does not know which ranks hold the other parts of the model.
+        ConfigError: an argument is out of range, the kernels are not there, or the optimizer cannot work on flat shards; or a
+            norm is asked for and the wrapper does not know which ranks hold the other parts of the model.
         LayoutMismatchError: the optimizer is not the same on all ranks.
         PeerFailedError: another rank could not make its own.
     """
@@ -82,7 +92,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ddp: DistributedDataParallel,
         *,
         clip_grad: float = 0.0,
+        norm_type: float = 2.0,
+        grad_norm_skip_threshold: float = math.inf,
         returns_grad_norm: bool = True,
+        returns_num_zeros: bool = False,
         kernels: Literal["torch", "apex"] = "torch",
     ) -> None:
         # No super().__init__(): this object forwards to torch_optimizer, which owns groups, state and defaults.
@@ -91,8 +104,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_sharded = ddp.policy.is_sharded
         self.sharding = Sharding(torch_optimizer, ddp, weakref.WeakMethod(self._answer_scaler))
         """The shards, for checkpoints."""
-        self._settings: dict[str, Any] = {"returns_grad_norm": returns_grad_norm, "kernels": kernels}
-        self.sharding.shard(clip_grad=clip_grad, **self._settings, label="DistributedOptimizer()")
+        self._settings: dict[str, Any] = {
+            "clip_grad": clip_grad,
+            "norm_type": norm_type,
+            "grad_norm_skip_threshold": grad_norm_skip_threshold,
+            "returns_grad_norm": bool(returns_grad_norm),
+            "returns_num_zeros": bool(returns_num_zeros),
+            "kernels": kernels,
+        }
+        self.sharding.shard(self._settings, label="DistributedOptimizer()")
         self.clip_grad = float(clip_grad)
         self.last_step: StepResult | None = None
         """What the last call of ``step`` that has come to an end has done; also where a loss scaler has skipped the call."""
@@ -100,22 +120,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._changes: tuple[tuple[str, float], ...] = ()
         self._changed_step = -1
         self._versions: list[int] = []  # of the 16-bit gradients that were widened for it
-        self._found_inf: torch.Tensor | None = None  # of the scaler that was answered last
+        self.answered: torch.Tensor | None = None
+        """The ``found_inf`` of the scaler that was answered last."""
+        self.scaled_with: ChainedOptimizer | None = None
+        """What answers scalers for this optimizer and others."""
         self._begin_on_shards()
         ddp.follow_rebuilds(self)
 
     def _begin_on_shards(self) -> None:
         policy, grads = self.ddp.policy, [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
-        ranks = self.ddp.ranks
         self._has_norm = self.sharding.check_norm(is_wanted=False)
-        # Without a norm it still tells what is not finite, which ranks that hold other parts of the model must agree on.
-        holders = ranks.norm or (ranks.step if self._is_sharded or not self._has_norm else None)
-        self._global_norm = GlobalNorm(holders, device=grads[0].device)
         self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
+        self.global_norm = self._norm_of_type(self._settings["norm_type"])
         # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
         has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
         has_untested_grads = has_untested_sums or not (policy.has_fence and policy.tests_finite)
-        self._computes_norm = self._settings["returns_grad_norm"] or has_untested_grads
+        threshold = self._settings["grad_norm_skip_threshold"]
+        self._computes_norm = self._settings["returns_grad_norm"] or has_untested_grads or threshold < math.inf
+        self._largest_norm = min(threshold, sys.float_info.max)  # one that is not finite is above it
+
+    def _norm_of_type(self, norm_type: float) -> GlobalNorm:
+        ranks, device = self.ddp.ranks, self.ddp.param_and_grad_buffers[0].grad_data.device
+        # Without a norm it still finds what is not finite, on which ranks that hold other parts of the model must agree.
+        holders = ranks.norm or (ranks.step if self._is_sharded or not self._has_norm else None)
+        return GlobalNorm(holders, device=device, norm_type=float(norm_type), l2_norm=self._kernels.l2_norm)
 
     # Rebuilding #
 
@@ -136,7 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             LayoutMismatchError: groups or step counts are not the same on all ranks.
             PeerFailedError: another rank could not shard.
         """
-        self.sharding.shard(clip_grad=self.clip_grad, **self._settings, label="rebuild: optimizer")
+        self.sharding.shard({**self._settings, "clip_grad": self.clip_grad}, label="rebuild: optimizer")
         self._begin_on_shards()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -209,7 +237,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the gradient sync, clip, update the shards and gather the parameters.
 
-        Nothing is updated on any rank when the gradient norm is computed and not finite; the result says why.
+        Nothing is updated on any rank when the gradient norm is computed and not finite, or too large; the result says why.
 
         Args:
             closure: called once, with gradients switched on, before anything else; may hold the last backward of the step.
@@ -227,30 +255,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 value = closure()
         sync = self.ddp.sync
-        self._check_may_step()
+        self.check_may_step()
         needs_norm = self._computes_norm or self.clip_grad > 0
+        measures_early = needs_norm and self._is_sharded and not self._changes
         norms: list[torch.Tensor] = []
         # With shards the others update and gather once all have agreed, whatever happens on this rank.
         with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else CALLING):
             for group in sync.agree(is_committing=self._is_sharded):
-                if needs_norm and self._is_sharded and not self._changes:  # while others are on their way
-                    norms += map(self._kernels.l2_norm, self.sharding.counted_grads[group.index])
+                if measures_early:  # while other buckets are on their way
+                    norms += map(self.global_norm.of_grad, self.sharding.counted_grads[group.index])
             self.ddp.communicator.progress.enter(sync.step, "optimizer")
             if sync.skip_reason:
-                sync.end_update()
-                self.last_step = StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
+                self.skip(sync.skip_reason)
             else:
                 if not self._is_sharded:
-                    self._take_published_grads()
+                    self.take_published_grads()
                 with sync.leaving_no_mess("optimizer.step()", UPDATING):
-                    self.last_step = self._update(norms, needs_norm=needs_norm)
+                    grads = list(map(_grad if self._changes else MainShard.load_grad, self.sharding.shards))
+                    norm = math.nan
+                    if needs_norm:
+                        norm = self.global_norm.of(norms if measures_early else self.norms_of(grads))
+                    if needs_norm and not norm <= self._largest_norm:
+                        self.skip(self.why_not(norm), norm=norm)
+                    else:
+                        self.update(grads, norm, max_norm=self.clip_grad)
         return self.last_step if closure is None else value
 
-    def _check_may_step(self) -> None:
+    def check_may_step(self) -> None:
         """Refuse a step that would go wrong on this rank, while all of them can still be told."""
         reader = "DistributedOptimizer.step() decides on the host what to do"
         remedy = "Capture a plain optimizer with capturable=True in its place (docs/gpu.md)."
-        check_not_capturing(self._global_norm.accelerator, reader=reader, remedy=remedy)
+        check_not_capturing(self.global_norm.accelerator, reader=reader, remedy=remedy)
         sync = self.ddp.sync
         sync.check_not_dropped()
         if self._changes and not (sync.is_reduced and self._changed_step == sync.step):
@@ -272,7 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else another has taken its place
                 sync.refuse_update(error)
             if self._is_sharded and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
-                self._global_norm.of([torch.tensor(math.nan)])  # the others ask for nothing else before they update
+                self.global_norm.of([torch.tensor(math.nan)])  # the others ask for nothing else before they update
             raise
         is_due = sync.state is StepState.LAUNCHING and not sync.policy.is_explicit
         if not (is_due or sync.state is StepState.AGREED):
@@ -280,7 +315,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sync.refuse_update(unreduced)
             raise unreduced
 
-    def _take_published_grads(self) -> None:
+    def take_published_grads(self) -> None:
         """Let what the caller did to ``param.grad`` after the all-reduce count, as it would with a plain optimizer.
 
         Raises:
@@ -303,22 +338,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._changes:
             self._check_nothing_is_lost()
 
-    def _update(self, norms: list[torch.Tensor], *, needs_norm: bool) -> StepResult:
-        """Step on the shards where the gradient norm is finite, and gather what has come of it."""
-        sync, shards, norm = self.ddp.sync, self.sharding.shards, math.nan
-        grads = list(map(_grad if self._changes else MainShard.load_grad, shards))
-        if needs_norm:
-            if self._changes or not self._is_sharded:
-                in_buffers = chain.from_iterable(self.sharding.counted_grads.values())
-                norms += map(self._kernels.l2_norm, self._counted(grads) if self._changes else in_buffers)
-            norm = self._global_norm.of(norms)
-            if not math.isfinite(norm):
-                sync.end_update()
-                reason = self._why_not_finite(f"the gradient norm is {norm}")
-                return StepResult(updated=False, grad_norm=norm, reason=reason)
+    def skip(self, reason: str, *, norm: float = math.nan) -> None:
+        """End the step without an update, as all ranks do."""
+        self.ddp.sync.end_update()
+        self.last_step = StepResult(updated=False, grad_norm=norm, reason=reason)
+
+    def norms_of(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the norms of what enters the global norm.
+
+        Args:
+            grads: of all shards; what they were made of is in the buffers, unless it was changed.
+        """
+        in_buffers = chain.from_iterable(self.sharding.counted_grads.values())
+        return list(map(self.global_norm.of_grad, self._counted(grads) if self._changes else in_buffers))
+
+    def update(self, grads: list[torch.Tensor], norm: float, *, max_norm: float) -> None:
+        """Clip, step on the shards and gather what has come of it.
+
+        Args:
+            grads: of all shards.
+            max_norm: what to clip to; 0 clips nothing.
+        """
+        sync, num_zeros = self.ddp.sync, None
+        if self._settings["returns_num_zeros"]:
+            numel = sum(piece.in_run.numel for shard in self.sharding.shards if shard.counts for piece in shard.pieces())
+            num_zeros = self.global_norm.num_zeros(self._counted(grads), numel=numel)
         try:
-            if self.clip_grad > 0:
-                clip_by_norm(grads, norm=norm, max_norm=self.clip_grad, scale=self._kernels.scale)
+            if max_norm > 0:
+                clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
             for shard in self.sharding.stepped:
                 shard.main.grad = shard.grad
             self.torch_optimizer.step()
@@ -334,9 +381,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 group.mark_params_stale()
             self.ddp.start_param_sync()
         sync.end_update()
-        if not self._has_norm:
-            norm = math.nan  # it was taken over some ranks of the model, to find what is not finite
-        return StepResult(updated=True, grad_norm=norm, reason="")
+        # Where there is no norm, one over some ranks of the model was taken to find what is not finite.
+        grad_norm = norm if self._has_norm else math.nan
+        self.last_step = StepResult(updated=True, grad_norm=grad_norm, reason="", num_zeros=num_zeros)
+
+    def why_not(self, norm: float) -> str:
+        """Return why no rank updates with this norm."""
+        if math.isfinite(norm):
+            return f"the gradient norm {norm:g} is above grad_norm_skip_threshold={self._largest_norm:g}"
+        return self._why_not_finite(f"the gradient norm is {norm}")
 
     def _why_not_finite(self, finding: str) -> str:
         names = [name for shard in self.sharding.shards for name in shard.params_with_nonfinite_grad()]
@@ -345,7 +398,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif self._is_sharded and self.ddp.communicator.size > 1:
             culprit = "not finite on another rank"
         else:
-            culprit = "every gradient is finite, but the sum of their squares is not"
+            culprit = "every gradient is finite, but the sum over them is not"
         return f"{finding}: {culprit}"
 
     # Reduced gradients before a step: loss scaling, and clipping by hand #
@@ -372,7 +425,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "nonfinite_gradients='error' (the default) makes an error of each before they are reduced. Wrap the module "
                 "with DistributedDataParallelConfig(nonfinite_gradients='allow'), or 'skip_step'."
             )
-        self._check_may_step()
+        self.check_may_step()
         if any(name == _LOSS_SCALE for name, _ in self._changes):
             raise PhaseError("the gradients of this step were unscaled already; a loss scaler does it once before each step().")
         with sync.leaving_no_mess("unscaling gradients", UPDATING if self._is_sharded else CALLING):
@@ -382,51 +435,59 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for grad in grads:  # a kernel takes one dtype
                 CHECK_AND_UNSCALE([grad], found_inf, factor)
             self._changes = (*self._changes, (_LOSS_SCALE, 1 / float(factor)))
-            if self._global_norm.of([found_inf]) == 0:
+            if self.global_norm.of([found_inf]) == 0:
                 return False
             sync.skip_reason = sync.skip_reason or self._why_not_finite("the loss scaler skips the step")
-            self.last_step = StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)
-            sync.end_update()
+            self.skip(sync.skip_reason)
         return True
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Finish the gradient sync and clip to a global L2 norm; return the norm before, over all ranks.
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
+        """Finish the gradient sync and clip to a global norm; return the norm before, over all ranks.
 
         In place of ``torch.nn.utils.clip_grad_norm_``, at the same place in a loop: after the last backward, and after
         ``GradScaler.unscale_``. An infinite ``max_norm`` clips nothing. With a norm that is not finite nothing is changed, and
         ``step`` updates nothing; nan stands for gradients that every rank has given up already.
 
+        Args:
+            norm_type: p of the p-norm, as in torch; ``None``: that of the optimizer.
+
         Raises:
-            ConfigError: ``max_norm`` is no norm, or the wrapper does not know which ranks hold the other parts of the model.
+            ConfigError: ``max_norm`` is no norm, ``norm_type`` is below 1, or the wrapper does not know which ranks hold the
+                other parts of the model.
             MegabucketError: as ``step``.
         """
         if not max_norm >= 0:
             raise ConfigError(f"max_norm must be a number >= 0, got {max_norm!r}")
+        kind = self._settings["norm_type"] if norm_type is None else norm_type
+        check_norm_settings(0.0, kind, math.inf)
         if not self._has_norm:
             self.sharding.check_norm(is_wanted=True)
         if self.ddp.sync.skip_reason:
             return torch.tensor(math.nan)
-        self._check_may_step()
+        self.check_may_step()
         with self.ddp.sync.leaving_no_mess("clip_grad_norm_()", UPDATING if self._is_sharded else CALLING):
-            grads = self._take_grads()
-            norm = self._global_norm.of(map(self._kernels.l2_norm, self._counted(grads)))
+            grads, over_ranks = self._take_grads(), self._norm_of_type(kind)
+            norm = over_ranks.of(map(over_ranks.of_grad, self._counted(grads)))
             if math.isfinite(norm):
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
-            self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)))
+            self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)), ("its norm_type", float(kind)))
         return torch.tensor(norm, dtype=torch.float32)
 
     def _take_grads(self) -> list[torch.Tensor]:
         """Finish the gradient sync and return the gradients to change: 16-bit ones widened, others in the buffers."""
-        sync, shards = self.ddp.sync, self.sharding.shards
+        sync = self.ddp.sync
         sync.finish()
         self._changed_step = sync.step
         if not (self._is_sharded or sync.skip_reason):
-            self._take_published_grads()
+            self.take_published_grads()
         if not self._changes:
             self._versions = self._versions_of_widened()
-            return list(map(MainShard.load_grad, shards))
-        return list(map(_grad, shards))
+        return self.load_grads()
+
+    def load_grads(self) -> list[torch.Tensor]:
+        """Return the reduced gradients of all shards: 16-bit ones widened, unless they were before, and changed since."""
+        return list(map(_grad if self._changes else MainShard.load_grad, self.sharding.shards))
 
     def _versions_of_widened(self) -> list[int]:
         """Return counts of the changes to 16-bit gradients, which come too late after they were widened."""
@@ -446,9 +507,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _answer_scaler(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """Unscale for a torch scaler, which asks once for each dtype with the same ``found_inf``."""
-        if found_inf is not self._found_inf:
-            self._found_inf = found_inf
-            if self.unscale_grads(inv_scale):
+        asked = self.scaled_with or self
+        if found_inf is not asked.answered:
+            asked.answered = found_inf
+            if asked.unscale_grads(inv_scale):
                 found_inf.fill_(1.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The global gradient norm over shards, and clipping by it.
+"""The global gradient norm over shards, clipping by it, and what else is measured over the gradients of all ranks.
 
 Squares are summed in float64 and the norm is rounded to float32, so it does not depend on how the gradients are cut into
 shards, buckets or modes: float32 sums over different cuts differ in the last bit in most cases, and clipping would carry the
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from megabucket.comm import Accelerator, AllReduce, Communicator
+from megabucket.comm import Accelerator, AllReduce, Communicator, ReduceOp
 from megabucket.errors import ConfigError
 
 Scale = Callable[[list[torch.Tensor], float], object]
@@ -29,39 +29,6 @@ _CHUNK_NUMEL: Final = 1 << 17
 """Elements summed at a time on CPU: the float64 copy torch makes of them (1 MiB) stays in the core's own cache."""
 
 
-class GlobalNorm:
-    """The L2 norm over the gradients of all ranks' shards, step after step.
-
-    Args:
-        communicator: the ranks that hold parts of the gradients (one all-reduce of 8 bytes); ``None``: this one holds all.
-        device: where the gradients of all ranks live, and the collective runs.
-    """
-
-    def __init__(self, communicator: Communicator | None, *, device: torch.device) -> None:
-        self.accelerator = Accelerator.of(device)
-        self._communicator = communicator
-        self._total = torch.zeros(1, dtype=torch.float64, device=device)
-        self._calls = () if communicator is None else communicator.prepare([AllReduce(self._total)])
-
-    def of(self, norms: Iterable[torch.Tensor]) -> float:
-        """Return the norm over this rank's gradients and those of the other ranks.
-
-        Args:
-            norms: the ``l2_norm`` of each of this rank's gradients; alignment gaps and padding in them are zero and count
-                nothing. May be empty: a rank can own nothing but padding.
-        """
-        if found := list(norms):
-            self._total.copy_(torch.stack(found).square_().sum())
-        else:
-            self._total.zero_()
-        total = self._total
-        if self._communicator is not None:
-            total = self._communicator.launch(self._calls, label="grad norm").read(total)
-        norm = math.sqrt(float(total))
-        # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
-        return _FLOAT32.unpack(_FLOAT32.pack(norm))[0] if norm <= _LARGEST else norm
-
-
 def l2_norm(grad: torch.Tensor) -> torch.Tensor:
     """Return the L2 norm of all elements: float64, 0D, on the device of the gradient. One operation there."""
     if grad.device.type != "cpu":
@@ -70,6 +37,77 @@ def l2_norm(grad: torch.Tensor) -> torch.Tensor:
     else:
         norms = list(map(partial(torch.linalg.vector_norm, dtype=torch.float64), grad.split(_CHUNK_NUMEL)))
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def p_norm(grad: torch.Tensor, *, norm_type: float) -> torch.Tensor:
+    """Return another p-norm than the L2 norm, as ``l2_norm`` does."""
+    parts = list(grad.split(_CHUNK_NUMEL)) if grad.device.type == "cpu" else [grad]
+    norms = torch._foreach_norm(parts, norm_type, dtype=torch.float64)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+    return total
+
+
+class GlobalNorm:
+    """The norm over the gradients of all ranks' shards, step after step.
+
+    Args:
+        communicator: the ranks that hold parts of the gradients (one all-reduce of 8 bytes); ``None``: this one holds all.
+        device: where the gradients of all ranks live, and the collective runs.
+        norm_type: p of the p-norm, at least 1; infinite for the largest magnitude, which is infinite where a gradient is nan.
+        l2_norm: the function of this name, or a kernel in its place.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator | None,
+        *,
+        device: torch.device,
+        norm_type: float = 2.0,
+        l2_norm: Callable[[torch.Tensor], torch.Tensor] = l2_norm,
+    ) -> None:
+        self.accelerator = Accelerator.of(device)
+        self.communicator = communicator
+        self.norm_type = norm_type
+        self.of_grad = l2_norm if norm_type == 2 else partial(p_norm, norm_type=norm_type)
+        """Returns the norm of one of this rank's gradients."""
+        op = ReduceOp.MAX if norm_type == math.inf else ReduceOp.SUM
+        self._power = 1.0 if norm_type == math.inf else norm_type  # of what ranks add up, or take the largest of
+        self._total = torch.zeros(1, dtype=torch.float64, device=device)
+        self._calls = () if communicator is None else communicator.prepare([AllReduce(self._total, op)])
+
+    def of(self, norms: Iterable[torch.Tensor]) -> float:
+        """Return the norm over this rank's gradients and those of the other ranks.
+
+        Args:
+            norms: ``of_grad`` of each of this rank's gradients; alignment gaps and padding in them are zero and count
+                nothing. May be empty: a rank can own nothing but padding.
+        """
+        if not (found := list(norms)):
+            self._total.zero_()
+        elif self.norm_type == math.inf:  # the largest of several ranks may leave a nan out
+            self._total.copy_(torch.stack(found).max().nan_to_num_(nan=math.inf, posinf=math.inf))
+        else:
+            self._total.copy_(torch.stack(found).pow_(self._power).sum())
+        total = self._total
+        if self.communicator is not None:
+            total = self.communicator.launch(self._calls, label="grad norm").read(total)
+        norm = math.sqrt(float(total)) if self._power == 2 else float(total) ** (1 / self._power)
+        # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
+        return _FLOAT32.unpack(_FLOAT32.pack(norm))[0] if norm <= _LARGEST else norm
+
+    def num_zeros(self, grads: Iterable[torch.Tensor], *, numel: int) -> int:
+        """Return how many elements of the gradients of all ranks are zero. One all-reduce of 8 bytes.
+
+        Args:
+            grads: of this rank.
+            numel: how many elements they have without alignment gaps, which are zeros that do not count.
+        """
+        total = torch.full_like(self._total, numel)  # exact up to 2**53
+        for grad in grads:
+            total -= grad.count_nonzero()
+        if self.communicator is not None:
+            total = self.communicator.launch([AllReduce(total)], label="zeros in gradients").read(total)
+        return int(total)
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float, scale: Scale = torch._foreach_mul_) -> None:
@@ -82,12 +120,16 @@ def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float,
         scale(list(grads), factor)
 
 
-def check_clip_grad(clip_grad: Any) -> None:
-    """Refuse what is no norm to clip to.
+def check_norm_settings(clip_grad: Any, norm_type: float, grad_norm_skip_threshold: float) -> None:
+    """Refuse what is no norm to clip to, no kind of norm, or no threshold.
 
     Raises:
-        ConfigError: it is no number, negative or not finite.
+        ConfigError: one of them is no number, or out of range.
     """
     is_number = isinstance(clip_grad, numbers.Real) and not isinstance(clip_grad, bool)
     if not is_number or not math.isfinite(clip_grad) or clip_grad < 0:
         raise ConfigError(f"clip_grad must be a finite number >= 0 (0 switches clipping off), got {clip_grad!r}")
+    if not norm_type >= 1:
+        raise ConfigError(f"norm_type must be a number >= 1, or infinite, got {norm_type!r}")
+    if isinstance(grad_norm_skip_threshold, bool) or not grad_norm_skip_threshold > 0:
+        raise ConfigError(f"grad_norm_skip_threshold must be a number > 0, or infinite, got {grad_norm_skip_threshold!r}")

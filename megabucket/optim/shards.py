@@ -10,6 +10,7 @@ so whatever fails there loses nothing.
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -29,7 +30,7 @@ from megabucket.layout import Span
 from megabucket.layout.runs import ShardRun, plan_runs
 from megabucket.optim.elementwise import check_elementwise
 from megabucket.optim.kernels import find_kernels
-from megabucket.optim.norm import check_clip_grad
+from megabucket.optim.norm import check_norm_settings
 from megabucket.optim.state_dict import (
     KNOWN_NUMBERS,
     ShardHolder,
@@ -450,11 +451,14 @@ class Sharding:
         self.shards, self._buffers = [], []
         self.counted_grads.clear()
 
-    def shard(self, *, clip_grad: float, returns_grad_norm: bool, kernels: str, label: str) -> None:
+    def shard(self, settings: Mapping[str, Any], *, label: str) -> None:
         """Shard, with the state there is and the main values from before. A collective call.
 
+        Args:
+            settings: the arguments of ``DistributedOptimizer`` by name, which must be the same on all ranks.
+
         Raises:
-            ConfigError: the optimizer cannot work on flat shards, ``clip_grad`` is no norm, the kernels are not there, or the
+            ConfigError: the optimizer cannot work on flat shards, a setting is out of range, the kernels are not there, or the
                 norm would be wrong.
             OptimizerParametersError: the groups do not hold the trainable parameters, or some state cannot be cut. Nothing was
                 changed.
@@ -464,13 +468,15 @@ class Sharding:
         cut, failure = None, None
         by_group: dict[str, list[Entry]] = {}
         try:
-            check_clip_grad(clip_grad)
-            find_kernels(kernels, self._ddp.param_and_grad_buffers[0].grad_data.device)
-            self.check_norm(is_wanted=clip_grad > 0 or returns_grad_norm)
+            clip_grad, threshold = settings["clip_grad"], settings["grad_norm_skip_threshold"]
+            check_norm_settings(clip_grad, settings["norm_type"], threshold)
+            find_kernels(settings["kernels"], self._ddp.param_and_grad_buffers[0].grad_data.device)
+            returns_some = settings["returns_grad_norm"] or settings["returns_num_zeros"]
+            self.check_norm(is_wanted=clip_grad > 0 or threshold < math.inf or returns_some)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers))
             check_elementwise(self._optimizer)  # after what is wrong with its parameters was found
-            own = (f"clip_grad={float(clip_grad)}", f"returns_grad_norm={bool(returns_grad_norm)}", f"kernels={kernels}")
+            own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]
             by_group = self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers])))
         except Exception as error:
             failure = error

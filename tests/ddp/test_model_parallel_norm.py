@@ -127,6 +127,21 @@ def test_one_copied_scalar_and_one_expert_scalar_on_each_rank(size, dtype, is_sh
 
 
 @pytest.mark.parametrize("is_sharded", MODES)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_zeros_count_once_as_elements_of_a_norm_do(size, is_sharded):
+    """The same pull request: where all gradients are zero there are 1 + world of them."""
+    grid = Grid(size, 1, ep=size)
+
+    def program(rank):
+        ddp = grid.wrap(rank, OneOfEach(), config={"use_distributed_optimizer": is_sharded})
+        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), **NO_STEP), ddp, returns_num_zeros=True)
+        sum(param.sum() * 0 for param in ddp.parameters()).backward()
+        return optimizer.step().num_zeros
+
+    assert grid.run(program) == [1 + size] * size
+
+
+@pytest.mark.parametrize("is_sharded", MODES)
 def test_experts_that_are_copies_along_the_ranks_they_are_reduced_over_count_once(is_sharded):
     """Megatron's pull request 5916, experts neither parallel nor cut, tp 2: no ``expert_tp`` says so, and tp makes them copies.
 

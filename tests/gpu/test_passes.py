@@ -114,7 +114,7 @@ class TestCapture:
         sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
         optimizer = mb.DistributedOptimizer(sgd, ddp, returns_grad_norm=returns_grad_norm)
         ddp(torch.ones(2)).sum().backward()
-        monkeypatch.setattr(optimizer._global_norm, "accelerator", Accelerator.of(self.CUDA))
+        monkeypatch.setattr(optimizer.global_norm, "accelerator", Accelerator.of(self.CUDA))
 
         with pytest.raises(PhaseError, match=r"captured, and DistributedOptimizer.step\(\) decides on the host what to do"):
             optimizer.step()

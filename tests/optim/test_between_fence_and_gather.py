@@ -181,7 +181,7 @@ LOAD_GRAD = MainShard.load_grad
 BEHIND = {
     "squares": lambda optimizer, patch, error: patch(optimizer.sharding, "counted_grads", Failing(error)),
     "gradients": lambda optimizer, patch, error: patch(MainShard, "load_grad", raising(error, optimizer.sharding.shards[0])),
-    "norm": lambda optimizer, patch, error: patch(optimizer._global_norm, "of", raising(error)),
+    "norm": lambda optimizer, patch, error: patch(optimizer.global_norm, "of", raising(error)),
     "update": lambda optimizer, patch, error: patch(optimizer.torch_optimizer, "step", raising(error)),
     "values": lambda optimizer, patch, error: patch(optimizer.sharding, "store_values", raising(error)),
     "gather": lambda optimizer, patch, error: patch(optimizer.ddp, "start_param_sync", raising(error)),

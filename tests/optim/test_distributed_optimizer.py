@@ -499,7 +499,7 @@ class TestStepResult:
         result = optimizer.step()
 
         assert not result.updated
-        assert result.reason == "the gradient norm is inf: every gradient is finite, but the sum of their squares is not"
+        assert result.reason == "the gradient norm is inf: every gradient is finite, but the sum over them is not"
 
     def test_many_culprits_are_cut_at_five_names(self):
         ddp = wrap(Weights("abcdefg"), nonfinite_gradients="allow")

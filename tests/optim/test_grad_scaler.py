@@ -509,7 +509,7 @@ def test_a_rank_that_is_interrupted_while_scalers_agree_is_named_on_the_others(m
         scaler = scaler_of()
         scaler.scale(loss_of(ddp, rank, 0, torch.bfloat16)).backward()
         if rank == 1:
-            monkeypatch.setattr(optimizer._global_norm, "of", interrupted)
+            monkeypatch.setattr(optimizer.global_norm, "of", interrupted)
         try:
             scaler.step(optimizer)
         except (KeyboardInterrupt, MegabucketError) as error:

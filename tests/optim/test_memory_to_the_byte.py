@@ -153,7 +153,7 @@ def assert_categories(memory, ddp, optimizer):
     )
     nans = sum(slot.param.itemsize for group in ddp.bucket_groups for slot in group.slots)
     fence = bytes_of(ddp.sync._fence._gate._vector) if ddp.communicator.size > 1 else 0
-    assert memory.scratch_bytes == counts + nans + fence + bytes_of(optimizer._global_norm._total)
+    assert memory.scratch_bytes == counts + nans + fence + bytes_of(optimizer.global_norm._total)
 
 
 def bytes_of(tensor):

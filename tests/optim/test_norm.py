@@ -14,8 +14,9 @@ from megabucket.testing import LoopbackWorld
 CPU = torch.device("cpu")
 
 
-def norm_here(grads):
-    return GlobalNorm(None, device=CPU).of([l2_norm(grad) for grad in grads])
+def norm_here(grads, **fields):
+    norm = GlobalNorm(None, device=CPU, **fields)
+    return norm.of(map(norm.of_grad, grads))
 
 
 def random_grads(seed, numel, dtype=torch.float32):
@@ -67,6 +68,23 @@ class TestNorm:
         exact = math.sqrt(math.fsum(value * value for value in grads.double().tolist()))
 
         assert norm_here([grads]) == torch.tensor(exact, dtype=torch.float64).float().item()
+
+    @given(
+        seed=st.integers(0, 2**32),
+        numel=st.integers(1, 3_000),
+        points=st.lists(st.integers(0, 10**6), max_size=8),
+        norm_type=st.sampled_from([1, 1.5, 3.0, math.inf]),
+    )
+    def test_of_another_kind_is_the_exact_one_whatever_the_cut(self, seed, numel, points, norm_type):
+        grads = random_grads(seed, numel)
+        largest = max(map(abs, grads.tolist()))
+        exact = largest  # the others divided by it, so that no power overflows
+        if norm_type != math.inf:
+            exact *= math.fsum((abs(value) / largest) ** norm_type for value in grads.double().tolist()) ** (1 / norm_type)
+
+        found = norm_here([part for part in cut(grads, points) if part.numel()], norm_type=norm_type)
+
+        assert found == pytest.approx(exact, rel=2e-7)  # rounded to float32
 
     def test_finite_gradients_of_any_size_have_a_finite_norm(self):
         largest = torch.finfo(torch.float32).max

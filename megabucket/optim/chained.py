@@ -1,0 +1,250 @@
+"""``ChainedOptimizer``: optimizers of several wrapped modules that update together or not at all, under one norm.
+
+The parts of a virtual pipeline stage are modules with a wrapper each. A step agrees on all wrappers, then takes one norm, clips
+by one factor, updates and gathers::
+
+    agree on each wrapper -> one norm -> clip -> update each and gather
+
+Where a wrapper's step is dropped, that of every other one is. Megatron's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any, Final
+
+import torch
+
+from megabucket.ddp.fence import describe
+from megabucket.ddp.step import UPDATING, StepState
+from megabucket.errors import ConfigError
+from megabucket.optim.distributed_optimizer import DistributedOptimizer, StepResult
+from megabucket.optim.norm import check_norm_settings
+
+_FAILED: Final = (StepState.GIVING_UP, StepState.BROKEN)
+
+
+class ChainedOptimizer(torch.optim.Optimizer):
+    """Steps several ``DistributedOptimizer`` together.
+
+    One that has a ``clip_grad`` of its own is clipped by its own norm and left out of the common one.
+
+    Args:
+        optimizers: of different wrappers, in the same order on all ranks. All wrappers have the same ranks and mode, and a
+            fence; all common norms are of one ``norm_type``.
+        clip_grad: clip gradients to this global norm, over all of them; 0 switches clipping off. May be changed between steps.
+        grad_norm_skip_threshold: with a common norm above it, no rank updates anything.
+
+    Every rank makes one at the same time.
+
+    Raises:
+        ConfigError: the optimizers do not go together, or an argument is out of range.
+        LayoutMismatchError: ranks have given different arguments.
+        PeerFailedError: another rank could not make its own.
+    """
+
+    _step_supports_amp_scaling = False
+
+    def __init__(
+        self,
+        optimizers: Iterable[DistributedOptimizer],
+        *,
+        clip_grad: float = 0.0,
+        grad_norm_skip_threshold: float = math.inf,
+    ) -> None:
+        # No super().__init__(): groups, state and hooks are those of the members.
+        self.optimizers = tuple(optimizers)
+        self.clip_grad, self._threshold = float(clip_grad), float(grad_norm_skip_threshold)
+        self.last_step: StepResult | None = None
+        """What the last call of ``step`` that has come to an end has done; also where a loss scaler has skipped the call."""
+        self.answered: torch.Tensor | None = None
+        if not self.optimizers:
+            raise ConfigError("a ChainedOptimizer needs at least one DistributedOptimizer")
+        failure = None
+        try:
+            check_norm_settings(clip_grad, 2.0, grad_norm_skip_threshold)
+            self._check_members()
+        except ConfigError as error:
+            failure = error
+        entries = [(f"{len(self.optimizers)} optimizers,", "clip_grad", self.clip_grad, "threshold", self._threshold)]
+        self.optimizers[0].ddp.sync.call("ChainedOptimizer()", entries, failure)
+        for optimizer in self.optimizers:
+            optimizer.scaled_with = self
+
+    def _check_members(self) -> None:
+        """Refuse optimizers that cannot agree on one step, or on one norm."""
+        wrappers = [optimizer.ddp for optimizer in self.optimizers]
+        if len(set(wrappers)) < len(wrappers):
+            raise ConfigError("two optimizers of a ChainedOptimizer have the same wrapper, which has one update in a step")
+        if not all(ddp.policy.has_fence for ddp in wrappers):
+            raise ConfigError("ChainedOptimizer needs fence=True: without it a rank cannot tell others that a part has failed")
+        for what, values in (
+            ("use_distributed_optimizer", [ddp.policy.is_sharded for ddp in wrappers]),
+            ("ranks that agree on steps", [tuple(ddp.ranks.step.members) for ddp in wrappers]),
+            ("norm_group", [None if ddp.ranks.norm is None else tuple(ddp.ranks.norm.members) for ddp in wrappers]),
+            ("norm_type", [optimizer.global_norm.norm_type for optimizer in self.optimizers if not optimizer.clip_grad]),
+        ):
+            if len(set(values)) > 1:
+                raise ConfigError(f"the optimizers of a ChainedOptimizer differ in {what}: {values}; they step as one")
+        for optimizer in self.optimizers:
+            optimizer.sharding.check_norm(is_wanted=True)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all optimizers, for schedulers."""
+        return list(chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the first optimizer, for schedulers."""
+        return self.optimizers[0].defaults
+
+    def __repr__(self) -> str:
+        return f"ChainedOptimizer of\n{self.optimizers!r}"
+
+    # A step #
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish all gradient syncs, take one norm, clip, update and gather; or update nothing on any rank.
+
+        Closure and result are as in ``DistributedOptimizer.step``.
+
+        Raises:
+            MegabucketError: the step of one wrapper is not whole on some rank. No rank updates anything. All raise the same
+                error; a rank that could not begin raises its own.
+        """
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        with self._all_or_none() as agreed:
+            for optimizer in self.optimizers:
+                optimizer.check_may_step()
+            self.optimizers[0].ddp.sync.counters.hyperparameters += (("clip_grad of all", float(self.clip_grad)),)
+            for optimizer in self.optimizers:
+                optimizer.ddp.sync.finish(is_committing=optimizer.ddp.policy.is_sharded)
+                agreed.append(optimizer)
+            reason = self._find_reason()
+            for optimizer in () if reason else self.optimizers:
+                if not optimizer.ddp.policy.is_sharded:
+                    optimizer.take_published_grads()
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.ddp.sync.leaving_no_mess("optimizer.step()", UPDATING))
+            if reason:
+                self._skip(reason)
+            else:
+                self._update()
+        return self.last_step if closure is None else value
+
+    def _update(self) -> None:
+        """Take the norms, and update everything or nothing by them: they are the same on all ranks."""
+        optimizers = self.optimizers
+        grads = [optimizer.load_grads() for optimizer in optimizers]
+        norms_of = [optimizer.norms_of(own) for optimizer, own in zip(optimizers, grads, strict=True)]
+        together = [index for index, optimizer in enumerate(optimizers) if not optimizer.clip_grad]
+        over_ranks = optimizers[together[0] if together else 0].global_norm
+        common = over_ranks.of(chain.from_iterable(norms_of[index] for index in together))
+        norms = [
+            common if index in together else optimizer.global_norm.of(norms_of[index])
+            for index, optimizer in enumerate(optimizers)
+        ]
+        for index, norm in enumerate(norms):
+            if not math.isfinite(norm):
+                return self._skip(f"optimizer {index}: {optimizers[index].why_not(norm)}", norm=common)
+        if common > self._threshold:
+            return self._skip(
+                f"the gradient norm {common:g} is above grad_norm_skip_threshold={self._threshold:g}", norm=common
+            )
+        for optimizer, own, norm in zip(optimizers, grads, norms, strict=True):
+            optimizer.update(own, norm, max_norm=optimizer.clip_grad or self.clip_grad)
+        zeros = [optimizer.last_step.num_zeros for optimizer in optimizers if optimizer.last_step is not None]
+        counted = [count for count in zeros if count is not None]
+        num_zeros = sum(counted) if counted else None
+        self.last_step = StepResult(updated=True, grad_norm=common, reason="", num_zeros=num_zeros)
+        return None
+
+    def _find_reason(self) -> str:
+        """Return why some wrapper's gradients are left out, as all ranks know; empty where all are fine."""
+        found = [(index, optimizer.ddp.sync.skip_reason) for index, optimizer in enumerate(self.optimizers)]
+        return "; ".join(f"optimizer {index}: {reason}" for index, reason in found if reason)
+
+    def _skip(self, reason: str, *, norm: float = math.nan) -> None:
+        for optimizer in self.optimizers:
+            optimizer.skip(reason, norm=norm)
+        self.last_step = StepResult(updated=False, grad_norm=norm, reason=reason)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[list[DistributedOptimizer]]:
+        """Where the block fails, give up the steps of all wrappers, and not only that of the one where it fails.
+
+        The block appends optimizers on whose gradients all ranks have agreed, and hear of the error with those that follow.
+        """
+        self._give_up_rest()
+        agreed: list[DistributedOptimizer] = []
+        try:
+            yield agreed
+        except BaseException as error:
+            self._give_up_rest(agreed, describe(error))
+            raise
+
+    def _give_up_rest(self, agreed: Sequence[DistributedOptimizer] = (), cause: str = "another part has failed") -> None:
+        """Where the step of one wrapper has failed, give up those of the others: all ranks do, when they hear of it."""
+        syncs = [optimizer.ddp.sync for optimizer in self.optimizers]
+        failed = [sync for sync in syncs if sync.state in _FAILED or sync.dropped is not None]
+        for sync in syncs if agreed or failed else ():
+            if sync not in failed:
+                sync.give_up_update(cause, is_agreed=any(optimizer.ddp.sync is sync for optimizer in agreed))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, of all wrappers."""
+        self._give_up_rest()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    @torch.no_grad()
+    def unscale_grads(self, inv_scale: float | torch.Tensor) -> bool:
+        """Finish all gradient syncs and multiply the gradients; return whether the step is skipped: of all wrappers, or none.
+
+        As ``DistributedOptimizer.unscale_grads``, for the same loss scalers.
+        """
+        with self._all_or_none() as agreed:
+            for optimizer in self.optimizers:
+                optimizer.unscale_grads(inv_scale)
+                agreed.append(optimizer)
+        if reason := self._find_reason():
+            for optimizer in self.optimizers:
+                optimizer.ddp.sync.skip_reason = reason
+            self._skip(reason)
+        return bool(reason)
+
+    # State #
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ``state_dict`` of each optimizer, under ``"optimizers"``. A collective call."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` gave. A collective call.
+
+        Raises:
+            ConfigError: it is of another number of optimizers.
+            MegabucketError: as ``DistributedOptimizer.load_state_dict``.
+        """
+        states = state_dict["optimizers"]
+        if len(states) != len(self.optimizers):
+            raise ConfigError(f"the state is that of {len(states)} optimizers, and there are {len(self.optimizers)}")
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - torch's argument
+        """Refuse.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a ChainedOptimizer has no groups of its own: add the group to the optimizer of its module")
