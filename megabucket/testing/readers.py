@@ -17,7 +17,7 @@ def read_megatron_layout(wrapped: Any) -> ModelLayout:
     Args:
         wrapped: tried with megatron-core 0.16.1.
     """
-    numbers = {param: (number, name) for number, (name, param) in enumerate(wrapped.module.named_parameters())}
+    numbers = _numbers(wrapped.module)
     is_sharded = wrapped.ddp_config.use_distributed_optimizer
     buffers = []
     for group, made in (("dense", wrapped.buffers), ("expert", wrapped.expert_parallel_buffers)):
@@ -66,7 +66,7 @@ def read_torch_ddp_layout(wrapped: torch.nn.parallel.DistributedDataParallel) ->
         raise LayoutError(
             f"torch {torch.__version__} has no reducer._get_zeros_like_grad_buckets, so its buckets cannot be read"
         )
-    numbers = {param: (number, name) for number, (name, param) in enumerate(wrapped.module.named_parameters())}
+    numbers = _numbers(wrapped.module)
     by_dtype: dict[torch.dtype, list[Any]] = {}
     for bucket in tell():
         by_dtype.setdefault(bucket.buffer().dtype, []).append(bucket)
@@ -95,6 +95,12 @@ def _of_buckets(dtype: torch.dtype, given: Sequence[Any], numbers: Mapping[torch
         start_alignment=1,
         end_multiple=1,
     )
+
+
+def _numbers(module: torch.nn.Module) -> dict[torch.Tensor, tuple[int, str]]:
+    """Return the position and the name of each trainable parameter."""
+    trainable = ((name, param) for name, param in module.named_parameters() if param.requires_grad)
+    return {param: (number, name) for number, (name, param) in enumerate(trainable)}
 
 
 def _in_order(starts: Mapping[str, int]) -> tuple[str, ...]:
