@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.config.resolve import START_ALIGNMENT, bucket_end_multiple
 from megabucket.errors import LayoutError
 from megabucket.layout import BucketLayout, BufferKey, BufferLayout, ModelLayout, ParamSlot
 
@@ -18,7 +20,12 @@ def read_megatron_layout(wrapped: Any) -> ModelLayout:
         wrapped: tried with megatron-core 0.16.1.
     """
     numbers = _numbers(wrapped.module)
-    is_sharded = wrapped.ddp_config.use_distributed_optimizer
+    theirs = wrapped.ddp_config
+    is_sharded = theirs.use_distributed_optimizer
+    pads = theirs.pad_buckets_for_high_nccl_busbw
+    config = DistributedDataParallelConfig(
+        layout="megatron", use_distributed_optimizer=is_sharded, pad_buckets_for_high_nccl_busbw=pads
+    )
     buffers = []
     for group, made in (("dense", wrapped.buffers), ("expert", wrapped.expert_parallel_buffers)):
         for buffer in made:
@@ -38,14 +45,21 @@ def read_megatron_layout(wrapped: Any) -> ModelLayout:
                 BufferLayout(
                     key=BufferKey(_name(buffer.param_dtype), _name(buffer.grad_dtype), group),
                     params={
-                        numbers[param][1]: ParamSlot(start, stop, bucket, numbers[param][0], tuple(param.shape))
+                        numbers[param][1]: ParamSlot(
+                            start,
+                            stop,
+                            bucket,
+                            numbers[param][0],
+                            tuple(param.shape),
+                            bool(getattr(param, "shared_embedding", False)),
+                        )
                         for param, (start, stop, bucket) in places.items()
                     },
                     buckets=buckets,
                     num_shards=num_shards,
-                    bucket_size=None,
-                    start_alignment=64 if is_sharded else 1,
-                    end_multiple=num_shards,
+                    bucket_size=wrapped.bucket_size,
+                    start_alignment=START_ALIGNMENT if is_sharded else 1,
+                    end_multiple=bucket_end_multiple(config, num_shards),
                 )
             )
     return ModelLayout(

@@ -100,8 +100,7 @@ def train_with_megatron(
     if names.get("overlap_param_gather"):
         side.ddp.start_param_sync(force_sync=True)
     layout = read_megatron_layout(side.ddp)
-    if side.ddp.ddp_config.use_distributed_optimizer:  # else Megatron does not align parameters
-        assert_sound(layout)
+    assert_sound(layout)
     places = places_in(layout)
     side.close()
     for group in groups:
