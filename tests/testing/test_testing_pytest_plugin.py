@@ -1,7 +1,7 @@
 """The pytest plugin in a project of its own: each layout is a test, and a seeded bug is found."""
 
 import pytest
-import torch  # noqa: F401 - pytester unloads the modules that a run has loaded, and torch cannot be loaded twice
+import torch._dynamo  # noqa: F401 - pytester unloads what a run has loaded, and torch cannot be loaded twice
 
 pytest_plugins = ["pytester"]
 
