@@ -74,11 +74,23 @@ _REFUSED_TRANSFORMER: Final = {
 """The rest of a transformer's config is its layers' own."""
 
 _TAKEN_OPTIMIZER: Final = (
-    *("clip_grad", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    "clip_grad",
+    "fp16",
+    "hysteresis",
+    "initial_loss_scale",
+    "loss_scale",
+    "loss_scale_window",
+    "min_loss_scale",
     "use_distributed_optimizer",
 )
 _HYPERPARAMETERS: Final = (
-    *("lr", "weight_decay", "decoupled_weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "decoupled_weight_decay",
+    "lr",
+    "sgd_momentum",
+    "weight_decay",
 )
 """Fields that the torch optimizer must agree with, where they are set."""
 
@@ -117,9 +129,7 @@ _IGNORED_OPTIMIZER: Final = {
         "read with optimizer='muon', which is refused",
     ),
 }
-_GROUPS: Final = (
-    "put parameters into groups of the torch optimizer, with lr_mult, wd_mult, max_lr or min_lr for Megatron's scheduler"
-)
+_GROUPS: Final = "put parameters into groups of the torch optimizer, with max_lr, min_lr or wd_mult for Megatron's scheduler"
 _REFUSED_OPTIMIZER: Final = {
     **dict.fromkeys(("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr"), _GROUPS),
     "config_logger_dir": "configs are not written to files",
@@ -155,29 +165,10 @@ _REFUSED_CALLS: Final = {
     **dict.fromkeys(("get_grad_stats_parallel_group", "get_main_grads_for_grad_norm"), _ONE_SHARD),
     **dict.fromkeys(("offload_to_cpu", "restore_from_cpu"), "state stays on the device of its parameters"),
     **dict.fromkeys(
-        (
-            "checkpoint_fully_reshardable_formats",
-            "get_parameter_state_dp_reshardable",
-            "get_parameter_state_dp_zero",
-            "load_parameter_state",
-            "load_parameter_state_from_dp_reshardable",
-            "load_parameter_state_from_dp_zero",
-            "load_parameter_state_from_dp_zero_legacy",
-            "load_parameter_state_from_fs_model_space",
-            "load_parameter_state_from_fully_reshardable",
-            "save_parameter_state",
-            "sharded_param_state_dp_reshardable",
-            "sharded_param_state_dp_zero",
-            "sharded_param_state_fs_model_space",
-            "sharded_param_state_fsdp_dtensor",
-            "sharded_param_state_fully_reshardable",
-            "sharded_state_dict",
-            "split_state_dict_if_needed",
-        ),
-        _FORMATS,
+        ("load_parameter_state", "save_parameter_state", "sharded_state_dict", "split_state_dict_if_needed"), _FORMATS
     ),
 }
-"""What Megatron's optimizer has, and this one has not."""
+"""What Megatron's optimizer has, and this one has not, without the parts of its checkpoint format."""
 
 
 def _refusal(name: str, reason: str) -> property:

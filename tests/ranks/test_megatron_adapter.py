@@ -550,7 +550,8 @@ def surfaces(rank: Rank) -> dict[str, str]:
             names = {name for name in dir(theirs) if not name.startswith("_")}
             if ours is ddp:
                 names |= set(re.findall(r"self\.([a-z]\w*)(?:: \S+)? = ", inspect.getsource(theirs.__init__)))
-            for name in names:
+            parts = re.compile(r"checkpoint_\w+|(get|load|sharded)_param(eter)?_state_\w+")  # of Megatron's checkpoint format
+            for name in {name for name in names if not parts.fullmatch(name)}:
                 with contextlib.suppress(ConfigError):
                     getattr(ours, name)
                     continue
