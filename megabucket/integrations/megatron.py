@@ -6,6 +6,8 @@ Docs: ``docs/megatron.md``.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -25,7 +27,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-_TAKEN: Final = (
+_SAME: Final = (
     "average_in_collective",
     "grad_reduce_in_fp32",
     "overlap_grad_reduce",
@@ -38,38 +40,150 @@ _TAKEN: Final = (
 
 _FSDP: Final = "parameters are not sharded here; use Megatron's own FSDP"
 _USER_BUFFERS: Final = "memory is allocated by torch, not registered with NCCL"
+_NO_FP8: Final = "there are no fp8 parameters"
+_TAKEN_DDP: Final = (*_SAME, "bucket_size", "check_for_nan_in_grad", "delay_wgrad_compute")
 _REFUSED_DDP: Final = {
     "align_param_gather": "there are no later pipeline stages to align with",
     "check_for_large_grads": "no gradient is compared with earlier ones; nan and inf are found with check_for_nan_in_grad=True",
-    "data_parallel_sharding_strategy": _FSDP,
-    "delay_wgrad_compute": "not compared with Megatron yet; ddp.wrapper.grad_ready(param) is its callback",
-    "disable_symmetric_registration": _USER_BUFFERS,
-    "fp8_param_gather": "there are no fp8 parameters",
-    "fsdp_double_buffer": _FSDP,
-    "fsdp_manual_registration": _FSDP,
-    "keep_fp8_transpose_cache": _FSDP,
-    "nccl_ub": _USER_BUFFERS,
     "num_distributed_optimizer_instances": "not compared with Megatron yet; megabucket.ReductionGroup(replicate=) does it",
-    "outer_dp_sharding_strategy": _FSDP,
-    "preserve_fp32_weights": _FSDP,
-    "reuse_grad_buf_for_mxfp8_param_ag": "there are no fp8 parameters",
-    "suggested_communication_unit_size": _FSDP,
-    "use_custom_fsdp": _FSDP,
-    "use_megatron_fsdp": _FSDP,
+    **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _NO_FP8),
+    **dict.fromkeys(("disable_symmetric_registration", "nccl_ub"), _USER_BUFFERS),
+    **dict.fromkeys(
+        (
+            "data_parallel_sharding_strategy",
+            "fsdp_double_buffer",
+            "fsdp_manual_registration",
+            "gradient_reduce_div_fusion",
+            "keep_fp8_transpose_cache",
+            "outer_dp_sharding_strategy",
+            "preserve_fp32_weights",
+            "suggested_communication_unit_size",
+            "use_custom_fsdp",
+            "use_megatron_fsdp",
+        ),
+        _FSDP,
+    ),
 }
 _MODEL_PARALLEL: Final = "not compared with Megatron yet; megabucket.ParallelGroups does it (docs/parallel-groups.md)"
-_REFUSED_TRANSFORMER: Final = dict.fromkeys(
-    ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_tensor_parallel_size"), _MODEL_PARALLEL
+_REFUSED_TRANSFORMER: Final = {
+    "cuda_graph_impl": "backward runs Python hooks, which a captured graph leaves out",
+    **dict.fromkeys(
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_tensor_parallel_size"), _MODEL_PARALLEL
+    ),
+}
+"""The rest of a transformer's config is its layers' own."""
+
+_TAKEN_OPTIMIZER: Final = (
+    "clip_grad",
+    "fp16",
+    "hysteresis",
+    "initial_loss_scale",
+    "log_num_zeros_in_grad",
+    "loss_scale",
+    "loss_scale_window",
+    "min_loss_scale",
+    "use_distributed_optimizer",
 )
+_HYPERPARAMETERS: Final = (
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "decoupled_weight_decay",
+    "lr",
+    "sgd_momentum",
+    "weight_decay",
+)
+"""Fields that the torch optimizer must agree with, where they are set."""
+
+_IGNORED_OPTIMIZER: Final = {
+    **dict.fromkeys(("bf16", "params_dtype"), "parameters keep the dtypes of the module"),
+    **dict.fromkeys(
+        ("barrier_with_L1_time", "timers"), "an update is one call with no timers in it; no result depends on them"
+    ),
+    "min_lr": "Megatron's scheduler has its own",
+    "overlap_param_gather": "the wrapper's config says it",
+    **dict.fromkeys(
+        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype", "store_param_remainders"),
+        "read with use_precision_aware_optimizer, which is refused",
+    ),
+    **dict.fromkeys(
+        (
+            "optimizer_offload_fraction",
+            "overlap_cpu_optimizer_d2h_h2d",
+            "pin_cpu_grads",
+            "pin_cpu_params",
+            "use_torch_optimizer_for_cpu_offload",
+        ),
+        "read with optimizer_cpu_offload, which is refused",
+    ),
+    **dict.fromkeys(
+        (
+            "muon_extra_scale_factor",
+            "muon_fp32_matmul_prec",
+            "muon_momentum",
+            "muon_num_ns_steps",
+            "muon_scale_mode",
+            "muon_split_qkv",
+            "muon_tp_mode",
+            "muon_use_nesterov",
+        ),
+        "read with optimizer='muon', which is refused",
+    ),
+}
+_GROUPS: Final = "put parameters into groups of the torch optimizer, with max_lr, min_lr or wd_mult for Megatron's scheduler"
 _REFUSED_OPTIMIZER: Final = {
+    **dict.fromkeys(("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr"), _GROUPS),
+    "config_logger_dir": "configs are not written to files",
+    **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _NO_FP8),
+    "optimizer": "the torch optimizer updates, elementwise: 'adam' or 'sgd'",
     "optimizer_cpu_offload": "state stays on the device of its parameters",
     "overlap_param_gather_with_optimizer_step": "an update ends before its gather begins",
-    "reuse_grad_buf_for_mxfp8_param_ag": "there are no fp8 parameters",
     "use_precision_aware_optimizer": "main parameters and gradients of the update are float32",
 }
 
+_NOT_LAUNCHED_APART: Final = "buckets are launched in one order, by the wrapper; read ddp.wrapper.bucket_groups"
+_HOOKS: Final = "hooks are set, and forward waits for parameters, in any case"
+_IN_PARTS: Final = "ranks agree on an update inside step(): call that alone"
+_FORMATS: Final = (
+    "state_dict() holds the state of all ranks; megabucket.save_checkpoint(path, ddp.wrapper, optimizer.optimizer, step=...) "
+    "writes shards that load on any number of ranks"
+)
+_ONE_SHARD: Final = "this rank's shards are no whole gradient; get_grad_norm() has the norm over all ranks"
+_REFUSED_NAMES: Final = {
+    **dict.fromkeys(("bucket_groups", "expert_parallel_bucket_groups", "param_to_bucket_group"), _NOT_LAUNCHED_APART),
+    **dict.fromkeys(
+        ("bucket_size", "expert_parallel_buffers"), "read ddp.wrapper.layout and ddp.wrapper.param_and_grad_buffers"
+    ),
+    **dict.fromkeys(("grad_accs", "remove_forward_pre_hook_handles", "use_forward_hook"), _HOOKS),
+    **dict.fromkeys(("offload_grad_buffers", "restore_grad_buffers"), "buffers stay on the device of their parameters"),
+}
+"""What Megatron's wrapper has, and this one has not."""
 
-class DistributedDataParallel(_BaseDataParallel):
+_REFUSED_CALLS: Final = {
+    "count_zeros": "step() counts them, with log_num_zeros_in_grad=True",
+    **dict.fromkeys(("prepare_grads", "step_with_ready_grads"), _IN_PARTS),
+    **dict.fromkeys(("get_grad_stats_parallel_group", "get_main_grads_for_grad_norm"), _ONE_SHARD),
+    **dict.fromkeys(("offload_to_cpu", "restore_from_cpu"), "state stays on the device of its parameters"),
+    **dict.fromkeys(
+        ("load_parameter_state", "save_parameter_state", "sharded_state_dict", "split_state_dict_if_needed"), _FORMATS
+    ),
+}
+"""What Megatron's optimizer has, and this one has not, without the parts of its checkpoint format."""
+
+
+def _refusal(name: str, reason: str) -> property:
+    def refuse(self: object) -> None:
+        raise ConfigError(f"{type(self).__name__}.{name}: {reason}")
+
+    return property(refuse)
+
+
+def _refusing(reasons: dict[str, str]) -> Any:
+    """Return a base class whose attributes raise ``ConfigError`` with a reason each."""
+    return type("Refusing", (), {name: _refusal(name, reason) for name, reason in reasons.items()})
+
+
+class DistributedDataParallel(_refusing(_REFUSED_NAMES), _BaseDataParallel):  # type: ignore[misc]
     """Megatron's wrapper, with its arguments, over megabucket's, which is ``wrapper``.
 
     Buffers, buckets and shards are Megatron's (``layout="megatron"``). Set ``config.no_sync_func`` to ``ddp.no_sync``, and
@@ -88,23 +202,37 @@ class DistributedDataParallel(_BaseDataParallel):
         disable_bucketing: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        _refuse(ddp_config, _REFUSED_DDP, like=DistributedDataParallelConfig())
-        _refuse(config, _REFUSED_TRANSFORMER, like=1)
+        translated = config_from(ddp_config, is_loss_per_token=config.calculate_per_token_loss)
+        _refuse(config, _REFUSED_TRANSFORMER, like=dict.fromkeys(_REFUSED_TRANSFORMER, 1) | {"cuda_graph_impl": "none"})
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
         ranks = ProcessGroupCollection.setup_process_groups_for_ddp(pg_collection, config, ddp_config)
+        for name, group in ranks.items():  # dp_group, expt_dp_group, ...
+            setattr(self, name, group)
         reduction = {"dense": ranks["dp_cp_group"]}
         if not all(getattr(param, "allreduce", True) for param in module.parameters()):
             reduction["expert"] = ranks["expt_dp_group"]
         # Megatron's layers mark parameters as tensor-parallel also where that has one rank.
         alone = dict.fromkeys(("tp", "expert_tp"), ranks["tp_group"])
         groups = mb.ParallelGroups(reduction, copies=alone, norm_group=ranks["dp_cp_group"])
-        translated = config_from(ddp_config, is_loss_per_token=config.calculate_per_token_loss)
         # Not a submodule: names of parameters are those under Megatron's wrapper.
         self.__dict__["wrapper"] = mb.DistributedDataParallel(
             module, translated, groups=groups, disable_bucketing=disable_bucketing
         )
         self.wrapper: mb.DistributedDataParallel
+        self.params_with_grad = list(self.wrapper.param_names)
+        self.overlap_param_gather_with_optimizer_step = False
+        if ddp_config.delay_wgrad_compute:
+            self._register_delayed()
+
+    def _register_delayed(self) -> None:
+        """Let layers that compute weight gradients apart from backward say when one is there."""
+        for layer in self.module.modules():
+            register = getattr(layer, "register_wgrad_accumulation_and_reduce_hooks", None)
+            if register is not None:
+                for param in layer.parameters():
+                    if param.requires_grad and getattr(param, "skip_backward_post_hook", False):
+                        register(functools.partial(self.wrapper.grad_ready, param))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -170,12 +298,13 @@ class DistributedDataParallel(_BaseDataParallel):
         return super().sharded_state_dict(*args, **kwargs)
 
 
-class DistributedOptimizer(MegatronOptimizer):
+class DistributedOptimizer(_refusing(_REFUSED_CALLS), MegatronOptimizer):  # type: ignore[misc]
     """Megatron's optimizer calls over megabucket's ``DistributedOptimizer``, which is ``optimizer``.
 
     Args:
         optimizer: any elementwise torch optimizer over the parameters of the wrapped module, experts included.
-        config: read for clipping (in each step) and loss scaling; the torch optimizer has its own hyperparameters.
+        config: read for clipping (in each step) and loss scaling. The torch optimizer has its own hyperparameters; those that
+            are set here must be the same.
         model_chunks: the wrapped module, alone in a list or as it is.
 
     Raises:
@@ -192,7 +321,7 @@ class DistributedOptimizer(MegatronOptimizer):
         chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
         if len(chunks) != 1:
             raise ConfigError(f"{len(chunks)} model chunks: {_MODEL_PARALLEL}")
-        _refuse(config, _REFUSED_OPTIMIZER, like=OptimizerConfig())
+        _check_optimizer_config(config, optimizer, is_sharded=chunks[0].ddp_config.use_distributed_optimizer)
         arguments = {"clip_grad": config.clip_grad, "returns_num_zeros": config.log_num_zeros_in_grad}
         super().__init__(mb.DistributedOptimizer(optimizer, chunks[0].wrapper, **arguments), config)
         self.optimizer: mb.DistributedOptimizer
@@ -227,16 +356,6 @@ class DistributedOptimizer(MegatronOptimizer):
         """Finish the gradient sync and return the norm of the whole gradient."""
         return self.clip_grad_norm(float("inf"))
 
-    def prepare_grads(self) -> bool:
-        """Refuse, as ``step_with_ready_grads`` and ``count_zeros`` do: ranks agree on an update inside ``step()``.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("an update cannot be taken in parts: call step() alone, which returns the number of zeros")
-
-    step_with_ready_grads = count_zeros = prepare_grads
-
     def reload_model_params(self, state_dict: Any = None) -> None:
         """Take parameter values over from the module.
 
@@ -247,7 +366,7 @@ class DistributedOptimizer(MegatronOptimizer):
             raise ConfigError("reload_model_params(state_dict): load it into the module, and call this without arguments")
         self.optimizer.reload_main_params()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Return the state of whole parameters, on every rank, and the loss scale. A collective call."""
         scaler = {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
         return {"optimizer": self.optimizer.state_dict(), **scaler}
@@ -257,17 +376,6 @@ class DistributedOptimizer(MegatronOptimizer):
         self.optimizer.load_state_dict(state_dict["optimizer"])
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "the optimizer has no sharded_state_dict() of Megatron's format. megabucket.save_checkpoint(path, ddp.wrapper, "
-            "optimizer.optimizer, step=...) writes shards that load on any number of ranks."
-        )
 
 
 def config_from(
@@ -281,9 +389,9 @@ def config_from(
     Raises:
         ConfigError: a field asks for what is not here.
     """
-    _refuse(ddp_config, _REFUSED_DDP, like=DistributedDataParallelConfig())
+    _refuse(ddp_config, _REFUSED_DDP, like=vars(DistributedDataParallelConfig()), known=_TAKEN_DDP)
     return mb.DistributedDataParallelConfig(
-        **{name: getattr(ddp_config, name) for name in _TAKEN},
+        **{name: getattr(ddp_config, name) for name in _SAME},
         bucket_size=ddp_config.bucket_size,
         layout="megatron",
         finish="explicit",
@@ -293,19 +401,38 @@ def config_from(
     )
 
 
-def _refuse(config: Any, reasons: dict[str, str], *, like: Any) -> None:
-    """Refuse fields that have another value than in ``like``, which is a config, or one value for all.
+def _check_optimizer_config(config: OptimizerConfig, optimizer: torch.optim.Optimizer, *, is_sharded: bool) -> None:
+    defaults = dict(optimizer.defaults)
+    defaults["adam_beta1"], defaults["adam_beta2"] = defaults.get("betas", (None, None))
+    defaults["adam_eps"], defaults["sgd_momentum"] = defaults.get("eps"), defaults.get("momentum")
+    like = vars(OptimizerConfig()) | {"use_distributed_optimizer": is_sharded}
+    if config.optimizer == "sgd":
+        like["optimizer"] = "sgd"
+    reasons = {**_REFUSED_OPTIMIZER, "use_distributed_optimizer": f"the wrapper has use_distributed_optimizer={is_sharded}"}
+    for name in _HYPERPARAMETERS:
+        if getattr(config, name) == defaults.get(name):
+            like[name] = defaults[name]
+        reasons[name] = f"the torch optimizer has {defaults.get(name)}; leave it at {like[name]}, or make them alike"
+    _refuse(config, reasons, like=like, known=(*_TAKEN_OPTIMIZER, *_IGNORED_OPTIMIZER))
+
+
+def _refuse(config: Any, reasons: dict[str, str], *, like: dict[str, Any], known: Sequence[str] | None = None) -> None:
+    """Refuse fields that have another value than in ``like``.
+
+    Args:
+        known: all fields that ``reasons`` leaves out; ``None``: any.
 
     Raises:
         ConfigError: there is one.
     """
+    if known is not None:
+        unknown = {field.name for field in dataclasses.fields(config)} - {*reasons, *known}
+        reasons = reasons | dict.fromkeys(sorted(unknown & like.keys()), "this adapter does not know the field")
     problems = [
-        f"{name}={found!r}: {reason}"
-        for name, reason in reasons.items()
-        if (found := getattr(config, name)) != (like if isinstance(like, int) else getattr(like, name))
+        f"{name}={found!r}: {reason}" for name, reason in reasons.items() if (found := getattr(config, name)) != like[name]
     ]
     if problems:
-        raise ConfigError(f"{type(config).__name__}: {'; '.join(problems)}")
+        raise ConfigError(f"{type(config).__name__}: {'; '.join(problems)}", problems=problems)
 
 
 def _scaler_for(config: OptimizerConfig) -> mb.ConstantGradScaler | mb.DynamicGradScaler | None:

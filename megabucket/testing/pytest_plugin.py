@@ -5,9 +5,11 @@ In ``conftest.py``: ``pytest_plugins = ["megabucket.testing.pytest_plugin"]``. I
     megabucket_models = my_project.models:small my_project.models:large
     megabucket_dp_sizes = 1 2 8 64
     megabucket_bucket_sizes = 1 1000000 default
+    megabucket_group_sizes = expert=2
 
 A test with the argument ``megabucket_layout`` then runs once for each model, number of ranks and bucket size. Before it does,
-the layout is built and held to all invariants.
+the layout is built and held to all invariants. Attributes of Megatron's layers mark experts (``allreduce=False``) and shared
+embeddings (``shared_embedding=True``); ``megabucket_group_sizes`` gives a group another number of ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("megabucket_models", "functions that return a module: package.module:function", type="args", default=[])
     parser.addini("megabucket_dp_sizes", "numbers of data-parallel ranks", type="args", default=["1", "2", "8"])
     parser.addini("megabucket_bucket_sizes", "elements, or 'default'", type="args", default=["1", "default"])
+    parser.addini("megabucket_group_sizes", "ranks of a reduction group: expert=2", type="args", default=[])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -57,7 +60,9 @@ def megabucket_layout(request: pytest.FixtureRequest) -> ModelLayout:
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, bucket_size=None if bucket_size == "default" else int(bucket_size)
     )
-    layout = build_layout(specs, config, dp_size=int(dp_size))
+    given = (entry.partition("=") for entry in request.config.getini("megabucket_group_sizes"))
+    group_sizes = {group: int(size) for group, _, size in given}
+    layout = build_layout(specs, config, dp_size=int(dp_size), group_sizes=group_sizes)
     assert_sound(layout)
     assert_places(layout, specs)
     assert_shards_partition(layout)
@@ -73,7 +78,13 @@ def _specs_of(path: str) -> Sequence[ParamSpec]:
     with torch.device("meta"):
         model = getattr(import_module(module_name), name)()
     return tuple(
-        ParamSpec(name, tuple(param.shape), dtype=str(param.dtype).removeprefix("torch."))
+        ParamSpec(
+            name,
+            tuple(param.shape),
+            dtype=str(param.dtype).removeprefix("torch."),
+            group="dense" if getattr(param, "allreduce", True) else "expert",
+            shared_embedding=bool(getattr(param, "shared_embedding", False)),
+        )
         for name, param in model.named_parameters()
         if param.requires_grad
     )

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.config.resolve import START_ALIGNMENT, bucket_end_multiple
 from megabucket.errors import LayoutError
 from megabucket.layout import BucketLayout, BufferKey, BufferLayout, ModelLayout, ParamSlot
 
@@ -17,8 +19,13 @@ def read_megatron_layout(wrapped: Any) -> ModelLayout:
     Args:
         wrapped: tried with megatron-core 0.16.1.
     """
-    numbers = {param: (number, name) for number, (name, param) in enumerate(wrapped.module.named_parameters())}
-    is_sharded = wrapped.ddp_config.use_distributed_optimizer
+    numbers = _numbers(wrapped.module)
+    theirs = wrapped.ddp_config
+    is_sharded = theirs.use_distributed_optimizer
+    pads = theirs.pad_buckets_for_high_nccl_busbw
+    config = DistributedDataParallelConfig(
+        layout="megatron", use_distributed_optimizer=is_sharded, pad_buckets_for_high_nccl_busbw=pads
+    )
     buffers = []
     for group, made in (("dense", wrapped.buffers), ("expert", wrapped.expert_parallel_buffers)):
         for buffer in made:
@@ -38,14 +45,21 @@ def read_megatron_layout(wrapped: Any) -> ModelLayout:
                 BufferLayout(
                     key=BufferKey(_name(buffer.param_dtype), _name(buffer.grad_dtype), group),
                     params={
-                        numbers[param][1]: ParamSlot(start, stop, bucket, numbers[param][0], tuple(param.shape))
+                        numbers[param][1]: ParamSlot(
+                            start,
+                            stop,
+                            bucket,
+                            numbers[param][0],
+                            tuple(param.shape),
+                            bool(getattr(param, "shared_embedding", False)),
+                        )
                         for param, (start, stop, bucket) in places.items()
                     },
                     buckets=buckets,
                     num_shards=num_shards,
-                    bucket_size=None,
-                    start_alignment=64 if is_sharded else 1,
-                    end_multiple=num_shards,
+                    bucket_size=wrapped.bucket_size,
+                    start_alignment=START_ALIGNMENT if is_sharded else 1,
+                    end_multiple=bucket_end_multiple(config, num_shards),
                 )
             )
     return ModelLayout(
@@ -66,7 +80,7 @@ def read_torch_ddp_layout(wrapped: torch.nn.parallel.DistributedDataParallel) ->
         raise LayoutError(
             f"torch {torch.__version__} has no reducer._get_zeros_like_grad_buckets, so its buckets cannot be read"
         )
-    numbers = {param: (number, name) for number, (name, param) in enumerate(wrapped.module.named_parameters())}
+    numbers = _numbers(wrapped.module)
     by_dtype: dict[torch.dtype, list[Any]] = {}
     for bucket in tell():
         by_dtype.setdefault(bucket.buffer().dtype, []).append(bucket)
@@ -95,6 +109,12 @@ def _of_buckets(dtype: torch.dtype, given: Sequence[Any], numbers: Mapping[torch
         start_alignment=1,
         end_multiple=1,
     )
+
+
+def _numbers(module: torch.nn.Module) -> dict[torch.Tensor, tuple[int, str]]:
+    """Return the position and the name of each trainable parameter."""
+    trainable = ((name, param) for name, param in module.named_parameters() if param.requires_grad)
+    return {param: (number, name) for number, (name, param) in enumerate(trainable)}
 
 
 def _in_order(starts: Mapping[str, int]) -> tuple[str, ...]:

@@ -111,6 +111,13 @@ def test_nothing_in_the_wheel_imports_examples_or_tests():
     assert found == []
 
 
+def test_only_integrations_import_frameworks():
+    frameworks = {"accelerate", "lightning", "megatron", "transformers"}
+    users = {package_of(path) for path in MODULES for _, name in imported_modules(path) if name.split(".")[0] in frameworks}
+
+    assert users == {"integrations"}
+
+
 def test_only_same_host_copies_reach_beyond_torch_and_python():
     users = [
         str(path.relative_to(ROOT))

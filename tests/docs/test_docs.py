@@ -16,7 +16,10 @@ import megabucket
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 # tests/integrations runs what needs a framework, and make frameworks runs these tests.
-OF_FRAMEWORKS = {"lightning.md", "hugging-face.md", "megatron-core.md", "lightning_trainer.py", "hugging_face_trainer.py"}
+OF_FRAMEWORKS = {
+    *("lightning.md", "hugging-face.md", "megatron-core.md"),
+    *("lightning_trainer.py", "hugging_face_trainer.py", "megatron_loop.py"),
+}
 # By day smaller tests hold what these show: test_ladder_example.py and test_fabric.py in tests/ranks, and tests/checkpoint.
 BY_NIGHT = {"ladder.py", "checkpoint_resume.py", "overlap_on_a_fabric.py"}
 EXAMPLES = [

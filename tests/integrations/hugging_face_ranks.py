@@ -2,6 +2,7 @@
 
 python -m torch.distributed.run --nproc-per-node 2 hugging_face_ranks.py RUN_FOLDER
 python -m torch.distributed.run --nproc-per-node 1 hugging_face_ranks.py RUN_FOLDER  # goes on with what two ranks have saved
+python -m torch.distributed.run --nproc-per-node 2 hugging_face_ranks.py RUN_FOLDER  # and now with what one rank has saved
 """
 
 import json
@@ -37,6 +38,8 @@ CONFIG = LlamaConfig(
 ALL_REDUCE = mb.DistributedDataParallelConfig(bucket_size=2_000)
 OVERLAP = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True, bucket_size=2_000)
 
+SAVING = {"save_strategy": "steps", "save_steps": STEPS // 2}
+
 Weights = dict[str, torch.Tensor]
 
 
@@ -48,6 +51,7 @@ class ExactTrainer(Trainer):
     """
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
+        self.accelerator.unscale_gradients()
         return clip_exactly(model, self.args.max_grad_norm)
 
 
@@ -98,6 +102,7 @@ def distance(found: Weights, reference: Weights) -> float:
 
 def make_trainer(kind: type[Trainer], folder: Path, *, accumulate: int = 1, **options: object) -> Trainer:
     config = {"ddp_config": options.pop("ddp_config")} if "ddp_config" in options else {}
+    is_scaled = options.pop("scaled", False)
     options = {"max_steps": STEPS, "max_grad_norm": CLIP, "save_strategy": "no"} | options
     args = TrainingArguments(
         output_dir=str(folder),
@@ -114,7 +119,10 @@ def make_trainer(kind: type[Trainer], folder: Path, *, accumulate: int = 1, **op
         **options,
     )
     data = Data(GLOBAL_BATCH * STEPS * accumulate)
-    return kind(model=make_model(), args=args, train_dataset=data, eval_dataset=Data(4), **config)
+    trainer = kind(model=make_model(), args=args, train_dataset=data, eval_dataset=Data(4), **config)
+    if is_scaled:
+        scale_losses(trainer.accelerator)
+    return trainer
 
 
 def train(kind: type[Trainer], folder: Path, *, resume_from: Path | None = None, **options: object) -> Trainer:
@@ -148,21 +156,33 @@ def compare(root: Path, said: dict[str, object]) -> None:
     for trainer in (reference, found):
         trainer.train()  # a second time, on the wrapper that is there
     said["trained again without clipping"] = distance(weights_of(found.model), weights_of(reference.model))
+    # With a fused optimizer accelerate takes a skipped step for a step, and lets the schedule go on.
+    plain = {"scaled": True, "optim": "adamw_torch"}
+    reference, found = (train(kind, root, **plain) for kind in (ExactTrainer, MegabucketTrainer))
+    said["scaled"] = [
+        distance(weights_of(found.model), weights_of(reference.model)),
+        *(logged(trainer, "grad_norm") for trainer in (found, reference)),
+        *(trainer.accelerator.scaler.get_scale() for trainer in (found, reference)),
+    ]
     clipped = train(Trainer, root)
     unclipped = train(Trainer, root, max_grad_norm=0.0)
     said["what clipping changes"] = distance(weights_of(clipped.model), weights_of(unclipped.model))
 
 
 def resume(root: Path, said: dict[str, object]) -> None:
-    saving = {"save_strategy": "steps", "save_steps": STEPS // 2}
-    whole = train(MegabucketTrainer, root / "run", ddp_config=OVERLAP, **saving)
+    whole = train(MegabucketTrainer, root / "run", ddp_config=OVERLAP, **SAVING)
     half = root / "run" / f"checkpoint-{STEPS // 2}"
     reference = weights_of(whole.model)
     said["resumed"] = distance(weights_of(train(MegabucketTrainer, root, resume_from=half).model), reference)
     said["resumed by Trainer"] = distance(weights_of(train(Trainer, root, resume_from=half).model), reference)
-    train(Trainer, root / "theirs", **saving)
+    train(Trainer, root / "theirs", **SAVING)
     theirs = root / "theirs" / f"checkpoint-{STEPS // 2}"
     said["resumed from Trainer"] = distance(weights_of(train(MegabucketTrainer, root, resume_from=theirs).model), reference)
+    for name, options in {"accumulating": {"accumulate": 3}, "fp16": {"scaled": True}}.items():
+        trainer = train(MegabucketTrainer, root / name, **options, **SAVING)
+        half = root / name / f"checkpoint-{STEPS // 2}"
+        found = train(MegabucketTrainer, root, resume_from=half, **options)
+        said[f"resumed {name}"] = distance(weights_of(found.model), weights_of(trainer.model))
     said["evaluated"] = whole.evaluate()["eval_loss"]
     whole.save_model(str(root / "final"))
     dist.barrier()
@@ -217,7 +237,7 @@ def accelerate_loops(root: Path, said: dict[str, object]) -> None:
                 said[f"{name} {case}"] = distance(weights, reference)
                 said[f"norms {name} {case}"] = [found, norms]
     said["accelerate scaled"] = compare_scaled()
-    folder = root / "state"
+    folder = root / "state of 2"
     whole, _ = loop(fresh(MegabucketAccelerator, cpu=True), accumulate=1, folder=folder)
     found, norms = loop(fresh(MegabucketAccelerator, cpu=True), accumulate=1, folder=folder, first=STEPS // 2)
     said["accelerate resumed"] = [distance(found, whole), len(norms)]
@@ -225,15 +245,19 @@ def accelerate_loops(root: Path, said: dict[str, object]) -> None:
 
 
 def compare_scaled() -> list[object]:
-    """Train in fp16, which accelerate refuses on a CPU: it is told so after it was made."""
     runs = []
     for kind in (MegabucketAccelerator, ExactAccelerator):
         accelerator = fresh(kind, cpu=True)
-        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)  # the first steps overflow
+        scale_losses(accelerator)
         runs.append((*loop(accelerator, accumulate=1), accelerator.scaler.get_scale()))
     (weights, norms, scale), (reference, expected_norms, expected_scale) = runs
     return [distance(weights, reference), norms, expected_norms, scale, expected_scale]
+
+
+def scale_losses(accelerator: Accelerator) -> None:
+    """Let it train in fp16, which accelerate refuses on a CPU: it is told so after it was made."""
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)  # the first steps overflow
 
 
 def fresh(kind: type[Accelerator], **options: object) -> Accelerator:
@@ -270,17 +294,24 @@ def refusals() -> list[str]:
     return [text_of_refusal(attempt) for attempt in (clip_a_part, optimizer_first, torch_ddp_arguments)]
 
 
-def resume_here(root: Path, said: dict[str, object]) -> None:
-    half = root / "run" / f"checkpoint-{STEPS // 2}"
+def resume_from(root: Path, said: dict[str, object], *, saved_by: int) -> None:
+    """Go on with what another number of ranks has saved, and save what the other number goes on with."""
+    if saved_by == 2:
+        train(MegabucketTrainer, root / "run of 1", **SAVING)
+        said["accumulated on one rank"] = accumulated()
+    half = root / ("run" if saved_by == 2 else "run of 1") / f"checkpoint-{STEPS // 2}"
     reference = weights_of(train(Trainer, root).model)
-    found = weights_of(train(MegabucketTrainer, root, resume_from=half).model)
-    said["resumed on one rank"] = distance(found, reference)
-    whole, _ = loop(fresh(MegabucketAccelerator, cpu=True), accumulate=1)
-    found, _ = loop(fresh(MegabucketAccelerator, cpu=True), accumulate=1, folder=root / "state", first=STEPS // 2)
-    said["accelerate resumed on one rank"] = distance(found, whole)
+    said["resumed"] = distance(weights_of(train(MegabucketTrainer, root, resume_from=half).model), reference)
+    whole, _ = loop(fresh(MegabucketAccelerator, cpu=True), accumulate=1, folder=root / f"state of {3 - saved_by}")
+    folder = root / f"state of {saved_by}"
+    found, _ = loop(fresh(MegabucketAccelerator, cpu=True), accumulate=1, folder=folder, first=STEPS // 2)
+    said["accelerate resumed"] = distance(found, whole)
+
+
+def accumulated() -> float:
     options = {"cpu": True, "gradient_accumulation_steps": 3}
     reference, _ = loop(fresh(Accelerator, **options), accumulate=3)
-    said["accumulated on one rank"] = distance(loop(fresh(MegabucketAccelerator, **options), accumulate=3)[0], reference)
+    return distance(loop(fresh(MegabucketAccelerator, **options), accumulate=3)[0], reference)
 
 
 def main() -> None:
@@ -289,7 +320,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     root, said = Path(sys.argv[1]), {}
     if dist.get_world_size() == 1:
-        resume_here(root, said)
+        resume_from(root, said, saved_by=2)
+    elif (root / "run of 1").exists():
+        resume_from(root, said, saved_by=1)
     else:
         compare(root, said)
         resume(root, said)

@@ -2,6 +2,7 @@
 
 python -m torch.distributed.run --nproc-per-node 2 lightning_ranks.py RUN_FOLDER
 python -m torch.distributed.run --nproc-per-node 1 lightning_ranks.py RUN_FOLDER  # goes on with what two ranks have saved
+python -m torch.distributed.run --nproc-per-node 2 lightning_ranks.py RUN_FOLDER  # and now with what one rank has saved
 """
 
 import json
@@ -15,6 +16,7 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
 import megabucket as mb
@@ -97,10 +99,9 @@ def make_trainer(root: Path, strategy: object, *, num_epochs: int = 2, **options
         accelerator="cpu",
         devices=int(dist.get_world_size()),
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"enable_checkpointing": False} | options,
     )
 
 
@@ -160,6 +161,10 @@ def compare(root: Path, said: dict[str, object]) -> None:
     reference, found = (train(root, strategy, plugins=[scaling()]) for strategy in ("ddp", "megabucket"))
     said["fp16"] = distance(found.state_dict(), reference.state_dict())
     said["scales"] = [found.scales, reference.scales]
+    exact = train(root, "ddp").state_dict()
+    said["bf16-true"] = [
+        distance(train(root, strategy, precision="bf16-true").float().state_dict(), exact) for strategy in ("megabucket", "ddp")
+    ]
     clipped, unclipped = (train(root, "ddp", gradient_clip_val=clip).state_dict() for clip in (CLIP, None))
     said["what clipping changes"] = distance(clipped, unclipped)
     reference = train(root, "ddp", net=ManualNet(), accumulate=2).state_dict()
@@ -167,7 +172,11 @@ def compare(root: Path, said: dict[str, object]) -> None:
 
 
 def resume(root: Path, said: dict[str, object]) -> None:
-    whole = train(root, "megabucket").state_dict()
+    during = ModelCheckpoint(dirpath=root / "during", filename="{epoch}", save_top_k=-1)
+    whole = train(root, "megabucket", callbacks=[during], enable_checkpointing=True).state_dict()
+    said["resumed from one of fit"] = distance(
+        train(root, "megabucket", ckpt_path=root / "during" / "epoch=0.ckpt").state_dict(), whole
+    )
     checkpoint, of_ddp = root / "half.ckpt", root / "ddp.ckpt"
     half = train(root, "megabucket", num_epochs=1, save_to=checkpoint)
     said["half is no whole"] = distance(half.state_dict(), whole)
@@ -175,20 +184,47 @@ def resume(root: Path, said: dict[str, object]) -> None:
     said["resumed by ddp"] = distance(train(root, "ddp", ckpt_path=checkpoint).state_dict(), whole)
     train(root, "ddp", num_epochs=1, save_to=of_ddp)
     said["resumed from ddp"] = distance(train(root, "megabucket", ckpt_path=of_ddp).state_dict(), whole)
-    params = list(half.parameters())
     said["plain after fit"] = [
-        not hasattr(params[0], "main_grad"),
-        len({param.untyped_storage().data_ptr() for param in params}) == len(params),
+        *is_plain(half),
         [type(optimizer).__name__ for optimizer in half.trainer.optimizers] == ["AdamW"],
+    ]
+    whole = train(root, "megabucket", plugins=[scaling()])
+    train(root, "megabucket", plugins=[scaling()], num_epochs=1, save_to=root / "scaled.ckpt")
+    resumed = train(root, "megabucket", plugins=[scaling()], ckpt_path=root / "scaled.ckpt")
+    said["fp16 resumed"] = [distance(resumed.state_dict(), whole.state_dict()), resumed.scales, whole.scales[STEPS:]]
+
+
+def is_plain(module: torch.nn.Module) -> list[bool]:
+    """Return whether no parameter has a place in a buffer, and whether each has a storage of its own."""
+    params = list(module.parameters())
+    return [
+        not any(hasattr(param, "main_grad") for param in params),
+        len({param.untyped_storage().data_ptr() for param in params}) == len(params),
     ]
 
 
-def resume_here(root: Path, said: dict[str, object]) -> None:
+def resume_from(root: Path, said: dict[str, object], *, saved_by: int) -> None:
+    """Go on with what another number of ranks has saved, and save what the other number goes on with."""
     whole = train(root, "megabucket").state_dict()
-    said["resumed on one rank"] = distance(train(root, "megabucket", ckpt_path=root / "half.ckpt").state_dict(), whole)
+    if saved_by == 2:
+        train(root, "megabucket", num_epochs=1, save_to=root / "half of 1.ckpt")
+    checkpoint = root / ("half.ckpt" if saved_by == 2 else "half of 1.ckpt")
+    said["resumed"] = distance(train(root, "megabucket", ckpt_path=checkpoint).state_dict(), whole)
+    whole, _ = fabric_run("megabucket", folder=root)
+    found, norms = fabric_run("megabucket", folder=root, saved_by=saved_by)
+    said["fabric resumed"] = [distance(found, whole), len(norms)]
 
 
-def fabric_run(strategy: str, accumulate: int, precision: str | None, plugin: object = None) -> tuple[Weights, list[float]]:
+def fabric_run(
+    strategy: str,
+    accumulate: int = 1,
+    precision: str | None = "32-true",
+    plugin: object = None,
+    *,
+    folder: Path | None = None,
+    saved_by: int = 0,
+) -> tuple[Weights, list[float]]:
+    """Train with Fabric; save in ``folder`` after half of the steps, or begin with what so many ranks have saved there."""
     fabric = lightning.Fabric(
         accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, precision=precision, plugins=plugin
     )
@@ -197,8 +233,13 @@ def fabric_run(strategy: str, accumulate: int, precision: str | None, plugin: ob
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
     model, optimizer = fabric.setup(plain, optimizer)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if saved_by:
+        fabric.load(folder / f"fabric of {saved_by}.ckpt", state)
     norms = []
     for index, (inputs, targets) in enumerate(fabric.setup_dataloaders(make_loader(2 * accumulate))):
+        if saved_by and index < STEPS * accumulate:
+            continue
         is_last = index % accumulate == accumulate - 1
         with fabric.no_backward_sync(model, enabled=not is_last):
             fabric.backward(torch.nn.functional.mse_loss(model(inputs), targets) / accumulate)
@@ -207,31 +248,12 @@ def fabric_run(strategy: str, accumulate: int, precision: str | None, plugin: ob
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+        if folder is not None and not saved_by and index == STEPS * accumulate - 1:
+            fabric.save(folder / f"fabric of {fabric.world_size}.ckpt", state)
     weights = {f"net.{name}": value.clone() for name, value in model.state_dict().items()}
     fabric.strategy.teardown()
+    assert strategy == "ddp" or is_plain(plain) == [True, True]
     return weights, norms
-
-
-def fabric_resumes(root: Path) -> bool:
-    """Save in the middle, go on, load and go on again: the same weights, bit by bit."""
-    fabric = lightning.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="megabucket")
-    fabric.launch()
-    plain = Net().net
-    model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
-    batches = [Data(STEPS * 8).inputs[index::STEPS] + fabric.global_rank for index in range(STEPS)]
-    ends = []
-    for first in (0, STEPS // 2):
-        if first:
-            fabric.load(root / "fabric.ckpt", {"model": model, "optimizer": optimizer})
-        for index in range(first, STEPS):
-            fabric.backward(model(batches[index]).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            if index == STEPS // 2 - 1:
-                fabric.save(root / "fabric.ckpt", {"model": model, "optimizer": optimizer})
-        ends.append([param.detach().clone() for param in plain.parameters()])
-    fabric.strategy.teardown()
-    return all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
 class FailsOnTheSecondRank(Net):
@@ -287,7 +309,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     root, said = Path(sys.argv[1]), {}
     if dist.get_world_size() == 1:
-        resume_here(root, said)
+        resume_from(root, said, saved_by=2)
+    elif (root / "half of 1.ckpt").exists():
+        resume_from(root, said, saved_by=1)
     else:
         compare(root, said)
         resume(root, said)
@@ -303,7 +327,9 @@ def main() -> None:
         ]
         said["fabric fp16"] = distance(scaled[0][0], scaled[1][0])
         said["fabric norms fp16"] = [scaled[0][1], scaled[1][1]]
-        said["fabric resumes"] = fabric_resumes(root)
+        whole, _ = fabric_run("megabucket", folder=root)
+        found, norms = fabric_run("megabucket", folder=root, saved_by=2)
+        said["fabric resumed"] = [distance(found, whole), len(norms)]
         said["refusals"] = refusals()
         said["failure on one rank"] = failure_on_one_rank(root)
     if dist.get_rank() == 0:

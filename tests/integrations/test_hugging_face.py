@@ -67,9 +67,17 @@ def test_checkpoints_go_to_trainer_and_back(said):
     assert said["resumed from Trainer"] <= TOLERANCE
 
 
-def test_checkpoints_of_two_ranks_go_on_with_one(said_by_one_rank):
-    assert said_by_one_rank["resumed on one rank"] <= TOLERANCE
-    assert said_by_one_rank["accelerate resumed on one rank"] <= TOLERANCE
+@pytest.mark.parametrize("ranks", [1, 2], ids=["two to one", "one to two"])
+def test_checkpoints_go_on_with_another_number_of_ranks(said, said_by_one_rank, folder, run_ranks, ranks):
+    found = said_by_one_rank if ranks == 1 else run_ranks("hugging_face_ranks.py", folder, ranks=2)
+
+    assert found["resumed"] <= TOLERANCE
+    assert found["accelerate resumed"] <= TOLERANCE
+
+
+def test_a_trainer_goes_on_while_it_accumulates_or_scales_losses(said):
+    assert said["resumed accumulating"] == 0.0
+    assert said["resumed fp16"] == 0.0
 
 
 def test_from_pretrained_gives_the_trained_model_with_its_tied_weights(said):
@@ -89,8 +97,9 @@ def test_a_loop_with_accelerate_ends_with_the_weights_and_norms_of_torch_ddp(sai
     assert min(norms) > 2 * CLIP
 
 
-def test_accelerate_scales_losses_and_clips_what_was_unscaled(said):
-    distance, norms, expected_norms, scale, expected_scale = said["accelerate scaled"]
+@pytest.mark.parametrize("case", ["scaled", "accelerate scaled"])
+def test_losses_are_scaled_and_unscaled_gradients_clipped(said, case):
+    distance, norms, expected_norms, scale, expected_scale = said[case]
     finite = [index for index, norm in enumerate(expected_norms) if math.isfinite(norm)]
 
     assert distance <= TOLERANCE

@@ -25,6 +25,11 @@ def said(folder, run_ranks):
     return run_ranks("lightning_ranks.py", folder, ranks=2)
 
 
+@pytest.fixture(scope="module")
+def said_by_one_rank(said, folder, run_ranks):
+    return run_ranks("lightning_ranks.py", folder, ranks=1)  # after two ranks have saved
+
+
 @pytest.mark.parametrize("how", ["megabucket", "all-reduce", "overlap"])
 @pytest.mark.parametrize(("precision", "accumulate"), CASES)
 def test_a_trainer_ends_with_the_weights_of_torch_ddp(said, how, precision, accumulate):
@@ -66,8 +71,33 @@ def test_checkpoints_go_to_torch_ddp_and_back(said):
     assert said["resumed from ddp"] <= TOLERANCE
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_one(said, folder, run_ranks):
-    assert run_ranks("lightning_ranks.py", folder, ranks=1)["resumed on one rank"] <= TOLERANCE
+def test_a_run_goes_on_from_a_checkpoint_of_a_callback_during_fit(said):
+    assert said["resumed from one of fit"] == 0.0
+
+
+def test_a_run_in_fp16_goes_on_with_its_scale(said):
+    distance, scales, expected = said["fp16 resumed"]
+
+    assert distance == 0.0
+    assert scales == expected
+    assert len(scales) == 6
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["two to one", "one to two"])
+def test_checkpoints_go_on_with_another_number_of_ranks(said, said_by_one_rank, folder, run_ranks, ranks):
+    found = said_by_one_rank if ranks == 1 else run_ranks("lightning_ranks.py", folder, ranks=2)
+    distance, num_steps = found["fabric resumed"]
+
+    assert found["resumed"] <= TOLERANCE
+    assert distance <= TOLERANCE
+    assert num_steps == 6
+
+
+def test_in_bf16_alone_the_update_stays_float32_and_ends_nearer_to_float32_than_torch_ddp(said):
+    distance, of_torch = said["bf16-true"]
+
+    assert distance < 0.05
+    assert distance < of_torch / 2
 
 
 def test_after_fit_module_and_optimizer_are_plain_ones(said):
@@ -84,8 +114,8 @@ def test_fabric_ends_with_the_weights_and_norms_of_torch_ddp(said, precision, ac
     assert min(norms) > 2 * 0.05
 
 
-def test_fabric_saves_and_loads_the_state_of_all_ranks(said):
-    assert said["fabric resumes"] is True
+def test_fabric_goes_on_from_its_checkpoint_with_clipping_and_schedule_bit_by_bit(said):
+    assert said["fabric resumed"] == [0.0, 6]
 
 
 def test_what_is_not_supported_is_refused_by_name(said):

@@ -1,12 +1,18 @@
 """Megatron-Core's own schedule and ``finalize_model_grads`` drive the adapter, and end with the bits of Megatron's own wrapper.
 
-On a CPU Megatron's schedule needs a shim: ``megatron_side.on_cpu``.
+On a CPU Megatron's schedule needs a shim: ``megatron_side.on_cpu``. One rank is compared by day, several by night.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
+import inspect
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +21,12 @@ import torch.distributed as dist
 from moe_ranks import NUM_EXPERTS, NUM_RANKS, Moe, groups_of, own_experts, tokens_of
 from pool import Rank, WorkerPool
 
-pytestmark = [pytest.mark.dist, pytest.mark.nightly]  # Megatron takes its time to import, on each rank
+import megabucket as mb
+from megabucket.errors import ConfigError
 
-STEPS = 8
+pytestmark = pytest.mark.dist
+
+STEPS = 12
 LEARNING_RATE = 3e-3
 BUCKET_NUMEL = 400
 CLIP = 0.05
@@ -25,21 +34,79 @@ CLIP = 0.05
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def thresholds() -> list[float]:
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What to train, from step ``first`` up to, but not including, ``last``.
+
+    Args:
+        expert_parallel: ranks with different experts; 0: no parameter is marked as an expert's.
+        fields: of Megatron's DDP config, and ``calculate_per_token_loss``.
+        root: of the checkpoint that our side loads before step ``first``, if that is not 0, and saves at the end.
+    """
+
+    expert_parallel: int
+    dtype: torch.dtype
+    num_microbatches: int
+    fields: dict[str, Any]
+    first: int = 0
+    last: int = STEPS
+    root: str | None = None
+
+
+class _Apart(torch.autograd.Function):
+    """A product with a weight whose gradient is computed later."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, layer: DelayedLinear) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.layer = layer
+        return inputs @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        inputs, weight = ctx.saved_tensors
+        ctx.layer.waiting.append((inputs, grad))
+        return grad @ weight, None, None
+
+
+class DelayedLinear(torch.nn.Linear):
+    """Computes weight gradients apart from backward, with the callbacks of Transformer Engine's layers."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        self.load_state_dict(linear.state_dict())
+        self.weight.skip_backward_post_hook = True
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.callbacks: list[Callable[[], None]] = []
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, callback: Callable[[], None]) -> None:
+        self.callbacks.append(callback)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return _Apart.apply(inputs, self.weight, self) + self.bias
+
+    def backward_dw(self) -> None:
+        while self.waiting:
+            inputs, grad = self.waiting.pop(0)
+            with torch.no_grad():
+                self.weight.grad = grad.T @ inputs
+            for callback in self.callbacks:
+                callback()
+
+
+def threshold_of(step: int) -> float:
     """Return what to clip at: in every other step less than half of the norm."""
-    return [CLIP if step % 2 else 0.0 for step in range(STEPS)]
+    return CLIP if step % 2 else 0.0
 
 
-def train(
-    rank: Rank, side: str, expert_parallel: int, dtype: torch.dtype, num_microbatches: int, fields: dict[str, Any]
-) -> Outcome:
-    """Train in Megatron's loop. ``expert_parallel`` 0: no parameter is marked as an expert's."""
+def train(rank: Rank, side: str, case: Case) -> Outcome:
+    """Train in Megatron's loop."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's own
-        return {"ours": train_ours, "theirs": train_theirs}[side](rank, expert_parallel, dtype, num_microbatches, fields)
+        return {"ours": train_ours, "theirs": train_theirs}[side](rank, case)
 
 
-def train_ours(rank: Rank, expert_parallel: int, dtype: torch.dtype, num_microbatches: int, fields: dict[str, Any]) -> Outcome:
+def train_ours(rank: Rank, case: Case) -> Outcome:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
@@ -47,22 +114,29 @@ def train_ours(rank: Rank, expert_parallel: int, dtype: torch.dtype, num_microba
     from megabucket.integrations.megatron import DistributedDataParallel, DistributedOptimizer
 
     parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=max(expert_parallel, 1), create_gloo_process_groups=False
+        expert_model_parallel_size=max(case.expert_parallel, 1), create_gloo_process_groups=False
     )
-    transformer, options = transformer_config(fields)
-    module, groups = scheduled_model(rank, expert_parallel, dtype, transformer)
+    transformer, options = transformer_config(case.fields)
+    module, groups = scheduled_model(rank, case, transformer)
     ddp = DistributedDataParallel(transformer, DistributedDataParallelConfig(**options), module)
     config = OptimizerConfig(clip_grad=1.0, use_distributed_optimizer=options.get("use_distributed_optimizer", False))
     optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=LEARNING_RATE), config, [ddp])
+    scheduler = scheduler_of(optimizer)
 
     def update(threshold: float) -> float:
         config.clip_grad = threshold
         updated, norm, _ = optimizer.step()
         assert updated
+        scheduler.step(1)
         return norm
 
     try:
-        norms = drive(rank, ddp, transformer, num_microbatches, update, optimizer.zero_grad)
+        if case.first:
+            loaded = mb.load_checkpoint(case.root, ddp.wrapper, optimizer.optimizer, schedulers=scheduler)
+            assert (loaded.step, scheduler.num_steps) == (case.first, case.first)
+        norms = drive(rank, ddp, transformer, case, update, optimizer.zero_grad)
+        if case.root is not None:
+            mb.save_checkpoint(case.root, ddp.wrapper, optimizer.optimizer, step=case.last, schedulers=scheduler)
         ddp.disable_forward_pre_hook()
         return norms, weights_of(module)
     finally:
@@ -72,24 +146,29 @@ def train_ours(rank: Rank, expert_parallel: int, dtype: torch.dtype, num_microba
             dist.destroy_process_group(group)
 
 
-def train_theirs(
-    rank: Rank, expert_parallel: int, dtype: torch.dtype, num_microbatches: int, fields: dict[str, Any]
-) -> Outcome:
+def train_theirs(rank: Rank, case: Case) -> Outcome:
     from megatron_side import MegatronSide
 
-    transformer, options = transformer_config(fields)
-    module, groups = scheduled_model(rank, expert_parallel, dtype, transformer)
+    transformer, options = transformer_config(case.fields)
+    module, groups = scheduled_model(rank, case, transformer)
     is_sharded = options.pop("use_distributed_optimizer", False)
     side = MegatronSide(
         module,
-        expert_parallel=max(expert_parallel, 1),
+        expert_parallel=max(case.expert_parallel, 1),
         learning_rate=LEARNING_RATE,
         is_sharded=is_sharded,
         transformer=transformer,
         **options,
     )
+    scheduler = scheduler_of(side.optimizer)
+
+    def update(threshold: float) -> float:
+        norm = side.update(threshold)
+        scheduler.step(1)
+        return norm
+
     try:
-        norms = drive(rank, side.ddp, transformer, num_microbatches, side.update, side.optimizer.zero_grad)
+        norms = drive(rank, side.ddp, transformer, case, update, side.optimizer.zero_grad)
         if options.get("overlap_param_gather"):
             side.ddp.start_param_sync(force_sync=True)
         return norms, weights_of(module)
@@ -99,19 +178,37 @@ def train_theirs(
             dist.destroy_process_group(group)
 
 
+def scheduler_of(optimizer: Any) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=LEARNING_RATE / 10,
+        max_lr=LEARNING_RATE,
+        min_lr=LEARNING_RATE / 5,
+        lr_warmup_steps=3,
+        lr_decay_steps=STEPS,
+        lr_decay_style="cosine",
+        start_wd=0.0,
+        end_wd=0.1,
+        wd_incr_steps=STEPS,
+        wd_incr_style="linear",
+    )
+
+
 def transformer_config(fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return Megatron's config of a model, and the fields of its DDP config."""
     from megatron.core.transformer import TransformerConfig
 
     options = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": True, "bucket_size": BUCKET_NUMEL, **fields}
     per_token = options.pop("calculate_per_token_loss", False)
-    config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=per_token)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Megatron about its own defaults
+        config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=per_token)
     return config, options
 
 
-def scheduled_model(
-    rank: Rank, expert_parallel: int, dtype: torch.dtype, transformer: Any
-) -> tuple[torch.nn.Module, list[dist.ProcessGroup]]:
+def scheduled_model(rank: Rank, case: Case, transformer: Any) -> tuple[torch.nn.Module, list[dist.ProcessGroup]]:
     """Return a model with what Megatron's schedule asks of one, and the groups that were made for it."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
@@ -129,21 +226,23 @@ def scheduled_model(
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return self.model(tokens)
 
-    if expert_parallel == 0:
+    if case.expert_parallel == 0:
         model, groups = Moe(range(NUM_EXPERTS)), []
         for param in model.parameters():
             param.allreduce = True
     else:
-        exchanging, same = groups_of(rank.index, expert_parallel, rank.size)
-        model, groups = Moe(own_experts(rank.index, expert_parallel), exchanging), [exchanging, same]
-    return Scheduled(model.to(dtype)), groups
+        exchanging, same = groups_of(rank.index, case.expert_parallel, rank.size)
+        model, groups = Moe(own_experts(rank.index, case.expert_parallel), exchanging), [exchanging, same]
+    if case.fields.get("delay_wgrad_compute"):
+        model.mixer, model.head = DelayedLinear(model.mixer), DelayedLinear(model.head)
+    return Scheduled(model.to(case.dtype)), groups
 
 
 def drive(
     rank: Rank,
     ddp: Any,
     transformer: Any,
-    num_microbatches: int,
+    case: Case,
     update: Callable[[float], float],
     zero_grad: Callable[[], None],
 ) -> list[float]:
@@ -152,8 +251,22 @@ def drive(
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
     from megatron_side import on_cpu
 
-    transformer.no_sync_func = ddp.no_sync
-    transformer.finalize_model_grads_func = finalize_model_grads
+    delayed = [layer for layer in ddp.module.modules() if isinstance(layer, DelayedLinear)]
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        with ddp.no_sync():
+            yield
+            for layer in delayed:
+                layer.backward_dw()
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        for layer in delayed:
+            layer.backward_dw()
+        finalize_model_grads(*args, **kwargs)
+
+    transformer.no_sync_func = no_sync
+    transformer.finalize_model_grads_func = finalize
 
     def forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         inputs, targets = next(batches)
@@ -168,20 +281,21 @@ def drive(
         return model(inputs), loss_of
 
     norms = []
-    for step, threshold in enumerate(thresholds()):
+    slots = [rank.index * case.num_microbatches + number for number in range(case.num_microbatches)]
+    for step in range(case.first, case.last):
         ddp.zero_grad_buffer()
         zero_grad()
         with on_cpu():
             losses = forward_backward_no_pipelining(
                 forward_step_func=forward_step,
-                data_iterator=iter([tokens_of(rank.index, 100 * number + step) for number in range(num_microbatches)]),
+                data_iterator=iter([tokens_of(slot, step) for slot in slots]),
                 model=[ddp],
-                num_microbatches=num_microbatches,
+                num_microbatches=case.num_microbatches,
                 seq_length=1,
                 micro_batch_size=1,
             )
-        assert len(losses) == num_microbatches
-        norms.append(update(threshold))
+        assert len(losses) == case.num_microbatches
+        norms.append(update(threshold_of(step)))
     return norms
 
 
@@ -189,14 +303,25 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in module.named_parameters()}
 
 
-@pytest.fixture(scope="module")
-def pool_of_two():
-    pool = WorkerPool(num_ranks=2)
+def pool_of(num_ranks: int) -> Iterator[WorkerPool]:
+    pool = WorkerPool(num_ranks=num_ranks)
     yield pool
     pool.close()
 
 
-def assert_equal(ours: list[Outcome], theirs: list[Outcome]) -> None:
+@pytest.fixture(scope="module")
+def pool_of_one():
+    yield from pool_of(1)
+
+
+@pytest.fixture(scope="module")
+def pool_of_two():
+    yield from pool_of(2)
+
+
+def assert_equal(pool: WorkerPool, case: Case, *, ranks: int) -> None:
+    ours = pool.run(train, "ours", case, ranks=ranks)
+    theirs = pool.run(train, "theirs", case, ranks=ranks)
     for (norms, weights), (their_norms, their_weights) in zip(ours, theirs, strict=True):
         assert norms == their_norms
         assert min(norms) > 2 * CLIP
@@ -208,47 +333,71 @@ SHARDED = {"use_distributed_optimizer": True}
 GATHERING = SHARDED | {"overlap_param_gather": True}
 BLOCKING = {"overlap_grad_reduce": False}
 PER_TOKEN = {"calculate_per_token_loss": True}
+DELAYED = {"delay_wgrad_compute": True}
 
 
 @pytest.mark.parametrize(
-    ("expert_parallel", "dtype", "num_microbatches", "fields"),
-    [
-        (0, torch.float32, 1, SHARDED),
-        (0, torch.bfloat16, 3, GATHERING),
-        (0, torch.float32, 3, SHARDED | PER_TOKEN),
-        (2, torch.float32, 1, {}),
-        (2, torch.float32, 3, SHARDED),
-        (2, torch.bfloat16, 1, SHARDED | BLOCKING),
-        (4, torch.float32, 2, GATHERING),
-    ],
+    "case",
+    [Case(0, torch.float32, 3, GATHERING), Case(1, torch.bfloat16, 2, SHARDED), Case(1, torch.float32, 2, DELAYED)],
     ids=str,
 )
-def test_four_ranks_in_megatrons_schedule_end_with_megatrons_bits(pool, expert_parallel, dtype, num_microbatches, fields):
-    arguments = (expert_parallel, dtype, num_microbatches, fields)
-
-    ours = pool.run(train, "ours", *arguments, ranks=NUM_RANKS)
-    theirs = pool.run(train, "theirs", *arguments, ranks=NUM_RANKS)
-
-    assert_equal(ours, theirs)
+def test_one_rank_in_megatrons_schedule_ends_with_megatrons_bits(pool_of_one, case):
+    assert_equal(pool_of_one, case, ranks=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("expert_parallel", "dtype", "num_microbatches", "fields"),
+    "case",
     [
-        (0, torch.float32, 1, {}),
-        (0, torch.bfloat16, 3, SHARDED),
-        (2, torch.float32, 2, GATHERING),
-        (1, torch.float32, 1, SHARDED),
+        Case(0, torch.float32, 1, {}),
+        Case(0, torch.bfloat16, 3, SHARDED),
+        Case(0, torch.float32, 3, SHARDED | DELAYED),
+        Case(2, torch.float32, 2, GATHERING),
+        Case(2, torch.bfloat16, 3, GATHERING),
+        Case(1, torch.float32, 1, SHARDED),
     ],
     ids=str,
 )
-def test_two_ranks_in_megatrons_schedule_end_with_megatrons_bits(pool_of_two, expert_parallel, dtype, num_microbatches, fields):
-    arguments = (expert_parallel, dtype, num_microbatches, fields)
+def test_two_ranks_in_megatrons_schedule_end_with_megatrons_bits(pool_of_two, case):
+    assert_equal(pool_of_two, case, ranks=2)
 
-    ours = pool_of_two.run(train, "ours", *arguments, ranks=2)
-    theirs = pool_of_two.run(train, "theirs", *arguments, ranks=2)
 
-    assert_equal(ours, theirs)
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(0, torch.float32, 1, SHARDED),
+        Case(0, torch.bfloat16, 3, GATHERING),
+        Case(0, torch.float32, 3, SHARDED | PER_TOKEN),
+        Case(2, torch.float32, 1, {}),
+        Case(2, torch.float32, 3, SHARDED),
+        Case(2, torch.bfloat16, 1, SHARDED | BLOCKING),
+        Case(4, torch.float32, 2, GATHERING | DELAYED),
+    ],
+    ids=str,
+)
+def test_four_ranks_in_megatrons_schedule_end_with_megatrons_bits(pool, case):
+    assert_equal(pool, case, ranks=NUM_RANKS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("before", [2, 4], ids=["two to four", "four to two"])
+@pytest.mark.parametrize("expert_parallel", [0, 2], ids=["dense", "experts"])
+def test_a_run_that_goes_on_with_other_ranks_ends_where_megatrons_does(pool, pool_of_two, tmp_path, expert_parallel, before):
+    whole = Case(expert_parallel, torch.float32, 1, GATHERING)
+    pools, half = {2: pool_of_two, 4: pool}, STEPS // 2
+
+    theirs = pool.run(train, "theirs", whole, ranks=NUM_RANKS)
+    for ranks, first, last in ((before, 0, half), (6 - before, half, STEPS)):
+        case = dataclasses.replace(whole, num_microbatches=NUM_RANKS // ranks, first=first, last=last, root=str(tmp_path))
+        ours = pools[ranks].run(train, "ours", case, ranks=ranks)
+
+    expected, found = ({name: one for _, weights in side for name, one in weights.items()} for side in (theirs, ours))
+    initial = {f"model.{name}": param for name, param in Moe().named_parameters()}
+    assert found.keys() == expected.keys() == initial.keys()
+    for name, weight in expected.items():
+        moved = (weight - initial[name]).abs().max()
+        assert (found[name] - weight).abs().max() <= 1e-4 * moved, name
 
 
 def resume_and_scale(rank: Rank) -> None:
@@ -264,8 +413,8 @@ def resume_and_scale(rank: Rank) -> None:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         transformer, _ = transformer_config({})
         module = torch.nn.Linear(8, 8).half()
-        ddp = DistributedDataParallel(transformer, DistributedDataParallelConfig(use_distributed_optimizer=True), module)
-        config = OptimizerConfig(fp16=True, initial_loss_scale=1024.0, hysteresis=1, clip_grad=0.0)
+        ddp = DistributedDataParallel(transformer, DistributedDataParallelConfig(**SHARDED), module)
+        config = OptimizerConfig(fp16=True, initial_loss_scale=1024.0, hysteresis=1, clip_grad=0.0, **SHARDED)
         optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=LEARNING_RATE), config, ddp)
 
     def step(factor: float) -> bool:
@@ -298,33 +447,128 @@ def resume_and_scale(rank: Rank) -> None:
         parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.nightly
 def test_a_step_after_loading_equals_the_one_after_saving_and_overflows_lower_the_scale(pool_of_two):
     pool_of_two.run(resume_and_scale, ranks=2)
 
 
-def refusals(rank: Rank) -> list[str]:
+def refused_fields(rank: Rank) -> dict[str, tuple[str, str]]:
+    """Return, of each field of a config that is refused, the reason in the table and the text of the error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
 
-        from megabucket.errors import ConfigError
-        from megabucket.integrations.megatron import _REFUSED_DDP, _TAKEN, config_from
+        from megabucket.integrations import megatron as adapter
 
-    known = {*_TAKEN, *_REFUSED_DDP, "bucket_size", "check_for_nan_in_grad", "gradient_reduce_div_fusion"}
-    assert known == set(vars(DistributedDataParallelConfig())), "each field is taken, refused or (div fusion) changes nothing"
-    texts = []
-    for name in _REFUSED_DDP:
-        config = DistributedDataParallelConfig()
-        setattr(config, name, 2 if isinstance(getattr(config, name), int) else "other")
-        with pytest.raises(ConfigError) as caught:
-            config_from(config)
-        texts.append(f"{name} {caught.value}")
-    return texts
+    taken = {*adapter._TAKEN_DDP, *adapter._REFUSED_DDP}
+    assert taken == {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    taken = {
+        *(*adapter._TAKEN_OPTIMIZER, *adapter._HYPERPARAMETERS),
+        *(*adapter._IGNORED_OPTIMIZER, *adapter._REFUSED_OPTIMIZER),
+    }
+    assert taken == {field.name for field in dataclasses.fields(OptimizerConfig)}
+
+    transformer, _ = transformer_config({})
+
+    def as_optimizer(config: Any) -> None:
+        adapter._check_optimizer_config(config, torch.optim.AdamW([torch.zeros(1)]), is_sharded=False)
+
+    def as_transformer(config: Any) -> None:
+        adapter.DistributedDataParallel(config, DistributedDataParallelConfig(), torch.nn.Linear(1, 1))
+
+    found = {}
+    for make, check, reasons in (
+        (DistributedDataParallelConfig, adapter.config_from, adapter._REFUSED_DDP),
+        (OptimizerConfig, as_optimizer, adapter._REFUSED_OPTIMIZER),
+        (lambda: copy.copy(transformer), as_transformer, adapter._REFUSED_TRANSFORMER),
+    ):
+        for name, reason in reasons.items():
+            config = make()
+            setattr(config, name, 2 if isinstance(getattr(config, name), int) else "other")
+            found[name] = (f"{type(config).__name__}: {name}={getattr(config, name)!r}: {reason}", text_of(check, config))
+    for name, value, reason in (
+        ("lr", 0.5, "the torch optimizer has 0.001; leave it at None, or make them alike"),
+        ("adam_beta2", 0.5, "the torch optimizer has 0.999; leave it at 0.999, or make them alike"),
+        ("decoupled_weight_decay", False, "the torch optimizer has True; leave it at True, or make them alike"),
+        ("use_distributed_optimizer", True, "the wrapper has use_distributed_optimizer=False"),
+    ):
+        config = OptimizerConfig(**{name: value})
+        found[name] = (f"OptimizerConfig: {name}={value}: {reason}", text_of(as_optimizer, config))
+    as_optimizer(OptimizerConfig(lr=1e-3, weight_decay=1e-2, min_lr=1e-5, barrier_with_L1_time=True))
+    as_optimizer(OptimizerConfig(optimizer="sgd"))
+    return found
 
 
-def test_each_field_that_is_refused_is_named_with_the_reason(pool_of_two):
-    (texts,) = pool_of_two.run(refusals, ranks=1)
+def text_of(call: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    return str(caught.value)
 
-    for text in texts:
-        name = text.split()[0]
-        assert f"DistributedDataParallelConfig: {name}=" in text
+
+def test_each_field_is_taken_or_ignored_or_refused_with_its_reason(pool_of_one):
+    (found,) = pool_of_one.run(refused_fields, ranks=1)
+
+    for expected, text in found.values():
+        assert text == expected
+
+
+def names_of_wrapper(rank: Rank) -> set[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    methods = {name for name in vars(DistributedDataParallel) if not name.startswith("_")}
+    return methods | {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+
+
+def test_the_page_names_each_field_and_each_method_of_megatrons_wrapper(pool_of_one):
+    page = (Path(__file__).parents[2] / "docs/migrate/megatron.md").read_text()
+    (names,) = pool_of_one.run(names_of_wrapper, ranks=1)
+
+    assert len(names) > 30
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
+def surfaces(rank: Rank) -> dict[str, str]:
+    """Return Megatron's names that the adapter refuses, with the text; all others are there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import distributed, parallel_state
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        from megabucket.integrations import megatron as adapter
+
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    transformer, _ = transformer_config({})
+    ddp = adapter.DistributedDataParallel(transformer, distributed.DistributedDataParallelConfig(), torch.nn.Linear(3, 3))
+    optimizer = adapter.DistributedOptimizer(torch.optim.AdamW(ddp.parameters()), OptimizerConfig(), ddp)
+    texts = {}
+    try:
+        for ours, theirs in ((ddp, distributed.DistributedDataParallel), (optimizer, DistributedOptimizer)):
+            names = {name for name in dir(theirs) if not name.startswith("_")}
+            if ours is ddp:
+                names |= set(re.findall(r"self\.([a-z]\w*)(?:: \S+)? = ", inspect.getsource(theirs.__init__)))
+            parts = re.compile(r"checkpoint_\w+|(get|load|sharded)_param(eter)?_state_\w+")  # of Megatron's checkpoint format
+            for name in {name for name in names if not parts.fullmatch(name)}:
+                with contextlib.suppress(ConfigError):
+                    getattr(ours, name)
+                    continue
+                texts[name] = text_of(getattr, ours, name)
+        assert ddp.params_with_grad == list(ddp.module.parameters())
+        assert ddp.dp_group.size() == ddp.expt_dp_group.size() == 1
+        assert optimizer.state_dict(is_loading=True).keys() == {"optimizer"}
+        return texts
+    finally:
+        ddp.wrapper.detach()
+        parallel_state.destroy_model_parallel()
+
+
+def test_each_name_of_megatrons_wrapper_and_optimizer_is_there_or_refused_with_a_reason(pool_of_one):
+    (texts,) = pool_of_one.run(surfaces, ranks=1)
+
+    assert all(re.match(rf"Distributed(DataParallel|Optimizer)\.{name}: \w", text) for name, text in texts.items())
+    assert texts["count_zeros"] == "DistributedOptimizer.count_zeros: step() counts them, with log_num_zeros_in_grad=True"
+    assert "writes shards that load on any number of ranks" in texts["save_parameter_state"]
+    assert "read ddp.wrapper.bucket_groups" in texts["bucket_groups"]

@@ -14,7 +14,7 @@ from pool import Rank
 import megabucket as mb
 from megabucket.ddp.groups import ParallelGroups
 from megabucket.layout import BufferKey
-from megabucket.testing import read_megatron_layout
+from megabucket.testing import assert_sound, read_megatron_layout
 
 pytestmark = [pytest.mark.dist, pytest.mark.nightly]  # Megatron takes its time to import, on each rank
 
@@ -99,7 +99,9 @@ def train_with_megatron(
         norms.append(side.step(threshold))
     if names.get("overlap_param_gather"):
         side.ddp.start_param_sync(force_sync=True)
-    places = places_in(read_megatron_layout(side.ddp))
+    layout = read_megatron_layout(side.ddp)
+    assert_sound(layout)
+    places = places_in(layout)
     side.close()
     for group in groups:
         dist.destroy_process_group(group)

@@ -1,6 +1,7 @@
 """The pytest plugin in a project of its own: each layout is a test, and a seeded bug is found."""
 
 import pytest
+import torch._dynamo  # noqa: F401 - pytester unloads what a run has loaded, and torch cannot be loaded twice
 
 pytest_plugins = ["pytester"]
 
@@ -40,6 +41,39 @@ def test_every_layout_of_the_grid_is_a_test(project):
 
     result.assert_outcomes(passed=8)
     result.stdout.fnmatch_lines(["*models:huge-8-default*PASSED*"])
+
+
+def test_experts_and_shared_embeddings_are_laid_out_as_such(project):
+    project.makepyfile(
+        marked="""
+        import torch
+
+        def moe():
+            layers = {"embedding": torch.nn.Embedding(8, 4), "mix": torch.nn.Linear(4, 4), "expert": torch.nn.Linear(4, 4)}
+            model = torch.nn.ModuleDict(layers)
+            model.embedding.weight.shared_embedding = True
+            for param in model.expert.parameters():
+                param.allreduce = False
+            return model
+    """
+    )
+    project.makeini("""
+        [pytest]
+        megabucket_models = marked:moe
+        megabucket_dp_sizes = 8
+        megabucket_bucket_sizes = default
+        megabucket_group_sizes = expert=2
+    """)
+    project.makepyfile("""
+        def test_groups(megabucket_layout):
+            dense, expert = megabucket_layout.buffers
+            assert (dense.key.group, dense.num_shards) == ("dense", 8)
+            assert (expert.key.group, expert.num_shards) == ("expert", 2)
+            assert [bucket.params for bucket in dense.buckets] == [("mix.bias", "mix.weight"), ("embedding.weight",)]
+            assert sorted(expert.params) == ["expert.bias", "expert.weight"]
+    """)
+
+    project.runpytest().assert_outcomes(passed=1)
 
 
 def test_a_promise_that_some_layout_breaks_is_found(project):
