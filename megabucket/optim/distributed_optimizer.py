@@ -104,8 +104,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy, grads = self.ddp.policy, [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
         ranks = self.ddp.ranks
         self._has_norm = self.sharding.check_norm(is_wanted=False)
-        holders = ranks.norm or (ranks.step if self._is_sharded else None)
-        self._global_norm = GlobalNorm(holders, device=grads[0].device)
+        is_whole = ranks.norm is None and not self._is_sharded
+        self._global_norm = GlobalNorm(ranks.norm or ranks.step, device=grads[0].device, is_whole=is_whole)
         self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
         # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
         has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
@@ -350,8 +350,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
             for grad in grads:  # a kernel takes one dtype
                 CHECK_AND_UNSCALE([grad], found_inf, factor)
-            self._changes = (*self._changes, (_LOSS_SCALE, 1 / float(factor)))
-            if self._global_norm.of([found_inf]) == 0:
+            is_finite = self._global_norm.of([found_inf]) == 0
+            self._changes = (*self._changes, (_LOSS_SCALE, 1 / float(factor)))  # read behind the norm, which watches the ranks
+            if is_finite:
                 return False
             sync.skip_reason = sync.skip_reason or self._why_not_finite("the loss scaler skips the step")
             self.last_step = StepResult(updated=False, grad_norm=math.nan, reason=sync.skip_reason)

@@ -31,15 +31,16 @@ class GlobalNorm:
     """The L2 norm over the gradients of all ranks' shards, step after step.
 
     Args:
-        communicator: the ranks that hold parts of the gradients (one all-reduce of 8 bytes); ``None``: this one holds all.
+        communicator: the ranks that hold parts of the gradients (one all-reduce of 8 bytes), or the same ones.
+        is_whole: whether each rank holds all of them.
         device: where the gradients of all ranks live, and the collective runs.
     """
 
-    def __init__(self, communicator: Communicator | None, *, device: torch.device) -> None:
+    def __init__(self, communicator: Communicator, *, device: torch.device, is_whole: bool = False) -> None:
         self.accelerator = Accelerator.of(device)
-        self._communicator = communicator
+        self._communicator, self._is_whole = communicator, is_whole
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
-        self._calls = () if communicator is None else communicator.prepare([AllReduce(self._total)])
+        self._calls = communicator.prepare([AllReduce(self._total)])
 
     def of(self, norms: Iterable[torch.Tensor]) -> float:
         """Return the norm over this rank's gradients and those of the other ranks.
@@ -52,9 +53,10 @@ class GlobalNorm:
             self._total.copy_(torch.stack(found).square_().sum())
         else:
             self._total.zero_()
-        total = self._total
-        if self._communicator is not None:
-            total = self._communicator.launch(self._calls, label="grad norm").read(total)
+        if self._is_whole:
+            total = self._communicator.read(self._total, label="grad norm")
+        else:
+            total = self._communicator.launch(self._calls, label="grad norm").read(self._total)
         norm = math.sqrt(float(total))
         # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
         return _FLOAT32.unpack(_FLOAT32.pack(norm))[0] if norm <= _LARGEST else norm
