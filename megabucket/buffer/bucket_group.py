@@ -410,6 +410,8 @@ class _ParamAndGradBucketGroup:
         self._hand_over()
         if self.policy.tests_finite:
             self.finite_test.run()
+            if self.streams is not None:
+                self.streams.note()  # for the fence: nothing else waits for the stream of a delayed gradient
         for values, divisor in self._divided_before:
             values.div_(divisor)
         self._launch_grads()

@@ -532,6 +532,8 @@ class GradSync:
                 problems.setdefault("unused", Problem(UnusedParameterError.__name__, fields)).fields["params"] += unused
             if group.finite_test.peaks:
                 tests.append(group.finite_test)
+                if group.streams is not None:
+                    group.streams.follow()
         self._fence.send(self._report(is_committing=is_committing), any_beyond(tests) if tests else None)
         self.enter(StepState.FENCED)
 
