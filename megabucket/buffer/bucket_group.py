@@ -414,6 +414,8 @@ class _ParamAndGradBucketGroup:
             torch._foreach_copy_(self._local_copies, self._local_grads)  # float32 sums of microbatches, rounded once
         if self.policy.tests_finite:
             self.finite_test.run()
+            if self.streams is not None:
+                self.streams.note()  # for the fence: nothing else waits for the stream of a delayed gradient
         for values, divisor in self._divided_before:
             values.div_(divisor)
         self._launch_grads()

@@ -177,7 +177,9 @@ def settle(parts: TrainingParts, operation: str) -> None:
         parts.optimizer.sharding.settle(operation)
     else:
         parts.ddp.sync.check_between_steps(operation)
-        parts.ddp.finish_param_sync()
+    parts.ddp.finish_param_sync()
+    # What is read from now on, piece by piece, waits for no other rank any more.
+    parts.ddp.communicator.wait_for(parts.ddp.param_and_grad_buffers[0].param_data.device, label=operation)
 
 
 def capture(

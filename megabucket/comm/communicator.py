@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megabucket.comm.device import Accelerator
+from megabucket.comm.device import Accelerator, Arrived, HostCopy
 from megabucket.errors import InvariantError, PeerLostError, WrapperBrokenError
 from megabucket.trace.clock import Clock, HostClock
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Moment, Recorder
@@ -269,6 +269,26 @@ class Communicator(ABC):
         handle = self.handle(calls, label=label)
         handle.start()
         return handle
+
+    def read(self, values: torch.Tensor, *, label: str) -> torch.Tensor:
+        """Return values as the host may read them, in place of ``float(values)`` and its like: a device may never have them.
+
+        Raises:
+            MegabucketError: a rank that the device waits for was lost.
+        """
+        if (accelerator := Accelerator.of(values.device)) is None:
+            return values
+        copy = HostCopy(accelerator, values)
+        self._wait_for(copy, label)
+        return copy.values
+
+    def wait_for(self, device: torch.device, *, label: str) -> None:
+        """Wait until a device has done what its current stream has to do. Raises as ``read``."""
+        if (accelerator := Accelerator.of(device)) is not None:
+            self._wait_for(Arrived(accelerator), label)
+
+    def _wait_for(self, arrived: Arrived, label: str) -> None:  # noqa: ARG002 - implementations watch their peers
+        arrived.wait()
 
     def break_off(self, error: Finding) -> None:  # noqa: B027  (alone, there is nobody to tell)
         """Launch nothing more, and let the other ranks know: their waits raise ``error`` within two seconds.

@@ -159,12 +159,10 @@ class Arrival:
             self._known.add(stream_id)
 
 
-class HostCopy:
-    """A copy on the host of values that the current stream is going to have. It can be waited for as a work of gloo can."""
+class Arrived:
+    """The moment when a device has done what its current stream has to do so far. Waited for as a work of gloo is."""
 
-    def __init__(self, accelerator: Accelerator, values: torch.Tensor) -> None:
-        self.values = accelerator.pinned(values.shape, values.dtype).copy_(values, non_blocking=True)
-        """To be read when the wait is over."""
+    def __init__(self, accelerator: Accelerator) -> None:
         self._event = accelerator.record()
 
     def is_completed(self) -> bool:
@@ -175,7 +173,7 @@ class HostCopy:
         """Return when the device has come here. A signal handler may run meanwhile.
 
         Raises:
-            RuntimeError: ``timeout`` is over; the copy goes on then.
+            RuntimeError: ``timeout`` is over.
         """
         started_s = time.monotonic()
         while not self.is_completed():
@@ -184,3 +182,12 @@ class HostCopy:
                 raise RuntimeError("Operation timed out!")  # gloo's text, which waits in slices look for
             time.sleep(min(waited_s / 16, _LONGEST_PAUSE_S))  # so much later than it could the host may go on
         return True
+
+
+class HostCopy(Arrived):
+    """A copy on the host of values that the current stream is going to have."""
+
+    def __init__(self, accelerator: Accelerator, values: torch.Tensor) -> None:
+        self.values = accelerator.pinned(values.shape, values.dtype).copy_(values, non_blocking=True)
+        """To be read when the wait is over."""
+        super().__init__(accelerator)

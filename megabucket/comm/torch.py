@@ -36,7 +36,7 @@ from megabucket.comm.communicator import (
     Progress,
     ReduceScatter,
 )
-from megabucket.comm.device import Accelerator, HostCopy
+from megabucket.comm.device import Accelerator, Arrived, HostCopy
 from megabucket.comm.gloo import Operation, Plan
 from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, wait_slice
 from megabucket.errors import (
@@ -173,6 +173,9 @@ class _Channel(Communicator):
             self._backends[device.type] = backend_of(self._group or cast("dist.ProcessGroup", dist.group.WORLD), device)
         return self._backends[device.type]
 
+    def _wait_for(self, arrived: Arrived, label: str) -> None:
+        self.link.wait_for(arrived, label=label, number=self.progress.num_launched)
+
     def break_off(self, error: Finding) -> None:
         """Launch nothing more, and write the reason into the store of the group, where the waits of the others find it."""
         self.link.break_off(error)
@@ -293,6 +296,20 @@ class Link:
             raise ForkedProcessError(rank=self.rank, operation=f"{label} was launched")
         if not self._exists():
             raise GroupDestroyedError(rank=self.rank, operation=f"{label} was launched")
+
+    def wait_for(self, arrived: Arrived, *, label: str, number: int) -> None:
+        """Wait for a device, and look at the other ranks meanwhile.
+
+        Args:
+            number: of the launch that it may be waiting for.
+
+        Raises:
+            MegabucketError: a rank was lost, or interrupted for good.
+        """
+        if self.watch is None:
+            arrived.wait()
+        else:
+            self.watch.wait([arrived], label=label, number=number)
 
     def break_off(self, error: Finding) -> None:
         """Launch nothing more, and let the others know why."""
@@ -434,10 +451,7 @@ class WorkHandle(Handle):
         if self._accelerator is None:
             return result
         copy = HostCopy(self._accelerator, result)
-        if self._link.watch is None:
-            copy.wait()
-        else:
-            self._link.watch.wait([copy], label=self._label, number=self._sent[0])
+        self._link.wait_for(copy, label=self._label, number=self._sent[0])
         return copy.values
 
     def poll(self) -> bool:

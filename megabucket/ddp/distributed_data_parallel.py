@@ -307,7 +307,7 @@ class DistributedDataParallel(torch.nn.Module):
             ConfigError: the factor is not finite.
         """
         self.sync.check_not_in_flight("scale_gradients()")
-        value = float(factor)
+        value = float(self.communicator.read(factor, label="a factor") if isinstance(factor, torch.Tensor) else factor)
         if not math.isfinite(value):
             raise ConfigError(
                 f"scale_gradients() needs a finite factor, got {value}: every gradient would be nan or inf, and the weights "

@@ -331,14 +331,17 @@ class Fence:
             self.counters.stop_is_wanted = flag == _STOP_IS_WANTED
             is_whole = is_alike and flag != _IS_BROKEN and not is_nonfinite
         else:
-            is_whole = not report.problems and (self._is_nonfinite is None or not bool(self._is_nonfinite))
+            is_whole = not report.problems and (self._is_nonfinite is None or not self._reads(self._is_nonfinite))
             self.counters.stop_is_wanted = self.counters.wants_stop
-        if not is_whole and self._exchange is None and self._is_nonfinite is not None and bool(self._is_nonfinite):
+        if not is_whole and self._exchange is None and self._is_nonfinite is not None and self._reads(self._is_nonfinite):
             name_culprits()
             report = dataclasses.replace(report, problems=tuple(self.counters.problems.values()))
         reports = [] if is_whole else self._exchange_reports(report)
         self._report = None
         return reports
+
+    def _reads(self, is_nonfinite: torch.Tensor) -> bool:
+        return bool(self._communicator.read(is_nonfinite, label="finite test"))
 
     def _start_exchange(self, report: Report) -> Exchange:
         if self._exchange is None:

@@ -62,7 +62,8 @@ def naming_replaced(params: Mapping[torch.nn.Parameter, str], communicator: Comm
         return
     before = _norms_of(params)
     yield
-    was_equal = torch.isclose(before, _norms_of(params), rtol=0.0, atol=0.0, equal_nan=True).tolist()
+    is_close = torch.isclose(before, _norms_of(params), rtol=0.0, atol=0.0, equal_nan=True)
+    was_equal = communicator.read(is_close, label="initial broadcast").tolist()
     replaced = [name for name, is_equal in zip(params.values(), was_equal, strict=True) if not is_equal]
     if len(replaced) < len(was_equal) and replaced:
         log_once(
@@ -93,8 +94,9 @@ def find_divergence(
     Args:
         params: those of the module, by name, frozen ones included.
     """
-    sums = {name: 0 if param.is_meta or not param.numel() else checksum(param) for name, param in params.items()}
     device = next((param.device for param in params.values() if not param.is_meta), torch.device("cpu"))
+    ranks.step.wait_for(device, label="replica checksums")  # which then are read without looking at other ranks
+    sums = {name: 0 if param.is_meta or not param.numel() else checksum(param) for name, param in params.items()}
     compare = partial(_compare, step=step, device=device)
     found = []
     for group, reduction in ranks.by_name.items():

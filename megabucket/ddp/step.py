@@ -534,6 +534,8 @@ class GradSync:
                 problems.setdefault("unused", Problem(UnusedParameterError.__name__, fields)).fields["params"] += unused
             if group.finite_test.peaks:
                 tests.append(group.finite_test)
+                if group.streams is not None:
+                    group.streams.follow()
         self._fence.send(self._report(is_committing=is_committing), any_beyond(tests) if tests else None)
         self.enter(StepState.FENCED)
 
@@ -550,7 +552,7 @@ class GradSync:
     def _nonfinite_fields(self, tests: Sequence[tuple[int, FiniteTest]]) -> dict[str, Any]:
         """Return the fields of the error about what tests of bucket groups have found; none where all is finite."""
         is_bad = any_beyond(test for _, test in tests)
-        for _, test in tests if is_bad is not None and bool(is_bad) else ():
+        for _, test in tests if is_bad is not None and self._communicator.read(is_bad, label="finite test") else ():
             if bool(any_beyond([test])):
                 test.name_culprits()  # the host could not know them before
         found = [(index, one) for index, test in tests for one in test.found]

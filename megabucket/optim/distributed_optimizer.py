@@ -142,8 +142,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _norm_of_type(self, norm_type: float) -> GlobalNorm:
         ranks, device = self.ddp.ranks, self.ddp.param_and_grad_buffers[0].grad_data.device
         # Without a norm it still finds what is not finite, on which ranks that hold other parts of the model must agree.
-        holders = ranks.norm or (ranks.step if self._is_sharded or not self._has_norm else None)
-        return GlobalNorm(holders, device=device, norm_type=float(norm_type), l2_norm=self._kernels.l2_norm)
+        is_whole = ranks.norm is None and not self._is_sharded and self._has_norm
+        kernel = self._kernels.l2_norm
+        return GlobalNorm(ranks.norm or ranks.step, device=device, is_whole=is_whole, norm_type=norm_type, l2_norm=kernel)
 
     # Rebuilding #
 
@@ -434,8 +435,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
             for grad in grads:  # a kernel takes one dtype
                 CHECK_AND_UNSCALE([grad], found_inf, factor)
-            self._changes = (*self._changes, (_LOSS_SCALE, 1 / float(factor)))
-            if self.global_norm.of([found_inf]) == 0:
+            is_finite = self.global_norm.of([found_inf]) == 0
+            self._changes = (*self._changes, (_LOSS_SCALE, 1 / float(factor)))  # read behind the norm, which watches the ranks
+            if is_finite:
                 return False
             sync.skip_reason = sync.skip_reason or self._why_not_finite("the loss scaler skips the step")
             self.skip(sync.skip_reason)

@@ -51,7 +51,8 @@ class GlobalNorm:
     """The norm over the gradients of all ranks' shards, step after step.
 
     Args:
-        communicator: the ranks that hold parts of the gradients (one all-reduce of 8 bytes); ``None``: this one holds all.
+        communicator: the ranks that hold parts of the gradients (one all-reduce of 8 bytes), or the same ones.
+        is_whole: whether each rank holds all of them.
         device: where the gradients of all ranks live, and the collective runs.
         norm_type: p of the p-norm, at least 1; infinite for the largest magnitude, which is infinite where a gradient is nan.
         l2_norm: the function of this name, or a kernel in its place.
@@ -59,21 +60,22 @@ class GlobalNorm:
 
     def __init__(
         self,
-        communicator: Communicator | None,
+        communicator: Communicator,
         *,
         device: torch.device,
+        is_whole: bool = False,
         norm_type: float = 2.0,
         l2_norm: Callable[[torch.Tensor], torch.Tensor] = l2_norm,
     ) -> None:
         self.accelerator = Accelerator.of(device)
-        self.communicator = communicator
-        self.norm_type = norm_type
+        self._communicator, self._is_whole = communicator, is_whole
+        self.norm_type = float(norm_type)
         self.of_grad = l2_norm if norm_type == 2 else partial(p_norm, norm_type=norm_type)
         """Returns the norm of one of this rank's gradients."""
         op = ReduceOp.MAX if norm_type == math.inf else ReduceOp.SUM
         self._power = 1.0 if norm_type == math.inf else norm_type  # of what ranks add up, or take the largest of
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
-        self._calls = () if communicator is None else communicator.prepare([AllReduce(self._total, op)])
+        self._calls = communicator.prepare([AllReduce(self._total, op)])
 
     def of(self, norms: Iterable[torch.Tensor]) -> float:
         """Return the norm over this rank's gradients and those of the other ranks.
@@ -88,9 +90,10 @@ class GlobalNorm:
             self._total.copy_(torch.stack(found).max().nan_to_num_(nan=math.inf, posinf=math.inf))
         else:
             self._total.copy_(torch.stack(found).pow_(self._power).sum())
-        total = self._total
-        if self.communicator is not None:
-            total = self.communicator.launch(self._calls, label="grad norm").read(total)
+        if self._is_whole:
+            total = self._communicator.read(self._total, label="grad norm")
+        else:
+            total = self._communicator.launch(self._calls, label="grad norm").read(self._total)
         norm = math.sqrt(float(total)) if self._power == 2 else float(total) ** (1 / self._power)
         # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
         return _FLOAT32.unpack(_FLOAT32.pack(norm))[0] if norm <= _LARGEST else norm
@@ -105,9 +108,10 @@ class GlobalNorm:
         total = torch.full_like(self._total, numel)  # exact up to 2**53
         for grad in grads:
             total -= grad.count_nonzero()
-        if self.communicator is not None:
-            total = self.communicator.launch([AllReduce(total)], label="zeros in gradients").read(total)
-        return int(total)
+        label = "zeros in gradients"
+        if self._is_whole:
+            return int(self._communicator.read(total, label=label))
+        return int(self._communicator.launch([AllReduce(total)], label=label).read(total))
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float, scale: Scale = torch._foreach_mul_) -> None:

@@ -209,14 +209,24 @@ def torch_ddp(setup: Setup) -> Step:
 
 
 def ours(
-    *, linear: type[torch.nn.Linear] = torch.nn.Linear, has_plain_optimizer: bool = False, **switches: object
+    *,
+    linear: type[torch.nn.Linear] = torch.nn.Linear,
+    has_plain_optimizer: bool = False,
+    has_group: bool = False,
+    **switches: object,
 ) -> Callable[[Setup], Step]:
     def build(setup: Setup) -> Step:
+        end_group = group_of_one(setup.device) if has_group else lambda: None
         config = mb.DistributedDataParallelConfig(bucket_cap_mb=setup.bucket_mb, **switches)
         ddp = mb.DistributedDataParallel(setup.module(linear), config)
         optimizer = adamw(ddp)
         stepped = stepping(optimizer if has_plain_optimizer else mb.DistributedOptimizer(optimizer, ddp))
-        return Step(setup, ddp, stepped, lambda: ddp.detach() and None)
+
+        def close() -> None:
+            ddp.detach()
+            end_group()
+
+        return Step(setup, ddp, stepped, close)
 
     return build
 
@@ -265,6 +275,7 @@ SYSTEMS: dict[str, Callable[[Setup], Step]] = {
     "megabucket, all-reduce, plain AdamW": ours(has_plain_optimizer=True),
     "megabucket, all-reduce, DistributedOptimizer": ours(),
     "megabucket, reduce-scatter": ours(use_distributed_optimizer=True),
+    "megabucket, reduce-scatter, in a process group": ours(use_distributed_optimizer=True, has_group=True),
     "megabucket, reduce-scatter, fused linears": ours(use_distributed_optimizer=True, linear=FusedLinear),
     "megabucket, all-reduce, nothing asked": ours(
         has_plain_optimizer=True, fence=False, nonfinite_gradients="allow", check_model_changes=False

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import EventHandler, TensorInfo, zip_arguments
@@ -69,6 +70,7 @@ class FakeEvent:
         return True
 
     def synchronize(self):
+        self._device.check_not_stuck("an event")
         self._is_done = True
         self._device.num_host_waits += 1
         self._device.handler._handle_event_synchronization(self._number)
@@ -139,6 +141,7 @@ class FakeDevice:
         return tensor
 
     def synchronize(self):
+        self.check_not_stuck("the device")
         self.num_host_waits += 1
         self.handler._handle_device_synchronization()
 
@@ -202,9 +205,15 @@ class FakeDevice:
             self.access(operation, reads=[tensor], stream=HOST)
             self.handler._handle_stream_synchronization(HOST)  # what the host launches from now on comes after it
         elif not self._is_blind:
+            self.check_not_stuck(operation)
             self.access(operation, reads=[tensor])
             self.num_host_waits += 1
             self.handler._handle_stream_synchronization(self.current_id())
+
+    def check_not_stuck(self, operation):
+        """Fail where the host would wait for ever, and look at no other rank meanwhile."""
+        if self.is_stuck:
+            pytest.fail(f"{operation} waits for a device that comes to nothing any more")
 
     def is_of_host(self, tensor):
         memory = self._memory.get(tensor.untyped_storage().data_ptr())
@@ -302,7 +311,7 @@ class Observer(TorchDispatchMode):
             if alias is None or alias.is_write:
                 tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
                 (reads if alias is None else writes).extend(tensors)
-        if name == "_local_scalar_dense":
+        if name in ("_local_scalar_dense", "item"):  # the second where another mode has taken the first apart
             device.host_reads(args[0], name)
             return func(*args, **kwargs)
         is_of_host = bool(reads) and all(map(device.is_of_host, (*reads, *writes)))

@@ -5,20 +5,25 @@ Torch runs each backward node on the stream of its forward, lets it wait for wha
 stream wait for those that leaves ran on: ``Branch`` and ``Loss`` do that here, because on a CPU autograd does not.
 """
 
-from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+import _thread
+import threading
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 
 import torch
-from fake_accelerator import MAIN
+from fake_accelerator import MAIN, Observer
 from fake_nccl import FakeNccl, other_ranks
 from hypothesis import strategies as st
 
 import megabucket as mb
+from megabucket.checkpoint.capture import to_host
+from megabucket.checkpoint.format import Piece, Snapshot
 from megabucket.comm import ProcessGroupCommunicator
 from megabucket.errors import PeerFailedError, PhaseError
 
 STREAMS = (MAIN, 1, 2)
-COMM_OF_REPLICAS = 96
+COMM_OF_REPLICAS, COMM_OF_COPIES = 96, 95
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Join(torch.autograd.Function):
@@ -72,6 +77,34 @@ class Product(torch.autograd.Function):
             enter_node(device, ctx.leaf, of_weight)
         device.leaf_streams.add(device.current_id())
         return None, of_inputs, of_weight, None  # the node that accumulates comes next, on this stream
+
+
+class DelayedProduct(torch.autograd.Function):
+    """The same; the weight's gradient is computed by ``compute_delayed``, after backward."""
+
+    @staticmethod
+    def forward(ctx, device, inputs, weight):
+        ctx.device, ctx.stream, ctx.weight = device, device.current_id(), weight
+        ctx.save_for_backward(inputs)
+        return (inputs * weight.detach()).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        device, (inputs,) = ctx.device, ctx.saved_tensors
+        enter_node(device, ctx.stream, grad)
+        device.record_stream(inputs)
+        device.delayed.append((ctx.weight, grad, inputs, device.record()))
+        return None, leave_node(device, (grad * ctx.weight.detach()).mean()) if ctx.needs_input_grad[1] else None, None
+
+
+def compute_delayed(device, ddp, stream):
+    """Compute the gradients that the last backward has left for later, on a stream that nothing waits for here."""
+    for weight, grad, inputs, event in device.delayed:
+        with device.stream(stream):
+            event.wait()
+            weight.grad = (grad * inputs).expand_as(weight).clone()
+            ddp.grad_ready(weight)
+    device.delayed.clear()
 
 
 class FusedProduct(torch.autograd.Function):
@@ -151,6 +184,8 @@ class Layer:
     is_fused: bool = False
     is_used_twice: bool = False
     """Whether a fused layer is called on the next stream, too: one dummy stands for both gradients."""
+    is_delayed: bool = False
+    """Whether the gradient is computed apart from backward."""
     is_read_by_parent: bool = False
     """Whether the parent reads the weight and never calls the layer, as attention reads its output projection."""
 
@@ -164,6 +199,10 @@ class Microbatch:
     """The stream of the nodes that accumulate; ``None``: that of the layer."""
     caller: int = MAIN
     """From which the backward is called."""
+    in_thread: bool = False
+    """Whether the backward runs in a thread that Python has not made, as autograd has one for a device."""
+    delayed: int = MAIN
+    """The stream of delayed gradients."""
 
 
 @dataclass(frozen=True)
@@ -176,9 +215,22 @@ class Schedule:
     """Whether a plain torch optimizer steps, which it may after an all-reduce."""
     has_replicas: bool = False
     """Whether other ranks hold the same shards."""
+    has_copies: bool = False
+    """Whether other ranks have parts of each gradient; then the norm is that of a group of its own, too."""
+    num_tokens: int | None = None
+    """By which ``finalize_grads`` divides."""
+    half: str = ""
+    """The dtype of parameters and buffers, if it has 16 bits."""
+    forces_all_reduce: bool = False
+    averages: bool = False
+    """Whether the program keeps an average of the weights, and looks at the norms of each parameter."""
+    saves: bool = False
+    """Whether it takes a checkpoint at the end, and the state of the optimizer."""
+    scales_loss: bool = False
     flushes: str = ""
     """What the program calls between backward and the optimizer."""
     zeroes: str = "ddp"
+    sets_to_none: bool = True
     looks: bool = False
     """Whether the program reads gradients between two microbatches."""
     aborted: int = -1
@@ -188,22 +240,25 @@ class Schedule:
 
 
 class Weight(torch.nn.Module):
-    def __init__(self, device, layer):
+    def __init__(self, device, layer, dtype):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(layer.numel))
-        self._device, self._is_fused, self.leaf = device, layer.is_fused, None
+        self.weight = torch.nn.Parameter(torch.ones(layer.numel, dtype=dtype))
+        self.weight.skip_backward_post_hook = layer.is_delayed
+        self._device, self._is_fused, self._is_delayed, self.leaf = device, layer.is_fused, layer.is_delayed, None
 
     def forward(self, inputs):
+        if self._is_delayed:
+            return DelayedProduct.apply(self._device, inputs, self.weight)
         if self._is_fused:
             return FusedProduct.apply(self._device, inputs, self.weight, self.weight.main_grad_slot())
         return Product.apply(self._device, inputs, self.weight, self.leaf)
 
 
 class Model(torch.nn.Module):
-    def __init__(self, device, layers):
+    def __init__(self, device, layers, dtype):
         super().__init__()
-        self._device, self._plan = device, layers
-        self.layers = torch.nn.ModuleList(Weight(device, layer) for layer in layers)
+        self._device, self._plan, self.dtype = device, layers, dtype
+        self.layers = torch.nn.ModuleList(Weight(device, layer, dtype) for layer in layers)
         self.streams = ()
 
     def forward(self, inputs):
@@ -234,52 +289,110 @@ class Model(torch.nn.Module):
 def run(device, schedule):
     """Train by a schedule; return how often the host has waited in each step."""
     with groups_of(schedule) as groups:
-        return train(device, schedule, groups)
+        program = Program(device, schedule, groups)
+        try:
+            return program.train()
+        finally:
+            program.ddp.detach()
 
 
-def train(device, schedule, groups):
-    device.grad_events, device.dummy_streams, device.must_break = {}, {}, False
-    model = Model(device, schedule.layers)
-    ddp = mb.DistributedDataParallel(model, mb.DistributedDataParallelConfig(**schedule.config), groups=groups)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    if not schedule.is_plain:
-        optimizer = mb.DistributedOptimizer(optimizer, ddp, clip_grad=schedule.clip_grad)
-    waits = []
-    for step, microbatches in enumerate(schedule.steps):
-        before = device.num_host_waits
+class Program:
+    """A schedule with all that it trains."""
+
+    def __init__(self, device, schedule, groups):
+        device.grad_events, device.dummy_streams, device.must_break, device.delayed = {}, {}, False, []
+        self.device, self.schedule = device, schedule
+        self.model = Model(device, schedule.layers, HALVES.get(schedule.half, torch.float32))
+        for param in self.model.parameters():
+            param.sequence_parallel = schedule.has_copies
+        config = mb.DistributedDataParallelConfig(grad_reduce_in_fp32=not schedule.half, **schedule.config)
+        self.ddp = mb.DistributedDataParallel(self.model, config, groups=groups)
+        self.ddp.force_all_reduce = schedule.forces_all_reduce
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
+        if not schedule.is_plain:
+            self.optimizer = mb.DistributedOptimizer(self.optimizer, self.ddp, clip_grad=schedule.clip_grad)
+        self.average = mb.ShardedEMA(self.optimizer, decay=0.5) if schedule.averages else None
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=schedule.scales_loss)
+
+    def train(self):
+        """Return how often the host has waited in each step."""
+        waits = []
+        for step, microbatches in enumerate(self.schedule.steps):
+            before = self.device.num_host_waits
+            is_whole = self.run_microbatches(microbatches, breaks=step == self.schedule.broken)
+            if step == self.schedule.aborted or not is_whole:
+                give_up(self.ddp)
+            else:
+                self.update()
+                waits.append(self.device.num_host_waits - before)
+        self.ddp.finish_param_sync()
+        for param in self.ddp.parameters():
+            param.detach().sum()  # whoever reads the weights after training
+        if self.schedule.saves:
+            read_state(self.optimizer, self.ddp)
+        return waits
+
+    def run_microbatches(self, microbatches, *, breaks):
         for index, microbatch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
-            device.must_break = is_last and step == schedule.broken
-            with nullcontext() if is_last else ddp.no_sync():
-                is_whole = forward_backward(device, model, ddp, microbatch)
-            if schedule.looks and not is_last:
-                for param in ddp.parameters():
+            self.device.must_break = is_last and breaks
+            with nullcontext() if is_last else self.ddp.no_sync():
+                is_whole = forward_backward(self.device, self.model, self.ddp, microbatch, self.scaler)
+            compute_delayed(self.device, self.ddp, microbatch.delayed)
+            if self.schedule.looks and not is_last:
+                self.device.current().wait_stream(self.device.stream(microbatch.delayed))
+                for param in self.ddp.parameters():
                     param.main_grad.sum()
-        if step == schedule.aborted or not is_whole:
-            give_up(ddp)
-            continue
-        if schedule.flushes:
-            getattr(ddp, schedule.flushes)()
-        optimizer.step()
-        {"ddp": ddp, "optimizer": optimizer}[schedule.zeroes].zero_grad()
-        waits.append(device.num_host_waits - before)
-    ddp.finish_param_sync()
-    for param in ddp.parameters():
-        param.detach().sum()  # whoever reads the weights after training
-    ddp.detach()
-    return waits
+        return is_whole
+
+    def update(self):
+        if self.schedule.has_copies:
+            mb.finalize_grads(self.ddp, num_tokens=self.schedule.num_tokens)
+        elif self.schedule.flushes:
+            getattr(self.ddp, self.schedule.flushes)()
+        with mb.param_norms(self.optimizer) if self.average else nullcontext():
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.average:
+            self.average.update()
+        {"ddp": self.ddp, "optimizer": self.optimizer}[self.schedule.zeroes].zero_grad(self.schedule.sets_to_none)
+
+
+def read_state(optimizer, ddp):
+    """Read on the host copies such as a checkpoint makes, and on the device what ``state_dict`` returns."""
+    pieces = [Piece(None, 0, param.numel(), param.detach().flatten()) for param in ddp.parameters()]
+    for piece in to_host(Snapshot(pieces, {})).pieces:
+        piece.values.tolist()
+    for state in optimizer.state_dict()["state"].values():
+        for values in filter(torch.is_tensor, state.values()):
+            values.sum()
 
 
 @contextmanager
 def groups_of(schedule):
-    """Two groups for a program with replicas; the other ranks, which give signs of life for one wrapper, do so for both."""
-    if not schedule.has_replicas:
+    """The groups of a program; the other ranks, which give signs of life for one wrapper, do so for all."""
+    if not (schedule.has_replicas or schedule.has_copies):
         yield None
         return
-    with closing(ProcessGroupCommunicator(None)) as inside, other_ranks(), closing(ProcessGroupCommunicator(None)) as over:
-        over._group = FakeNccl(0, over.size)  # each communicator of NCCL has a stream
-        over._group.stream_number = COMM_OF_REPLICAS
-        yield {"dense": mb.ReductionGroup(inside, replicate=over)}
+    with ExitStack() as made:
+
+        def communicator(stream_number=None):
+            one = made.enter_context(closing(ProcessGroupCommunicator(None)))
+            if stream_number is not None:
+                one._group = FakeNccl(0, one.size)  # each communicator of NCCL has a stream
+                one._group.stream_number = stream_number
+            return one
+
+        inside = communicator()
+        made.enter_context(other_ranks())
+        over = communicator(COMM_OF_REPLICAS) if schedule.has_replicas else None
+        reduction = {"dense": mb.ReductionGroup(inside, replicate=over)}
+        if not schedule.has_copies:
+            yield reduction
+            return
+        copies = communicator(COMM_OF_COPIES)
+        stages = {} if schedule.num_tokens is None else {"pp": copies}
+        yield mb.ParallelGroups(reduction, copies={"tp": copies, **stages}, norm_group=copies, step_group=inside)
 
 
 def give_up(ddp):
@@ -290,31 +403,58 @@ def give_up(ddp):
         ddp.zero_grad()
 
 
-def forward_backward(device, model, ddp, microbatch):
+def in_a_thread_of_autograd(device, run):
+    """Run in a thread that Python has not made, as that which autograd has for a device."""
+    raised, is_done = [], threading.Event()
+
+    def work():
+        try:
+            with Observer(device):
+                run()
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            is_done.set()
+
+    _thread.start_new_thread(work, ())
+    is_done.wait()
+    if raised:
+        raise raised[0]
+
+
+def forward_backward(device, model, ddp, microbatch, scaler):
     model.streams = microbatch.streams
     for layer in model.layers:
         layer.leaf = microbatch.leaf
-    loss = Loss.apply(device, ddp(torch.ones(())))
+    loss = scaler.scale(Loss.apply(device, ddp(torch.ones((), dtype=model.dtype))))
     caller = device.stream(microbatch.caller)
     main = device.current()
     if caller is not main:
         caller.wait_stream(main)
     is_whole = True
-    with caller:
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            if "broken" not in str(error):
-                raise
-            is_whole = False
-            device.switch(caller.stream_id)
+
+    def backward():
+        nonlocal is_whole
+        with caller:
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                if "broken" not in str(error):
+                    raise
+                is_whole = False
+                device.switch(caller.stream_id)
+                device.delayed.clear()
+
+    if microbatch.in_thread:
+        in_a_thread_of_autograd(device, backward)
+    else:
+        backward()
     if caller is not main:
         main.wait_stream(caller)
     return is_whole
 
 
-# What few drawn programs do: a bucket that two streams read, and a failed backward that has stored gradients on two streams;
-# and replicas, which only some have.
+# What few drawn programs do.
 
 SHARED_BUCKET = Schedule(
     (Layer(8, 0), Layer(8, 0)),
@@ -333,6 +473,44 @@ REPLICAS = Schedule(
     {"bucket_size": 1, "use_distributed_optimizer": True},
     has_replicas=True,
 )
+HALF_REPLICAS = replace(REPLICAS, half="bfloat16")
+WIDE_SUMS = Schedule(
+    (Layer(8, 0), Layer(40_000, 1)),
+    ((Microbatch((MAIN, 1)),),) * 2,
+    {"bucket_size": 1, "use_distributed_optimizer": True, "reduce_scatter_with_fp32_accumulation": True},
+    half="bfloat16",
+    forces_all_reduce=True,
+)
+DELAYED = Schedule(
+    (Layer(8, 0, is_delayed=True), Layer(8, 0)),
+    ((Microbatch((MAIN, 1), delayed=2),) * 2,) * 3,
+    {"bucket_size": 100_000, "use_distributed_optimizer": True},
+)
+COPIES = Schedule(
+    (Layer(8, 0), Layer(64, 1)),
+    ((Microbatch((MAIN, 1)),),) * 2,
+    {"bucket_size": 1, "use_distributed_optimizer": True, "grad_reduction": "sum"},
+    has_copies=True,
+    num_tokens=8,
+    averages=True,
+)
+SAVED = Schedule(
+    (Layer(8, 0), Layer(64, 1)),
+    ((Microbatch((MAIN, 1)),),) * 2,
+    {"bucket_size": 1, "use_distributed_optimizer": True},
+    saves=True,
+)
+EXAMPLES = {
+    "a shared bucket": SHARED_BUCKET,
+    "a failed backward": FAILED_BACKWARD,
+    "replicas": REPLICAS,
+    "replicas of 16 bits": HALF_REPLICAS,
+    "16 bits summed in 32": WIDE_SUMS,
+    "delayed gradients": DELAYED,
+    "copies and averages": COPIES,
+    "a checkpoint": SAVED,
+    "a step that is given up": replace(SAVED, aborted=0),
+}
 
 
 @st.composite
@@ -342,38 +520,59 @@ def schedules(draw, *, max_layers=5, max_steps=3):
     Of a fused layer the gradient is in ``main_grad`` alone, so none is in a program with gradients on other leaf streams.
     """
     num_layers = draw(st.integers(1, max_layers))
+    is_sharded, is_explicit = draw(st.booleans()), draw(st.sampled_from([False, False, True]))
+    is_finished_later = is_sharded or is_explicit
     stage = 0
     layers = []
     for index in range(num_layers):
         stage += index > 0 and draw(st.booleans())
-        kind = draw(st.sampled_from(["plain", "plain", "fused", "fused twice", "read by the parent"]))
+        kinds = ["plain", "plain", "fused", "fused twice", "read by the parent"] + ["delayed"] * is_finished_later
+        kind = draw(st.sampled_from(kinds))
         numel = draw(st.sampled_from([8, 64, 40_000]))  # the last is stored at once
-        layers.append(Layer(numel, stage, "fused" in kind, kind == "fused twice", kind == "read by the parent"))
+        is_kind = {"is_used_twice": "fused twice", "is_read_by_parent": "read by the parent", "is_delayed": "delayed"}
+        layers.append(Layer(numel, stage, "fused" in kind, **{name: kind == one for name, one in is_kind.items()}))
     microbatch = st.builds(
         Microbatch,
         streams=st.tuples(*[st.sampled_from(STREAMS)] * num_layers),
         leaf=st.sampled_from([None, None, MAIN, 2]),
         caller=st.sampled_from([MAIN, MAIN, 3]),
+        in_thread=st.sampled_from([False, False, True]),
+        delayed=st.sampled_from(STREAMS),
     )
     steps = draw(st.lists(st.lists(microbatch, min_size=1, max_size=2).map(tuple), min_size=2, max_size=max_steps))
-    is_sharded = draw(st.booleans())
     config = {
         "bucket_size": draw(st.sampled_from([1, 128, 100_000])),
         "use_distributed_optimizer": is_sharded,
         "overlap_grad_reduce": draw(st.sampled_from([True, True, False])),
         "fence": draw(st.sampled_from([True, True, False])),
         "nonfinite_gradients": draw(st.sampled_from(["error", "allow"])),
+        "finish": "explicit" if is_explicit else "auto",
+        "bucket_groups": draw(st.sampled_from(["per_bucket", "per_bucket", "single"])),
     }
+    half = draw(st.sampled_from(["", "", *HALVES]))
+    is_plain = not is_sharded and draw(st.booleans())
+    has_copies = draw(st.sampled_from([False, False, True]))
+    num_tokens = draw(st.sampled_from([None, 8])) if has_copies and is_finished_later else None
+    config["grad_reduction"] = "mean" if num_tokens is None else "sum"
+    has_replicas = is_sharded and draw(st.booleans())
     if is_sharded:
+        config["reduce_scatter_with_fp32_accumulation"] = bool(half) and not has_replicas and draw(st.booleans())
         config["overlap_param_gather"] = config["overlap_grad_reduce"] and draw(st.sampled_from([True, True, False]))
     return Schedule(
         tuple(layers),
         tuple(steps),
         config,
         clip_grad=draw(st.sampled_from([0.0, 1.0])),
-        is_plain=not is_sharded and draw(st.booleans()),
-        has_replicas=is_sharded and draw(st.booleans()),
-        flushes=draw(st.sampled_from(["", "start_grad_sync", "finish_grad_sync"])),
+        is_plain=is_plain,
+        has_replicas=has_replicas,
+        has_copies=has_copies,
+        num_tokens=num_tokens,
+        half=half,
+        forces_all_reduce=is_sharded and draw(st.sampled_from([False, False, True])),
+        averages=not is_plain and draw(st.sampled_from([False, False, True])),
+        saves=draw(st.sampled_from([False, False, True])),
+        scales_loss=config["nonfinite_gradients"] == "allow" and not is_plain and draw(st.booleans()),
+        flushes="finish_grad_sync" if is_explicit else draw(st.sampled_from(["", "start_grad_sync", "finish_grad_sync"])),
         zeroes=draw(st.sampled_from(["ddp", "optimizer"])),
         looks=draw(st.booleans()),
         broken=draw(st.sampled_from([-1, -1, -1, 1])),

@@ -1,15 +1,19 @@
 """The package with one order between streams left out. Every mutant is a patch that a test applies and takes back."""
 
+import re
 from contextlib import nullcontext
 
-from fake_accelerator import FakeEvent, FakeStream
+import schedules
+from fake_accelerator import FakeDevice, FakeEvent, FakeStream
 from fake_nccl import FakeNccl, FakeWork
 
 from megabucket.buffer import ParamPhase, _ParamAndGradBucketGroup
+from megabucket.checkpoint.capture import to_host
 from megabucket.comm import Arrival, GradStreams, ReplicaReducer
-from megabucket.comm.device import HostCopy
-from megabucket.comm.exchange import Gate
+from megabucket.comm.device import Arrived
+from megabucket.comm.exchange import Exchange, Gate
 from megabucket.comm.torch import WorkHandle
+from megabucket.ddp.step import GradSync
 
 
 def nothing(*_, **__):
@@ -20,12 +24,40 @@ def without(owner, method):
     return lambda patch: patch.setattr(owner, method, nothing)
 
 
-def unless_labelled(text):
+class NoEvent:
+    """An event that was never recorded."""
+
+    def wait(self):
+        """Wait for nothing."""
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        """Wait for nothing."""
+
+
+def recording_nothing_in(owner, name):
+    """No event is recorded inside of a function."""
+    original = getattr(owner, name)
+
+    def run(*arguments, **named):
+        record = FakeDevice.record
+        FakeDevice.record = lambda _: NoEvent()
+        try:
+            return original(*arguments, **named)
+        finally:
+            FakeDevice.record = record
+
+    return lambda patch: patch.setattr(owner, name, run)
+
+
+def unless_labelled(pattern):
     """Waits of one kind of collective are left out."""
     original = WorkHandle.wait
 
     def wait(self):
-        if text in self._label:
+        if re.fullmatch(pattern, self._label):
             self._plan = None
             return
         original(self)
@@ -100,6 +132,57 @@ def message_read_at_once(patch):
     patch.setattr(Gate, "take", take)
 
 
+def reports_read_at_once(patch):
+    """The host reads the reports of a step that has failed without waiting for their collective."""
+    original = Exchange.wait
+
+    def wait(self):
+        self._handle.wait = nothing
+        return original(self)
+
+    patch.setattr(Exchange, "wait", wait)
+
+
+def delayed_gradients_are_not_noted(patch):
+    original = _ParamAndGradBucketGroup.receive_delayed
+
+    def receive(self, position):
+        streams, self.streams = self.streams, None
+        original(self, position)
+        self.streams = streams
+
+    patch.setattr(_ParamAndGradBucketGroup, "receive_delayed", receive)
+
+
+def finite_tests_are_not_followed(patch):
+    """The fence does not wait for the streams of finite tests."""
+    original, follow = GradSync._send_fence, GradStreams.follow
+
+    def send(self, **named):
+        self._flush()
+        GradStreams.follow = nothing
+        try:
+            original(self, **named)
+        finally:
+            GradStreams.follow = follow
+
+    patch.setattr(GradSync, "_send_fence", send)
+
+
+def scaled_behind_the_launch(patch):
+    """What Megatron once did with replicas: 16-bit gradients are divided while the collective reads them (NVIDIA's 3670)."""
+    original = _ParamAndGradBucketGroup.start_grad_sync
+
+    def start(self):
+        divided, self._divided_before = self._divided_before, []
+        original(self)
+        self._divided_before = divided
+        for values, divisor in divided:
+            values.div_(divisor)
+
+    patch.setattr(_ParamAndGradBucketGroup, "start_grad_sync", start)
+
+
 def launched_at_once(patch):
     original, wait = FakeNccl._launch, FakeStream.wait_stream
 
@@ -133,13 +216,27 @@ MUTANTS = {
     "the second stream does not wait for parameters": without(Arrival, "follow"),
     "arrival is recorded before the wait": arrival_before_the_wait,
     "a dropped step joins nobody": dropped_step_joins_nobody,
-    "nobody waits for a reduction": unless_labelled("bucket"),
-    "nobody waits for a reduction over replicas": unless_labelled("over replicas"),
+    "nobody waits for a reduction": unless_labelled(r"bucket \d+"),
+    "nobody waits for a reduction over replicas": unless_labelled(".* over replicas"),
     "a reduction over replicas waits for nothing": waits_inside_for_nothing,
-    "nobody waits for parameters": unless_labelled("param gather"),
+    "16-bit gradients are divided behind the launch": scaled_behind_the_launch,
+    "delayed gradients are not noted": delayed_gradients_are_not_noted,
+    "the fence does not wait for finite tests": finite_tests_are_not_followed,
+    "nobody waits for gathered gradients": unless_labelled(r"gradient gather \d+"),
+    "nobody waits for gradients along copies": unless_labelled("gradients along tp"),
+    "nobody waits for tokens": unless_labelled("tokens"),
+    "nobody waits for tokens of the last stage": unless_labelled("tokens of the last stage"),
+    "nobody waits for the first broadcast": unless_labelled("initial broadcast"),
+    "nobody waits for norms of each parameter": unless_labelled("norms of each parameter"),
+    "nobody waits for the state of the optimizer": unless_labelled("optimizer state values"),
+    "nobody waits for the reports": reports_read_at_once,
+    "nobody waits for parameters": unless_labelled(r"param gather \d+"),
     "nobody waits for the norm": unless_labelled("grad norm"),
     "nobody waits for the fence": message_read_at_once,
-    "the host does not wait for a copy": without(HostCopy, "wait"),
+    "the host does not wait for a copy": without(Arrived, "wait"),
+    "no event behind a copy to the host": recording_nothing_in(Arrived, "__init__"),
+    "no event behind the copies of a checkpoint": recording_nothing_in(schedules, to_host.__name__),
+    "no event behind gathered parameters": recording_nothing_in(Arrival, "__init__"),
     "no collective waits for its launch": launched_at_once,
     "no wait for a work": without(FakeWork, "wait"),
     "no wait for a stream": without(FakeStream, "wait_stream"),

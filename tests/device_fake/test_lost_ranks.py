@@ -10,6 +10,8 @@ from fake_accelerator import fake_device
 from fake_nccl import FakeNccl, fake_nccl, other_ranks
 
 import megabucket as mb
+from megabucket.ddp import distributed_data_parallel
+from megabucket.ddp.step import GradSync
 from megabucket.errors import PeerLostError, WrapperBrokenError
 from megabucket.optim.norm import GlobalNorm
 
@@ -48,26 +50,34 @@ LOSSES = pytest.mark.parametrize(
 class Program:
     """One rank of two. The device comes to nothing any more from the moment it is told so."""
 
-    def __init__(self, device, other, config):
-        self.device, self.other = device, other
-        self.ddp = mb.DistributedDataParallel(torch.nn.Linear(4, 4), mb.DistributedDataParallelConfig(**QUICK, **config))
+    def __init__(self, device, other, config, *, dtype=torch.float32, is_plain=True, has_scaler=False):
+        self.device, self.other, self.dtype = device, other, dtype
+        module = torch.nn.Linear(4, 4, dtype=dtype)
+        module.register_buffer("mean", torch.zeros(4))  # of which a checkpoint takes the checksum
+        self.ddp = mb.DistributedDataParallel(module, mb.DistributedDataParallelConfig(**QUICK, **config))
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
-        if config.get("use_distributed_optimizer"):
+        if config.get("use_distributed_optimizer") or not is_plain:
             self.optimizer = mb.DistributedOptimizer(self.optimizer, self.ddp, clip_grad=1.0)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=has_scaler)
 
     def train(self):
         with self.ddp.step():
-            self.ddp(torch.ones(4)).sum().backward()
-            self.optimizer.step()
+            self.scaler.scale(self.ddp(torch.ones(4, dtype=self.dtype)).sum()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad()
+
+    def lose(self):
+        self.device.is_stuck = True
+        die(self.other)
 
 
 @pytest.fixture
 def program(monkeypatch):
     made = []
 
-    def make(**config):
-        made.append(Program(device, others[0], config))
+    def make(*, dtype=torch.float32, is_plain=True, has_scaler=False, **config):
+        made.append(Program(device, others[0], config, dtype=dtype, is_plain=is_plain, has_scaler=has_scaler))
         made[-1].train()
         return made[-1]
 
@@ -99,8 +109,7 @@ def test_a_rank_that_is_lost_behind_the_fence_is_missed_at_the_norm(program, mon
     training, norm = program(use_distributed_optimizer=True), GlobalNorm.of
 
     def of(self, squares):
-        training.device.is_stuck = True
-        die(training.other)
+        training.lose()
         return norm(self, squares)
 
     monkeypatch.setattr(GlobalNorm, "of", of)
@@ -110,11 +119,90 @@ def test_a_rank_that_is_lost_behind_the_fence_is_missed_at_the_norm(program, mon
     assert FakeNccl.num_aborts == 1
 
 
+NO_FENCE = {"fence": False}
+HALF = {"dtype": torch.float16, "grad_reduce_in_fp32": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "label"),
+    [
+        (NO_FENCE, "finite test"),
+        (NO_FENCE | {"nonfinite_gradients": "allow", "is_plain": False}, "grad norm"),
+        (NO_FENCE | {"nonfinite_gradients": "allow", "is_plain": False, "has_scaler": True}, "grad norm"),
+        (NO_FENCE | {"use_distributed_optimizer": True, "nonfinite_gradients": "allow"}, "grad norm"),
+    ],
+    ids=["the finite test", "the norm of whole gradients", "a loss scaler", "the norm of shards"],
+)
+def test_without_a_fence_a_lost_rank_is_missed_at(program, fields, label):
+    training = program(**fields)
+    training.lose()
+
+    with pytest.raises(PeerLostError, match=f"rank 1 died.*while waiting for {label}"):
+        training.train()
+    with pytest.raises(PeerLostError, match="rank 1 died"):
+        training.train()
+    assert FakeNccl.num_aborts == 1
+
+
+@pytest.mark.parametrize("fence", [True, False])
+def test_a_rank_that_is_lost_behind_the_fence_is_missed_at_the_test_of_float16_sums(program, monkeypatch, fence):
+    training, conclude = program(fence=fence, **HALF), GradSync._conclude_whole
+
+    def conclude_whole(self):
+        training.lose()
+        conclude(self)
+
+    monkeypatch.setattr(GradSync, "_conclude_whole", conclude_whole)
+
+    with pytest.raises(PeerLostError, match="while waiting for finite test"):
+        training.train()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda training, _: training.ddp.check_replicas(),
+        lambda training, folder: mb.save_checkpoint(folder, training.ddp, training.optimizer, step=1),
+        lambda training, folder: mb.Checkpointer(folder, training.ddp, training.optimizer, asynchronous=True).save(1),
+    ],
+    ids=["check_replicas", "save_checkpoint", "save in the background"],
+)
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["reduce-scatter", "all-reduce"])
+def test_a_rank_that_is_lost_while_parameters_come_is_missed_by_what_reads_them(
+    program, monkeypatch, tmp_path, read, is_sharded
+):
+    training = program(use_distributed_optimizer=is_sharded)
+    finish = mb.DistributedDataParallel.finish_param_sync
+
+    def finish_param_sync(self):
+        training.lose()
+        finish(self)
+
+    monkeypatch.setattr(mb.DistributedDataParallel, "finish_param_sync", finish_param_sync)
+
+    with pytest.raises(PeerLostError, match="rank 1 died"):
+        read(training, tmp_path)
+    assert FakeNccl.num_aborts == 1
+
+
+def test_a_rank_that_is_lost_in_the_first_broadcast_is_missed_at_its_end(monkeypatch):
+    with fake_nccl(size=2), other_ranks() as others, fake_device(monkeypatch) as device:
+        FakeNccl.device = device
+
+        def lose(*_):
+            device.is_stuck = True
+            die(others[0])
+
+        monkeypatch.setattr(distributed_data_parallel, "broadcast_replica", lose)
+
+        with pytest.raises(PeerLostError, match="while waiting for initial broadcast"):
+            mb.DistributedDataParallel(torch.nn.Linear(4, 4), mb.DistributedDataParallelConfig(**QUICK))
+
+
 @pytest.mark.parametrize("call", ["check_replicas", "broadcast_params"])
 def test_a_rank_that_does_not_come_to_a_call_is_named(program, call):
     training = program()
-    training.device.is_stuck = True
-    die(training.other)
+    training.lose()
 
     with pytest.raises(PeerLostError, match="rank 1 died"):
         getattr(training.ddp, call)()

@@ -5,21 +5,21 @@ import logging
 import pytest
 from fake_accelerator import RaceError, fake_device
 from fake_nccl import FakeNccl, fake_nccl, other_ranks
-from hypothesis import Phase, example, given, settings
-from schedules import FAILED_BACKWARD, REPLICAS, SHARED_BUCKET, run, schedules
+from hypothesis import Phase, given, settings
+from schedules import EXAMPLES, run, schedules
 from stream_mutants import MUTANTS
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _two_ranks():
+def _quiet():
     logging.getLogger("megabucket").setLevel(logging.ERROR)
-    with fake_nccl(size=2):
-        yield
+    yield
     logging.getLogger("megabucket").setLevel(logging.NOTSET)
 
 
 def trained(schedule):
-    with other_ranks(), pytest.MonkeyPatch.context() as patch, fake_device(patch) as device:
+    # A group for each: the wrapper of a program that has failed is another number of beats on it.
+    with fake_nccl(size=2), other_ranks(), pytest.MonkeyPatch.context() as patch, fake_device(patch) as device:
         FakeNccl.device = device
         try:
             return run(device, schedule)
@@ -32,10 +32,13 @@ def trained(schedule):
 IS_NIGHTLY = settings.default.max_examples >= 2_000
 
 
+@pytest.mark.parametrize("schedule", EXAMPLES.values(), ids=EXAMPLES)
+def test_no_example_has_a_race(schedule):
+    trained(schedule)
+
+
+@pytest.mark.timeout(3_600)
 @settings(max_examples=settings.default.max_examples if IS_NIGHTLY else 30)
-@example(schedule=SHARED_BUCKET)
-@example(schedule=FAILED_BACKWARD)
-@example(schedule=REPLICAS)
 @given(schedule=schedules())
 def test_no_program_has_a_race(schedule):
     trained(schedule)
@@ -52,9 +55,8 @@ def test_an_order_that_is_left_out_is_a_race_of_some_program(mutant, monkeypatch
         trained(schedule)
 
     def search_everywhere():
-        trained(SHARED_BUCKET)
-        trained(FAILED_BACKWARD)
-        trained(REPLICAS)
+        for example in EXAMPLES.values():
+            trained(example)
         search()
 
     with pytest.raises(RaceError):

@@ -144,7 +144,7 @@ def candidates(facts: Mapping[str, Any], options: argparse.Namespace) -> Iterato
                 left_out = f"not installed: {missing}" if missing else no_pair * (name == "test_nccl.py")
                 yield Candidate(section, name, command, limit_s, environment=switches, left_out=left_out)
             continue
-        for ranks in (1, 2) if section in ("gpt", "tensors") else (1,):
+        for ranks in (1, max(num_devices, 2)) if section in ("gpt", "tensors") else (1,):
             for name in facts["sections"][section]:
                 arguments = [section, name, "--device", options.device, "--ranks", str(ranks)]
                 arguments += ["--repetitions", str(options.repetitions), *["--tiny"] * options.tiny]
@@ -241,12 +241,12 @@ def page(document: Mapping[str, Any]) -> str:
     bad = [row for row in document["rows"] if row["status"] in FAILED]
     lines += ["", f"{len(document['rows'])} candidates in {document['wall_s']:.0f} s, {len(bad)} failed."]
     for section, title in TITLES.items():
-        for ranks in (1, 2):
+        for ranks in sorted({row["ranks"] for row in document["rows"]}):
             rows = [row for row in document["rows"] if (row["section"], row["ranks"]) == (section, ranks)]
             models = {row["found"]["model"] for row in rows if row["found"] and "model" in row["found"]}
             head, cells = TABLES.get(section, ([], lambda _: []))
             if rows:
-                lines += ["", f"## {title}{', two ranks' if ranks > 1 else ''}", "", *models, *[""] * bool(models)]
+                lines += ["", f"## {title}{f', {ranks} ranks' if ranks > 1 else ''}", "", *models, *[""] * bool(models)]
                 lines += [f"| {' | '.join(['candidate', 'result', *head])} |", "|---" * (len(head) + 2) + "|"]
             for row in rows:
                 result = (row["status"] + f": {row['text']}" * bool(row["text"])).replace("|", "/")
@@ -268,7 +268,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument(
-        "--minutes", type=float, default=9.5, help="of the whole run; what has not begun by then is not started"
+        "--minutes", type=float, help="of the whole run (9.5, with several GPUs 16); nothing is started after them"
     )
     parser.add_argument("--limit-s", type=float, help="of each candidate, in place of its section's")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of gpu.md, gpu.json and the profiles")
@@ -278,6 +278,11 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.device == "cpu" and not options.tiny:
         parser.error("on a CPU the models are too large; add --tiny, which measures nothing worth keeping")
     return options
+
+
+def minutes_of(options: argparse.Namespace, *, num_gpus: int) -> float:
+    """Return how long the whole run may take."""
+    return options.minutes or (16.0 if num_gpus > 1 else 9.5)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -306,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "commit": commit(),
         "rows": [],
     }
-    minutes = options.minutes or (16.0 if len(facts["gpus"]) > 1 else 9.5)
+    minutes = minutes_of(options, num_gpus=len(facts["gpus"]))
     for candidate in candidates(facts, options):
         if options.only in candidate.name:
             row = run(candidate, folder=options.out, deadline_s=start_s + minutes * 60)

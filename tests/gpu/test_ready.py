@@ -83,6 +83,20 @@ class TestWhatIsMissing:
         ]
 
 
+@pytest.mark.parametrize(("arguments", "num_gpus", "minutes"), [([], 1, 9.5), ([], 2, 16.0), (["--minutes", "3"], 2, 3.0)])
+def test_the_whole_run_takes_longer_with_several_gpus_unless_told(arguments, num_gpus, minutes):
+    assert ready.minutes_of(ready.read_options(arguments), num_gpus=num_gpus) == minutes
+
+
+def test_all_gpus_of_the_machine_are_ranks():
+    facts = {"gpus": ["one"] * 8, "sections": {"gpt": ["bare torch"], "passes": ["clipping"]}}
+
+    every = list(ready.candidates(facts, ready.read_options(["gpt", "passes"])))
+
+    assert [(one.name, one.ranks) for one in every] == [("bare torch", 1), ("bare torch", 8), ("clipping", 1)]
+    assert every[1].command[every[1].command.index("--ranks") + 1] == "8"
+
+
 def test_the_sanitizer_is_the_same_tests_with_a_switch():
     facts = {"gpus": ["one", "another"], "sections": {}}
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megabucket.comm import LocalCommunicator
 from megabucket.optim.norm import GlobalNorm, clip_by_norm, l2_norm
 from megabucket.testing import LoopbackWorld
 
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def norm_here(grads, **fields):
-    norm = GlobalNorm(None, device=CPU, **fields)
+    norm = GlobalNorm(LocalCommunicator(), device=CPU, **fields)
     return norm.of(map(norm.of_grad, grads))
 
 
@@ -104,14 +105,14 @@ class TestNorm:
         def both(rank):
             communicator = world.communicator(rank)
             for is_sharded in (True, False):
-                GlobalNorm(communicator if is_sharded else None, device=CPU).of([l2_norm(torch.ones(3))])
+                GlobalNorm(communicator, device=CPU, is_whole=not is_sharded).of([l2_norm(torch.ones(3))])
 
         world.run(both)
 
         assert world.schedule(0) == ("grad norm [all_reduce sum of 1 x float64]",)
 
     def test_of_one_step_does_not_reach_into_the_next(self):
-        norm = GlobalNorm(None, device=CPU)
+        norm = GlobalNorm(LocalCommunicator(), device=CPU)
 
         of_steps = [norm.of([l2_norm(torch.tensor([value]))]) for value in (3.0, 4.0)]
 
