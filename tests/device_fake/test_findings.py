@@ -21,6 +21,7 @@ from megabucket.errors import ConcurrentBackwardError
 from megabucket.fused import kernels
 from megabucket.optim.norm import l2_norm
 
+ASKS_NOTHING, SHARDED = {"fence": False, "nonfinite_gradients": "allow"}, {"use_distributed_optimizer": True}
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -155,28 +156,58 @@ def test_a_checkpoint_waits_once_for_all_its_copies(device):
 class TestHostWaits:
     """How often the host waits in a step; the first one learns."""
 
-    @pytest.fixture(autouse=True)
-    def _two_ranks(self):
-        with fake_nccl(size=2), other_ranks():
-            yield
-
     @pytest.mark.parametrize(
-        ("config", "is_plain", "waits"),
+        ("fields", "waits"),
         [
-            ({}, True, 1),
-            ({"fence": False, "nonfinite_gradients": "allow"}, True, 0),
-            ({"use_distributed_optimizer": True}, False, 2),
-            ({"use_distributed_optimizer": True, "fence": False, "nonfinite_gradients": "allow"}, False, 1),
+            ({"is_plain": True}, 1),
+            ({"is_plain": True, "config": ASKS_NOTHING}, 0),
+            ({"is_plain": True, "config": {"fence": False}}, 1),
+            ({"is_plain": True, "half": "float16"}, 2),
+            ({"is_plain": True, "half": "bfloat16"}, 1),
+            ({"is_plain": True, "sets_to_none": False}, 1),
+            ({"is_plain": True, "sets_to_none": False, "zeroes": "optimizer"}, 1),
+            ({"config": SHARDED}, 2),
+            ({"config": SHARDED | ASKS_NOTHING}, 1),
+            ({"config": SHARDED | {"fence": False}}, 2),
+            ({"config": SHARDED | {"overlap_param_gather": True}}, 2),
+            ({"config": SHARDED | {"bucket_groups": "single"}}, 2),
+            ({"config": SHARDED, "half": "float16"}, 2),
+            ({"config": SHARDED, "has_replicas": True}, 2),
+            ({"config": SHARDED, "forces_all_reduce": True}, 2),
+            ({"config": SHARDED, "flushes": "finish_grad_sync"}, 3),
+            ({"config": SHARDED, "has_copies": True}, 4),
+            ({"config": SHARDED | {"nonfinite_gradients": "allow"}, "scales_loss": True}, 6),
         ],
-        ids=["all-reduce: the fence", "nothing asked", "reduce-scatter: the fence and the norm", "only the norm"],
+        ids=[
+            "all-reduce: the fence",
+            "nothing asked",
+            "without a fence: the finite test",
+            "float16: the fence, the test of the sum",
+            "bfloat16: the fence",
+            "zeroed gradients: the fence",
+            "gradients that torch zeroes: the fence",
+            "reduce-scatter: the fence, the norm",
+            "only the norm",
+            "without a fence: the finite test, the norm",
+            "gather overlapped",
+            "one group of buckets",
+            "float16 shards",
+            "replicas",
+            "force_all_reduce",
+            "finish, then step: two fences, the norm",
+            "finalize_grads: two fences, its call, a norm over another group",
+            "GradScaler: two fences, the scale, infinities here and in torch, the norm",
+        ],
     )
     @pytest.mark.parametrize("num_microbatches", [1, 3])
-    def test_of_a_step(self, device, config, is_plain, waits, num_microbatches):
+    def test_of_a_step(self, device, fields, waits, num_microbatches):
         FakeNccl.device = device
         layers = (Layer(8, 0), Layer(64, 1), Layer(40_000, 2))
         steps = ((Microbatch((0, 0, 0)),) * num_microbatches,) * 3
+        config = {"bucket_size": 64, **fields.get("config", {})}
 
-        found = run(device, Schedule(layers, steps, {"bucket_size": 64, **config}, is_plain=is_plain))
+        with fake_nccl(size=2), other_ranks():
+            found = run(device, Schedule(layers, steps, **{**fields, "config": config}))
 
         assert found == [waits] * 3
 
