@@ -28,7 +28,7 @@ EXAMPLES = [
     if path.name not in OF_FRAMEWORKS
 ]
 ON_FOUR_RANKS = [
-    pytest.param(ROOT / "examples" / name, 4, marks=pytest.mark.nightly) for name in ("moe.py", "tensor_parallel.py")
+    pytest.param(ROOT / "examples" / name, 4, marks=pytest.mark.nightly) for name in ("hsdp.py", "moe.py", "tensor_parallel.py")
 ]
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")

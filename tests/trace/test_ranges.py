@@ -2,6 +2,9 @@
 
 from contextlib import contextmanager
 
+import torch
+
+from megabucket.comm.device import profiler_range
 from megabucket.trace import CollectiveKind, CollectiveRecord, ProfilerRanges
 from megabucket.trace.recorder import Launch
 
@@ -52,3 +55,22 @@ def test_what_an_exception_leaves_open_ends_with_its_phase():
 
     assert log.events[:4] == ["+ optimizer", "+ wait for bucket 0", "- wait for bucket 0", "- optimizer"]
     assert log.events[4:] == ["+ launch bucket 0", "- launch bucket 0", "+ wait for bucket 0"]
+
+
+def test_on_cuda_a_range_is_one_of_nvtx_as_well(monkeypatch):
+    entered = []
+
+    @contextmanager
+    def nvtx_range(name):
+        entered.append(name)
+        yield
+        entered.append("end")
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
+    new_range = profiler_range(torch.device("cuda", 0))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler, new_range("megabucket: launch bucket 0"):
+        torch.ones(1)
+
+    assert entered == ["megabucket: launch bucket 0", "end"]
+    assert "megabucket: launch bucket 0" in [event.name for event in profiler.events()]
