@@ -1,7 +1,7 @@
 """Megatron-Core: its wrapper and its optimizer by their names and calls, over megabucket's buffers and shards.
 
 Megatron's schedules, ``finalize_model_grads`` and training loop drive both. Neither has a mechanism of its own.
-Docs: ``docs/megatron.md``.
+Docs: ``docs/megatron-core.md``.
 """
 
 from __future__ import annotations
