@@ -22,7 +22,7 @@ import torch
 from megabucket.buffer import dtype_name, view_like
 from megabucket.checkpoint.canonical import GlobalNames, info_of, split_evenly, whole_piece
 from megabucket.checkpoint.format import Box, Json, Piece, Snapshot, block_problem
-from megabucket.checkpoint.ranks import GroupRanks, tell, together
+from megabucket.checkpoint.ranks import GroupRanks, gather_results, together
 from megabucket.checkpoint.values import RNG_PREFIX, Keep, capture_rng, encode
 from megabucket.comm import Accelerator, Communicator
 from megabucket.ddp import DistributedDataParallel
@@ -218,7 +218,7 @@ class RunState:
         self._described: list[Any] = []
         """What the optimizer holds for which parameters, as ``describe_shards`` says it, and whether that is a part of them."""
         self._computed_in: dict[str, str] = {}
-        self._by_rank = tell(self.ranks, self._summary)
+        self._by_rank = gather_results(self.ranks, self._summary)
         self._model = WholeModel.of(self._by_rank)
 
     def _summary(self) -> dict[str, Any]:
