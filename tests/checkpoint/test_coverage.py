@@ -2,7 +2,7 @@
 
 import pytest
 
-from megabucket.layout.identity import block_problem
+from megabucket.checkpoint.format import block_problem
 
 
 def box(*spans):
