@@ -22,7 +22,7 @@ import torch
 from megabucket.buffer import dtype_name, view_like
 from megabucket.checkpoint.canonical import GlobalNames, info_of, split_evenly, whole_piece
 from megabucket.checkpoint.format import Box, Json, Piece, Snapshot, block_problem
-from megabucket.checkpoint.ranks import GroupRanks, tell, together
+from megabucket.checkpoint.ranks import GroupRanks, gather_results, together
 from megabucket.checkpoint.values import RNG_PREFIX, Keep, capture_rng, encode
 from megabucket.comm import Accelerator, Communicator
 from megabucket.ddp import DistributedDataParallel
@@ -121,20 +121,19 @@ class WholeModel:
         Raises:
             LayoutError: some part of the model is on no rank, or on several that do not know of each other.
         """
-        claims: dict[str, list[tuple[int, Box]]] = {}
-        shapes: dict[str, set[tuple[int, ...]]] = {}
+        claims: dict[str, list[tuple[int, Box, tuple[int, ...]]]] = {}
         for rank, summary in enumerate(by_rank):
             for name, offset, shape, whole in summary["params"]:
                 box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
-                claims.setdefault(name, []).append((rank, box))
-                shapes.setdefault(name, set()).add(tuple(whole))
+                claims.setdefault(name, []).append((rank, box, tuple(whole)))
         problems = []
         for name, blocks in claims.items():
-            problem = block_problem([box for _, box in blocks], min(shapes[name]))
-            if len(shapes[name]) > 1:
-                problem = f"are of wholes of different shapes: {sorted(shapes[name])}"
+            ranks, boxes, shapes = zip(*blocks, strict=True)
+            problem = block_problem(boxes, shapes[0])
+            if len(set(shapes)) > 1:
+                problem = f"are of wholes of different shapes: {sorted(set(shapes))}"
             if problem is not None:
-                problems.append(f"the blocks of {name!r} on ranks {', '.join(str(rank) for rank, _ in blocks)} {problem}")
+                problems.append(f"the blocks of {name!r} on ranks {', '.join(map(str, ranks))} {problem}")
         if problems:
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise LayoutError(
@@ -218,7 +217,7 @@ class RunState:
         self._described: list[Any] = []
         """What the optimizer holds for which parameters, as ``describe_shards`` says it, and whether that is a part of them."""
         self._computed_in: dict[str, str] = {}
-        self._by_rank = tell(self.ranks, self._summary)
+        self._by_rank = gather_results(self.ranks, self._summary)
         self._model = WholeModel.of(self._by_rank)
 
     def _summary(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from megabucket.checkpoint.capture import RunState, Stateful, TrainingParts, to_host
 from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, content_of
 from megabucket.checkpoint.format import Snapshot
-from megabucket.checkpoint.ranks import GroupRanks, together
+from megabucket.checkpoint.ranks import GroupRanks, gather_results, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, mismatches, restore
 from megabucket.checkpoint.save import BackgroundWriter, Save, SaveSettings, WhenBusy
 from megabucket.checkpoint.stored import StoredCheckpoint, open_checkpoint
@@ -133,20 +133,23 @@ def can_load(
 
 def _open(root: Path, ranks: GroupRanks, *, step: Step, key: bytes | None, allow_fallback: bool) -> StoredCheckpoint:
     """Open the checkpoint that the first rank finds, on all ranks."""
-    first = together(
-        ranks, lambda: open_checkpoint(root, step, key=key, allow_fallback=allow_fallback) if ranks.rank == 0 else None
-    )
-    said = f"{first.step} {first.seal}" if first is not None else ""
-    chosen, _, seal = ranks.exchange(said.encode())[0].decode().partition(" ")
+    opened: list[StoredCheckpoint] = []
 
-    def open_the_same() -> StoredCheckpoint:
-        stored = first if first is not None else open_checkpoint(root, int(chosen), key=key)
+    def open_first() -> tuple[int, str]:
+        if ranks.rank == 0:
+            opened.append(open_checkpoint(root, step, key=key, allow_fallback=allow_fallback))
+        return (opened[0].step, opened[0].seal) if opened else (0, "")
+
+    chosen, seal = gather_results(ranks, open_first)[0]
+
+    def open_same() -> StoredCheckpoint:
+        stored = opened[0] if opened else open_checkpoint(root, chosen, key=key)
         if stored.seal != seal:
             problem = f"rank {ranks.rank} sees another checkpoint of step {chosen} than the first rank"
             raise CheckpointInvalidError(path=str(stored.path), file="manifest.json", problem=problem)
         return stored
 
-    return together(ranks, open_the_same)
+    return together(ranks, open_same)
 
 
 class Checkpointer:

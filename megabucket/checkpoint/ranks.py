@@ -1,4 +1,4 @@
-"""What saving and loading need of the other ranks: to hear what each says, and to fail alike.
+"""What saving and loading need of the other ranks: the results of each, and the same error on all.
 
 What fails on one rank is the same error on all, before anybody changes anything.
 """
@@ -84,7 +84,7 @@ def check_one_group(ddp: DistributedDataParallel, what: str) -> None:
         )
 
 
-def tell(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
+def gather_results(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
     """Call ``act``, which is no collective, and return what it gave on each rank; plain values only.
 
     Raises:
@@ -114,7 +114,7 @@ def together(ranks: Ranks, act: Callable[[], _Result]) -> _Result:
             this library becomes a ``CheckpointError`` that names the rank.
     """
     result: list[_Result] = []
-    tell(ranks, lambda: result.append(act()))
+    gather_results(ranks, lambda: result.append(act()))
     return result[0]
 
 

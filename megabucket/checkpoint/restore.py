@@ -30,7 +30,7 @@ from megabucket.checkpoint.capture import (
     state_name,
 )
 from megabucket.checkpoint.format import Json, Piece, TensorInfo
-from megabucket.checkpoint.ranks import GroupRanks, tell, together
+from megabucket.checkpoint.ranks import GroupRanks, gather_results, together
 from megabucket.checkpoint.stored import Stored, find_difference
 from megabucket.checkpoint.values import RNG_PREFIX, UNREADABLE, capture_rng, decode, restore_rng
 from megabucket.ddp import DistributedDataParallel
@@ -131,7 +131,7 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
     """
     ranks = GroupRanks(parts.ddp, "loading a checkpoint")
     names, staging = GlobalNames(parts.ddp), Staging(stored)
-    model = WholeModel.of(tell(ranks, lambda: _between_steps(parts, names)))
+    model = WholeModel.of(gather_results(ranks, lambda: _between_steps(parts, names)))
     together(ranks, lambda: _refuse(stored, _mismatches(stored, parts, names, model, cast=cast)))
     found = together(ranks, lambda: _read(staging, parts, names, with_rng=with_rng))
     undo: list[Callable[[], Any]] = []

@@ -46,7 +46,7 @@ from megabucket.checkpoint.format import (
     encode_manifest,
     json_text,
 )
-from megabucket.checkpoint.ranks import Ranks, tell
+from megabucket.checkpoint.ranks import Ranks, gather_results
 from megabucket.errors import CheckpointNotSavedError, MegabucketError
 
 WhenBusy = Literal["wait", "skip"]
@@ -208,15 +208,15 @@ class Save:
         def guarded() -> Any:
             try:
                 if self._failure is not None:
-                    raise self._failure  # noqa: TRY301 - said as what act() raises
+                    raise self._failure  # noqa: TRY301 - reported as what act() raises
                 return act()
-            except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            except Exception as error:  # whatever it is, the other ranks wait for the report
                 if isinstance(error, MegabucketError) and error is not self._failure:
                     raise
                 path = error.filename if isinstance(error, OSError) else None
                 raise self._not_saved(reason_of(error), rank=self._ranks.rank, path=path) from error
 
-        return tell(self._ranks, guarded)
+        return gather_results(self._ranks, guarded)
 
     @property
     def _last_good_step(self) -> int:
@@ -325,7 +325,7 @@ class BackgroundWriter:
 
     def _is_over_everywhere(self) -> bool:
         is_busy = self._thread is not None and self._thread.is_alive()
-        return all(said == b"0" for said in self._ranks.exchange(b"1" if is_busy else b"0"))
+        return all(busy == b"0" for busy in self._ranks.exchange(b"1" if is_busy else b"0"))
 
     def _go_on(self, save: Save) -> Path | None:
         """Begin the next part of a save when this one is over; return its directory after the last."""

@@ -235,7 +235,7 @@ def _load(state_dict: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def _torchs_errors(path: Path | str, verb: str) -> Iterator[None]:
-    """Make an error of ours of torch's, a BaseException, of which the other ranks would never be told."""
+    """Make an error of ours of torch's, a BaseException, of which the other ranks would never learn."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process needs no group
         try:
