@@ -163,10 +163,7 @@ def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Wor
         return workload
     overrides = _overrides(config)
     if config.path is not None:
-        workload, fingerprint = _read_workload(Path(config.path))
-        if specs is not None:
-            check_workload_matches(workload, specs, fingerprint=fingerprint)
-        return replace(workload, **overrides)
+        return replace(read_workload(Path(config.path), specs), **overrides)
     if config.tokens_per_microbatch is None or config.flops_per_s is None or specs is None or run.model is None:
         raise ConfigError(
             "there is nothing to simulate: give workload.tensors, or workload.path, or a model section with "
@@ -178,22 +175,19 @@ def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Wor
     return replace(derived, **overrides)
 
 
-def read_workload(path: Path) -> Workload:
-    """Read a ``workload.json``.
+def read_workload(path: Path, specs: Sequence[ParamSpec] | None = None) -> Workload:
+    """Read a ``workload.json``, which must be of a model with these trainable parameters, if they are given.
 
     Raises:
-        ConfigError: the file cannot be read, is larger than 64 MiB, or is no workload.
+        ConfigError: the file cannot be read, is larger than 64 MiB, or is no workload of the model.
     """
-    return _read_workload(path)[0]
-
-
-def _read_workload(path: Path) -> tuple[Workload, str | None]:
-    """Return the workload and the fingerprint of its model, where ``megabucket profile`` has written one."""
     data = read_json(path, max_bytes=MAX_WORKLOAD_BYTES, what="a workload").data
     workload = workload_from_dict(data, source=str(path))
-    facts = data.get("facts") if isinstance(data, dict) else None
-    fingerprint = facts.get("model_fingerprint") if isinstance(facts, dict) else None
-    return workload, fingerprint if isinstance(fingerprint, str) else None
+    if specs is not None:
+        facts = data.get("facts") if isinstance(data, dict) else None
+        fingerprint = facts.get("model_fingerprint") if isinstance(facts, dict) else None  # as ``megabucket profile`` writes it
+        check_workload_matches(workload, specs, fingerprint=fingerprint if isinstance(fingerprint, str) else None)
+    return workload
 
 
 def workload_from_dict(data: Any, *, source: str = "workload") -> Workload:
