@@ -15,7 +15,7 @@ from typing import Any
 
 from megabucket.errors import ConfigError, PhaseError
 from megabucket.layout import ParamSpec
-from megabucket.planning.inputs import write_workload
+from megabucket.planning.inputs import workload_from_dict, write_workload
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.trace.clock import Clock, Stamp
 
@@ -42,7 +42,7 @@ class WorkloadProfile:
         facts = data.get("facts", {})
         if not isinstance(facts, Mapping):
             raise ConfigError(f"workload.facts must be a mapping, got {type(facts).__name__}")
-        return WorkloadProfile(Workload.from_dict(data), facts)
+        return WorkloadProfile(workload_from_dict(data), facts)
 
     def write(self, path: str | Path) -> None:
         """Write JSON, making the directory.

@@ -1,6 +1,6 @@
 """From a description of a model to its parameters, in registration order and without their tensors.
 
-Owns the names and shapes of the built-in decoders, the reading of parameter lists and the running of factories. ``kind: gpt``
+Owns the names and shapes of the built-in decoders and the running of factories. ``kind: gpt``
 has names of our own, those of ``examples/bytegpt``; all others have the names of Hugging Face's checkpoints, experts one by
 one. Imports torch for ``kind: factory`` only, and then builds the module on the meta device, where weights take no memory.
 """
@@ -8,17 +8,11 @@ one. Imports torch for ``kind: factory`` only, and then builds the module on the
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, overload
-
-from pydantic import TypeAdapter, ValidationError
 
 from megabucket.errors import ConfigError, printable, quoted
 from megabucket.layout import ParamSpec
-from megabucket.planning.documents import read_json, read_yaml
 from megabucket.planning.hf_config import read_hf_config
-from megabucket.planning.load import explain_validation_error
 from megabucket.planning.model_config import (
     ArchitectureConfig,
     FactoryConfig,
@@ -27,15 +21,11 @@ from megabucket.planning.model_config import (
     LlamaConfig,
     MlaConfig,
     MoeConfig,
-    ParamEntry,
     ParamListConfig,
 )
 
 if TYPE_CHECKING:
     from torch import nn
-
-MAX_JSON_BYTES: Final = 64 * 1024 * 1024
-"""Bytes of a parameter list in JSON; YAML has the limits of a config."""
 
 
 def param_specs(architecture: ArchitectureConfig) -> list[ParamSpec]:
@@ -50,10 +40,9 @@ def param_specs(architecture: ArchitectureConfig) -> list[ParamSpec]:
     ['token_embedding.weight', 'position_embedding.weight', 'blocks.0.attention_norm.weight']
     """
     if isinstance(architecture, ParamListConfig):
-        entries = architecture.params if architecture.params is not None else _read_entries(Path(architecture.path or ""))
         return [
             ParamSpec(entry.name, entry.shape, entry.dtype or architecture.dtype, entry.group, entry.shared_embedding)
-            for entry in entries
+            for entry in architecture.params
         ]
     if isinstance(architecture, FactoryConfig):
         return _module_specs(_build_on_meta(architecture), architecture)
@@ -218,17 +207,7 @@ def _add_experts(params: _Params, block: str, config: MoeConfig) -> None:
         _add_gated_mlp(params, f"{block}.mlp.shared_experts", hidden, config.num_shared_experts * ffn)
 
 
-# Lists and factories #
-
-
-def _read_entries(path: Path) -> Sequence[ParamEntry]:
-    document = read_json(path, max_bytes=MAX_JSON_BYTES, what="a parameter list") if path.suffix == ".json" else read_yaml(path)
-    if not isinstance(document.data, list) or not document.data:
-        raise ConfigError(f"{document.source}: should be a list of parameters such as {{name: head.weight, shape: [4, 2]}}")
-    try:
-        return TypeAdapter(tuple[ParamEntry, ...]).validate_python(tuple(document.data))
-    except ValidationError as error:
-        raise explain_validation_error(error, data=document.data, document=document) from None
+# Factories #
 
 
 def _build_on_meta(config: FactoryConfig) -> nn.Module:

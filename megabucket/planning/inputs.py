@@ -40,7 +40,7 @@ from megabucket.planning.simulation_config import (
     TwoLevelLinkConfig,
     WorkloadConfig,
 )
-from megabucket.planning.workload import TensorWork, Workload, check_workload_matches
+from megabucket.planning.workload import SCHEMA, SCHEMA_VERSION, TensorWork, Workload, check_workload_matches
 from megabucket.trace import CollectiveKind
 from megabucket.units import dtype_bytes
 
@@ -49,6 +49,14 @@ FORWARD_FLOPS: Final = 2
 
 BACKWARD_FLOPS: Final = 4
 """Operations per parameter and token in backward: the same for the input's gradient and for the weight's."""
+
+_WORKLOAD_FIELDS: Final = (
+    "bytes_per_element",
+    "param_bytes_per_element",
+    "optimizer_s",
+    "num_microbatches",
+    "ready_order",
+)
 
 MAX_WORKLOAD_BYTES: Final = 64 * 1024 * 1024
 """Bytes of a workload file: 100,000 tensors take a sixth of it."""
@@ -148,22 +156,14 @@ def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Wor
         ConfigError: no workload, a file that cannot be read or is of another model, or values that make none.
     """
     config = run.workload or WorkloadConfig()
-    overrides: dict[str, Any] = {
-        name: value
-        for name in ("bytes_per_element", "param_bytes_per_element", "optimizer_s", "num_microbatches", "ready_order")
-        if (value := getattr(config, name)) is not None
-    }
     if config.tensors is not None:
-        tensors = (TensorWork(each.name, each.numel, each.backward_s, each.forward_s) for each in config.tensors)
-        workload = Workload(tuple(tensors), **overrides)
+        workload = _workload_from(config)
         if specs is not None:
             check_workload_matches(workload, specs)
         return workload
+    overrides = _overrides(config)
     if config.path is not None:
-        workload, fingerprint = _read_workload(Path(config.path))
-        if specs is not None:
-            check_workload_matches(workload, specs, fingerprint=fingerprint)
-        return replace(workload, **overrides)
+        return replace(read_workload(Path(config.path), specs), **overrides)
     if config.tokens_per_microbatch is None or config.flops_per_s is None or specs is None or run.model is None:
         raise ConfigError(
             "there is nothing to simulate: give workload.tensors, or workload.path, or a model section with "
@@ -175,25 +175,47 @@ def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Wor
     return replace(derived, **overrides)
 
 
-def read_workload(path: Path) -> Workload:
-    """Read a ``workload.json``.
+def read_workload(path: Path, specs: Sequence[ParamSpec] | None = None) -> Workload:
+    """Read a ``workload.json``, which must be of a model with these trainable parameters, if they are given.
 
     Raises:
-        ConfigError: the file cannot be read, is larger than 64 MiB, or is no workload.
+        ConfigError: the file cannot be read, is larger than 64 MiB, or is no workload of the model.
     """
-    return _read_workload(path)[0]
-
-
-def _read_workload(path: Path) -> tuple[Workload, str | None]:
-    """Return the workload and the fingerprint of its model, where ``megabucket profile`` has written one."""
     data = read_json(path, max_bytes=MAX_WORKLOAD_BYTES, what="a workload").data
+    workload = workload_from_dict(data, source=str(path))
+    if specs is not None:
+        facts = data.get("facts") if isinstance(data, dict) else None
+        fingerprint = facts.get("model_fingerprint") if isinstance(facts, dict) else None  # as ``megabucket profile`` writes it
+        check_workload_matches(workload, specs, fingerprint=fingerprint if isinstance(fingerprint, str) else None)
+    return workload
+
+
+def workload_from_dict(data: Any, *, source: str = "workload") -> Workload:
+    """Return the workload whose ``to_dict`` gave these data. Keys of other tools may stand beside ours, not inside tensors.
+
+    Raises:
+        ConfigError: not such data; the text names ``source`` and the field.
+    """
+    if not isinstance(data, dict) or not isinstance(data.get("tensors"), list):
+        raise ConfigError(f"{source}: a workload is a mapping with a list of tensors under the key 'tensors'")
+    if (data.get("schema", SCHEMA), data.get("version", SCHEMA_VERSION)) != (SCHEMA, SCHEMA_VERSION):
+        raise ConfigError(f"{source}: not {SCHEMA} version {SCHEMA_VERSION}. Profile again with this version of megabucket")
+    fields = {name: data[name] for name in ("tensors", *_WORKLOAD_FIELDS) if name in data}
     try:
-        workload = Workload.from_dict(data)
+        return _workload_from(WorkloadConfig.model_validate(fields))
+    except ValidationError as error:
+        raise explain_validation_error(error, data=fields, document=Document(fields, {}, source)) from None
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    facts = data.get("facts") if isinstance(data, dict) else None
-    fingerprint = facts.get("model_fingerprint") if isinstance(facts, dict) else None
-    return workload, fingerprint if isinstance(fingerprint, str) else None
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _workload_from(config: WorkloadConfig) -> Workload:
+    tensors = (TensorWork(each.name, each.numel, each.backward_s, each.forward_s) for each in config.tensors or ())
+    return Workload(tuple(tensors), **_overrides(config))
+
+
+def _overrides(config: WorkloadConfig) -> dict[str, Any]:
+    return {name: value for name in _WORKLOAD_FIELDS if (value := getattr(config, name)) is not None}
 
 
 def write_workload(path: Path, workload: Workload, *, facts: Mapping[str, Any] | None = None) -> None:

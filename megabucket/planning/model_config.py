@@ -233,26 +233,16 @@ class ParamEntry(Section):
 
 
 class ParamListConfig(Section):
-    """An explicit list of parameters in registration order, here or in a file."""
+    """An explicit list of parameters in registration order."""
 
     kind: Literal["params"]
     """Chooses this form of the section."""
 
-    params: Annotated[tuple[ParamEntry, ...], BeforeValidator(read_tuple), at.MinLen(1)] | None = None
+    params: Annotated[tuple[ParamEntry, ...], BeforeValidator(read_tuple), at.MinLen(1)]
     """The list itself."""
-
-    path: Path | None = None
-    """A JSON or YAML file with such a list, relative to the working directory."""
 
     dtype: Dtype = "float32"
     """Dtype of the parameters that do not say their own."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ParamListConfig:
-        if (self.params is None) == (self.path is None):
-            given = "both are given" if self.params is not None else "neither is given"
-            raise ValueError(f"the parameters come from params or from path, one of them, but {given}")
-        return self
 
 
 class FactoryConfig(Section):

@@ -13,8 +13,8 @@ of both finishing times.
 
 For an affine cost, ``latency + slope * bytes``, the search is exact, in linear time for one side. Of all plans with the
 shortest step (to 1e-12 of it) it returns one with the fewest buckets. Under any other cost, a measured table above all, it
-finds the exact optima for straight lines through the cost and through its parts, takes the best of these and of uniform sizes
-under the cost itself, and improves on it: docs/plan-and-simulate.md says how good that is.
+takes the best of uniform sizes and improves on it by the recurrence, with cuts at a limited number of places:
+docs/plan-and-simulate.md says how good that is.
 
 The search works on items: ``elements[k]`` counts the elements of the first ``k`` of them, cuts are the numbers of items at
 which buckets end, the last of them all. Tensors without elements are no items: they never cost a bucket of their own.
@@ -28,14 +28,14 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
 
 from typing_extensions import Unpack
 
 from megabucket.errors import InvariantError
 from megabucket.planning.cuts import BucketPlan
-from megabucket.planning.links import Affine, Link, MeasuredLink, fit_affine
+from megabucket.planning.links import Affine, Link, MeasuredLink
 from megabucket.planning.simulate import HostCosts, Mode, SyncOptions, simulate_step_s
 from megabucket.planning.workload import Workload
 from megabucket.trace import CollectiveKind
@@ -47,7 +47,6 @@ TOLERANCE: Final = 1e-12
 
 _LOOSEST: Final = 1e-6
 _HOST_FACTORS: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-_LINES: Final = 16
 _UNIFORM_SIZES: Final = 40
 _PLACES: Final = 300
 _FRONT: Final = 2
@@ -167,10 +166,6 @@ class Cost:
         line = self.link.affine(self.kind, self.num_ranks, self.dtype)
         return line and Affine(line.latency_s + self.extra_s, line.seconds_per_byte * self.bytes_per_element)
 
-    def fit(self, sizes: Sequence[int]) -> Affine:
-        """Return the line through the cost of at least two sizes, in elements."""
-        return fit_affine([(size, self(size)) for size in sizes]).line
-
     def least(self, most: int) -> Affine:
         """Return a line that the cost of any set of collectives with ``most`` elements in all is never below."""
         if self.line is not None or not isinstance(self.link, MeasuredLink) or not most:
@@ -228,12 +223,11 @@ class _Problem:
 
 
 def shortest_cuts(elements: Sequence[int], sides: Sequence[Side], costs: Sequence[Cost]) -> Cuts:
-    """Return the cuts with the smallest sum of finishes: the exact ones for lines, good ones for other costs."""
+    """Return the cuts with the smallest sum of finishes: the exact ones for affine costs, good ones for others."""
     lines = [line for cost in costs if (line := cost.line) is not None]
     if len(lines) == len(costs):
         return _shortest_by_lines(elements, sides, lines)
-    guesses = (*_uniform_cuts(elements), *_cuts_along_lines(elements, sides, costs))
-    best = min(guesses, key=lambda cuts: (_total_s(elements, sides, costs, cuts), len(cuts)))
+    best = min(_uniform_cuts(elements), key=lambda cuts: (_total_s(elements, sides, costs, cuts), len(cuts)))
     return _shorter_on_grid(elements, sides, costs, best) or best
 
 
@@ -288,15 +282,6 @@ def _uniform_cuts(elements: Sequence[int]) -> Iterator[Cuts]:
             cuts.append(min(bisect_left(elements, elements[cuts[-1]] + size), len(elements) - 1))
         yield tuple(cuts[1:])
         size = max(size * 3 // 4, 1)
-
-
-def _cuts_along_lines(elements: Sequence[int], sides: Sequence[Side], costs: Sequence[Cost]) -> Iterator[Cuts]:
-    """Yield the exact optima for the line through all of a cost, and for lines through its parts."""
-    smallest = min(stop - start for start, stop in pairwise(elements))
-    ratio = elements[-1] / smallest
-    sizes = sorted({round(smallest * ratio ** (step / _LINES)) for step in range(_LINES + 1)})
-    for window in (sizes, *pairwise(sizes)) if len(sizes) > 1 else ():
-        yield _shortest_by_lines(elements, sides, [cost.fit(window) for cost in costs])
 
 
 def finish_s(elements: Sequence[int], side: Side, cost: Cost | Affine, cuts: Cuts) -> float:

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import enum
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Final, TypeAlias
 
@@ -90,9 +89,6 @@ class HostCosts:
         gather_finish_s: to take over one gathered bucket.
         wake_s: from the end of a collective to the moment a thread that waits for it goes on.
         step_collective_s: of each small collective of a step (fence, norm) beyond the link.
-
-    Raises:
-        ConfigError: a number is negative or not finite.
     """
 
     launch_s: float = 0.0
@@ -102,12 +98,6 @@ class HostCosts:
     gather_finish_s: float = 0.0
     wake_s: float = 0.0
     step_collective_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-                raise ConfigError(f"HostCosts: {field.name} must be a finite number of seconds >= 0, got {value!r}")
 
     def to_dict(self) -> dict[str, float]:
         """Return the numbers by name."""

@@ -15,7 +15,8 @@ from megabucket.errors import ConfigError
 from megabucket.measure.profile import ProfilePlan, profile_program
 from megabucket.measure.ranks import Launch
 from megabucket.planning.architecture import param_specs
-from megabucket.planning.workload import Workload, check_workload_matches
+from megabucket.planning.inputs import workload_from_dict
+from megabucket.planning.workload import check_workload_matches
 
 DEMO = ("--workload", "examples.bytegpt.workload:workload")
 
@@ -28,7 +29,7 @@ def config_path(tiny_run, tmp_path):
 
 
 def check_is_of(config_path, data):
-    workload = Workload.from_dict(data)
+    workload = workload_from_dict(data)
     config = load_demo_config(config_path, [])
     check_workload_matches(workload, param_specs(config.model), fingerprint=data["facts"]["model_fingerprint"])
     assert workload.num_microbatches == config.program.train.num_microbatches == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -113,44 +112,6 @@ def test_a_list_is_taken_in_its_order():
     config = ParamListConfig.model_validate({"kind": "params", "params": ENTRIES, "dtype": "bfloat16"})
 
     assert param_specs(config) == SPECS
-
-
-@pytest.mark.parametrize("suffix", [".json", ".yaml"])
-def test_a_list_may_live_in_a_file(tmp_path, suffix):
-    path = tmp_path / f"params{suffix}"
-    path.write_text(json.dumps(ENTRIES))
-
-    assert param_specs(ParamListConfig(kind="params", path=str(path), dtype="bfloat16")) == SPECS
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("p.json", "[", "p.json: not valid JSON: Expecting value: line 1 column 2 (char 1)"),
-        ("p.json", "[" * 200_000, "p.json: not valid JSON: maximum recursion depth exceeded while decoding a JSON array"),
-        ("p.json", "{}", "p.json: should be a list of parameters such as {name: head.weight, shape: [4, 2]}"),
-        ("p.yaml", "", "p.yaml: should be a list of parameters such as {name: head.weight, shape: [4, 2]}"),
-        ("p.yaml", "- {name: a, shape: [1]}\n- {name: b, shap: [1]}", "p.yaml: 2 problems"),
-        ("p.yaml", "- {name: a, shape: [true]}", "p.yaml:1: 0.shape.0: should be a valid integer (got True)"),
-        ("p.json", '[{"name": "a", "shape": [NaN]}]', "p.json: 0.shape.0: should be a valid integer (got nan)"),
-        ("p.yaml", "- {name: '', shape: [1]}", "p.yaml:1: 0.name: String should have at least 1 character (got '')"),
-    ],
-)
-def test_a_file_that_is_no_list_of_parameters_is_refused(tmp_path, name, text, message):
-    path = tmp_path / name
-    path.write_text(text)
-
-    with pytest.raises(ConfigError) as caught:
-        param_specs(ParamListConfig(kind="params", path=str(path)))
-
-    assert str(caught.value).splitlines()[0].replace(str(tmp_path) + "/", "").startswith(message)
-
-
-def test_a_missing_list_is_named():
-    with pytest.raises(ConfigError) as caught:
-        param_specs(ParamListConfig(kind="params", path="missing.json"))
-
-    assert str(caught.value) == "missing.json: cannot be read: No such file or directory"
 
 
 # Factories

@@ -176,7 +176,7 @@ def test_a_profile_of_another_model_is_refused_also_when_only_shapes_differ(load
     run = load("workload: {path: workload.json}")
 
     assert workload_of(run, specs) == profile
-    for other, what in ((ParamSpec("a", (3, 2)), "other shapes"), (ParamSpec("a", (7,)), "6 instead of 7")):
+    for other, what in ((ParamSpec("a", (3, 2)), "other shapes"), (ParamSpec("a", (7,)), "6 elements instead of 'a' with 7")):
         with pytest.raises(ConfigError, match=what):
             workload_of(run, [other, specs[1]])
 

@@ -160,11 +160,7 @@ def test_every_problem_has_its_path_and_its_place(write):
         ),
         (
             "model: {kind: params}",
-            "run.yaml:1: model: the parameters come from params or from path, one of them, but neither is given",
-        ),
-        (
-            "model: {kind: params, path: a, params: [{name: a, shape: []}]}",
-            "run.yaml:1: model: the parameters come from params or from path, one of them, but both are given",
+            "run.yaml:1: model.params: is required",
         ),
         (
             "model: {kind: factory, factory: os.system}",

