@@ -205,6 +205,23 @@ def test_a_nan_in_one_part_on_one_rank_updates_no_part_on_any_rank(at, switches)
         assert_same(weights, plain([1])[1])
 
 
+@SHARDED
+def test_after_such_an_error_the_next_step_needs_no_zero_grad(switches):
+    def program(side):
+        if side.rank == 1:
+            poison(side.ddps[1].module.weight)
+        side.backward(0)
+        with pytest.raises(NonFiniteGradientError):
+            side.chain.step()
+        side.train([1])
+        return side.weights()
+
+    _, found = run_ranks(program, switches=switches, clip_grad=CLIP)
+
+    for weights in found:
+        assert_same(weights, plain([1])[1])
+
+
 @MODES
 @pytest.mark.parametrize("policy", ["skip_step", "allow"])
 def test_a_nan_that_is_no_error_skips_the_step_of_both_parts(policy, switches):
