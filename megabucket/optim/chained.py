@@ -176,9 +176,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of all wrappers."""
-        self._give_up_rest()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
+        with self._all_or_none():
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
     def unscale_grads(self, inv_scale: float | torch.Tensor) -> bool:
