@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from megabucket.buffer.finite import FiniteTest
+from megabucket.buffer.finite import FiniteTest, LargeTest
 from megabucket.buffer.grad_slot import GradSlot, GradState, WithheldGrad
 from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
 from megabucket.buffer.phases import GradPhase, ParamPhase, enter
@@ -240,6 +240,7 @@ class _ParamAndGradBucketGroup:
         """Of what is sent."""
         local = [slot for slot in self.slots if slot.view is not slot.in_buffer]
         self._local_grads, self._local_copies = [slot.view for slot in local], [slot.in_buffer for slot in local]
+        self._large_test = LargeTest(self.slots, f"bucket {self.index} on rank {rank}")
         half_slots = [slot for bucket in halves for slot in bucket.slots]
         self.sum_test = FiniteTest(half_slots, [bucket.grad_data for bucket in halves])
         """Of the sum, where it may overflow although all it was made of is finite."""
@@ -416,6 +417,8 @@ class _ParamAndGradBucketGroup:
             self.finite_test.run()
             if self.streams is not None:
                 self.streams.note()  # for the fence: nothing else waits for the stream of a delayed gradient
+        if self.policy.tests_large:
+            self._large_test.run()
         for values, divisor in self._divided_before:
             values.div_(divisor)
         self._launch_grads()

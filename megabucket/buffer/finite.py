@@ -9,6 +9,8 @@ On the CPU the answer is known at once; on a device it stays there until the fen
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +23,9 @@ from megabucket.comm import Accelerator
 # On a host the norm takes two thirds of the time of the extremes. It is at least as large as any element (half the limit is
 # more than rounding can be wrong), and nan and inf pass through it. When it overflows, the extremes decide.
 _NORM_TELLS: Final = (torch.float32, torch.float64)
+_LOGGER: Final = logging.getLogger("megabucket")
+_NORMS_LEARNT: Final = 100
+_LARGE: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,38 @@ class FiniteTest:
             largest = {slot.name: float(slot.in_buffer.abs().max()) for slot in self._slots if slot.numel}
             name = max(largest, key=largest.__getitem__)
             self.found = (NonFiniteParam(name, f"values of {largest[name]:.3g}, too large to be added up over the ranks"),)
+
+
+class LargeTest:
+    """Warns of gradients of one bucket group that are far larger than before: what a faulty chip makes of an exponent.
+
+    Megatron's rule: the norm, before the reduction, is at least ten times the largest of the first hundred.
+    """
+
+    def __init__(self, slots: Sequence[GradSlot], where: str) -> None:
+        self._slots, self._where = slots, where
+        self._num_seen, self._largest = 0, 0.0
+
+    def run(self) -> None:
+        """Test the gradients as they are now: one reading pass, which the host waits for."""
+        norms = torch.stack(list(torch._foreach_norm([slot.view for slot in self._slots], dtype=torch.float32)))
+        norm = float(torch.linalg.vector_norm(norms))
+        if not math.isfinite(norm):
+            return  # which other tests find
+        if self._num_seen < _NORMS_LEARNT:
+            self._num_seen, self._largest = self._num_seen + 1, max(self._largest, norm)
+        elif norm >= _LARGE * self._largest:
+            name, largest = self._slots[int(norms.argmax())].name, float(norms.max())
+            _LOGGER.warning(
+                "megabucket: the gradients of %s have a norm of %.3g before they are reduced; in its first %d steps it was at "
+                "most %.3g. The largest is %r with %.3g. A batch may be odd, or a device faulty: run the step on another one.",
+                self._where,
+                norm,
+                _NORMS_LEARNT,
+                self._largest,
+                name,
+                largest,
+            )
 
 
 def any_beyond(tests: Iterable[FiniteTest]) -> torch.Tensor | None:

@@ -233,6 +233,10 @@ class DistributedDataParallelConfig(Section):
     """What nan or inf in a gradient of any rank means, looked for before it is reduced: an error that names rank, bucket and
     parameter; a step that no rank takes; or nothing, because ``torch.amp.GradScaler``, for instance, looks itself."""
 
+    check_for_large_grads: bool = False
+    """Warn in the log of gradients of a bucket whose norm before the reduction is ten times what it was in the first hundred
+    steps, with rank, bucket and parameter. The host waits for each bucket."""
+
     skipped_forwards: Literal["error", "allow"] = "error"
     """What it means that ranks ran different numbers of training forwards that no backward has reached when gradients are
     reduced: a rank that skipped a batch, which is an error; or nothing. Forwards in ``eval()`` mode or under ``no_grad()``

@@ -363,6 +363,7 @@ class StepPolicy:
     is_explicit: bool = False
     """Whether only the caller may ask."""
     tests_finite: bool = True
+    tests_large: bool = False
     skips_nonfinite: bool = False
     unused_is_zero: bool = False
     counts_skipped_forwards: bool = True
@@ -389,6 +390,7 @@ def resolve_step(config: DistributedDataParallelConfig) -> StepPolicy:
         finishes_with_backward=config.finish == "auto" and not is_sharded,
         is_explicit=config.finish == "explicit",
         tests_finite=config.nonfinite_gradients != "allow",
+        tests_large=config.check_for_large_grads,
         skips_nonfinite=config.nonfinite_gradients == "skip_step",
         unused_is_zero=config.unused_parameters == "zero",
         counts_skipped_forwards=config.skipped_forwards == "error",

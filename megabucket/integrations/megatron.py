@@ -29,6 +29,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 _SAME: Final = (
     "average_in_collective",
+    "check_for_large_grads",
     "grad_reduce_in_fp32",
     "overlap_grad_reduce",
     "overlap_param_gather",
@@ -44,7 +45,6 @@ _NO_FP8: Final = "there are no fp8 parameters"
 _TAKEN_DDP: Final = (*_SAME, "bucket_size", "check_for_nan_in_grad", "delay_wgrad_compute")
 _REFUSED_DDP: Final = {
     "align_param_gather": "there are no later pipeline stages to align with",
-    "check_for_large_grads": "no gradient is compared with earlier ones; nan and inf are found with check_for_nan_in_grad=True",
     "num_distributed_optimizer_instances": "not compared with Megatron yet; megabucket.ReductionGroup(replicate=) does it",
     **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _NO_FP8),
     **dict.fromkeys(("disable_symmetric_registration", "nccl_ub"), _USER_BUFFERS),

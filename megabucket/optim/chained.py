@@ -11,7 +11,7 @@ Where a wrapper's step is dropped, that of every other one is. Megatron's name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, Final
@@ -34,9 +34,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizers: of different wrappers, in the same order on all ranks. All wrappers have the same ranks and mode, and a
-            fence; all common norms are of one ``norm_type``.
+            fence. The optimizers have one ``norm_type``; with a norm above the ``grad_norm_skip_threshold`` of one of them,
+            no rank updates anything.
         clip_grad: clip gradients to this global norm, over all of them; 0 switches clipping off. May be changed between steps.
-        grad_norm_skip_threshold: with a common norm above it, no rank updates anything.
 
     Every rank makes one at the same time.
 
@@ -48,16 +48,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = False
 
-    def __init__(
-        self,
-        optimizers: Iterable[DistributedOptimizer],
-        *,
-        clip_grad: float = 0.0,
-        grad_norm_skip_threshold: float = math.inf,
-    ) -> None:
+    def __init__(self, optimizers: Iterable[DistributedOptimizer], *, clip_grad: float = 0.0) -> None:
         # No super().__init__(): groups, state and hooks are those of the members.
         self.optimizers = tuple(optimizers)
-        self.clip_grad, self._threshold = float(clip_grad), float(grad_norm_skip_threshold)
+        self.clip_grad = float(clip_grad)
         self.last_step: StepResult | None = None
         """What the last call of ``step`` that has come to an end has done; also where a loss scaler has skipped the call."""
         self.answered: torch.Tensor | None = None
@@ -65,11 +59,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
             raise ConfigError("a ChainedOptimizer needs at least one DistributedOptimizer")
         failure = None
         try:
-            check_norm_settings(clip_grad, 2.0, grad_norm_skip_threshold)
+            check_norm_settings(clip_grad, 2.0, math.inf)
             self._check_members()
         except ConfigError as error:
             failure = error
-        entries = [(f"{len(self.optimizers)} optimizers,", "clip_grad", self.clip_grad, "threshold", self._threshold)]
+        entries = [(f"{len(self.optimizers)} optimizers,", "clip_grad", self.clip_grad)]
         self.optimizers[0].ddp.sync.call("ChainedOptimizer()", entries, failure)
         for optimizer in self.optimizers:
             optimizer.scaled_with = self
@@ -97,30 +91,16 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """The groups of all optimizers, for schedulers."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
 
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the first optimizer, for schedulers."""
-        return self.optimizers[0].defaults
-
-    def __repr__(self) -> str:
-        return f"ChainedOptimizer of\n{self.optimizers!r}"
-
     # A step #
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self) -> StepResult:  # type: ignore[override]
         """Finish all gradient syncs, take one norm, clip, update and gather; or update nothing on any rank.
-
-        Closure and result are as in ``DistributedOptimizer.step``.
 
         Raises:
             MegabucketError: the step of one wrapper is not whole on some rank. No rank updates anything. All raise the same
                 error; a rank that could not begin raises its own.
         """
-        value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
         with self._all_or_none() as agreed:
             for optimizer in self.optimizers:
                 optimizer.check_may_step()
@@ -135,13 +115,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.ddp.sync.leaving_no_mess("optimizer.step()", UPDATING))
-            if reason:
-                self._skip(reason)
-            else:
-                self._update()
-        return self.last_step if closure is None else value
+            self.last_step = self._skip(reason) if reason else self._update()
+        return self.last_step
 
-    def _update(self) -> None:
+    def _update(self) -> StepResult:
         """Take the norms, and update everything or nothing by them: they are the same on all ranks."""
         optimizers = self.optimizers
         grads = [optimizer.load_grads() for optimizer in optimizers]
@@ -153,30 +130,27 @@ class ChainedOptimizer(torch.optim.Optimizer):
             common if index in together else optimizer.global_norm.of(norms_of[index])
             for index, optimizer in enumerate(optimizers)
         ]
-        for index, norm in enumerate(norms):
-            if not math.isfinite(norm):
-                return self._skip(f"optimizer {index}: {optimizers[index].why_not(norm)}", norm=common)
-        if common > self._threshold:
-            return self._skip(
-                f"the gradient norm {common:g} is above grad_norm_skip_threshold={self._threshold:g}", norm=common
-            )
+        if failed := [index for index, norm in enumerate(norms) if not norm <= optimizers[index].largest_norm]:
+            # Of those that share a norm, one with a gradient at fault on this rank, if there is any.
+            at_fault = [index for index in failed if not all(map(math.isfinite, map(float, norms_of[index])))]
+            index = (at_fault or failed)[0]
+            return self._skip(f"optimizer {index}: {optimizers[index].why_not(norms[index])}", norm=common)
         for optimizer, own, norm in zip(optimizers, grads, norms, strict=True):
             optimizer.update(own, norm, max_norm=optimizer.clip_grad or self.clip_grad)
         zeros = [optimizer.last_step.num_zeros for optimizer in optimizers if optimizer.last_step is not None]
         counted = [count for count in zeros if count is not None]
         num_zeros = sum(counted) if counted else None
-        self.last_step = StepResult(updated=True, grad_norm=common, reason="", num_zeros=num_zeros)
-        return None
+        return StepResult(updated=True, grad_norm=common, reason="", num_zeros=num_zeros)
 
     def _find_reason(self) -> str:
         """Return why some wrapper's gradients are left out, as all ranks know; empty where all are fine."""
         found = [(index, optimizer.ddp.sync.skip_reason) for index, optimizer in enumerate(self.optimizers)]
         return "; ".join(f"optimizer {index}: {reason}" for index, reason in found if reason)
 
-    def _skip(self, reason: str, *, norm: float = math.nan) -> None:
+    def _skip(self, reason: str, *, norm: float = math.nan) -> StepResult:
         for optimizer in self.optimizers:
             optimizer.skip(reason, norm=norm)
-        self.last_step = StepResult(updated=False, grad_norm=norm, reason=reason)
+        return StepResult(updated=False, grad_norm=norm, reason=reason)
 
     @contextmanager
     def _all_or_none(self) -> Iterator[list[DistributedOptimizer]]:
@@ -202,9 +176,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of all wrappers."""
-        self._give_up_rest()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
+        with self._all_or_none():
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
     def unscale_grads(self, inv_scale: float | torch.Tensor) -> bool:
@@ -219,7 +193,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         if reason := self._find_reason():
             for optimizer in self.optimizers:
                 optimizer.ddp.sync.skip_reason = reason
-            self._skip(reason)
+            self.last_step = self._skip(reason)
         return bool(reason)
 
     # State #

@@ -137,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         has_untested_grads = has_untested_sums or not (policy.has_fence and policy.tests_finite)
         threshold = self._settings["grad_norm_skip_threshold"]
         self._computes_norm = self._settings["returns_grad_norm"] or has_untested_grads or threshold < math.inf
-        self._largest_norm = min(threshold, sys.float_info.max)  # one that is not finite is above it
+        self.largest_norm = min(threshold, sys.float_info.max)  # one that is not finite is above it
 
     def _norm_of_type(self, norm_type: float) -> GlobalNorm:
         ranks, device = self.ddp.ranks, self.ddp.param_and_grad_buffers[0].grad_data.device
@@ -276,7 +276,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     norm = math.nan
                     if needs_norm:
                         norm = self.global_norm.of(norms if measures_early else self.norms_of(grads))
-                    if needs_norm and not norm <= self._largest_norm:
+                    if needs_norm and not norm <= self.largest_norm:
                         self.skip(self.why_not(norm), norm=norm)
                     else:
                         self.update(grads, norm, max_norm=self.clip_grad)
@@ -389,7 +389,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def why_not(self, norm: float) -> str:
         """Return why no rank updates with this norm."""
         if math.isfinite(norm):
-            return f"the gradient norm {norm:g} is above grad_norm_skip_threshold={self._largest_norm:g}"
+            return f"the gradient norm {norm:g} is above grad_norm_skip_threshold={self.largest_norm:g}"
         return self._why_not_finite(f"the gradient norm is {norm}")
 
     def _why_not_finite(self, finding: str) -> str:

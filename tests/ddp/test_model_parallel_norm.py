@@ -10,7 +10,7 @@ import pytest
 import torch
 from grids import CutNet, Grid, WholeNet, cut, of_expert
 
-from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket import ChainedOptimizer, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.errors import ConfigError, LayoutMismatchError
 from megabucket.layout.identity import megatron_identity
 from megabucket.testing import LoopbackWorld
@@ -96,6 +96,20 @@ def test_a_norm_over_the_ranks_of_some_replicas_is_that_over_all(num_replicas):
     norms = norm_of_ones(grid, lambda _: DenseParts(), reduction=["dense"], copies=["tp"], norm_group="replicas")
 
     assert norms == [root(DENSE_NUMEL)] * 8
+
+
+@pytest.mark.parametrize("is_sharded", MODES)
+def test_the_norm_over_two_chained_wrappers_is_that_of_the_whole_model(is_sharded):
+    grid = Grid(2, 4, ep=2, etp=2)
+
+    def program(rank):
+        ddps = [grid.wrap(rank, Parts(2, 2), config={"use_distributed_optimizer": is_sharded}) for _ in range(2)]
+        chained = ChainedOptimizer([DistributedOptimizer(torch.optim.SGD(ddp.parameters(), **NO_STEP), ddp) for ddp in ddps])
+        for ddp in ddps:
+            grads_of_one(ddp.module, experts=grid.edp / grid.dp)
+        return chained.step().grad_norm
+
+    assert grid.run(program) == [root(2 * (DENSE_NUMEL + EXPERT_NUMEL * 2))] * grid.size
 
 
 class DenseParts(torch.nn.Module):
