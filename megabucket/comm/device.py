@@ -70,8 +70,10 @@ class Accelerator:
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being recorded into a graph."""
-        is_capturing = getattr(torch.get_device_module(self._device), "is_current_stream_capturing", bool)
-        return bool(is_capturing())
+        module = torch.get_device_module(self._device)
+        is_capturing = getattr(module, "is_current_stream_capturing", bool)
+        with nullcontext() if self._device.index is None else module.device(self._device):
+            return bool(is_capturing())
 
 
 def profiler_range(device: torch.device) -> Callable[[str], AbstractContextManager[object]]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megabucket.comm import Accelerator
+
 _APEX_MODULE = "fused_weight_gradient_mlp_cuda"
 
 
@@ -25,13 +27,14 @@ def add_weight_grad(main_grad: torch.Tensor, inputs: torch.Tensor, grad_out: tor
         grad_out: 2D, rows x out features.
         keep: 0 or 1. With 0 nothing is read of what is there, not even nan.
     """
+    can_widen = main_grad.dtype == torch.float32 and Accelerator.of(main_grad.device) is not None
     if inputs.dtype == main_grad.dtype:
         main_grad.addmm_(grad_out.t(), inputs, beta=keep)
-    elif main_grad.is_cuda and main_grad.dtype == torch.float32 and _has_wide_product(main_grad.device, inputs.dtype):
+    elif can_widen and _has_wide_product(main_grad.device, inputs.dtype):
         torch.ops.aten.addmm.dtype_out(
             main_grad, grad_out.t(), inputs, torch.float32, beta=keep, out=main_grad
         )  # the sum is in float32 and nothing is written in between
-    elif main_grad.is_cuda and main_grad.dtype == torch.float32 and (extension := _apex_extension()) is not None:
+    elif can_widen and main_grad.is_cuda and (extension := _apex_extension()) is not None:
         if keep == 0:
             main_grad.zero_()
         extension.wgrad_gemm_accum_fp32(inputs.contiguous(), grad_out.contiguous(), main_grad)

@@ -69,9 +69,9 @@ def find_obstacle(optimizer: torch.optim.Optimizer) -> str:
     if not any(group["params"] for group in optimizer.param_groups):
         return ""
     device = next(param.device for group in optimizer.param_groups for param in group["params"])
-    devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    devices = [] if device.type == "cpu" else [device]  # beside the generator of the host
     try:
-        with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
+        with torch.random.fork_rng(devices, device_type=device.type), torch.no_grad():
             wholes = _results(optimizer, device, _whole)
             for num_shards in _SHARD_COUNTS:
                 shards = [_results(optimizer, device, _shard(num_shards, index)) for index in range(num_shards)]

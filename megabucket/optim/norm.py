@@ -90,10 +90,11 @@ class GlobalNorm:
             self._total.copy_(torch.stack(found).max().nan_to_num_(nan=math.inf, posinf=math.inf))
         else:
             self._total.copy_(torch.stack(found).pow_(self._power).sum())
-        if self._is_whole:
-            total = self._communicator.read(self._total, label="grad norm")
-        else:
-            total = self._communicator.launch(self._calls, label="grad norm").read(self._total)
+        total = self._total
+        if not self._is_whole:
+            total = self._communicator.launch(self._calls, label="grad norm").read(total)
+        elif self.accelerator is not None:
+            total = self._communicator.read(total, label="grad norm")
         norm = math.sqrt(float(total)) if self._power == 2 else float(total) ** (1 / self._power)
         # Float64 sums over different cuts still differ in their last bits; rounded to float32 they do not.
         return _FLOAT32.unpack(_FLOAT32.pack(norm))[0] if norm <= _LARGEST else norm

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fake_accelerator import fake_device
 from fake_nccl import FakeNccl, fake_nccl, other_ranks
+from schedules import in_a_thread_of_autograd
 
 import megabucket as mb
 from megabucket.ddp import distributed_data_parallel
@@ -210,8 +211,8 @@ def test_a_rank_that_does_not_come_to_a_call_is_named(program, call):
         training.train()
 
 
-def test_an_interrupt_ends_the_wait_and_the_group(program):
-    training = program()
+def test_an_interrupt_ends_the_wait_of_an_optimizer_and_the_group(program):
+    training = program(use_distributed_optimizer=True)
     training.device.is_stuck = True
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
 
@@ -225,6 +226,24 @@ def test_an_interrupt_ends_the_wait_and_the_group(program):
     while (finding := training.other.ask(5.0).finding) is None and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert "KeyboardInterrupt" in str(finding)  # which is what the other ranks raise
+
+
+def test_an_interrupt_is_served_when_a_backward_that_waits_in_a_thread_of_autograd_has_ended(program):
+    """On a device the callback at the end of a backward runs there, while the caller's thread is in C++."""
+    training = program()
+    training.device.is_stuck = True
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(0.8, lambda: setattr(training.device, "is_stuck", False)).start()
+    loss = training.ddp(torch.ones(4)).sum()
+
+    with pytest.raises(KeyboardInterrupt):
+        in_a_thread_of_autograd(training.device, loss.backward)
+    assert not training.device.is_stuck
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.train()
+
+    assert FakeNccl.num_aborts == 0
 
 
 def test_a_wait_that_takes_long_without_a_loss_goes_on(program):

@@ -9,6 +9,7 @@ from slow_gradient import Slow
 import megabucket as mb
 from megabucket.errors import PhaseError
 from megabucket.fused import Linear
+from megabucket.optim.norm import l2_norm
 
 pytestmark = [
     pytest.mark.device,
@@ -74,6 +75,16 @@ def test_the_weight_gradient_is_summed_in_float32():
 
     assert layer.weight.main_grad.dtype == torch.float32
     assert torch.allclose(layer.weight.main_grad, expected, rtol=1e-5)
+
+
+def test_the_norm_takes_no_memory_beside_the_gradients():
+    grad = torch.ones(1 << 24, dtype=torch.bfloat16, device=CUDA)
+    torch.cuda.reset_peak_memory_stats()
+    before_bytes = torch.cuda.memory_allocated()
+
+    l2_norm(grad)
+
+    assert torch.cuda.max_memory_allocated() - before_bytes < grad.nbytes / 8
 
 
 class TestTheHostDoesNotWait:

@@ -1,5 +1,7 @@
 """What a device is asked to do for each gradient and each update, counted in kernels. The counts are the same on a CPU."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,6 +123,20 @@ class TestCapture:
 
     def test_nothing_is_asked_of_a_cpu(self, capturing):
         check_not_capturing(Accelerator.of(torch.device("cpu")), reader="x", remedy="")
+
+    def test_the_device_of_the_buffer_is_asked_and_not_the_current_one(self, monkeypatch):
+        current = [0]
+
+        @contextmanager
+        def device(of):
+            current.append(of.index)
+            yield
+            current.pop()
+
+        monkeypatch.setattr(torch.cuda, "device", device)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == 1)
+
+        assert [Accelerator.of(torch.device("cuda", index)).is_capturing() for index in (0, 1)] == [False, True]
 
     def test_nothing_is_refused_outside_a_capture(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
