@@ -210,14 +210,20 @@ _VALID_REDUCTION: Final[tuple[dict[str, Any], ...]] = (
 _INDEPENDENT_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
     {
         "grad_reduce_in_fp32": fp32,
+        "param_name_patterns_for_fp32_local_accumulation": patterns,
         "pad_buckets_for_high_nccl_busbw": busbw,
         "bucket_groups": bucket_groups,
         "unused_parameters": unused,
         "finish": finish,
         "init_sync": init_sync,
     }
-    for busbw, fp32, bucket_groups, unused, finish, init_sync in product(
-        (False, True), (True, False), ("per_bucket", "single"), ("error", "zero"), ("auto", "explicit"), (True, False)
+    for busbw, (fp32, patterns), bucket_groups, unused, finish, init_sync in product(
+        (False, True),
+        ((True, ()), (False, ()), (False, ("all",))),
+        ("per_bucket", "single"),
+        ("error", "zero"),
+        ("auto", "explicit"),
+        (True, False),
     )
 )
 
@@ -227,10 +233,12 @@ _SAFETY_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
         "skipped_forwards": skipped,
         "fence": fence,
         "check_model_changes": changes,
+        "check_for_large_grads": large,
         "step_traces": traces,
+        "profiler_ranges": ranges,
     }
-    for nonfinite, skipped, fence, changes, traces in product(
-        ("error", "skip_step", "allow"), ("error", "allow"), (True, False), (True, False), (False, True)
+    for nonfinite, skipped, fence, changes, large, traces, ranges in product(
+        ("error", "skip_step", "allow"), ("error", "allow"), (True, False), (True, False), *[(False, True)] * 3
     )
 )
 

@@ -173,15 +173,17 @@ def _load_damaged(cell: Cell) -> Fault:
     return Fault(named("CheckpointInvalidError", texts=(text,), is_agreed=False), arm=_at_start(run), on_all=True)
 
 
+class _Unreadable(type(Path())):  # type: ignore[misc]
+    """A path below which no file can be opened."""
+
+    def __fspath__(self) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def _restore_unreadable(here: Here, root: Path) -> None:
-    is_open = False
-
-    def refuse(_index: int, name: str) -> None:
-        if name == "read" and here.is_culprit and is_open:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    stored = open_checkpoint(root, file_system=FaultyFileSystem(refuse))
-    is_open = True
+    stored = open_checkpoint(root)
+    if here.is_culprit:
+        stored.path = _Unreadable(stored.path)
     restore(stored, TrainingParts(here.ddp, here.optimizer))
 
 
