@@ -174,10 +174,12 @@ def _load_damaged(cell: Cell) -> Fault:
 
 
 class _Unreadable(type(Path())):  # type: ignore[misc]
-    """A path below which no file can be opened."""
+    """A path below which no data file can be opened."""
 
     def __fspath__(self) -> str:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if self.suffix == ".safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return str(self)
 
 
 def _restore_unreadable(here: Here, root: Path) -> None:
