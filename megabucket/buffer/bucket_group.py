@@ -240,7 +240,7 @@ class _ParamAndGradBucketGroup:
         """Of what is sent."""
         local = [slot for slot in self.slots if slot.view is not slot.in_buffer]
         self._local_grads, self._local_copies = [slot.view for slot in local], [slot.in_buffer for slot in local]
-        self._large_test = LargeTest(self.slots, f"bucket {self.index} on rank {rank}")
+        self._large_test = LargeTest(self.slots, communicator, f"bucket {self.index} on rank {communicator.number_of(rank)}")
         half_slots = [slot for bucket in halves for slot in bucket.slots]
         self.sum_test = FiniteTest(half_slots, [bucket.grad_data for bucket in halves])
         """Of the sum, where it may overflow although all it was made of is finite."""

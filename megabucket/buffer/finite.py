@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
-from megabucket.comm import Accelerator
+from megabucket.comm import Accelerator, Communicator
 
 # On a host the norm takes two thirds of the time of the extremes. It is at least as large as any element (half the limit is
 # more than rounding can be wrong), and nan and inf pass through it. When it overflows, the extremes decide.
@@ -92,23 +92,23 @@ class LargeTest:
     Megatron's rule: the norm, before the reduction, is at least ten times the largest of the first hundred.
     """
 
-    def __init__(self, slots: Sequence[GradSlot], where: str) -> None:
-        self._slots, self._where = slots, where
+    def __init__(self, slots: Sequence[GradSlot], communicator: Communicator, where: str) -> None:
+        self._slots, self._communicator, self._where = slots, communicator, where
         self._num_seen, self._largest = 0, 0.0
 
     def run(self) -> None:
         """Test the gradients as they are now: one reading pass, which the host waits for."""
         norms = torch.stack(list(torch._foreach_norm([slot.view for slot in self._slots], dtype=torch.float32)))
-        norm = float(torch.linalg.vector_norm(norms))
-        if not math.isfinite(norm):
-            return  # which other tests find
+        norm = float(self._communicator.read(torch.linalg.vector_norm(norms), label="gradient norm"))
+        if not norm or not math.isfinite(norm):
+            return  # no gradient, or one that other tests find
         if self._num_seen < _NORMS_LEARNT:
             self._num_seen, self._largest = self._num_seen + 1, max(self._largest, norm)
         elif norm >= _LARGE * self._largest:
             name, largest = self._slots[int(norms.argmax())].name, float(norms.max())
             _LOGGER.warning(
                 "megabucket: the gradients of %s have a norm of %.3g before they are reduced; in its first %d steps it was at "
-                "most %.3g. The largest is %r with %.3g. A batch may be odd, or a device faulty: run the step on another one.",
+                "most %.3g. The largest is %r with %.3g. The batch may be unusual, or the device faulty: try another one.",
                 self._where,
                 norm,
                 _NORMS_LEARNT,

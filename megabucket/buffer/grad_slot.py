@@ -67,7 +67,7 @@ class GradSlot:
     def __init__(self, name: str, param: torch.nn.Parameter, view: torch.Tensor, in_buffer: torch.Tensor | None = None) -> None:
         self.name = name
         self.param = param
-        self.view = view  # ND, gradient dtype, memory order of the parameter
+        self.view = view  # ND, gradient dtype (float32 for local sums), memory order of the parameter
         self.in_buffer = view if in_buffer is None else in_buffer
         """The place in the gradient buffer: ``view``, unless that holds float32 sums that are rounded when they are sent."""
         self.numel = view.numel()
@@ -199,6 +199,10 @@ class GradSlot:
         if grad is self.view and state is not _KERNEL:  # nearly always
             self.param.grad = None
             return state is _HELD
+        if grad is self.in_buffer and grad is not self.view:  # reduced in an earlier step, and kept or zeroed since
+            self.view.copy_(grad)
+            self.param.grad = None
+            return False
         is_withheld = isinstance(grad, WithheldGrad)
         if not (grad is None or is_withheld or grad is self.view):  # set by the caller
             self.state = state

@@ -89,13 +89,16 @@ class ParamAndGradBuffer:
         self.buckets = [_ParamAndGradBucket(bucket, self) for bucket in layout.buckets]
 
     def _attach(self, name: str, param: torch.nn.Parameter) -> GradSlot:
+        # Before anything moves, because memory may be lacking.
+        is_local = name in self._fp32_local
+        local = torch.full_like(param.detach(), -0.0, dtype=torch.float32) if is_local else None
         start, strides = self.layout.params[name].start, dense_strides(param)
         new_data = view_like(self.param_data, start, param.shape, strides)
         new_data.copy_(param.detach())
         param.data = new_data
         in_buffer = grad_view = view_like(self.grad_data, start, param.shape, strides)
-        if name in self._fp32_local:
-            grad_view = torch.full_like(new_data, -0.0, dtype=torch.float32)
+        if local is not None:
+            grad_view = local
             self.local_grads.append(grad_view)
             param.main_grad_copy_in_grad_buffer = in_buffer  # type: ignore[attr-defined]
         earlier_grad, param.grad = param.grad, None
@@ -132,7 +135,7 @@ class ParamAndGradBuffer:
             for published in ("main_grad", "main_grad_copy_in_grad_buffer", "grad_added_to_main_grad", "main_grad_slot"):
                 param.__dict__.pop(published, None)  # other code may have deleted it
 
-    def scale_grads(self, factor: float | torch.Tensor) -> None:
+    def scale_grads(self, factor: float) -> None:
         """Multiply all gradients in place."""
         for grads in (self.grad_data, *self.local_grads):
             grads.mul_(factor)

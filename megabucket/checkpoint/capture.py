@@ -45,8 +45,6 @@ from megabucket.optim.state_dict import (
 MODEL_PREFIX: Final = "model."
 MAIN_PREFIX: Final = "optim.main."
 STATE_PREFIX: Final = "optim.state."
-
-
 EXTRA_PREFIX: Final = "extra."
 RUN_PREFIX: Final = "run."
 LOCAL_PREFIX: Final = "local."
@@ -129,9 +127,9 @@ class WholeModel:
         problems = []
         for name, blocks in claims.items():
             ranks, boxes, shapes = zip(*blocks, strict=True)
-            problem = block_problem(boxes, shapes[0])
-            if len(set(shapes)) > 1:
-                problem = f"are of wholes of different shapes: {sorted(set(shapes))}"
+            problem: str | None = f"are of wholes of different shapes: {sorted(set(shapes))}"
+            if len(set(shapes)) == 1:
+                problem = block_problem(boxes, shapes[0])
             if problem is not None:
                 problems.append(f"the blocks of {name!r} on ranks {', '.join(map(str, ranks))} {problem}")
         if problems:

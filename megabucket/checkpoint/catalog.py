@@ -102,7 +102,10 @@ def step_directories(root: Path) -> list[StepDirectory]:
 
 def saved_steps(root: Path, *, but: StepDirectory | None = None) -> tuple[int, ...]:
     """Return the steps that are there, by their names, without a directory that is left out."""
-    return tuple(sorted({directory.step for directory in step_directories(root) if directory != but}))
+    try:
+        return tuple(sorted({directory.step for directory in step_directories(root) if directory != but}))
+    except OSError:
+        return ()  # this is for texts of errors, which must not fail
 
 
 def read_manifest(path: Path, directory: StepDirectory, *, key: bytes | None) -> Manifest:
@@ -193,7 +196,11 @@ class RootDirectory:
 
     def remove_old(self, saved: StepDirectory, *, keep_last: int) -> None:
         """Remove what is not kept, never ``saved`` nor anything of later steps. What cannot be removed is a warning."""
-        older = [directory for directory in step_directories(self._root) if directory < saved]
+        try:
+            older = [directory for directory in step_directories(self._root) if directory < saved]
+        except OSError as error:  # the new checkpoint is committed, so nothing may fail any more
+            log_once(f"the old checkpoints in {self._root} cannot be listed: {reason_of(error)}")
+            return
         steps = sorted({directory.step for directory in older if directory.step < saved.step})
         kept = set(steps[max(0, len(steps) - (keep_last - 1)) :])
         for directory in older:

@@ -1,7 +1,7 @@
 """The calls to the operating system that saving and loading make.
 
-Those that change something go through one port, so that tests can make each of them fail or be the last.
-Nothing else in this package opens, writes, renames or removes files of checkpoints.
+Calls that write, rename or remove files of a checkpoint go through ``FileSystem``, so that tests can make each of them fail or
+be the last. Making the root, locking it and reading do not.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class Save:
             try:
                 act()
             except FileNotFoundError as error:
-                hint = "the directory that rank 0 made is not there: do all ranks see the same file system?"
+                hint = "the staging directory is gone: do all ranks see one file system, where nothing else removes files?"
                 self._failure = OSError(error.errno, f"{error.strerror}; {hint}", error.filename)
             except Exception as error:
                 self._failure = error

@@ -171,8 +171,8 @@ class DistributedDataParallelConfig(Section):
     """Accumulate and reduce the gradients of 16-bit parameters in float32. ``False`` keeps the parameter's dtype."""
 
     param_name_patterns_for_fp32_local_accumulation: ParamNames = ()
-    """Add the microbatches of these 16-bit parameters up in float32 on each rank, and round the sum once, before it is sent in
-    16 bits. Shell patterns of parameter names (``*.experts.*``), or ``all``. Takes 4 bytes per element, and needs
+    """Accumulate the microbatch gradients of these 16-bit parameters in float32 on each rank; round the sum to 16 bits once,
+    before it is sent. Shell patterns of parameter names (``*.experts.*``), or ``all``. Takes 4 bytes per element, and needs
     ``grad_reduce_in_fp32=False``."""
 
     grad_reduction: Literal["mean", "sum"] = "mean"
@@ -329,7 +329,7 @@ def with_torch_arguments(
         ConfigError: an argument asks for something else than what happens here; the text says what to do instead.
         TypeError: torch DDP has no such argument.
     """
-    for name in arguments.keys() - set(_TORCH_FIELDS):
+    for name in sorted(arguments.keys() - set(_TORCH_FIELDS)):
         if name not in _TORCH_ARGUMENTS:
             raise TypeError(f"DistributedDataParallel.__init__() got an unexpected keyword argument {name!r}")
         accepted, remedy = _TORCH_ARGUMENTS[name]

@@ -138,10 +138,11 @@ class DistributedDataParallel(torch.nn.Module):
             self._step_recorder = StepRecorder(rank=self.communicator.rank, clock=self.communicator.clock_for(device))
             self._recorders.append(self._step_recorder)
         if self.ddp_config.profiler_ranges:
-            ranges = ProfilerRanges(profiler_range(device))
-            self._recorders.append(ranges)
-            progress.on_moment = ranges.note_moment
-        progress.recorders = (*progress.given_recorders, *self._recorders)
+            self._recorders.append(ProfilerRanges(profiler_range(device)))
+        if self._recorders:  # else those of another wrapper on this communicator go on
+            moments = [one.note_moment for one in self._recorders if isinstance(one, ProfilerRanges)]
+            progress.on_moment = moments[0] if moments else None
+            progress.recorders = (*progress.given_recorders, *self._recorders)
 
     def _note_load(self) -> None:
         self.num_value_changes += 1
@@ -315,7 +316,7 @@ class DistributedDataParallel(torch.nn.Module):
                 "ranks, with zero_grad() in place of the optimizer's step."
             )
         for buffer in self.param_and_grad_buffers:
-            buffer.scale_grads(factor)
+            buffer.scale_grads(value)
         if self.sync.is_reduced:
             self.sync.counters.note_grad_scale(value)
 

@@ -203,7 +203,7 @@ class RankGroups:
             is_unknown = getattr(param, "tensor_model_parallel", False) and not is_part and "tp" not in self.copies
             if is_unknown or (self.norm is None and (others_agree or is_part or identities[name].copies)):
                 return ConfigError(
-                    f"other ranks than those of its data-parallel group hold parts or copies of {name!r}, and the wrapper does "
+                    f"other ranks than those of its data-parallel group agree on steps or hold {name!r}, and the wrapper does "
                     "not know which ranks make up the model: each would take another norm, and clipping would let copies drift "
                     'apart. Pass groups=ParallelGroups({"dense": dp}, copies={"tp": tp}, norm_group=...) to '
                     "DistributedDataParallel, with all ranks of the model as norm_group; or clip_grad=0 and "

@@ -10,6 +10,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from fnmatch import fnmatchcase
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
@@ -37,6 +38,7 @@ from megabucket.errors import (
     PhaseError,
     UnsupportedParameterError,
     UnusedParameterError,
+    log_once,
     name_list,
 )
 from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order
@@ -505,7 +507,8 @@ def _check_claims(
     for name in told:
         own = identities[name]
         claims.append((name, own.global_name, own.offset, tuple(said[name].shape), own.global_shape))
-    answers = exchange(ranks.step, json.dumps(claims).encode(), device=exchange_device(module), label="wrap: identities")
+    payload = json.dumps(claims, default=int).encode()  # also of numpy's integers
+    answers = exchange(ranks.step, payload, device=exchange_device(module), label="wrap: identities")
     by_owner = {f"{name} on rank {rank}": claim for rank, row in enumerate(answers) for name, *claim in json.loads(row)}
     check_identities(
         {owner: ParamIdentity(of, tuple(whole), tuple(offset)) for owner, (of, offset, _, whole) in by_owner.items()},
@@ -536,6 +539,9 @@ def _attach(
     groups: list[_ParamAndGradBucketGroup] = []
     device, is_one_batch = next(iter(params.values())).device, resolve_step(config).is_one_batch
     fp32_local = fp32_local_params(config, params)
+    for pattern in config.param_name_patterns_for_fp32_local_accumulation:
+        if pattern != "all" and not any(fnmatchcase(name, pattern) for name in params):
+            log_once(f"param_name_patterns_for_fp32_local_accumulation: no parameter on this rank matches {pattern!r}")
     with ExitStack() as undo:
         failure = None
         try:

@@ -51,7 +51,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizers: Iterable[DistributedOptimizer], *, clip_grad: float = 0.0) -> None:
         # No super().__init__(): groups, state and hooks are those of the members.
         self.optimizers = tuple(optimizers)
-        self.clip_grad = float(clip_grad)
+        self.clip_grad = 0.0
         self.last_step: StepResult | None = None
         """What the last call of ``step`` that has come to an end has done; also where a loss scaler has skipped the call."""
         self.answered: torch.Tensor | None = None
@@ -60,6 +60,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         failure = None
         try:
             check_norm_settings(clip_grad, 2.0, math.inf)
+            self.clip_grad = float(clip_grad)
             self._check_members()
         except ConfigError as error:
             failure = error
@@ -79,7 +80,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             ("use_distributed_optimizer", [ddp.policy.is_sharded for ddp in wrappers]),
             ("ranks that agree on steps", [tuple(ddp.ranks.step.members) for ddp in wrappers]),
             ("norm_group", [None if ddp.ranks.norm is None else tuple(ddp.ranks.norm.members) for ddp in wrappers]),
-            ("norm_type", [optimizer.global_norm.norm_type for optimizer in self.optimizers if not optimizer.clip_grad]),
+            ("norm_type", [optimizer.global_norm.norm_type for optimizer in self.optimizers]),
         ):
             if len(set(values)) > 1:
                 raise ConfigError(f"the optimizers of a ChainedOptimizer differ in {what}: {values}; they step as one")
@@ -108,12 +109,13 @@ class ChainedOptimizer(torch.optim.Optimizer):
             for optimizer in self.optimizers:
                 optimizer.ddp.sync.finish(is_committing=optimizer.ddp.policy.is_sharded)
                 agreed.append(optimizer)
-            reason = self._find_reason()
-            for optimizer in () if reason else self.optimizers:
-                if not optimizer.ddp.policy.is_sharded:
-                    optimizer.take_published_grads()
+            is_sharded = self.optimizers[0].ddp.policy.is_sharded  # alike in all
+            for optimizer in () if is_sharded or self._find_reason() else self.optimizers:
+                optimizer.take_published_grads()
+        reason = self._find_reason()
         with ExitStack() as stack:
             for optimizer in self.optimizers:
+                optimizer.ddp.communicator.progress.enter(optimizer.ddp.sync.step, "optimizer")
                 stack.enter_context(optimizer.ddp.sync.leaving_no_mess("optimizer.step()", UPDATING))
             self.last_step = self._skip(reason) if reason else self._update()
         return self.last_step
@@ -124,8 +126,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
         grads = [optimizer.load_grads() for optimizer in optimizers]
         norms_of = [optimizer.norms_of(own) for optimizer, own in zip(optimizers, grads, strict=True)]
         together = [index for index, optimizer in enumerate(optimizers) if not optimizer.clip_grad]
-        over_ranks = optimizers[together[0] if together else 0].global_norm
-        common = over_ranks.of(chain.from_iterable(norms_of[index] for index in together))
+        common = math.nan
+        if together:
+            over_ranks = optimizers[together[0]].global_norm
+            common = over_ranks.of(chain.from_iterable(norms_of[index] for index in together))
         norms = [
             common if index in together else optimizer.global_norm.of(norms_of[index])
             for index, optimizer in enumerate(optimizers)
@@ -138,8 +142,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for optimizer, own, norm in zip(optimizers, grads, norms, strict=True):
             optimizer.update(own, norm, max_norm=optimizer.clip_grad or self.clip_grad)
         zeros = [optimizer.last_step.num_zeros for optimizer in optimizers if optimizer.last_step is not None]
-        counted = [count for count in zeros if count is not None]
-        num_zeros = sum(counted) if counted else None
+        num_zeros = None if None in zeros else sum(count for count in zeros if count is not None)
         return StepResult(updated=True, grad_norm=common, reason="", num_zeros=num_zeros)
 
     def _find_reason(self) -> str:
@@ -149,14 +152,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def _skip(self, reason: str, *, norm: float = math.nan) -> StepResult:
         for optimizer in self.optimizers:
+            optimizer.ddp.sync.skip_reason = optimizer.ddp.sync.skip_reason or reason
             optimizer.skip(reason, norm=norm)
         return StepResult(updated=False, grad_norm=norm, reason=reason)
 
     @contextmanager
     def _all_or_none(self) -> Iterator[list[DistributedOptimizer]]:
-        """Where the block fails, give up the steps of all wrappers, and not only that of the one where it fails.
+        """If the block fails, give up the steps of all wrappers.
 
-        The block appends optimizers on whose gradients all ranks have agreed, and hear of the error with those that follow.
+        The block appends each optimizer on whose gradients all ranks have agreed; the fences of the others carry the error.
         """
         self._give_up_rest()
         agreed: list[DistributedOptimizer] = []
@@ -191,8 +195,6 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 optimizer.unscale_grads(inv_scale)
                 agreed.append(optimizer)
         if reason := self._find_reason():
-            for optimizer in self.optimizers:
-                optimizer.ddp.sync.skip_reason = reason
             self.last_step = self._skip(reason)
         return bool(reason)
 

@@ -309,6 +309,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 sync.refuse_update(error)
             if self._is_sharded and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
                 self.global_norm.of([torch.tensor(math.nan)])  # the others ask for nothing else before they update
+            if not self._is_sharded and sync.state is StepState.AGREED:
+                self._answer_norm()
             raise
         is_due = sync.state is StepState.LAUNCHING and not sync.policy.is_explicit
         if not (is_due or sync.state is StepState.AGREED):
@@ -333,11 +335,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "torch optimizer, which skips parameters without a gradient."
                 )
                 self.ddp.sync.refuse_update(error)
+                self._answer_norm()
                 raise error
             slot.in_buffer.copy_(grad)
             slot.publish()
         if self._changes:
             self._check_nothing_is_lost()
+
+    def _answer_norm(self) -> None:
+        """Take part, with nan, in the norm that ranks with other parts of the model wait for; then none of them updates."""
+        if self.global_norm.is_collective and (self._computes_norm or self.clip_grad > 0):
+            self.global_norm.of([torch.tensor(math.nan)])
 
     def skip(self, reason: str, *, norm: float = math.nan) -> None:
         """End the step without an update, as all ranks do."""

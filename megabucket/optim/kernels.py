@@ -1,4 +1,4 @@
-"""What measures gradients and scales them: torch, or ``amp_C``, the extension of NVIDIA apex.
+"""Kernels that take gradient norms and scale gradients: torch's, or those of ``amp_C``, the extension of NVIDIA apex.
 
 ``amp_C`` is called as apex's ``multi_tensor_applier`` calls it. apex itself is never imported: the package of that name on
 PyPI is another project. Recorded from its source and tested with a stand-in; no GPU has run this yet.
@@ -19,7 +19,7 @@ from megabucket.optim.norm import Scale, l2_norm
 
 
 class Kernels(NamedTuple):
-    """What measures gradients and scales them."""
+    """The functions that take gradient norms and scale gradients."""
 
     l2_norm: Callable[[torch.Tensor], torch.Tensor]  # as the function of this name
     scale: Scale
@@ -101,5 +101,5 @@ def _amp_c_scale(amp_c: Any, grads: list[torch.Tensor], factor: float) -> None:
 
 
 def _unset_flag(like: torch.Tensor) -> torch.Tensor:
-    """Return what kernels set when they meet what is not finite, and what makes some kernels do nothing."""
+    """Return an overflow flag that is not set. Kernels set it for what is not finite; some do nothing while it is set."""
     return torch.zeros(1, dtype=torch.int32, device=like.device)

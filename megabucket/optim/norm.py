@@ -68,7 +68,7 @@ class GlobalNorm:
         l2_norm: Callable[[torch.Tensor], torch.Tensor] = l2_norm,
     ) -> None:
         self.accelerator = Accelerator.of(device)
-        self._communicator, self._is_whole = communicator, is_whole
+        self._communicator, self.is_collective = communicator, not is_whole
         self.norm_type = float(norm_type)
         self.of_grad = l2_norm if norm_type == 2 else partial(p_norm, norm_type=norm_type)
         """Returns the norm of one of this rank's gradients."""
@@ -91,7 +91,7 @@ class GlobalNorm:
         else:
             self._total.copy_(torch.stack(found).pow_(self._power).sum())
         total = self._total
-        if not self._is_whole:
+        if self.is_collective:
             total = self._communicator.launch(self._calls, label="grad norm").read(total)
         elif self.accelerator is not None:
             total = self._communicator.read(total, label="grad norm")
@@ -110,7 +110,7 @@ class GlobalNorm:
         for grad in grads:
             total -= grad.count_nonzero()
         label = "zeros in gradients"
-        if self._is_whole:
+        if not self.is_collective:
             return int(self._communicator.read(total, label=label))
         return int(self._communicator.launch([AllReduce(total)], label=label).read(total))
 
@@ -134,7 +134,8 @@ def check_norm_settings(clip_grad: Any, norm_type: float, grad_norm_skip_thresho
     is_number = isinstance(clip_grad, numbers.Real) and not isinstance(clip_grad, bool)
     if not is_number or not math.isfinite(clip_grad) or clip_grad < 0:
         raise ConfigError(f"clip_grad must be a finite number >= 0 (0 switches clipping off), got {clip_grad!r}")
-    if not norm_type >= 1:
+    if isinstance(norm_type, bool) or not isinstance(norm_type, numbers.Real) or not norm_type >= 1:
         raise ConfigError(f"norm_type must be a number >= 1, or infinite, got {norm_type!r}")
-    if isinstance(grad_norm_skip_threshold, bool) or not grad_norm_skip_threshold > 0:
+    is_number = isinstance(grad_norm_skip_threshold, numbers.Real) and not isinstance(grad_norm_skip_threshold, bool)
+    if not is_number or not grad_norm_skip_threshold > 0:
         raise ConfigError(f"grad_norm_skip_threshold must be a number > 0, or infinite, got {grad_norm_skip_threshold!r}")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.errors import NonFiniteGradientError
+from megabucket.errors import NonFiniteGradientError, UnusedParameterError
 from megabucket.testing import LoopbackWorld
 
 FIELD = "param_name_patterns_for_fp32_local_accumulation"
@@ -213,3 +213,21 @@ def test_detaching_removes_what_was_set_on_the_parameters():
     ddp.detach()
 
     assert promoted(ddp) == set()
+
+
+def test_a_gradient_that_is_zeroed_in_place_is_none_of_the_next_step():
+    ddp = DistributedDataParallel(model_of(), config_of("all"), communicator=LoopbackWorld(1).communicator(0))
+    give(ddp, 1.0)
+    ddp.zero_grad(set_to_none=False)
+
+    with pytest.raises(UnusedParameterError, match=r"2\.weight"):
+        ddp.module[0].weight.sum().backward()
+
+
+def test_a_pattern_that_matches_nothing_is_said(caplog):
+    with caplog.at_level("WARNING", logger="megabucket"):
+        wrap("0.*", "*.typo-of-this-test")
+
+    assert [record.message for record in caplog.records] == [
+        f"megabucket: {FIELD}: no parameter on this rank matches '*.typo-of-this-test'"
+    ]

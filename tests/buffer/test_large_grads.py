@@ -55,3 +55,7 @@ def test_the_first_hundred_steps_and_what_is_not_finite_are_not_compared(caplog)
 
 def test_nothing_is_compared_by_default(caplog):
     assert warnings_of(caplog, [(1, 1)] * 100 + [(1, 1000)]) == []
+
+
+def test_a_bucket_without_gradients_is_not_compared(caplog):
+    assert warnings_of(caplog, [(0, 0)] * 103, check_for_large_grads=True) == []

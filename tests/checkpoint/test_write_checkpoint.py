@@ -281,7 +281,7 @@ def test_ranks_without_a_common_file_system_are_told_so(tmp_path):
     error = same_error(in_threads(2, act))
 
     assert error.ranks == (1,)
-    assert "do all ranks see the same file system?" in str(error)
+    assert "do all ranks see one file system" in str(error)
 
 
 class StuckDirectory(FaultyFileSystem):

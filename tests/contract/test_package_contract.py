@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "buffer": BASE | {"config", "trace", "layout", "comm"},
     "ddp": BASE | {"config", "trace", "layout", "comm", "buffer"},
     "optim": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp"},
-    "fused": BASE | {"buffer"},
+    "fused": BASE | {"buffer", "comm"},
     "checkpoint": BASE | {"config", "layout", "comm", "buffer", "ddp", "optim"},
     "testing": BASE | {"config", "trace", "layout", "comm"},
     "measure": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "checkpoint", "testing"},

@@ -11,7 +11,7 @@ import torch
 from grids import CutNet, Grid, WholeNet, cut, of_expert
 
 from megabucket import ChainedOptimizer, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.errors import ConfigError, LayoutMismatchError
+from megabucket.errors import ConfigError, LayoutMismatchError, PhaseError
 from megabucket.layout.identity import megatron_identity
 from megabucket.testing import LoopbackWorld
 
@@ -405,6 +405,24 @@ def test_an_overflow_on_one_tensor_parallel_rank_skips_the_step_on_all_where_the
         return updates
 
     assert grid.run(program) == [[False, True]] * 4
+
+
+def test_a_rank_that_refuses_its_update_keeps_no_rank_waiting_that_takes_part_in_the_norm():
+    grid = Grid(2, 2)
+
+    def program(rank):
+        config = {"nonfinite_gradients": "allow"}
+        ddp = grid.wrap(rank, DenseParts(), config=config, reduction=["dense"], copies=["tp"], norm_group=None)
+        optimizer = optimizer_of(ddp, returns_grad_norm=False)
+        sum(param.sum() for param in ddp.parameters()).backward()
+        if rank == 1:
+            next(iter(ddp.parameters())).grad = None
+            with pytest.raises(PhaseError, match="was cleared"):
+                optimizer.step()
+            return False
+        return optimizer.step().updated
+
+    assert grid.run(program) == [False] * 4
 
 
 @pytest.mark.parametrize("is_sharded", MODES)

@@ -6,6 +6,7 @@ each rank, without any wrapper.
 
 import copy
 import math
+import threading
 import re
 from contextlib import nullcontext
 
@@ -31,16 +32,20 @@ EXPERT_RANKS = {0: [0, 2], 1: [1, 3]}
 MODES = [False, True]
 
 
+SEEDED = threading.Lock()  # ranks are threads, and all of them draw from one generator
+
+
 class Moe(torch.nn.Module):
     """A dense layer, the expert of this rank, and a dense head."""
 
     def __init__(self, expert):
         super().__init__()
-        torch.manual_seed(0)
-        self.dense = torch.nn.Linear(6, 10)
-        self.head = torch.nn.Linear(10, 3)
-        torch.manual_seed(100 + expert)
-        self.expert = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Tanh(), torch.nn.Linear(10, 10))
+        with SEEDED:
+            torch.manual_seed(0)
+            self.dense = torch.nn.Linear(6, 10)
+            self.head = torch.nn.Linear(10, 3)
+            torch.manual_seed(100 + expert)
+            self.expert = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Tanh(), torch.nn.Linear(10, 10))
         for param in self.expert.parameters():
             param.allreduce = False
 

@@ -32,7 +32,10 @@ def device(monkeypatch):
 
 
 class Follower:
-    """What is told of the end of a backward."""
+    """Follows a backward whose end autograd does not keep here."""
+
+    def abandon_backward(self) -> None:
+        pass
 
 
 class TestOneBackwardAtATime:

@@ -208,6 +208,7 @@ SHAPING_FIELDS = (
     "bucket_order",
     "pad_buckets_for_high_nccl_busbw",
     "grad_reduce_in_fp32",
+    "param_name_patterns_for_fp32_local_accumulation",  # shapes nothing, but must fit the field before
 )
 
 

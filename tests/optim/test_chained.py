@@ -486,3 +486,20 @@ def test_arguments_that_differ_between_ranks_are_named():
             ChainedOptimizer(side.optimizers, clip_grad=1.0 + side.rank)
 
     run_ranks(program, switches={})
+
+
+def test_without_a_part_in_it_the_common_norm_is_not_computed():
+    def program(side):
+        return side.train([0])[0].grad_norm
+
+    _, norms = run_ranks(program, switches=WAYS["reduce_scatter"], clips=(1.0, 2.0))
+
+    assert all(map(math.isnan, norms))
+
+
+def test_a_limit_that_is_no_number_is_told_to_the_others():
+    def program(side):
+        with pytest.raises(PeerFailedError, match=r"rank 1 failed .* clip_grad must be a finite number"):
+            ChainedOptimizer(side.optimizers, clip_grad=None if side.rank else 1.0)
+
+    run_ranks(program, switches={})

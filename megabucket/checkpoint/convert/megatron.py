@@ -103,6 +103,8 @@ class DpZeroState:
         """Return everything in which state and layout differ, and whatever else cannot be used."""
         if type(self.step) not in (int, float) or not 0 <= self.step == self.step // 1:
             return [f"the step is {self.step!r}, and must be a whole number of 0 or more"]
+        if twice := [name for name, count in Counter(self.params).items() if count > 1]:
+            return [f"the layout has several parameters of one name: {name_list(twice)}"]
         parts = _parts_of(self.param_state)
         if not parts or not all(isinstance(part, Mapping) and part.get("buckets_coalesced") is True for part in parts):
             what = "a dict with 'buckets_coalesced', as it is since 2024, or a list of such dicts"
