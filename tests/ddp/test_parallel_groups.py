@@ -6,8 +6,8 @@ each rank, without any wrapper.
 
 import copy
 import math
-import threading
 import re
+import threading
 from contextlib import nullcontext
 
 import pytest
