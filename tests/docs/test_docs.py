@@ -20,8 +20,9 @@ OF_FRAMEWORKS = {
     *("lightning.md", "hugging-face.md", "megatron-core.md"),
     *("lightning_trainer.py", "hugging_face_trainer.py", "megatron_loop.py"),
 }
-# By day smaller tests hold what these show: test_ladder_example.py and test_fabric.py in tests/ranks, and tests/checkpoint.
-BY_NIGHT = {"ladder.py", "checkpoint_resume.py", "overlap_on_a_fabric.py"}
+# By day smaller tests hold what these show: README's loop, tests/checkpoint, and in tests/ranks test_ladder_example.py,
+# test_fabric.py and test_parallel_groups_on_ranks.py.
+BY_NIGHT = {"checkpoint_resume.py", "elastic.py", "hsdp.py", "ladder.py", "overlap_on_a_fabric.py", "train_loop.py"}
 EXAMPLES = [
     pytest.param(path, 2, marks=pytest.mark.nightly if path.name in BY_NIGHT else ())
     for path in sorted((ROOT / "examples").glob("*.py"))
