@@ -28,12 +28,14 @@ def test_a_mutant_of_the_protocol_is_killed_by_verdict_class_and_text(mutant, mo
     assert re.search(mutant.text, found.text), found
 
 
-def test_every_mutant_is_in_the_table_of_the_docs():
+def test_the_docs_count_the_mutants():
     page = (Path(__file__).parents[2] / "docs" / "soak-and-mutants.md").read_text()
+    silent, hung = (sum(mutant.verdict.name == verdict for mutant in MUTANTS) for verdict in ("SILENT", "HUNG"))
 
-    rows = [f"| {mutant.name} | {mutant.scenario.name} | {mutant.verdict.name}" for mutant in MUTANTS]
-
-    assert [row for row in rows if row not in page] == []
+    assert (
+        f"the {len(MUTANTS)} mutants with scenario and verdict: of them {silent} would have been silent, {hung} would hang"
+        in page
+    )
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=lambda scenario: scenario.name)
