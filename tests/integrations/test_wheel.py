@@ -4,6 +4,7 @@ The environment sees the packages of the one that runs the tests, through links,
 """
 
 import importlib.util
+import os
 import site
 import subprocess
 import sys
@@ -49,7 +50,8 @@ def environment(wheel, tmp_path):
 
 
 def run(command: list[str], *, succeeds: bool = True) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=300)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which may lead to the sources
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env=environment, timeout=300)
     assert (done.returncode == 0) == succeeds, done.stdout + done.stderr
     return done.stdout + done.stderr
 
