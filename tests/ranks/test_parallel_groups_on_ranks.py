@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -95,22 +96,31 @@ SHARDED = {"use_distributed_optimizer": True}
 BLOCKING = {"overlap_grad_reduce": False}
 
 
-@pytest.mark.parametrize(
-    ("expert_parallel", "fields"),
-    [
-        (2, {}),
-        (2, SHARDED | BLOCKING),
-        (2, SHARDED | {"overlap_param_gather": True}),
-        (2, SHARDED | {"grad_reduction": "sum"}),
-        (2, {"average_in_collective": True}),
-        (4, BLOCKING),
-        (4, SHARDED),
-        (4, SHARDED | {"average_in_collective": True}),
-        (4, {"grad_reduction": "sum"}),
-    ],
-    ids=str,
-)
+SUM, AVG = {"grad_reduction": "sum"}, {"average_in_collective": True}
+CELLS = list(product((2, 4), ({}, SHARDED), ({}, BLOCKING), ({}, SUM, AVG)))
+
+
+def cells(*by_day: int) -> pytest.MarkDecorator:
+    """Give a test ranks of an expert's group and fields of the config; of all combinations those by day are numbers."""
+    params = [(ranks, mode | overlap | way) for ranks, mode, overlap, way in CELLS]
+    marks = [() if index in by_day else pytest.mark.nightly for index in range(len(CELLS))]
+    return pytest.mark.parametrize(
+        ("expert_parallel", "fields"),
+        [pytest.param(*one, marks=mark) for one, mark in zip(params, marks, strict=True)],
+        ids=str,
+    )
+
+
+@cells(0, 2, 7, 9, 13, 15, 18, 20)
 def test_experts_on_several_ranks_train_as_in_one_process(pool, expert_parallel, fields):
+    check_experts(pool, expert_parallel, fields)
+
+
+def test_experts_train_as_in_one_process_where_the_gather_overlaps(pool):
+    check_experts(pool, 2, SHARDED | {"overlap_param_gather": True})
+
+
+def check_experts(pool, expert_parallel, fields):
     expected = in_one_process()
 
     results = pool.run(train, expert_parallel, fields, expected.thresholds, ranks=NUM_RANKS)
@@ -273,7 +283,8 @@ def train_bf16(rank: Rank, expert_parallel: int, fields: dict[str, Any]) -> dict
     ddp = mb.DistributedDataParallel(model, config, groups=ParallelGroups({"dense": rank.group, "expert": same}))
     optimizer = mb.DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=LEARNING_RATE), ddp)
     for step in range(STEPS):
-        loss_of(ddp, tokens_of(rank.index, step)).backward()
+        scale = NUM_RANKS if ddp.ddp_config.grad_reduction == "sum" else 1
+        (loss_of(ddp, tokens_of(rank.index, step)) / scale).backward()
         optimizer.step()
         optimizer.zero_grad()
     weights = values_of(model)
@@ -283,7 +294,7 @@ def train_bf16(rank: Rank, expert_parallel: int, fields: dict[str, Any]) -> dict
     return weights
 
 
-@pytest.mark.parametrize(("expert_parallel", "fields"), [(2, {}), (2, SHARDED), (4, SHARDED)], ids=str)
+@cells(0, 6, 18)
 def test_in_bf16_ranks_stay_as_near_as_one_process_stays_to_itself(pool, expert_parallel, fields):
     """In 16 bits it matters how many tokens are summed at once; ranks sum those that their experts get."""
     reference = in_bf16([[0], [1], [2], [3]])
