@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from megabucket.errors import ConfigError
-from megabucket.optim.state_dict import KNOWN_NUMBERS
+from megabucket.optim.state_dict import is_per_element
 
 _SHAPES: Final = ((12,), (8, 6), (4, 3, 2, 2), (140, 130))
 """Of whole parameters. The last is large: some optimizers look at the rows and columns of large matrices only."""
@@ -149,6 +149,6 @@ def _copy_of(optimizer: torch.optim.Optimizer, values: Sequence[torch.Tensor]) -
 
 def _state_like(key: str, value: Any, of: torch.Tensor, param: torch.Tensor) -> Any:
     """Return the state of a small parameter that resembles the state of one of the user's."""
-    if isinstance(value, torch.Tensor) and value.shape == of.shape and key not in KNOWN_NUMBERS:
+    if is_per_element(key, value, of):
         return torch.full_like(param, float(value.flatten()[0]))
     return copy.deepcopy(value)
