@@ -186,12 +186,6 @@ class DistributedDataParallelConfig(Section):
     place of the back-end's reduce-scatter. Takes memory as large as the 16-bit gradient buffer (half of it with 2 ranks).
     Gradients that are float32 already (``grad_reduce_in_fp32=True``) are reduced as ever."""
 
-    reduce_in_place: bool = False
-    """Take no memory for a reduce-scatter beside the gradients. Over gloo with up to 8 ranks it otherwise receives the other
-    ranks' gradients in memory of its own, half of the gradient buffer with 2 ranks and all of it with more, and sends half as
-    much. Other back-ends need none, and neither does all-reduce mode. ``read_peer_memory`` takes 512 KiB for each other rank
-    in place of that, with this field, too."""
-
     read_peer_memory: bool = True
     """Let the ranks of a gloo group read each other's memory in place of sending over sockets, where all of them (at most 8)
     run on one host and the kernel permits it: buckets of 1 MiB and more, and not with ``fence=False``. A thread of each rank
@@ -301,11 +295,6 @@ class DistributedDataParallelConfig(Section):
             problems.append(
                 "param_name_patterns_for_fp32_local_accumulation rounds float32 sums to 16 bits before they are sent, but "
                 "grad_reduce_in_fp32=True sends float32; set it to False, or drop the patterns"
-            )
-        if self.reduce_scatter_with_fp32_accumulation and self.reduce_in_place:
-            problems.append(
-                "reduce_scatter_with_fp32_accumulation=True receives the other ranks' gradients beside its own, but "
-                "reduce_in_place=True allows no memory for that; drop one of them"
             )
         if self.heartbeat_s is not None and self.dead_after_s <= 2 * self.heartbeat_s:
             problems.append(
