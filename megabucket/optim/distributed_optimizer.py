@@ -361,7 +361,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         sync, num_zeros = self.ddp.sync, None
         if self._settings["returns_num_zeros"]:
-            numel = sum(piece.in_run.numel for shard in self.sharding.shards if shard.counts for piece in shard.pieces())
+            numel = sum(piece.in_segment.numel for shard in self.sharding.shards if shard.counts for piece in shard.pieces())
             num_zeros = self.global_norm.num_zeros(self._counted(grads), numel=numel)
         try:
             if max_norm > 0:

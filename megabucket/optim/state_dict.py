@@ -125,19 +125,19 @@ class StateCutter:
     @torch.no_grad()
     def state_of(self, shard: MainShard) -> ShardState:
         """Return the state of one shard, whose parameters have the same signature; empty when they have none."""
-        state = self._whole.of(self._params[shard.run.params[0]])
+        state = self._whole.of(self._params[shard.segment.params[0]])
         return {key: copy.deepcopy(value) if key in self.numbers else self._cut(shard, key) for key, value in state.items()}
 
     def _cut(self, shard: MainShard, key: str) -> torch.Tensor:
         """Return the pieces of values per element in the shard's order; gaps between parameters are zero, as theirs are."""
-        param = self._params[shard.run.params[0]]
+        param = self._params[shard.segment.params[0]]
         first = self._whole.of(param)[key]
         follows = self._whole.follows_param(param, first)
         flat = torch.zeros_like(shard.main, dtype=shard.main.dtype if follows else first.dtype)
         for piece in shard.pieces():
             param = self._params[piece.param]
             values = in_memory_order(self._whole.of(param)[key], param, flat)
-            flat[slice(*piece.in_run)] = values[slice(*piece.in_param)]
+            flat[slice(*piece.in_segment)] = values[slice(*piece.in_param)]
         return flat
 
     @torch.no_grad()
@@ -147,7 +147,7 @@ class StateCutter:
             param = self._params[piece.param]
             earlier = self._whole.main_values.get(param)
             if earlier is not None and earlier.shape == param.shape:
-                shard.restore_values(in_memory_order(earlier, param, shard.main)[slice(*piece.in_param)], piece.in_run)
+                shard.restore_values(in_memory_order(earlier, param, shard.main)[slice(*piece.in_param)], piece.in_segment)
 
 
 def in_memory_order(values: torch.Tensor, param: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -313,7 +313,7 @@ def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Ma
         OptimizerParametersError: some state is neither one value per element nor one number.
     """
     return [
-        (shard.run.params, [_describe_entry(key, value, shard) for key, value in (state.get(shard.main) or {}).items()])
+        (shard.segment.params, [_describe_entry(key, value, shard) for key, value in (state.get(shard.main) or {}).items()])
         for shard in shards
     ]
 
@@ -367,7 +367,7 @@ def _put_together(
             if entry.kind == "elements":
                 holders.setdefault(entry, []).append(name)
     for entry in sorted(holders):  # the same order on every rank
-        own = [(shard.run.span, state[shard.main][entry.key]) for shard in shards if entry.key in state.get(shard.main, {})]
+        own = [(shard.segment.span, state[shard.main][entry.key]) for shard in shards if entry.key in state.get(shard.main, {})]
         own = [(span, values) for span, values in own if dtype_name(values.dtype) == entry.dtype]
         for param, values in _gather(buffer, holders[entry], own, dtype_named(entry.dtype), holder).items():
             whole[param][entry.key] = values
@@ -380,7 +380,7 @@ def _main_values(buffer: ParamAndGradBuffer, shards: Sequence[MainShard], holder
         # The buffer itself holds the main values, complete on every rank. They are wanted where the parameter left for 16 bits.
         narrowed = [name for name, param in buffer.params.items() if main_dtype(param.dtype) != param.dtype]
         return _cut_out(buffer, narrowed, buffer.param_data)
-    return _gather(buffer, list(buffer.params), [(shard.run.span, shard.main) for shard in shards], dtype, holder)
+    return _gather(buffer, list(buffer.params), [(shard.segment.span, shard.main) for shard in shards], dtype, holder)
 
 
 def _gather(
