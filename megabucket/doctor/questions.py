@@ -28,6 +28,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor import gradients
 from megabucket.doctor.report import Verdict
 from megabucket.errors import rank_list
+from megabucket.optim.kernels import about_apex
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -143,6 +144,7 @@ def see_versions(bench: Bench) -> dict[str, str]:
         "device": f"{bench.device.type} ({platform.machine()})" if accelerator is None else accelerator.name,
         "libraries": f"megabucket {__version__}, torch {torch.__version__}",
         "python": platform.python_version(),
+        "apex": about_apex(bench.device),
     }
 
 
@@ -156,10 +158,13 @@ def judge_versions(facts: Sequence[dict[str, str]]) -> Answer:
     hosts = len({fact["host"] for fact in facts})
     ranks_text = "1 rank" if len(facts) == 1 else f"{len(facts)} ranks"
     text = f"{ranks_text} on {hosts} host{'' if hosts == 1 else 's'}: {by_rank(kinds)}"
+    about = [fact["apex"] or "no amp_C" for fact in facts]
+    if len(set(about)) > 1:
+        return Answer(Verdict.NOTE, text, f"kernels='apex' would not work on all ranks: {by_rank(about)}", odd_ones_out(about))
     if len(set(kinds)) > 1:
         meaning = "harmless, but the slowest rank sets the pace, and last bits may depend on the rank"
         return Answer(Verdict.NOTE, text, meaning, odd_ones_out(kinds))
-    return Answer(Verdict.HOLDS, text, "the same on every rank")
+    return Answer(Verdict.HOLDS, text, "; ".join(filter(None, ("the same on every rank", facts[0]["apex"]))))
 
 
 def see_config(bench: Bench) -> str:

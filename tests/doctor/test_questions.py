@@ -63,8 +63,8 @@ class TestRefusals:
 
 
 class TestRanks:
-    def fact(self, libraries="megabucket 1.0, torch 2.13", python="3.11.7", host="a", device="H100"):
-        return {"host": host, "device": device, "libraries": libraries, "python": python}
+    def fact(self, libraries="megabucket 1.0, torch 2.13", python="3.11.7", host="a", device="H100", apex=""):
+        return {"host": host, "device": device, "libraries": libraries, "python": python, "apex": apex}
 
     def test_different_torch_versions_are_a_finding(self):
         answer = judge_versions([self.fact(), self.fact("megabucket 1.0, torch 2.12"), self.fact()])
@@ -89,8 +89,17 @@ class TestRanks:
         assert (answer.verdict, answer.ranks) == (Verdict.NOTE, (2,))
         assert answer.text.startswith("3 ranks on 2 hosts: H100, megabucket 1.0, ")
 
-    def test_equal_versions_hold(self):
-        assert judge_versions([self.fact()] * 2)[::2] == (Verdict.HOLDS, "the same on every rank")
+    def test_what_is_known_of_apex_is_said_and_all_holds_where_it_is_the_same(self):
+        nothing, refused = judge_versions([self.fact()] * 2), judge_versions([self.fact(apex="no: another project")] * 2)
+
+        assert nothing[::2] == (Verdict.HOLDS, "the same on every rank")
+        assert refused[::2] == (Verdict.HOLDS, "the same on every rank; no: another project")
+
+    def test_ranks_on_which_apex_differs_are_a_note(self):
+        answer = judge_versions([self.fact(apex="works"), self.fact(), self.fact(apex="works", device="A100")])
+
+        assert (answer.verdict, answer.ranks) == (Verdict.NOTE, (1,))
+        assert answer.meaning == "kernels='apex' would not work on all ranks: works on ranks 0, 2; no amp_C on rank 1"
 
 
 def test_ranks_with_other_bits_are_named_with_what_differs():
