@@ -1,4 +1,4 @@
-"""What the planner says about every shipped model, as numbers: compared with ``preset_figures.json`` by ``test_preset_figures``.
+"""What the planner says about every shipped model, as numbers, which a test compares with ``preset_figures.json``.
 
 ``python -m tests.planning.preset_figures > tests/planning/preset_figures.json`` records them anew.
 """
@@ -37,10 +37,10 @@ MODES = ("all_reduce", "reduce_scatter")
 
 def step_figures(model: str, link: str, dp_size: int, mode: str) -> dict[str, float]:
     """Return the predicted seconds of a step with the optimal cuts and with the config's own, and the lower bound."""
-    overrides = [f"mode={mode}", f"link.path=configs/links/{link}.yaml"]
+    overrides = [f"mode={mode}", f"link={link}"]
     if mode == "reduce_scatter":
         overrides.append("ddp.overlap_param_gather=true")
-    setting = setting_of(load_config(f"configs/{model}.yaml", overrides), dp_size=dp_size)
+    setting = setting_of(load_config(model, overrides), dp_size=dp_size)
     configured = setting.configured_plan or setting.plan_of_size(None)
     return {
         "optimal_s": setting.step_s(setting.optimal_plan),
@@ -52,7 +52,7 @@ def step_figures(model: str, link: str, dp_size: int, mode: str) -> dict[str, fl
 
 def size_figures(model: str) -> dict[str, object]:
     """Return the layout's fingerprint on 16 ranks and the bytes of a rank in each mode."""
-    run = load_config(f"configs/{model}.yaml")
+    run = load_config(model)
     specs = param_specs(run.model)
     memory = memory_by_mode(specs, run.ddp, dp_size=16)
     return {

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from tests.planning.preset_figures import LINKS, MODELS, MODES, case_name, size_figures, step_figures
 
 RECORDED = json.loads(Path(__file__).with_name("preset_figures.json").read_text())
