@@ -28,6 +28,7 @@ from megabucket.errors import CheckpointUnavailableError, OptimizerParametersErr
 from megabucket.layout import Span
 from megabucket.layout.segments import Segment, plan_segments
 from megabucket.optim.elementwise import check_elementwise
+from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import check_norm_settings
 from megabucket.optim.state_dict import (
     ShardHolder,
@@ -37,7 +38,6 @@ from megabucket.optim.state_dict import (
     in_memory_order,
     main_dtype,
     set_groups,
-    state_of_empty_params,
     unpack,
     unshard,
 )
@@ -439,7 +439,7 @@ class Sharding:
         found = unshard(self.shards, state, self.holder)
         for shard in self.shards:
             state.pop(shard.main, None)
-        state.update({**found.values, **state_of_empty_params(found, self.members.by_group())})
+        state.update(found.values)
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
         self.members.restore()
@@ -453,28 +453,24 @@ class Sharding:
             settings: the arguments of ``DistributedOptimizer`` by name, which must be the same on all ranks.
 
         Raises:
-            ConfigError: the optimizer cannot work on flat shards, a setting is out of range, or the norm would be wrong.
+            ConfigError: the optimizer cannot work on flat shards, a setting is out of range, the kernels are not there, or the
+                norm would be wrong.
             OptimizerParametersError: the groups do not hold the trainable parameters, or some state cannot be cut. Nothing was
                 changed.
             LayoutMismatchError: groups, hyperparameters, step counts or kinds of state are not the same on all ranks.
             PeerFailedError: another rank could not shard.
         """
-        cut, failure = None, None
-        by_group: dict[str, list[Entry]] = {}
-        try:
+        with self._ddp.sync.preparing_call(label) as by_group:
             clip_grad, threshold = settings["clip_grad"], settings["grad_norm_skip_threshold"]
             check_norm_settings(clip_grad, settings["norm_type"], threshold)
+            find_kernels(settings["kernels"], self._ddp.param_and_grad_buffers[0].grad_data.device)
             returns_some = settings["returns_grad_norm"] or settings["returns_num_zeros"]
             self.check_norm(is_wanted=clip_grad > 0 or threshold < math.inf or returns_some)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes))
             check_elementwise(self._optimizer)  # after what is wrong with its parameters was found
             own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]
-            by_group = self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers])))
-        except Exception as error:
-            failure = error
-        self._ddp.sync.call(label, failure=failure, by_group=by_group)
-        assert cut is not None  # noqa: S101 - otherwise there was a failure
+            by_group.update(self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers]))))
         self._take(cut)
 
     def check_norm(self, *, is_wanted: bool) -> bool:
@@ -543,7 +539,7 @@ class Sharding:
         kept = self.state_of_others
         beside = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
         return WholeState(
-            {**found.values, **state_of_empty_params(found, self.members.by_group()), **kept.values, **beside},
+            {**found.values, **kept.values, **beside},
             {**found.main_values, **kept.main_values},
             {**found.dtypes, **kept.dtypes},
         )
@@ -559,20 +555,14 @@ class Sharding:
             LayoutMismatchError: it is not the same on all ranks.
             PeerFailedError: another rank cannot load it.
         """
-        cut, failure = None, None
-        by_group: dict[str, list[Entry]] = {}
-        try:
+        with self._ddp.sync.preparing_call("load_state_dict()") as by_group:
             self.settle("load_state_dict()")
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
             whole, groups = unpack(self._optimizer, self.members.by_group(), names, state_dict)
             cut = self._cut(whole)
             self._fill_main_values(cut.shards, whole)
             sums = _checksums(whole, self._ddp.param_names)
-            by_group = self._by_group(cut.entries, texts_of([read_hyperparameters(groups, waits=True)]), sums)
-        except Exception as error:
-            failure = error
-        self._ddp.sync.call("load_state_dict()", failure=failure, by_group=by_group)
-        assert cut is not None  # noqa: S101 - otherwise there was a failure
+            by_group.update(self._by_group(cut.entries, texts_of([read_hyperparameters(groups, waits=True)]), sums))
         self._take(cut)
         self._take_others(whole, groups)
         # Main values that do not round to the weights, now or after these were loaded, go at the next step.

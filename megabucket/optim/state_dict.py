@@ -57,28 +57,6 @@ def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
 
 
-def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Tensor]]) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return what plain torch holds for parameters without elements, which lie in no shard: what others have, without values.
-
-    Adagrad of torch 2.11 cannot step without it.
-
-    Args:
-        whole: the state of all parameters in shards.
-        members: the parameters of each group; the first with state stands for the others.
-    """
-    found: dict[torch.Tensor, dict[str, Any]] = {}
-    for group in members:
-        like = next((param for param in group if whole.of(param)), None)
-        if like is None:
-            continue
-        for param in (param for param in group if param.numel() == 0 and param.requires_grad):
-            found[param] = {
-                key: torch.empty_like(param, dtype=value.dtype) if is_per_element(key, value, like) else copy.deepcopy(value)
-                for key, value in whole.of(like).items()
-            }
-    return found
-
-
 def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
     """Return what parameters of a dtype are stepped in: float32 where they are narrower."""
     return torch.float32 if param_dtype.itemsize < torch.float32.itemsize else param_dtype
@@ -291,12 +269,9 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
             for pieces of one parameter.
         PeerFailedError: some other rank's state is so.
     """
-    own, failure, label = [], None, f"{holder.label}: optimizer state"
-    try:
+    label = f"{holder.label}: optimizer state"
+    with holder.sync.preparing_call(label):
         own = describe_shards(shards, state)
-    except OptimizerParametersError as error:
-        failure = error
-    holder.sync.call(label, failure=failure)
     described = merge_descriptions(_of_all_ranks(shards, own, holder, label))
     values: dict[torch.Tensor, Mapping[str, Any]] = {}
     main_values: dict[torch.Tensor, torch.Tensor] = {}

@@ -123,8 +123,7 @@ def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives:
     Other ranks' gradients are received in it: see docs/decisions/gloo-exchanges.md.
 
     Args:
-        receives: whether what is sent is received beside the gradients: in reduce-scatter mode, unless the config says
-            ``reduce_in_place``.
+        receives: whether what is sent is received beside the gradients: in reduce-scatter mode.
         reads_peers: whether the ranks read each other's memory, bucket by bucket (``read_peer_memory``, all ranks on one host).
             Then only small buckets are received, and a block from each other rank.
     """
