@@ -319,8 +319,8 @@ class Link:
 
     def _abandon(self) -> None:
         self.worker.give_up()
-        # The destructor of a gloo group joins threads that wait for the other ranks, up to the group's time limit. With a frozen
-        # rank, destroy_process_group() and the end of the program would take that long. See docs/decisions/liveness.md.
+        # The destructor of a gloo group joins threads that wait for the other ranks, up to the group's time limit. With a
+        # frozen rank, destroy_process_group() and the end of the program would take that long. See docs/decisions/liveness.md.
         given = self._given()
         kept = self.own_groups or ([given] if given is not None else [])
         is_aborted = threading.Event()
@@ -328,7 +328,7 @@ class Link:
         is_aborted.wait(_JOIN_S)
 
     def close(self) -> None:
-        """End the threads and groups. Also called when the communicator is garbage-collected, and at the end of the program."""
+        """End the threads and groups. Also called when the communicator is collected, and at the end of the program."""
         self.worker.end(_JOIN_S)
         if self.watch is not None:
             self.watch.heartbeat.stop()
@@ -631,9 +631,10 @@ def existence_of(group: dist.ProcessGroup) -> Callable[[], bool]:
 def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float) -> list[dist.ProcessGroup]:
     """Return gloo groups of the same ranks in the same order; none if a back-end is not gloo, or torch has changed.
 
-    All ranks call it together, with the same new names. The groups are not in torch's list of groups, so only their own methods
-    can be used. They are made as in ``new_group``, over the store of ``group``. ``split_group`` would open three new connections
-    to that store, each with a reverse name lookup: with a faulty name server that takes 5 s or more, and the other ranks time out.
+    All ranks call it together, with the same new names. The groups are not in torch's list of groups, so only their own
+    methods can be used. They are made as in ``new_group``, over the store of ``group``. ``split_group`` would open three new
+    connections to that store, each with a reverse name lookup: with a faulty name server that takes 5 s or more, and the other
+    ranks time out.
     """
     store = store_of(group)
     if {backend.name() for backend in backends_of(group)} != {"gloo"} or store is None:
