@@ -2,7 +2,7 @@
 
 Squares are summed in float64 and the norm is rounded to float32, so it does not depend on how the gradients are cut into
 shards, buckets or modes: float32 sums over different cuts differ in the last bit in most cases, and clipping would carry the
-difference into the weights.
+difference into the weights. This holds with torch's kernels; ``kernels.py`` says what those of apex do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import torch
 
 from megabucket.comm import Accelerator, AllReduce, Communicator, ReduceOp
 from megabucket.errors import ConfigError
+
+Scale = Callable[[list[torch.Tensor], float], object]
+"""Multiplies tensors by a number, in place."""
 
 _FLOAT32: Final = struct.Struct("f")
 _LARGEST: Final = torch.finfo(torch.float32).max
@@ -52,6 +55,7 @@ class GlobalNorm:
         is_whole: whether each rank holds all of them.
         device: where the gradients of all ranks live, and the collective runs.
         norm_type: p of the p-norm, at least 1; infinite for the largest magnitude, which is infinite where a gradient is nan.
+        l2_norm: the function of this name, or a kernel in its place.
     """
 
     def __init__(
@@ -61,13 +65,12 @@ class GlobalNorm:
         device: torch.device,
         is_whole: bool = False,
         norm_type: float = 2.0,
+        l2_norm: Callable[[torch.Tensor], torch.Tensor] = l2_norm,
     ) -> None:
         self.accelerator = Accelerator.of(device)
         self._communicator, self.is_collective = communicator, not is_whole
         self.norm_type = float(norm_type)
-        self.of_grad: Callable[[torch.Tensor], torch.Tensor] = (
-            l2_norm if norm_type == 2 else partial(p_norm, norm_type=norm_type)
-        )
+        self.of_grad = l2_norm if norm_type == 2 else partial(p_norm, norm_type=norm_type)
         """Returns the norm of one of this rank's gradients."""
         op = ReduceOp.MAX if norm_type == math.inf else ReduceOp.SUM
         self._power = 1.0 if norm_type == math.inf else norm_type  # of what ranks add up, or take the largest of
@@ -112,14 +115,14 @@ class GlobalNorm:
         return int(self._communicator.launch([AllReduce(total)], label=label).read(total))
 
 
-def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float) -> None:
+def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float, scale: Scale = torch._foreach_mul_) -> None:
     """Scale gradients in place so that their global norm is at most ``max_norm``; leave smaller ones untouched.
 
     The factor is ``max_norm / (norm + 1e-6)``, as in ``torch.nn.utils.clip_grad_norm_`` and in Megatron.
     """
     factor = max_norm / (norm + 1e-6)
     if factor < 1 and grads:
-        torch._foreach_mul_(list(grads), factor)
+        scale(list(grads), factor)
 
 
 def check_norm_settings(clip_grad: Any, norm_type: float, grad_norm_skip_threshold: float) -> None:

@@ -28,6 +28,7 @@ from megabucket.errors import CheckpointUnavailableError, OptimizerParametersErr
 from megabucket.layout import Span
 from megabucket.layout.segments import Segment, plan_segments
 from megabucket.optim.elementwise import check_elementwise
+from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import check_norm_settings
 from megabucket.optim.state_dict import (
     KNOWN_NUMBERS,
@@ -455,7 +456,8 @@ class Sharding:
             settings: the arguments of ``DistributedOptimizer`` by name, which must be the same on all ranks.
 
         Raises:
-            ConfigError: the optimizer cannot work on flat shards, a setting is out of range, or the norm would be wrong.
+            ConfigError: the optimizer cannot work on flat shards, a setting is out of range, the kernels are not there, or the
+                norm would be wrong.
             OptimizerParametersError: the groups do not hold the trainable parameters, or some state cannot be cut. Nothing was
                 changed.
             LayoutMismatchError: groups, hyperparameters, step counts or kinds of state are not the same on all ranks.
@@ -464,6 +466,7 @@ class Sharding:
         with self._ddp.sync.preparing_call(label) as by_group:
             clip_grad, threshold = settings["clip_grad"], settings["grad_norm_skip_threshold"]
             check_norm_settings(clip_grad, settings["norm_type"], threshold)
+            find_kernels(settings["kernels"], self._ddp.param_and_grad_buffers[0].grad_data.device)
             returns_some = settings["returns_grad_norm"] or settings["returns_num_zeros"]
             self.check_norm(is_wanted=clip_grad > 0 or threshold < math.inf or returns_some)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)

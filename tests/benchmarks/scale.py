@@ -259,7 +259,7 @@ def show_world(_: int) -> None:
 
 
 def plan_rows(name: str) -> Iterable[list[object]]:
-    run = load_config(ROOT / f"configs/{name}.yaml", [f"link.path={ROOT}/configs/links/h100-cluster-400g.yaml"])
+    run = load_config(name, ["link=h100-cluster-400g"])
     run = run.model_copy(update={"ddp": run.ddp.model_copy(update={"use_distributed_optimizer": True})})
     for ranks in RANKS:
         setting = setting_of(run, dp_size=ranks)

@@ -219,7 +219,7 @@ def test_a_step_that_the_wrapper_skips_lowers_the_scale_also_where_the_sum_is_fi
 
 
 @MODES
-def test_a_step_without_a_scaler_runs_nothing_of_scaling_averages_and_trials(is_sharded):
+def test_a_step_without_a_scaler_runs_nothing_of_scaling_averages_trials_and_apex(is_sharded):
     ddp = DistributedDataParallel(torch.nn.Linear(4, 2), DistributedDataParallelConfig(use_distributed_optimizer=is_sharded))
     optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters()), ddp, clip_grad=0.01)
 
@@ -237,4 +237,4 @@ def test_a_step_without_a_scaler_runs_nothing_of_scaling_averages_and_trials(is_
         sys.setprofile(None)
 
     assert {"optim/distributed_optimizer.py", "optim/norm.py"} <= called
-    assert called.isdisjoint(f"optim/{name}.py" for name in ("scaler", "averaging", "elementwise"))
+    assert called.isdisjoint(f"optim/{name}.py" for name in ("scaler", "averaging", "elementwise", "kernels"))
