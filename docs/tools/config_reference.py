@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterable
@@ -13,8 +14,6 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 import annotated_types as at
 from pydantic.fields import FieldInfo
 
-from examples.bytegpt.config import CheckpointConfig, DataConfig, Program, TrainConfig
-from examples.bytegpt.config import OptimizerConfig as DemoOptimizerConfig
 from megabucket.config.ddp import DistributedDataParallelConfig, PositiveCount, Section, is_section
 from megabucket.planning.model_config import (
     FactoryConfig,
@@ -25,6 +24,8 @@ from megabucket.planning.model_config import (
     MoeConfig,
     ParamEntry,
     ParamListConfig,
+    _DecoderConfig,
+    _RotaryConfig,
 )
 from megabucket.planning.run_config import OptimizerConfig, RunConfig
 from megabucket.planning.simulation_config import (
@@ -47,6 +48,8 @@ _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
     ("`ddp`", DistributedDataParallelConfig),
     ("`optimizer`", OptimizerConfig),
     ("`fabric`", FabricConfig),
+    ("`model` with `kind: gpt`, `llama` or `moe`", _DecoderConfig),
+    ("`model` with `kind: llama` or `moe`", _RotaryConfig),
     ("`model` with `kind: gpt`", GptConfig),
     ("`model` with `kind: llama`", LlamaConfig),
     ("`model` with `kind: moe`", MoeConfig),
@@ -66,11 +69,6 @@ _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
     ("`workload`", WorkloadConfig),
     ("One entry of `tensors`", TensorConfig),
     ("`sweep`", SweepConfig),
-    ("`program` of the demo", Program),
-    ("`program.optimizer` of the demo", DemoOptimizerConfig),
-    ("`program.data` of the demo", DataConfig),
-    ("`program.train` of the demo", TrainConfig),
-    ("`program.checkpoint` of the demo", CheckpointConfig),
 )
 
 _HEAD: Final = """\
@@ -80,8 +78,8 @@ _HEAD: Final = """\
 
 A config is a YAML file; `key=value` arguments override it, for example `ddp.bucket_size=40M`. Numbers and booleans follow
 YAML 1.2: `3e-4` is a number, `yes` is text. Anchors, aliases, tags and repeated keys are refused, as are files over 1 MiB.
-Unknown keys are errors. A *count* is a whole number, also written `4e7` or `40M`. What stands under `program` is for the
-program that trains; those of `make demo` are in [its config](../../examples/bytegpt/config.py).
+Unknown keys are errors. A *count* is a whole number, also written `4e7` or `40M`. The training program reads `program`; for
+`make demo` see [its config](../../examples/bytegpt/config.py).
 """
 
 # Bounds beyond this only keep arithmetic finite; nobody needs to read them.
@@ -107,7 +105,10 @@ def render_reference() -> str:
 
 def _section(title: str, model: type[Section]) -> str:
     lines = [f"## {title}", "", _markdown(model.__doc__ or ""), "", "| field | type | default | meaning |", "|---|---|---|---|"]
-    for name, field in sorted(model.model_fields.items(), key=lambda item: item[0] != "kind"):
+    own = inspect.get_annotations(model)  # inherited fields are in the section of the base class
+    for name, field in model.model_fields.items():
+        if name not in own or name == "kind":  # which the title names
+            continue
         kind = _type_text(field.annotation, field.metadata).replace("|", "\\|")
         lines.append(f"| `{name}` | {kind} | {_default(field)} | {_markdown(field.description or '')} |")
     return "\n".join([*lines, ""])
