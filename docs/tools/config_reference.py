@@ -15,6 +15,7 @@ import annotated_types as at
 from pydantic.fields import FieldInfo
 
 from megabucket.config.ddp import DistributedDataParallelConfig, PositiveCount, Section, is_section
+from megabucket.planning.links import AffineFit, FileLink, FlatLink, LinkTable, MeasuredLink, RingLink, TwoLevelLink
 from megabucket.planning.model_config import (
     FactoryConfig,
     GptConfig,
@@ -27,21 +28,8 @@ from megabucket.planning.model_config import (
     _DecoderConfig,
     _RotaryConfig,
 )
-from megabucket.planning.run_config import OptimizerConfig, RunConfig
-from megabucket.planning.simulation_config import (
-    FabricConfig,
-    FileLinkConfig,
-    FitConfig,
-    FlatLinkConfig,
-    LinkLevelConfig,
-    LinkTableConfig,
-    RingLinkConfig,
-    SweepConfig,
-    TableLinkConfig,
-    TensorConfig,
-    TwoLevelLinkConfig,
-    WorkloadConfig,
-)
+from megabucket.planning.run_config import FabricConfig, OptimizerConfig, RunConfig, SweepConfig
+from megabucket.planning.workload import TensorConfig, WorkloadConfig
 
 _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
     ("The file", RunConfig),
@@ -58,14 +46,13 @@ _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
     ("`model` with `kind: params`", ParamListConfig),
     ("One entry of `params`", ParamEntry),
     ("`model` with `kind: factory`", FactoryConfig),
-    ("`link` with `kind: flat`", FlatLinkConfig),
-    ("`link` with `kind: ring`", RingLinkConfig),
-    ("`link` with `kind: two_level`", TwoLevelLinkConfig),
-    ("`inside` and `between` of `kind: two_level`", LinkLevelConfig),
-    ("`link` with `kind: table`", TableLinkConfig),
-    ("One entry of `tables`", LinkTableConfig),
-    ("`fit` of a table", FitConfig),
-    ("`link` with `kind: file`", FileLinkConfig),
+    ("`link` with `kind: flat`", FlatLink),
+    ("`link` with `kind: ring`", RingLink),
+    ("`link` with `kind: two_level`", TwoLevelLink),
+    ("`link` with `kind: table`", MeasuredLink),
+    ("One entry of `tables`", LinkTable),
+    ("`fit` of a table", AffineFit),
+    ("`link` with `kind: file`", FileLink),
     ("`workload`", WorkloadConfig),
     ("One entry of `tensors`", TensorConfig),
     ("`sweep`", SweepConfig),

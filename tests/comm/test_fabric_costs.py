@@ -26,7 +26,7 @@ SIZES = st.integers(0, 10**10)
     kind=st.sampled_from(CollectiveKind),
 )
 def test_the_fabric_takes_the_time_that_a_ring_link_predicts(latency_s, bytes_per_s, payload_bytes, num_ranks, kind):
-    fabric, link = EmulatedFabric(latency_s, bytes_per_s), RingLink(latency_s, bytes_per_s)
+    fabric, link = EmulatedFabric(latency_s, bytes_per_s), RingLink(latency_s=latency_s, bytes_per_s=bytes_per_s)
 
     seconds = fabric.collective_s(ring_passes=kind.ring_passes, payload_bytes=payload_bytes, num_ranks=num_ranks)
 

@@ -11,8 +11,7 @@ import pytest
 from report_cases import HOSTILE, book, model_run, report, small, tensors, zero
 
 from megabucket.planning import RunConfig
-from megabucket.planning.inputs import write_workload
-from megabucket.planning.workload import TensorWork, Workload
+from megabucket.planning.workload import TensorWork, Workload, write_workload
 from megabucket.report import Measured, render_page, write_report
 from megabucket.report.measured import MeasuredPlan
 
