@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from megabucket.checkpoint.file_system import FileSystem, read_file, reason_of, remove_tree, write_file
-from megabucket.checkpoint.format import MANIFEST_NAME, MIN_KEY_BYTES, Manifest, decode_manifest, seal_of
-from megabucket.errors import ConfigError, log_once
+from megabucket.checkpoint.format import MANIFEST_NAME, Manifest, decode_manifest, seal_of
+from megabucket.errors import log_once
 
 LATEST: Final = "latest"
 LOCK: Final = ".lock"
@@ -108,32 +108,17 @@ def saved_steps(root: Path, *, but: StepDirectory | None = None) -> tuple[int, .
         return ()  # this is for texts of errors, which must not fail
 
 
-def read_manifest(path: Path, directory: StepDirectory, *, key: bytes | None) -> Manifest:
+def read_manifest(path: Path, directory: StepDirectory) -> Manifest:
     """Return the manifest in ``path``.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is not sealed, not as it must be, or of another step than the directory.
     """
-    manifest = decode_manifest(bytes(read_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)), key=key)
+    manifest = decode_manifest(bytes(read_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)))
     if manifest.step != directory.step:
         raise ValueError(f"it is of step {manifest.step}, in the directory of step {directory.step}")
     return manifest
-
-
-def read_key(path: Path) -> bytes:
-    """Return the key in a file, without a line break at its end.
-
-    Raises:
-        ConfigError: it cannot be read, or is too short for a key.
-    """
-    try:
-        key = path.read_bytes().removesuffix(b"\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: the key cannot be read: {reason_of(error)}") from None
-    if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(f"{path}: a key of {len(key)} bytes; it takes {MIN_KEY_BYTES} or more, such as 32 random ones")
-    return key
 
 
 class RootDirectory:

@@ -149,12 +149,13 @@ def test_two_saves_into_one_directory_do_not_meet(tmp_path):
     save(tmp_path, 1)
     first = Save(tmp_path, 2, AloneRanks(), SaveSettings())
     works = first.works(lambda: content_of(sample.snapshot(2, rank=0, size=1), AloneRanks(), 10**6))
-    next(works)()
+    work = next(works)
 
     with pytest.raises(CheckpointNotSavedError, match="another save into this directory is going on"):
         save(tmp_path, 3)
-    for work in works:
-        work()
+    with pytest.raises(StopIteration):
+        while True:
+            work = works.send(work)
 
     assert sample.loaded_step(tmp_path) == 2
 
@@ -217,10 +218,10 @@ def test_tensors_that_ranks_describe_differently_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        (torch.zeros(4, dtype=torch.float64), "'w' 0:4 says float32 and has torch.float64"),
-        (torch.zeros(8)[::2], "'w' 0:4 has values of shape"),
-        (torch.zeros(2, 2), "'w' 0:4 has values of shape"),
-        (torch.zeros(3), "'w' 0:4 has values of shape"),
+        (torch.zeros(4, dtype=torch.float64), "'w' 0:4 of float32 has values of shape .* torch.float64"),
+        (torch.zeros(8)[::2], "'w' 0:4 of float32 has values of shape"),
+        (torch.zeros(2, 2), "'w' 0:4 of float32 has values of shape"),
+        (torch.zeros(3), "'w' 0:4 of float32 has values of shape"),
     ],
 )
 def test_values_that_are_not_what_their_piece_says_are_refused(tmp_path, values, problem):
