@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from megabucket.buffer import dtype_name
-from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_file
+from megabucket.checkpoint.file_system import NUM_FILE_THREADS, FileSystem
 from megabucket.checkpoint.format import ITEM_BYTES, Json, Piece, Snapshot, StoredFile, encode_header
 from megabucket.checkpoint.ranks import Ranks
 from megabucket.units import MIB
@@ -61,10 +61,10 @@ class Content:
                     digest.update(chunk)
                     yield chunk
 
-            num_bytes = write_file(file_system, directory / name, hashed())
+            num_bytes = file_system.write_file(directory / name, hashed())
             return StoredFile(name, num_bytes, digest.hexdigest())
 
-        with ThreadPoolExecutor(num_file_threads(), "megabucket-save") as pool:
+        with ThreadPoolExecutor(NUM_FILE_THREADS, "megabucket-save") as pool:
             return list(pool.map(write, self.files))
 
 

@@ -36,7 +36,7 @@ from megabucket.checkpoint.catalog import (
     step_directories,
 )
 from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, content_of
-from megabucket.checkpoint.file_system import FileSystem, free_bytes, lock, reason_of, remove_tree, unlock
+from megabucket.checkpoint.file_system import FileSystem, free_bytes, lock, reason_of, unlock
 from megabucket.checkpoint.format import (
     Manifest,
     Snapshot,
@@ -133,7 +133,7 @@ class Save:
         except MegabucketError:
             if self._ranks.rank == 0 and self._staging != self._root:
                 with suppress(OSError):  # the next save removes it
-                    remove_tree(self._settings.file_system, self._staging)
+                    self._settings.file_system.remove_tree(self._staging)
             raise
         finally:
             if self._lock is not None:

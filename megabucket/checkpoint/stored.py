@@ -30,7 +30,7 @@ from megabucket.checkpoint.catalog import (
     saved_steps,
     step_directories,
 )
-from megabucket.checkpoint.file_system import num_file_threads, read_file, reason_of
+from megabucket.checkpoint.file_system import NUM_FILE_THREADS, read_file, reason_of
 from megabucket.checkpoint.format import (
     ITEM_BYTES,
     MANIFEST_NAME,
@@ -113,7 +113,7 @@ class StoredCheckpoint(Stored):
                 return error
             return None
 
-        with ThreadPoolExecutor(num_file_threads(), "megabucket-load") as pool:
+        with ThreadPoolExecutor(NUM_FILE_THREADS, "megabucket-load") as pool:
             return [error for error in pool.map(check, self.files) if error is not None]
 
     def _verified(self, file: StoredFile) -> memoryview:
@@ -190,7 +190,7 @@ class StoredCheckpoint(Stored):
                 source = torch.frombuffer(contents, dtype=dtype, count=len(values), offset=begins[key] + skipped_bytes)
                 copy_checked(source, values, key)
 
-        with ThreadPoolExecutor(num_file_threads(), "megabucket-load") as pool:
+        with ThreadPoolExecutor(NUM_FILE_THREADS, "megabucket-load") as pool:
             list(pool.map(fill, sorted(by_file)))  # after a failure those that have not begun are cancelled
 
 

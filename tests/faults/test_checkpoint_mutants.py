@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 RUN = """
+import os
 import tempfile
 from pathlib import Path
 import torch
@@ -75,7 +76,7 @@ def remove_old(self, saved, *, keep_last):
     for directory in catalog.step_directories(self._root):
         if directory != saved:
             (self._root / catalog.LATEST).write_text(catalog.Latest(directory, "0" * 64).encode().decode())
-            file_system.remove_tree(self._files, self._root / directory.name)
+            self._files.remove_tree(self._root / directory.name)
 catalog.RootDirectory.remove_old = remove_old
 """,
         "another seal",
@@ -147,7 +148,7 @@ save.Save._agree = alone
         IO_ERRORS,
         """
 def half(self, directory, staging, before):
-    self._files.rename(self._root / directory.name, staging)
+    self._files.call(os.rename, self._root / directory.name, staging)
 catalog.RootDirectory._take_back = half
 """,
         "call ",
