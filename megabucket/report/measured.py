@@ -133,7 +133,7 @@ def _read(kind: type[_Read], entry: dict[str, Any], source: str) -> _Read:
     try:
         return TypeAdapter(kind).validate_python(entry)
     except ValidationError as error:
-        raise explain_validation_error(error, data=entry, document=Document(entry, {}, source)) from None
+        raise explain_validation_error(error, data=entry, document=Document(entry, source)) from None
 
 
 def _summary(source: str, steps: Sequence[_Step]) -> MeasuredPlan:
