@@ -115,9 +115,9 @@ def test_plan_and_report_cut_for_the_ranks_of_one_replica(tmp_path):
     figures = collect(run, dp_size=8)
 
     assert {bucket["num_shards"] for bucket in json.loads(planned.stdout)["buckets"]} == {4}
-    assert {entry.row.num_shards for entry in figures.buckets} == {4}
+    assert {row["num_shards"] for row in figures.buckets} == {4}
     assert figures.to_dict()["num_instances"] == 2
-    assert [row.num_ranks for row in figures.scaling] == [2**exponent for exponent in range(13)]  # also those fewer than 2
+    assert [row["num_ranks"] for row in figures.scaling] == [2**exponent for exponent in range(13)]  # also those fewer than 2
 
 
 @pytest.mark.parametrize(

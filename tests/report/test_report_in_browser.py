@@ -329,7 +329,7 @@ def test_a_hundred_thousand_tensors_fit(site, many_report):
     page.get_by_role("slider", name="Bucket size").focus()
     page.keyboard.press("Home")
 
-    assert len(html.encode()) < 200_000
+    assert len(html.encode()) < 1_000_000
     assert "too many buckets to draw" in page.locator("#timeline").text_content()
     page.keyboard.press("End")
     assert stats(page)["Buckets"] == "1"
