@@ -178,17 +178,9 @@ def layout_inputs(
     return _layout_inputs(models, sizes, _switches(layouts), st.sampled_from(sizings), has_order)
 
 
-def model_layouts(
-    *,
-    specs: SearchStrategy[tuple[ParamSpec, ...]] | None = None,
-    dp_size: SearchStrategy[int] | None = None,
-    layouts: Sequence[str] = LAYOUTS,
-    sizings: Sequence[str] = SIZINGS,
-    recorded_orders: bool = True,
-) -> SearchStrategy[ModelLayout]:
+def model_layouts(**arguments: Any) -> SearchStrategy[ModelLayout]:
     """Layouts as this library builds them; the arguments and the shrinking are those of ``layout_inputs``."""
-    inputs = layout_inputs(specs=specs, dp_size=dp_size, layouts=layouts, sizings=sizings, recorded_orders=recorded_orders)
-    return inputs.map(LayoutInput.build)
+    return layout_inputs(**arguments).map(LayoutInput.build)
 
 
 _BOTH: Final = (False, True)
