@@ -111,7 +111,7 @@ class _Model(torch.nn.Module):
 
 
 def _train(ddp: DistributedDataParallel, model: _Model, size: int) -> Iterator[Fact]:
-    """Yield what the parameters say after each step. SGD's learning rate is 1, so their changes are the gradients."""
+    """Yield the result of each step. SGD's learning rate is 1, so the changes of parameters are the gradients."""
     divisor = 1 if ddp.ddp_config.grad_reduction == "sum" else size
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), ddp)
     right = {name: torch.zeros(param.numel()) for name, param in model.named_parameters()}  # float32, as the optimizer's

@@ -36,7 +36,7 @@ _NUMELS: Final = (1, 7, 1_000, 65_537)
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What the questions are asked on."""
+    """The communicator, device and config that the questions use."""
 
     communicator: Communicator
     device: torch.device

@@ -1,8 +1,8 @@
-"""What must be true of a layout: named invariants, and assertions for tests. Public API; needs numpy, not hypothesis.
+"""Named invariants of a layout, and assertions for tests. Public API; needs numpy, not hypothesis.
 
-Each function takes a finished layout, of this library or of anybody else's code in this library's types. ``check_layout``
-returns what is wrong; the assertions raise ``AssertionError`` with the facts. None of them builds a layout, so none repeats
-the algorithm that it checks.
+Each function takes a finished layout, made by this library or by other code in this library's types. ``check_layout`` returns
+the violations; the assertions raise ``AssertionError``. None of them builds a layout, so none repeats the algorithm that it
+checks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_ALLOCATED_NUMEL: Final = 50_000_000
 
 
 def check_layout(layout: ModelLayout) -> list[str]:
-    """Return every violated invariant as ``"name: what is wrong where"``; empty when the layout is sound.
+    """Return every violated invariant as ``"name: buffer: problem"``; empty when the layout is sound.
 
     Time is linear in the number of parameters (plus the sort by position). Never raises for a badly cut layout.
     """
@@ -129,7 +129,7 @@ def assert_shards_partition(layout: ModelLayout) -> None:
 def assert_views_are_a_bijection(layout: ModelLayout) -> None:
     """Writing distinct numbers through every parameter's view fills the flat buffers with each number once, and nothing else.
 
-    Allocates an array per buffer, one after the other. Padding must keep what it was filled with.
+    Allocates an array per buffer, one after the other. Padding must stay as it is.
 
     Raises:
         AssertionError: a number is lost or doubled, padding was written, or a view does not fit into its buffer.
