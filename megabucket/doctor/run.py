@@ -103,9 +103,9 @@ def _bench(given: Bench) -> Iterator[Bench]:
         yield Bench(communicator, given.device, given.config, group)
     finally:
         communicator.close()
+        # Wrappers are full of reference cycles, and a group that one of them still holds would live on in its threads.
+        gc.collect()
         if is_world:
-            # Wrappers are full of reference cycles, and a group that one of them still holds would live on in its threads.
-            gc.collect()
             dist.destroy_process_group(group)
 
 
