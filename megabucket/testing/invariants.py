@@ -8,7 +8,7 @@ checks.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import pairwise, zip_longest
@@ -85,19 +85,19 @@ def assert_places(layout: ModelLayout, specs: Sequence[ParamSpec]) -> None:
     Raises:
         AssertionError: a parameter is missing, too many, or in the wrong place.
     """
-    holders = Counter(name for buffer in layout.buffers for name in buffer.params)
-    expected = {spec.name: (index, spec) for index, spec in enumerate(specs)}
-    problems = [f"{name!r} lies in {holders[name]} buffers" for name in expected if holders[name] != 1]
-    problems += [f"{name!r} is not a parameter of the model" for name in holders if name not in expected]
+    found: defaultdict[str, list[tuple[object, ...]]] = defaultdict(list)
     for buffer in layout.buffers:
         for name, slot in buffer.params.items():
-            if name not in expected:
-                continue
-            index, spec = expected[name]
-            wanted = (index, spec.shape, spec.shared_embedding, spec.dtype, spec.group)
-            found = (slot.registration_index, slot.shape, slot.shared_embedding, buffer.key.param_dtype, buffer.key.group)
-            if wanted != found:
-                problems.append(f"{name!r}: (number, shape, shared, dtype, group) is {found}, expected {wanted}")
+            place = (slot.registration_index, slot.shape, slot.shared_embedding, buffer.key.param_dtype, buffer.key.group)
+            found[name].append(place)
+    expected = {
+        spec.name: [(index, spec.shape, spec.shared_embedding, spec.dtype, spec.group)] for index, spec in enumerate(specs)
+    }
+    problems = [
+        f"{name!r}: (number, shape, shared, dtype, group) is {found.get(name)}, expected {expected.get(name)}"
+        for name in expected | found
+        if found.get(name) != expected.get(name)
+    ]
     if problems:
         _fail("the layout does not hold the given parameters", problems)
 
