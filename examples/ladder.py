@@ -261,7 +261,8 @@ def planned_collectives(course: Course, below: dist.ProcessGroup) -> list[int]:
     sizes = {"num_microbatches": course.num_microbatches, "bucket_cap_bytes": course.bucket_cap_bytes}
     six = ladder([spec.numel for spec in specs], **sizes)
     workload = Workload(tuple(TensorWork(spec.name, spec.numel) for spec in specs))
-    ours = [Setting(workload, FlatLink(0.0, 0.0), config, num_ranks, specs) for config in our_configs(course)]
+    free = FlatLink(latency_s=0.0, seconds_per_byte=0.0)
+    ours = [Setting(workload, free, config, num_ranks, specs) for config in our_configs(course)]
     simulated = []
     for setting in ours:
         trace = setting.traces(setting.configured_plan)[-1]

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
@@ -18,9 +18,8 @@ from megabucket.comm import Accelerator, Communicator, discover_communicator
 from megabucket.errors import ConfigError
 from megabucket.measure.collectives import Timing, cells_of, time_collectives
 from megabucket.measure.ranks import Launch, Note, Ranks, check_writable, joined_ranks, silent
-from megabucket.planning.inputs import write_link
-from megabucket.planning.links import AffineFit, MeasuredLink, TableKey, fit_affine
-from megabucket.planning.simulation_config import FabricConfig
+from megabucket.planning.links import AffineFit, LinkTable, MeasuredLink, TableKey, fit_affine, write_link
+from megabucket.planning.run_config import FabricConfig
 from megabucket.trace import CollectiveKind
 from megabucket.units import format_bytes, format_seconds
 
@@ -73,9 +72,19 @@ class Calibration:
 
     @property
     def link(self) -> MeasuredLink:
-        """The medians as a link for the simulator."""
-        points = {key: tuple((float(row.cell.num_bytes), row.median_s) for row in rows) for key, rows in self.tables.items()}
-        return MeasuredLink(points, self.num_ranks)
+        """The medians as a link for the simulator, with quartiles, fits and facts beside them."""
+        tables = [
+            LinkTable(
+                operation=key[0].value,
+                dtype=key[1],
+                fit=self.fits[key],
+                points=tuple((float(row.cell.num_bytes), row.median_s) for row in rows),
+                spread_s=tuple(row.quartiles_s for row in rows),
+            )
+            for key, rows in self.tables.items()
+        ]
+        facts = self.facts | {f"remark {number}": text for number, text in enumerate(self.remarks, start=1)}
+        return MeasuredLink(num_ranks=self.num_ranks, tables=tuple(tables), facts=facts)
 
     @property
     def tables(self) -> dict[TableKey, tuple[Timing, ...]]:
@@ -86,12 +95,12 @@ class Calibration:
     @property
     def fits(self) -> dict[TableKey, AffineFit]:
         """The line through each table."""
-        return {key: fit_affine(points) for key, points in self.link.tables.items()}
+        return {key: fit_affine([(row.cell.num_bytes, row.median_s) for row in rows]) for key, rows in self.tables.items()}
 
     def residuals(self, key: TableKey) -> tuple[float, ...]:
         """Return ``(line - measured) / measured`` for each point of a table."""
         fit = self.fits[key]
-        return tuple(fit.line(size) / seconds - 1 for size, seconds in self.link.tables[key])
+        return tuple(fit.line(row.cell.num_bytes) / row.median_s - 1 for row in self.tables[key])
 
     def is_affine(self, key: TableKey) -> bool:
         """Whether the line describes the table: no point is further than a quarter of its time away."""
@@ -136,9 +145,7 @@ class Calibration:
         Raises:
             ConfigError: the file cannot be written.
         """
-        spreads_s = {key: [timing.quartiles_s for timing in rows] for key, rows in self.tables.items()}
-        facts = self.facts | {f"remark {number}": text for number, text in enumerate(self.remarks, start=1)}
-        write_link(path, self.link, fits=self.fits, spreads_s=spreads_s, facts=facts)
+        write_link(path, self.link)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, with every repetition, ready for JSON."""
@@ -146,7 +153,7 @@ class Calibration:
             {
                 "operation": key[0].value,
                 "dtype": key[1],
-                "fit": asdict(self.fits[key]),
+                "fit": self.fits[key].model_dump(),
                 "is_affine": self.is_affine(key),
                 "points": [
                     row.to_dict() | {"residual": residual} for row, residual in zip(rows, self.residuals(key), strict=True)
@@ -222,7 +229,7 @@ def pipelined_link(calibration: Calibration, communicator: Communicator, *, devi
         key: tuple((float(timing.cell.num_bytes), undisturbed_s[timing.cell]) for timing in timings)
         for key, timings in calibration.tables.items()
     }
-    return MeasuredLink(tables, calibration.num_ranks)
+    return MeasuredLink.of(tables, calibration.num_ranks)
 
 
 def _facts(plan: CalibrationPlan, ranks: Ranks, hosts: Sequence[str], fabric: FabricConfig | None) -> dict[str, Fact]:

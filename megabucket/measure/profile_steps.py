@@ -15,8 +15,7 @@ from typing import Any
 
 from megabucket.errors import ConfigError, PhaseError
 from megabucket.layout import ParamSpec
-from megabucket.planning.inputs import workload_from_dict, write_workload
-from megabucket.planning.workload import TensorWork, Workload
+from megabucket.planning.workload import TensorWork, Workload, workload_from_dict, write_workload
 from megabucket.trace.clock import Clock, Stamp
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from megabucket.errors import ConfigError, log_once
-from megabucket.planning.simulation_config import FabricConfig
+from megabucket.planning.run_config import FabricConfig
 
 T = TypeVar("T")
 

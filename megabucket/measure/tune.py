@@ -41,7 +41,6 @@ from megabucket.planning.candidates import (
     decide,
     find_candidates,
     in_mode,
-    mode_of,
     pick,
 )
 from megabucket.planning.documents import write_text
@@ -184,7 +183,7 @@ class _Tuner:
         say("calibrating the link")
         link, overhead_s = self._measure_link()
         measured = {}
-        for mode in Mode if plan.all_modes else (mode_of(default),):
+        for mode in Mode if plan.all_modes else (Mode.of(default),):
             say(f"profiling, {mode.value}")
             measured[mode] = self._measure_mode(in_mode(default, mode), link, overhead_s)
         candidates = find_candidates(self._specs, default, measured, link, num_ranks=self._ranks.num_ranks)

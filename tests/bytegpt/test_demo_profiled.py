@@ -15,8 +15,7 @@ from megabucket.errors import ConfigError
 from megabucket.measure.profile import ProfilePlan, profile_program
 from megabucket.measure.ranks import Launch
 from megabucket.planning.architecture import param_specs
-from megabucket.planning.inputs import workload_from_dict
-from megabucket.planning.workload import check_workload_matches
+from megabucket.planning.workload import check_workload_matches, workload_from_dict
 
 DEMO = ("--workload", "examples.bytegpt.workload:workload")
 

@@ -15,7 +15,7 @@ from megabucket.errors import ConfigError
 from megabucket.measure.calibrate import Calibration, CalibrationPlan, calibrate
 from megabucket.measure.collectives import Cell, Timing, sizes_up_to
 from megabucket.measure.ranks import Launch
-from megabucket.planning.inputs import read_link
+from megabucket.planning.links import read_link
 from megabucket.trace import CollectiveKind
 
 KEY = (CollectiveKind.ALL_REDUCE, "float32")
@@ -68,7 +68,7 @@ def test_residuals_are_relative_to_the_measured_time_and_signed():
 
     fit = calibration.fits[KEY]
 
-    assert calibration.link.tables[KEY] == ((1000.0, 2.0), (3000.0, 4.0))
+    assert calibration.link.tables[0].points == ((1000.0, 2.0), (3000.0, 4.0))
     assert calibration.timings[0].quartiles_s == (1.5, 2.5)
     assert calibration.timings[1].quartiles_s == (4.0, 4.0)
     assert fit.line(1000) == pytest.approx(2.0)  # two points are always on a line
