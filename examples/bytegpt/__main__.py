@@ -17,7 +17,7 @@ from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.report import Progress, describe_summary, jsonable
 from examples.bytegpt.train import run_training
 from megabucket.cli.exit_codes import ExitCode, reports_errors
-from megabucket.measure.ranks import read_launch
+from megabucket.measure.ranks import joined_ranks
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -40,10 +40,10 @@ def train(
     json: Annotated[bool, typer.Option("--json", help="print the closing figures as JSON on stdout")] = False,
 ) -> None:
     """Train on bytes of source code; start several ranks with torchrun -m examples.bytegpt ..."""
-    launch = read_launch(os.environ)
-    is_first = launch.rank == 0
     run = load_demo_config(config, [*(overrides or []), *([f"checkpoint.resume={resume}"] if resume else [])])
-    report = run_training(run, launch=launch, progress=Progress(is_shown=is_first), compares=compare is not None)
+    with joined_ranks(os.environ, run.fabric) as ranks:
+        is_first = ranks.rank == 0
+        report = run_training(run, ranks, progress=Progress(is_shown=is_first), compares=compare is not None)
     if is_first and json:
         typer.echo(json_format.dumps(jsonable(asdict(report)), indent=2))
     elif is_first and report.summary is not None:

@@ -18,7 +18,7 @@ from examples.bytegpt.report import MetricsLog, Progress
 from examples.bytegpt.steps import StepLoop, Trainee
 from examples.bytegpt.task import Task, group_of, make_optimizer, make_task, trainable_model
 from megabucket.errors import ConfigError
-from megabucket.measure.ranks import Launch, joined_ranks
+from megabucket.measure.ranks import Ranks
 from megabucket.planning.memory import exchange_memory, rank_memory
 
 
@@ -45,12 +45,11 @@ class Report:
     stopped: Stopped | None = None
 
 
-def run_training(config: DemoConfig, *, launch: Launch, progress: Progress, compares: bool = False) -> Report:
-    """Train as ``config`` says and return the figures. Every process of the run calls it.
+def run_training(config: DemoConfig, ranks: Ranks, *, progress: Progress, compares: bool = False) -> Report:
+    """Train as ``config`` says and return the figures. Every rank calls it.
 
     Args:
         config: all sections.
-        launch: which process this is.
         progress: shows something on the first rank only.
         compares: train the same task with torch's own wrapper afterwards.
 
@@ -62,9 +61,8 @@ def run_training(config: DemoConfig, *, launch: Launch, progress: Progress, comp
     model, log_path = trainable_model(config), config.program.train.log_path
     if compares:
         check_comparable(config)
-    path = Path(log_path) if log_path is not None and launch.rank == 0 else None
-    with closing(MetricsLog(path)) as log, joined_ranks(launch, config.fabric) as ranks:
-        # A function of its own: when the process group ends, no frame holds a wrapper any more, whose groups are its own.
+    path = Path(log_path) if log_path is not None and ranks.rank == 0 else None
+    with closing(MetricsLog(path)) as log:
         return _train(make_task(config, model, ranks), progress, log, compares=compares)
 
 

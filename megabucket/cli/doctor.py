@@ -25,18 +25,18 @@ def doctor(
 
     from megabucket.cli.output import print_json, print_lines, progress
     from megabucket.doctor import run_doctor
-    from megabucket.measure.ranks import joined_ranks, read_launch
+    from megabucket.measure.ranks import joined_ranks
     from megabucket.planning.run_config import load_config
 
     run = load_config(config, overrides or [])
-    with joined_ranks(read_launch(os.environ), run.fabric) as ranks:
-        report = run_doctor(run.ddp, device=ranks.device, note=progress() if ranks.rank == 0 else lambda _: None)
+    with joined_ranks(os.environ, run.fabric, note=progress()) as ranks:
+        report = run_doctor(run.ddp, device=ranks.device, note=ranks.note)
         if ranks.rank == 0:
             if json:
                 print_json(report.to_dict())
             else:
                 print_lines(_lines(report))
-        # torchrun ends the other ranks as soon as one has failed; none may leave before the report is out.
+        # torchrun ends all ranks once one has failed, so all wait here until the report is printed.
         ranks.gather("printed")
     if not report.is_healthy:
         raise typer.Exit(ExitCode.FAILED)

@@ -1,7 +1,7 @@
-"""``TrainingProgram``: a training program taken apart, so that its steps can be run in any bucket plan and measured.
+"""``TrainingProgram``: a training program in parts, so that its steps can run and be measured with any bucket plan.
 
-The function behind ``--workload package.module:function`` returns one. It is called once for each wrapper that is needed, with
-the same arguments on every rank, and knows nothing of wrappers::
+The function behind ``--workload package.module:function`` returns one. It is called once for each wrapper, with the same
+arguments on every rank, and needs no wrapper itself::
 
     def workload(config: RunConfig, ranks: Ranks) -> TrainingProgram:
         model = MyModel().to(ranks.device)
@@ -15,7 +15,7 @@ the same arguments on every rank, and knows nothing of wrappers::
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,22 +42,22 @@ class TrainingProgram:
     """A program before it is wrapped."""
 
     model: torch.nn.Module
-    """With its first weights, on its device, bare: whoever measures wraps it."""
+    """On its device, with its initial weights, not wrapped."""
     optimizer: torch.optim.Optimizer
-    """Of any class of torch's, over parameters of ``model``."""
+    """Of any torch class, over parameters of ``model``."""
     losses: Callable[[torch.nn.Module], Iterator[torch.Tensor]]
-    """Given the model to call, which is the wrapper, yields the loss of one microbatch after the other, each ready for
-    ``backward()``. Where it ends it is called again, so one epoch will do."""
+    """Takes the wrapped model and yields the loss of one microbatch after the other, each ready for ``backward()``. Called
+    again when it ends, so one epoch is enough."""
     num_microbatches: int = 1
     """Losses in a step."""
     clip_grad: float = 0.0
-    """Global norm that gradients are clipped to; 0: they are not."""
+    """Global norm to clip gradients to; 0: no clipping."""
     check_resume: Callable[[int, Any], Sequence[str]] = lambda *_: ()
-    """What speaks against going on at a step with what a checkpoint of it says of the data (``data_position``)."""
+    """Takes a checkpoint's step and its ``data_position``, and returns reasons not to resume from it."""
 
 
 class WorkloadFunction(Protocol):
-    """Makes a program. The annotation of ``config`` says with which class the config is read: ``RunConfig`` or a subclass."""
+    """Makes a program. The annotation of ``config`` is the class that reads it: ``RunConfig`` or a subclass."""
 
     def __call__(self, config: Any, ranks: Ranks) -> TrainingProgram:
         """Return the program, with the same initial weights and the same number of microbatches on every rank."""
@@ -70,20 +70,23 @@ def load_workload(name: str) -> WorkloadFunction:
     Raises:
         ConfigError: there is none.
     """
-    module_name, _, attribute = name.partition(":")
+    cause = None
     try:
-        function: WorkloadFunction = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:
-        # The user's own code runs here, so anything can happen; its traceback stays attached as the cause.
-        raise ConfigError(
-            f"--workload {printable(name)} cannot be imported: {type(error).__name__}: {printable(str(error))}. Give "
-            "package.module:function, and check that Python finds the package (PYTHONPATH)."
-        ) from error
-    return function
+        function: WorkloadFunction = pkgutil.resolve_name(name)
+    except Exception as error:  # the user's own code runs here, so anything can happen
+        cause, problem = error, f"cannot be imported: {type(error).__name__}: {printable(str(error))}"
+    else:
+        if callable(function):
+            return function
+        problem = f"is a {type(function).__name__} and cannot be called"
+    raise ConfigError(
+        f"--workload {printable(name)} {problem}. Give package.module:function, and check that Python finds the package "
+        "(PYTHONPATH)."
+    ) from cause
 
 
 def load_workload_config(workload: WorkloadFunction, path: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """Read a config with the class that the workload asks for.
+    """Read a config with the class that the workload's annotation names.
 
     Raises:
         ConfigError: anything wrong with the file, an override or a value.
@@ -95,7 +98,7 @@ def load_workload_config(workload: WorkloadFunction, path: Path | None, override
 
 
 class Trainee:
-    """A program with wrapper and optimizer, for whoever takes its steps."""
+    """A program with wrapper and optimizer, ready to run steps."""
 
     def __init__(
         self, program: TrainingProgram, config: DistributedDataParallelConfig, communicator: Communicator | None = None
@@ -137,13 +140,12 @@ class Trainee:
 
 
 def load_problems(workload: WorkloadFunction, config: RunConfig, stored: StoredCheckpoint, *, cast: bool) -> list[str]:
-    """Return everything that keeps a program from going on from a checkpoint. Nothing is read into the program.
+    """Return every reason why a program cannot resume from a checkpoint. Nothing is loaded into the program.
 
     Raises:
         ConfigError: the config cannot be honoured.
     """
-    ranks = Ranks(rank=0, num_ranks=1, device=torch.device("cpu"), backend="none")
-    trainee = Trainee(workload(config, ranks), config.ddp, LocalCommunicator())
+    trainee = Trainee(workload(config, Ranks()), config.ddp, LocalCommunicator())
     try:
         problems = mismatches(stored, TrainingParts(trainee.ddp, trainee.optimizer), cast=cast)
     finally:

@@ -13,8 +13,8 @@ from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.workload import workload as demo
 from megabucket.cli.main import app
 from megabucket.errors import ConfigError
-from megabucket.measure.ranks import Launch
-from megabucket.measure.tune import TunePlan, Tuning, describe, tune_program, tuned_text, write_tuning
+from megabucket.measure.ranks import Ranks
+from megabucket.measure.tune import TunePlan, Tuning, tune_program, tuned_text, write_tuning
 from megabucket.planning.candidates import DEFAULT, Candidate, decide
 from megabucket.report.measured import read_measured
 
@@ -104,7 +104,7 @@ def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
     tuning = tuning_of(config, NOISE, bucket_size=3000)
 
     assert tuning.decision.is_default
-    assert describe(tuning)[0] == "no candidate is better than the default beyond noise; the config stays as it is"
+    assert tuning.describe()[0] == "no candidate is better than the default beyond noise; the config stays as it is"
     assert yaml.safe_load(tuned_text(config, tuning)) == config.model_dump(mode="json", exclude_unset=True)
     assert tuning.to_dict()["is_default"]
 
@@ -122,10 +122,12 @@ def test_one_rank_is_refused(config_path):
     assert result.exit_code == 2
     assert "one rank sends nothing" in result.stderr
     with pytest.raises(ConfigError, match="torchrun"):
-        tune_program(demo, load_demo_config(config_path, []), TunePlan(), launch=Launch())
+        tune_program(demo, load_demo_config(config_path, []), TunePlan(), ranks=Ranks())
 
 
-@pytest.mark.parametrize("field", ["num_candidates", "num_rounds", "steps_per_turn", "max_s"])
-def test_a_plan_that_measures_nothing_is_refused(field):
-    with pytest.raises(ConfigError, match="must all be more than 0"):
-        TunePlan(**{field: 0})
+@pytest.mark.parametrize("option", ["--candidates", "--rounds", "--steps"])
+def test_a_plan_that_measures_nothing_is_refused(option):
+    result = CliRunner().invoke(app, ["tune", *DEMO, option, "0"])
+
+    assert result.exit_code == 2
+    assert "0 is not in the range x>=1" in result.stderr

@@ -149,11 +149,12 @@ import os, sys
 from pathlib import Path
 
 from examples.bytegpt.config import load_demo_config
-from megabucket.measure.ranks import read_launch
+from megabucket.measure.ranks import joined_ranks
 from examples.bytegpt.train import run_training
 from examples.bytegpt.report import Progress
 
-run_training(load_demo_config(sys.argv[1], []), launch=read_launch(os.environ), progress=Progress(), compares=True)
+with joined_ranks(os.environ) as ranks:
+    run_training(load_demo_config(sys.argv[1], []), ranks, progress=Progress(), compares=True)
 names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
 sys.stdout.write(f"left behind: {[name for name in names if 'gloo' in name]}\\n")
 """

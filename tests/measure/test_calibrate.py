@@ -10,11 +10,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from megabucket.cli.calibrate import _lines
+from megabucket.cli.main import app
 from megabucket.errors import ConfigError
 from megabucket.measure.calibrate import Calibration, CalibrationPlan, calibrate
 from megabucket.measure.collectives import Cell, Timing, sizes_up_to
-from megabucket.measure.ranks import Launch
+from megabucket.measure.ranks import Ranks
 from megabucket.planning.inputs import read_link
 from megabucket.trace import CollectiveKind
 
@@ -37,23 +40,23 @@ def test_alpha_and_beta_are_recovered_from_noise_around_a_line(latency_s, second
     noise = (1 - extreme / 20, 1.0, 1 + extreme / 20)
     calibration = calibration_of(lambda size: latency_s + seconds_per_byte * size, noise=noise)
 
-    fit = calibration.fits[KEY]
+    table = calibration.tables[KEY]
+    fit = table.fit
 
     assert fit.latency_s == pytest.approx(latency_s, rel=1e-4, abs=1e-9)
     assert fit.seconds_per_byte == pytest.approx(seconds_per_byte, rel=1e-4, abs=1e-13)
-    assert calibration.is_affine(KEY)
-    assert calibration.remarks == ()
+    assert table.remark is None
+    assert calibration.remarks == []
 
 
 def test_times_that_are_no_line_are_called_so_with_the_worst_size():
     # From 64 KiB on, another protocol with ten times the latency.
     calibration = calibration_of(lambda size: 1e-4 + 1e-9 * size if size < 2**16 else 1e-2)
 
-    assert not calibration.is_affine(KEY)
     for remark, kind in zip(calibration.remarks, ("all_reduce", "all_gather"), strict=True):
         assert remark.startswith(f"{kind} of float32 is not latency plus bytes over bandwidth: the line is ")
         assert "use the table (kind: table), not the line" in remark
-        worst = max(map(abs, calibration.residuals(KEY)))
+        worst = max(map(abs, calibration.tables[KEY].residuals))
         assert f"{worst:.0%} off" in remark
 
 
@@ -66,13 +69,13 @@ def test_residuals_are_relative_to_the_measured_time_and_signed():
         ),
     )
 
-    fit = calibration.fits[KEY]
+    table = calibration.tables[KEY]
 
     assert calibration.link.tables[KEY] == ((1000.0, 2.0), (3000.0, 4.0))
     assert calibration.timings[0].quartiles_s == (1.5, 2.5)
     assert calibration.timings[1].quartiles_s == (4.0, 4.0)
-    assert fit.line(1000) == pytest.approx(2.0)  # two points are always on a line
-    assert calibration.residuals(KEY) == pytest.approx((0.0, 0.0))
+    assert table.fit.line(1000) == pytest.approx(2.0)  # two points are always on a line
+    assert table.residuals == pytest.approx((0.0, 0.0))
 
 
 def test_the_file_is_the_link_that_the_planner_reads_with_everything_beside_it(tmp_path):
@@ -86,7 +89,7 @@ def test_the_file_is_the_link_that_the_planner_reads_with_everything_beside_it(t
     assert written["facts"] == FACTS | {"remark 1": calibration.remarks[0], "remark 2": calibration.remarks[1]}
     table = written["tables"][0]
     assert (table["operation"], table["dtype"]) == ("all_reduce", "float32")
-    assert table["fit"]["latency_s"] == calibration.fits[KEY].latency_s
+    assert table["fit"]["latency_s"] == calibration.tables[KEY].fit.latency_s
     assert table["spread_s"][0] == pytest.approx([0.75 * table["points"][0][1], 1.5 * table["points"][0][1]])
     assert len(table["spread_s"]) == len(table["points"])
 
@@ -98,45 +101,52 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         calibration_of(float).write(tmp_path / "file" / "link.yaml")
 
 
-def test_the_tables_and_the_json_show_every_size():
+def test_the_lines_and_the_json_show_every_size():
     calibration = calibration_of(lambda size: 1e-4 + 1e-9 * size, noise=(0.5, 1.0, 2.0))
 
-    lines, (head, *rows) = list(calibration.describe()), calibration.rows()
+    lines = list(_lines(calibration))
     data = json.loads(json.dumps(calibration.to_dict()))
 
     num_sizes = len(sizes_up_to(2**20))
-    assert lines[0] == "gloo on x86_64, 4 ranks, 3 repetitions"
-    assert lines[1:3] == [
-        f"{kind} float32: 100.0 us + bytes / (1 GB/s), median 0.0% off" for kind in ("all_reduce", "all_gather")
+    assert lines[:4] == [
+        "gloo on x86_64, 4 ranks, 3 repetitions",
+        "all_reduce float32: 100.0 us + bytes / (1 GB/s), median 0.0% off",
+        "all_gather float32: 100.0 us + bytes / (1 GB/s), median 0.0% off",
+        "",
     ]
-    assert [row[0] for row in rows] == ["all_reduce float32"] * num_sizes + ["all_gather float32"] * num_sizes
-    assert head == ("operation", "bytes", "median", "quartiles", "line")
-    assert [cell.replace("-0%", "+0%") for cell in rows[0][1:]] == ["1.00 KiB", "101.0 us", "-25% +50%", "+0%"]
+    assert lines[4].split() == ["operation", "bytes", "median", "quartiles", "line"]
+    assert len(lines) == 5 + 2 * num_sizes
+    assert lines[5].replace("-0%", "+0%").split() == [
+        "all_reduce",
+        "float32",
+        "1.00",
+        "KiB",
+        "101.0",
+        "us",
+        "-25%",
+        "+50%",
+        "+0%",
+    ]
     assert [len(each["points"]) for each in data["tables"]] == [num_sizes] * 2
     assert data["tables"][0]["is_affine"] is True
     assert data["tables"][0]["points"][0]["seconds"] == list(calibration.timings[0].seconds)
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"kinds": ()}, "kinds are nothing"),
-        ({"kinds": (CollectiveKind.ALL_REDUCE,) * 2}, "kinds are all_reduce, all_reduce"),
-        ({"dtypes": ("float32", "float32")}, "dtypes are float32, float32"),
-        ({"dtypes": ("int8",)}, "dtype 'int8' cannot be held by a buffer"),
-        ({"repetitions": 0}, "--repetitions=0 measures nothing"),
-        ({"max_bytes": 1000}, "--max-bytes=1000 leaves one size"),
-    ],
-)
-def test_a_plan_that_measures_nothing_is_refused(fields, text):
-    with pytest.raises(ValueError, match=text):
-        CalibrationPlan(**fields)
-
-
 def test_one_rank_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(ConfigError, match="one rank has nobody to talk to"):
-        calibrate(CalibrationPlan(), launch=Launch(), out=tmp_path / "link.yaml")
+    with pytest.raises(ConfigError, match="one rank sends nothing"):
+        calibrate(CalibrationPlan(), Ranks(), out=tmp_path / "link.yaml")
     assert not (tmp_path / "link.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [("--repetitions 0", "0 is not in the range x>=1"), ("--max-bytes 6x", "'6x' is not a count; write 40000000, 4e7 or 40M")],
+)
+def test_numbers_out_of_range_are_refused(options, text):
+    result = CliRunner().invoke(app, ["calibrate", *options.split()], env={"COLUMNS": "160"})
+
+    assert result.exit_code == 2
+    assert text in result.stderr
 
 
 # Two commands in one pair of processes: starting them is what takes time.

@@ -14,7 +14,7 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.measure.profile import ProfilePlan, profile_program
 from megabucket.measure.program import Trainee, TrainingProgram, load_workload, load_workload_config
-from megabucket.measure.ranks import Launch
+from megabucket.measure.ranks import Ranks
 from megabucket.planning import RunConfig
 
 MODULE = """
@@ -66,7 +66,7 @@ def test_a_function_in_the_working_directory_is_profiled_without_a_config(tmp_pa
 def test_a_function_is_profiled_from_python():
     plan = ProfilePlan(num_steps=2, num_warmup_steps=1)
 
-    workload = profile_program(own_workload, RunConfig(), plan, launch=Launch()).workload
+    workload = profile_program(own_workload, RunConfig(), plan, ranks=Ranks()).workload
 
     assert [tensor.name for tensor in workload.tensors] == ["weight", "bias"]
 
@@ -80,10 +80,15 @@ def test_the_config_is_read_with_the_class_that_the_function_asks_for():
     assert load_workload_config(print, None, ["program={a: 1}"]).program == {"a": 1}
 
 
-@pytest.mark.parametrize("name", ["", "nothing_here:workload", "megabucket:nothing", "megabucket", "::"])
+@pytest.mark.parametrize("name", ["", "nothing_here:workload", "megabucket:nothing", "::"])
 def test_a_function_that_is_not_there_is_named(name):
     with pytest.raises(ConfigError, match=r"--workload .* cannot be imported"):
         load_workload(name)
+
+
+def test_a_module_is_no_function():
+    with pytest.raises(ConfigError, match="--workload megabucket is a module and cannot be called"):
+        load_workload("megabucket")
 
 
 def test_a_step_has_as_many_microbatches_as_the_program_says_and_data_that_ends_begins_again():
