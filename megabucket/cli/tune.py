@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megabucket.cli.workload import ConfigFile, Overrides, WorkloadName, open_workload
+
+if TYPE_CHECKING:
+    from megabucket.measure.tune import Tuning
 
 
 def tune(  # noqa: PLR0913, PLR0917 - one argument per option
@@ -44,4 +48,23 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
     if json:
         print_json(tuning.to_dict())
         return
-    print_lines([*tuning.describe(), f"wrote {out} and {evidence}"])
+    print_lines([*_lines(tuning), f"wrote {out} and {evidence}"])
+
+
+def _lines(tuning: Tuning) -> Iterator[str]:
+    from megabucket.cli.output import text_table
+    from megabucket.errors import printable
+    from megabucket.units import format_seconds
+
+    yield from tuning.summary
+    table = [("plan", "buckets", "predicted", "measured", "error", "gain", "95 % interval", "faster in")]
+    ran = [row for row in tuning.to_dict()["candidates"] if "measured_s" in row]
+    for row in sorted(ran, key=lambda row: row["measured_s"]):
+        gain = interval = faster = ""
+        if "gain" in row:
+            gain = f"{row['gain']:+.1%}"
+            interval = f"{row['gain_low']:+.1%} to {row['gain_high']:+.1%}" if row["gain_low"] > -1 else "too few rounds"
+            faster = f"{row['num_faster']}/{row['num_rounds']}"
+        times = format_seconds(row["predicted_s"]), format_seconds(row["measured_s"]), f"{row['prediction_error']:+.1%}"
+        table.append((printable(row["name"]), str(row["num_buckets"]), *times, gain, interval, faster))
+    yield from text_table(table)

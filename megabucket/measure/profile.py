@@ -33,7 +33,7 @@ from megabucket.optim import DistributedOptimizer
 from megabucket.planning.inputs import wire_bytes
 from megabucket.planning.run_config import RunConfig
 from megabucket.planning.workload import model_fingerprint
-from megabucket.trace.clock import Clock, HostClock, Stamp
+from megabucket.trace.clock import HostClock, Stamp
 
 WhichRank = Literal["slowest", "median"]
 
@@ -71,7 +71,8 @@ class WorkloadProfiler:
         if not self._params:
             raise ConfigError(f"{type(self._module).__name__} has no trainable parameter, so there is nothing to profile")
         self._device = next(iter(self._params.values())).device
-        self._clock: Clock | None = None  # None until started
+        self._accelerator = Accelerator.of(self._device)
+        self._clock = HostClock() if self._accelerator is None else self._accelerator.clock()
         self._moments: list[tuple[EventKind, Stamp, int]] = []
         self._in_forward = False
         self._handles: list[RemovableHandle] = []
@@ -79,8 +80,6 @@ class WorkloadProfiler:
     def start(self) -> None:
         """Put the hooks on the model and forget earlier measurements."""
         self.stop()
-        accelerator = Accelerator.of(self._device)
-        self._clock = HostClock() if accelerator is None else accelerator.clock()
         self._moments = []
         self._handles = [
             register_optimizer_step_pre_hook(partial(self._on_optimizer, EventKind.OPTIMIZER)),
@@ -131,19 +130,15 @@ class WorkloadProfiler:
         Raises:
             PhaseError: there are no steps besides those that warm up.
         """
-        steps, params = self._steps(), self._params
+        steps = self._steps()
         if steps and len(steps) <= self.warmup_steps:
             raise PhaseError(
                 f"only {len(steps)} step(s) were profiled, and {self.warmup_steps} do not count (warmup_steps); run more steps "
                 "inside the context."
             )
-        specs = [ParamSpec(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in params.items()]
-        reduced = reduce_steps(
-            steps[self.warmup_steps :],
-            specs,
-            owners=_owners(self._module, params),
-            wire=wire_bytes(specs, self._config),
-        )
+        specs = [ParamSpec(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in self._params.items()]
+        owners, wire = _owners(self._module, self._params), wire_bytes(specs, self._config)
+        reduced = reduce_steps(steps[self.warmup_steps :], specs, owners=owners, wire=wire)
         facts = {
             **machine_facts(self._device),
             "num_threads": torch.get_num_threads(),
@@ -177,21 +172,14 @@ class WorkloadProfiler:
 
     def _steps(self) -> list[Step]:
         """Return the recorded steps. On a device this waits for it."""
-        clock = self._started
-        if (accelerator := Accelerator.of(self._device)) is not None:
-            accelerator.synchronize()
-        return split_steps(Event(kind, clock.seconds(stamp) or 0.0, index) for kind, stamp, index in self._moments)
-
-    @property
-    def _started(self) -> Clock:
-        if self._clock is None:
-            raise PhaseError("profiling has not begun: use the profiler as a context manager, or call start()")
-        return self._clock
+        if self._accelerator is not None:
+            self._accelerator.synchronize()
+        return split_steps(Event(kind, self._clock.seconds(stamp) or 0.0, index) for kind, stamp, index in self._moments)
 
     # Hooks #
 
     def _note(self, kind: EventKind, index: int = -1) -> None:
-        self._moments.append((kind, self._started.stamp(), index))
+        self._moments.append((kind, self._clock.stamp(), index))
 
     def _on_call(self, index: int, module: torch.nn.Module, _: Any) -> None:
         # A module that activation checkpointing runs again inside a backward is part of that backward.
@@ -212,14 +200,14 @@ class WorkloadProfiler:
         self._note(EventKind.READY, index)
 
     def _on_optimizer(self, kind: EventKind, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._optimizer is not None:
-            counts = optimizer is self._optimizer
-        else:
-            known = set(map(id, self._params.values()))
-            held = (param for group in optimizer.param_groups for param in group["params"])
-            counts = self._takes_any_optimizer or any(id(param) in known for param in held)
-        if counts:
+        if self._counts(optimizer):
             self._note(kind)
+
+    def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._optimizer is not None:
+            return optimizer is self._optimizer
+        known = set(self._params.values())
+        return self._takes_any_optimizer or any(not known.isdisjoint(group["params"]) for group in optimizer.param_groups)
 
 
 profile_workload = WorkloadProfiler

@@ -47,7 +47,6 @@ from megabucket.planning.links import Link
 from megabucket.planning.run_config import RunConfig
 from megabucket.planning.setting import SIZE_FIELDS
 from megabucket.planning.simulate import FENCE, Mode
-from megabucket.units import format_seconds
 
 _CUTTING: Final = (*SIZE_FIELDS, "bucket_order", "bucket_groups")
 """Fields of ``ddp`` that ``rebuild`` can change."""
@@ -121,29 +120,16 @@ class Tuning:
             rows.append(row)
         return {"choice": self.decision.choice, "is_default": self.decision.is_default, "facts": self.facts, "candidates": rows}
 
-    def describe(self) -> list[str]:
-        """Return the decision in one line, and one line for each plan that ran."""
-        comparisons = {each.name: each for each in self.decision.comparisons}
-        chosen, facts = self.decision.chosen, self.facts
+    @property
+    def summary(self) -> tuple[str, str]:
+        """The decision, and where and on how many plans it rests."""
         counts = f"{len(self.candidates)} plans predicted, {len(self.seconds)} run"
-        lines = [f"{facts['num_ranks']} ranks, {facts['backend']}; {counts}"]
-        ran = [each for each in self.candidates if each.name in self.seconds]
-        for each in sorted(ran, key=lambda one: self.measured_s(one.name)):
-            measured_s = self.measured_s(each.name)
-            line = (
-                f"  {printable(each.name)} ({each.num_buckets} buckets): predicted {format_seconds(each.predicted_s)}, "
-                f"measured {format_seconds(measured_s)} (error {each.predicted_s / measured_s - 1:+.1%})"
-            )
-            if (found := comparisons.get(each.name)) is not None:
-                interval = f"{found.low:+.1%} to {found.high:+.1%}" if found.low > -1 else "too few rounds for an interval"
-                faster = f"faster in {found.num_faster} of {found.num_rounds} rounds"
-                line += f", {found.gain:+.1%} against the default ({interval}; {faster})"
-            lines.append(line)
-        if chosen is None:
-            return ["no candidate is better than the default beyond noise; the config stays as it is", *lines]
+        where = f"{self.facts['num_ranks']} ranks, {self.facts['backend']}; {counts}"
+        if (chosen := self.decision.chosen) is None:
+            return "no candidate is better than the default beyond noise; the config stays as it is", where
         interval = f"{chosen.low:.1%} to {chosen.high:.1%}, sign test p = {chosen.p_value:.2g}"
         gain = f"faster than the default by {chosen.gain:.1%} (95 % interval over all candidates: {interval})"
-        return [f"{printable(chosen.name)} is {gain}", *lines]
+        return f"{printable(chosen.name)} is {gain}", where
 
 
 def tune_program(
@@ -198,15 +184,7 @@ class _Tuner:
             "backend": ranks.backend,
             "fabric": self._config.model_dump(include={"fabric"})["fabric"],
             "collective_overhead_s": overhead_s,
-            "modes": {
-                mode.value: {
-                    "host": known.host.to_dict(),
-                    "forward_s": known.workload.forward_s,
-                    "backward_s": known.workload.backward_s,
-                    "optimizer_s": known.workload.optimizer_s,
-                }
-                for mode, known in measured.items()
-            },
+            "modes": {mode.value: _mode_facts(known) for mode, known in measured.items()},
         }
         return Tuning(candidates, seconds, decide(seconds), facts)
 
@@ -272,7 +250,13 @@ def _turn(trainee: Trainee, ddp: DistributedDataParallelConfig, num_steps: int) 
     return seconds
 
 
-# The files: a config with the evidence in its comments, and the evidence as JSON. #
+def _mode_facts(known: Measured) -> dict[str, Any]:
+    work = known.workload
+    times = {"forward_s": work.forward_s, "backward_s": work.backward_s, "optimizer_s": work.optimizer_s}
+    return {"host": known.host.to_dict(), **times}
+
+
+# The files: a config with the decision in its comments, and the evidence as JSON. #
 
 
 def write_tuning(config: RunConfig, tuning: Tuning, *, out: Path, evidence: Path) -> None:
@@ -286,8 +270,8 @@ def write_tuning(config: RunConfig, tuning: Tuning, *, out: Path, evidence: Path
 
 
 def tuned_text(config: RunConfig, tuning: Tuning) -> str:
-    """Return the config with the chosen plan as YAML, the evidence in comments before it. The default changes nothing."""
-    header = [f"megabucket tune {__version__}, {datetime.now(timezone.utc).isoformat(timespec='seconds')}", *tuning.describe()]
+    """Return the config with the chosen plan as YAML, the decision in comments before it. The default changes nothing."""
+    header = [f"megabucket tune {__version__}, {datetime.now(timezone.utc).isoformat(timespec='seconds')}", *tuning.summary]
     comments = "".join(f"# {line}\n" for line in header)
     data: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
     choice = tuning.choice

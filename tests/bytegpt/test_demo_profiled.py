@@ -92,7 +92,7 @@ def test_a_profile_without_steps_is_refused(option):
     result = CliRunner().invoke(app, ["profile", *DEMO, option, "0"])
 
     assert result.exit_code == 2
-    assert "0 is not in the range x>=1" in result.stderr
+    assert option in result.stderr
 
 
 def test_a_model_that_cannot_be_trained_here_is_one_message_and_exit_code_2(tmp_path):
