@@ -1,6 +1,6 @@
 """Six ways to synchronize gradients, from the simplest to torch's DDP: how many collectives each issues. No torch.
 
-python examples/ladder_counts.py                       # configs/smollm2-360m.yaml
+python examples/ladder_counts.py                       # smollm2-360m
 python examples/ladder_counts.py -c configs/bytegpt.yaml
 
 The ladder of many introductions to data parallelism. Counts follow from the sizes of the tensors alone; ``ladder.py`` runs it.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from megabucket.errors import ConfigError
@@ -19,8 +18,6 @@ from megabucket.planning.architecture import param_specs
 from megabucket.planning.inputs import wire_bytes
 from megabucket.planning.run_config import load_config
 from megabucket.units import MIB
-
-CONFIG: Final = Path(__file__).parents[1] / "configs/smollm2-360m.yaml"
 
 BUCKET_CAP_BYTES: Final = 25 * MIB
 """``bucket_cap_mb=25``, the default of torch's DDP."""
@@ -97,7 +94,7 @@ def _num_buckets(sizes_bytes: Sequence[int], caps_bytes: Sequence[int]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-c", "--config", type=Path, default=CONFIG, help="YAML file with a model section")
+    parser.add_argument("-c", "--config", default="smollm2-360m", help="YAML file or preset with a model")
     parser.add_argument("--microbatches", type=int, default=2, help="backward passes in an optimizer step")
     arguments = parser.parse_args()
     run = load_config(arguments.config, [])

@@ -248,7 +248,6 @@ class InvariantError(MegabucketError, RuntimeError):
 # A step: all ranks raise the same error with the same text, which says which rank is at fault #
 
 _DROPPED: Final = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
-_GROUPS_SHOWN: Final = 3
 _REBUILD_AGAIN: Final = (
     "Repair it and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept."
 )
@@ -478,18 +477,13 @@ class UnusedParameterError(MegabucketError, RuntimeError):
         bucket: int,
         num_buckets: int,
         num_ranks: int,
-        elsewhere: Sequence[tuple[Sequence[str], Sequence[int]]] = (),
     ) -> None:
         self.step, self.ranks, self.params, self.num_ranks = step, tuple(ranks), tuple(params), num_ranks
         self.bucket, self.num_buckets = bucket, num_buckets
-        self.elsewhere = tuple((tuple(names), tuple(others)) for names, others in elsewhere)
         where = "on any rank" if len(self.ranks) == num_ranks else f"on {rank_list(self.ranks)} of {num_ranks} ranks"
-        shown = [f"; {name_list(names)} got none on {rank_list(others)}" for names, others in self.elsewhere[:_GROUPS_SHOWN]]
-        hidden = sum(len(names) for names, _ in self.elsewhere[_GROUPS_SHOWN:])
-        more = "".join(shown) + (f"; and {hidden} more" if hidden else "")
         super().__init__(
             f"step {step}: {name_list(self.params)} got no gradient {where} (first in bucket {bucket} of {num_buckets}, "
-            f"counted from 0){more}. They require grad but were in no forward of the step that was differentiated; without "
+            f"counted from 0). They require grad but were in no forward of the step that was differentiated; without "
             "them the mean would be of other things than it says. Freeze them with requires_grad_(False) before wrapping, use "
             f"them, or set unused_parameters='zero' to reduce zeros in their place. {_DROPPED}"
         )

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from megabucket.config import Section
 from megabucket.config.ddp import NonNegative, Positive, PositiveCount, read_tuple
 from megabucket.planning import RunConfig
-from megabucket.planning.load import load_section
+from megabucket.planning.load import load_run
 from megabucket.planning.run_config import Decay
 from megabucket.planning.run_config import OptimizerConfig as Optimizer
 
@@ -140,4 +140,4 @@ def load_demo_config(path: Path, overrides: list[str]) -> DemoConfig:
     """
     sections = tuple(f"{name}." for name in Program.model_fields)
     rooted = [f"program.{text}" if text.startswith(sections) else text for text in overrides]
-    return load_section(path, rooted, DemoConfig)
+    return load_run(path, rooted, DemoConfig)

@@ -134,7 +134,7 @@ def _describe_setup(task: Task, model: mb.DistributedDataParallel) -> dict[str, 
         has_fence=ranks.num_ranks > 1,
         group_of={name: group_of(optimizer, param) for param, name in model.param_names.items()},
     )
-    if ddp.use_distributed_optimizer and ranks.backend == "gloo" and not ddp.reduce_in_place:
+    if ddp.use_distributed_optimizer and ranks.backend == "gloo":
         memory += exchange_memory(layout)
     return {
         "mode": "reduce_scatter" if ddp.use_distributed_optimizer else "all_reduce",

@@ -218,11 +218,10 @@ class _ParamAndGradBucketGroup:
                 self._divided_before.append((grad, before))
             if policy.is_sharded:
                 shard, in_fp32 = bucket.shard(grad, rank), policy.accumulates_in_fp32 and grad.itemsize == 2
-                is_in_place = policy.reduces_in_place
                 if replicas is not None:  # divided once, when all has been added up
                     over_replicas.append(AllReduce(shard, op, after))
                     after = 1.0
-                reductions.append(ReduceScatter(shard, grad, op, in_fp32=in_fp32, in_place=is_in_place, divisor=after))
+                reductions.append(ReduceScatter(shard, grad, op, in_fp32=in_fp32, divisor=after))
                 gathers.append(AllGather(param, bucket.shard(param, rank)))
                 self.grad_shards.append(shard)
             else:

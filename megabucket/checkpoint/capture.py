@@ -335,9 +335,12 @@ class RunState:
                 of_param[f"{MAIN_PREFIX}{own.global_name}"] = shard.main.detach()
             for tensor_name, flat in of_param.items():
                 if not is_part:
-                    self._share(tensor_name, view_like(flat, piece.in_run.start, like.shape, like.stride()), own)
+                    self._share(tensor_name, view_like(flat, piece.in_segment.start, like.shape, like.stride()), own)
                 elif self._parts.ddp.ranks.writes(own):
-                    info, values = info_of(tensor_name, like, flat.dtype, own), flat[piece.in_run.start : piece.in_run.stop]
+                    info, values = (
+                        info_of(tensor_name, like, flat.dtype, own),
+                        flat[piece.in_segment.start : piece.in_segment.stop],
+                    )
                     self._own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
 
     def _hold_whole(self, state: Mapping[Any, Mapping[str, Any]]) -> None:

@@ -491,7 +491,7 @@ def _stage_shards(
         for param, name in optimizer.ddp.param_names.items()
     }
     shards = sharding.plan_load(signature_of)
-    state = {shard: _stage_shard(staging, names, there, shard, groups[shard.run.group]) for shard in shards}
+    state = {shard: _stage_shard(staging, names, there, shard, groups[shard.segment.group]) for shard in shards}
     others = _stage_others(staging, optimizer, names, there)
     staging.finish.append(partial(sharding.take_loaded, state, groups, others))
 
@@ -500,7 +500,7 @@ def _stage_shard(
     staging: Staging, names: GlobalNames, there: StoredOptimizer, shard: MainShard, group: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Want one shard's main values and state; return the state."""
-    first = names.of(shard.run.params[0]).global_name
+    first = names.of(shard.segment.params[0]).global_name
     state: dict[str, Any] = {}
     for entry in there.state.get(first, ()):
         if entry.kind == "elements":
@@ -515,7 +515,7 @@ def _stage_shard(
         if shard.has_own_values:
             flats[source_of(staging.stored.tensors, own.global_name, shard.main.dtype)] = shard.main.detach()
         for source, values in flats.items():
-            staging.want(source, like, piece.in_param.start, values[piece.in_run.start : piece.in_run.stop], own)
+            staging.want(source, like, piece.in_param.start, values[piece.in_segment.start : piece.in_segment.stop], own)
     return state
 
 

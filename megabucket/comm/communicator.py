@@ -44,39 +44,28 @@ class AllReduce:
     divisor: float = 1.0
     kind = CollectiveKind.ALL_REDUCE
 
-    @property
-    def result(self) -> torch.Tensor:
-        """Where this rank finds what was combined."""
-        return self.full
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReduceScatter:
-    """Combine ``full`` over all ranks; this rank keeps its shard, divided by ``divisor``, in ``shard``.
+    """Combine ``full`` over all ranks; this rank keeps its shard, divided by ``divisor``.
 
-    ``shard`` may be this rank's own part of ``full``. What the other parts of ``full`` hold afterwards is undefined.
+    What the other parts of ``full`` hold afterwards is undefined.
     """
 
-    shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
+    shard: torch.Tensor  # this rank's part of full
     full: torch.Tensor  # 1D, contiguous
     op: ReduceOp = ReduceOp.SUM
-    in_fp32: bool = False  # whether 16-bit elements are added up in float32 and rounded once, whatever the back-end does
-    in_place: bool = False  # whether no memory beside ``full`` may be taken, also where that would be faster
+    in_fp32: bool = False  # add 16-bit elements in float32 and round once, on any back-end
     divisor: float = 1.0
     kind = CollectiveKind.REDUCE_SCATTER
-
-    @property
-    def result(self) -> torch.Tensor:
-        """Where this rank finds what was combined."""
-        return self.shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllGather:
-    """Collect the shards of all ranks in ``full``, in rank order; ``shard`` may be this rank's own part of ``full``."""
+    """Collect the shards of all ranks in ``full``, in rank order."""
 
     full: torch.Tensor  # 1D, contiguous
-    shard: torch.Tensor  # 1D, contiguous, numel = full / ranks
+    shard: torch.Tensor  # this rank's part of full
     kind = CollectiveKind.ALL_GATHER
 
 
@@ -141,21 +130,13 @@ class Handle(ABC):
 
 
 class DoneHandle(Handle):
-    """A launch with nobody to talk to: nothing to do, unless a shard is a tensor of its own."""
+    """A launch with nothing to do: on one rank, or of empty tensors."""
 
     is_started = True
     """It needs no start."""
 
-    def __init__(self, calls: Sequence[Call] = ()) -> None:
-        self._calls = calls
-
     def start(self) -> None:
-        """Bring shards of their own to their place, or from there."""
-        for call in self._calls:
-            if isinstance(call, ReduceScatter) and call.shard.data_ptr() != call.full.data_ptr():
-                call.shard.copy_(call.full)
-            elif isinstance(call, AllGather) and call.shard.data_ptr() != call.full.data_ptr():
-                call.full.copy_(call.shard)
+        """Return at once."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -248,14 +229,14 @@ class Communicator(ABC):
             label: names the batch in traces and errors.
 
         Raises:
-            InvariantError: the calls are not alike, or a shard is not ``full / ranks``.
+            InvariantError: the calls are not alike, or a shard is not this rank's part of its buffer.
         """
         batch = calls if isinstance(calls, Batch) else self.prepare(calls)
         record = batch.record
         if record is None or record.label != label or record.num_ranks != self.size:
             self._check(batch, label)
             if not batch or self.size == 1:
-                return DoneHandle(batch)
+                return DoneHandle()
             payload_bytes = sum(call.full.nbytes for call in batch)
             record = batch.record = CollectiveRecord(batch[0].kind, label, len(batch), payload_bytes, num_ranks=self.size)
         return self._handle(batch, record, is_kept=batch is calls)
@@ -316,11 +297,13 @@ class Communicator(ABC):
         if any(call.kind is not batch[0].kind for call in batch):
             raise InvariantError(f"{label}: a batch must hold calls of one kind, got {[call.kind.value for call in batch]}")
         for call in batch:
-            if isinstance(call, ReduceScatter | AllGather) and call.shard.numel() * self.size != call.full.numel():
-                raise InvariantError(
-                    f"{label}: a shard of {call.shard.numel()} elements is not one of {self.size} equal shards of a buffer of "
-                    f"{call.full.numel()}"
-                )
+            if isinstance(call, ReduceScatter | AllGather):
+                numel, remainder = divmod(call.full.numel(), self.size)
+                if remainder or not call.shard.is_set_to(call.full[self.rank * numel : (self.rank + 1) * numel]):
+                    raise InvariantError(
+                        f"{label}: a shard of {call.shard.numel()} elements is not part {self.rank} of {self.size} of a buffer "
+                        f"of {call.full.numel()}"
+                    )
 
 
 class ReplicaReducer:

@@ -68,13 +68,6 @@ class Accelerator:
         """Wait until the device has done everything."""
         torch.accelerator.synchronize(self._device)
 
-    def is_capturing(self) -> bool:
-        """Whether the current stream is being recorded into a graph."""
-        module = torch.get_device_module(self._device)
-        is_capturing = getattr(module, "is_current_stream_capturing", bool)
-        with nullcontext() if self._device.index is None else module.device(self._device):
-            return bool(is_capturing())
-
 
 def profiler_range(device: torch.device) -> Callable[[str], AbstractContextManager[object]]:
     """Return what makes a named range for torch's profiler and, on CUDA, for NVTX."""

@@ -129,7 +129,7 @@ class Plan:
             if isinstance(first, AllGather):
                 self._add_gathers([call for call in calls if isinstance(call, AllGather)])
                 return 0
-            if isinstance(first, ReduceScatter) and all(_can_exchange(call) for call in calls):
+            if isinstance(first, ReduceScatter) and first.op is not ReduceOp.MAX:
                 self._add_scatters([call for call in calls if isinstance(call, ReduceScatter)])
                 return 0
             if isinstance(first, AllReduce) and len(calls) == 1 and _is_small(first, room_bytes, size=self._size):
@@ -161,8 +161,6 @@ class Plan:
             full = call.full.data.view(-1).view(torch.uint8)
             parts = full.view(self._size, -1).unbind()
             own = parts[self._rank]
-            if own.data_ptr() != call.shard.data_ptr():
-                self.copies.append((own, call.shard.data.view(-1).view(torch.uint8)))
             if self._size == 2:
                 # The own part is sent, and the other one received, in its place.
                 self._add_all_to_all(own, parts[1 - self._rank], self._sizes_of_two(own))
@@ -252,21 +250,9 @@ def can_exchange_among(num_ranks: int) -> bool:
     return 2 <= num_ranks <= _MOST_RANKS
 
 
-def lies_in_place(call: ReduceScatter) -> bool:
-    """Whether the shard is this rank's part of the buffer itself."""
-    start, shard = call.full.data_ptr(), call.shard.data_ptr()
-    return start <= shard < start + call.full.nbytes
-
-
-def _can_exchange(call: Call) -> bool:
-    return isinstance(call, ReduceScatter) and not call.in_place and call.op is not ReduceOp.MAX and lies_in_place(call)
-
-
 def _in_place(call: Call) -> Call:
-    """Return an all-reduce for a reduce-scatter whose shard lies in the buffer: gloo would clone, reduce and copy."""
-    if isinstance(call, ReduceScatter) and lies_in_place(call):
-        return AllReduce(call.full, call.op, call.divisor)
-    return call
+    """Return an all-reduce for a reduce-scatter: gloo would clone, reduce and copy."""
+    return AllReduce(call.full, call.op, call.divisor) if isinstance(call, ReduceScatter) else call
 
 
 def _room_bytes(call: AllReduce, *, size: int) -> int:
@@ -296,8 +282,9 @@ def divisions(calls: Iterable[Call], *, averages_over: int = 1, result: torch.Te
     for call in calls:
         if isinstance(call, AllReduce | ReduceScatter):
             divisor = call.divisor * (averages_over if call.op is ReduceOp.AVG else 1)
+            whole = call.shard if isinstance(call, ReduceScatter) else call.full
             if divisor != 1:
-                operations.append(partial(torch.Tensor.div_, call.result.data if result is None else result, divisor))
+                operations.append(partial(torch.Tensor.div_, whole.data if result is None else result, divisor))
     return operations
 
 

@@ -19,7 +19,6 @@ whether it has come to an event (``comm/device.py``). A work of NCCL is not: a w
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import os
 import queue
@@ -78,7 +77,7 @@ class Liveness:
 
     Attributes:
         heartbeat_s: how often each rank writes a sign of life into the store of its group; ``None``: only once, so that only
-            dead and stopped processes of the same host are noticed.
+            dead processes of the same host are noticed.
         dead_after_s: a rank without a sign of life for this long is lost.
         straggler_warning_s: how long a rank waits for living ones before it warns; ``None``: for ever.
         is_default: nobody chose ``dead_after_s``, so it gives way to a group whose time limit is short.
@@ -125,15 +124,6 @@ class Liveness:
 # Processes of the same host #
 
 
-class ProcessState(enum.Enum):
-    """What a look at a process shows."""
-
-    RUNNING = "running"
-    STOPPED = "stopped"  # by a signal or a debugger: it may go on
-    DEAD = "dead"  # gone, waiting to be reaped, or its id belongs to another process by now
-    UNKNOWN = "unknown"  # on another host or in another container
-
-
 class ProcessIdentity(NamedTuple):
     """A process, told from others that had or will have the same id."""
 
@@ -156,19 +146,20 @@ def identify_this_process() -> ProcessIdentity:
         return ProcessIdentity(host, pid, 0, "")
 
 
-def look_at(process: ProcessIdentity, *, from_space: str) -> ProcessState:
-    """Return the state of a process, as seen by a process whose ids mean what ``from_space`` says."""
+def is_gone(process: ProcessIdentity, *, from_space: str) -> bool:
+    """Return whether a process is surely dead, as seen by a process whose ids mean what ``from_space`` says.
+
+    It has ended, waits to be reaped, or its id belongs to another process by now. False where it cannot be seen from here.
+    """
     if not from_space or process.pid_space != from_space:
-        return ProcessState.UNKNOWN
+        return False
     try:
         letter, start_ticks = _read_stat(process.pid)
     except (FileNotFoundError, ProcessLookupError):
-        return ProcessState.DEAD
+        return True
     except (OSError, ValueError, IndexError):
-        return ProcessState.UNKNOWN
-    if start_ticks != process.start_ticks or letter in "ZXx":
-        return ProcessState.DEAD
-    return ProcessState.STOPPED if letter in "Tt" else ProcessState.RUNNING
+        return False
+    return start_ticks != process.start_ticks or letter in "ZXx"
 
 
 def _read_stat(pid: int) -> tuple[str, int]:
@@ -571,9 +562,7 @@ class _Peer:
     """What one blocked rank has seen of another one during one wait."""
 
     beat: Beat
-    state: ProcessState = ProcessState.UNKNOWN
-    looks_at_dead: int = 0
-    stopped_s: float = 0.0
+    looks_at_dead: int = 0  # one after the other
     silent_s: float = 0.0  # since its last beat
 
 
@@ -582,17 +571,15 @@ class Observations:
 
     Args:
         number: of the launch that is waited for, counted from 1 and alike on all ranks.
-        look_at: returns the state of a process.
+        is_gone: whether a process is surely dead.
     """
 
-    def __init__(
-        self, label: str, *, number: int, rank: int, size: int, look_at: Callable[[ProcessIdentity], ProcessState]
-    ) -> None:
+    def __init__(self, label: str, *, number: int, rank: int, size: int, is_gone: Callable[[ProcessIdentity], bool]) -> None:
         self.label, self.started_s = label, time.monotonic()
         self.is_on_board = self.has_warned = False
         self._number = number
         self._others = [other for other in range(size) if other != rank]
-        self._look_at = look_at
+        self._is_gone = is_gone
         self._longest_gap_s = max(_LONGEST_GAP_S, 2 * read_every_s(size))
         self._peers: dict[int, _Peer] = {}
         self._looked_at_s = self._asked_at_s = 0.0
@@ -610,11 +597,8 @@ class Observations:
         for rank, beat in view.beats.items():
             peer = self._peers.get(rank)
             if peer is None:
-                peer, gap_s, view_gap_s = self._peers.setdefault(rank, _Peer(beat)), 0.0, 0.0
-            state = self._look_at(beat.process)
-            peer.looks_at_dead = peer.looks_at_dead + 1 if state is ProcessState.DEAD else 0
-            peer.stopped_s = peer.stopped_s + gap_s if state is peer.state is ProcessState.STOPPED else 0.0
-            peer.state = state
+                peer, view_gap_s = self._peers.setdefault(rank, _Peer(beat)), 0.0
+            peer.looks_at_dead = peer.looks_at_dead + 1 if self._is_gone(beat.process) else 0
             peer.silent_s = peer.silent_s + view_gap_s if beat.number == peer.beat.number else 0.0
             peer.beat = beat
 
@@ -625,7 +609,7 @@ class Observations:
         """
         crashed, left, is_sure = dict[int, str](), dict[int, str](), False
         for rank, peer in self._peers.items():
-            beat, is_dead = peer.beat, peer.state is ProcessState.DEAD
+            beat, is_dead = peer.beat, peer.looks_at_dead > 0
             has_left_early = beat.has_left and beat.num_launched < self._number
             is_sure |= has_left_early or peer.looks_at_dead >= (_LOOKS_AT_ENDED if beat.has_left else _LOOKS_AT_DEAD)
             if is_dead and not beat.has_left:
@@ -637,32 +621,23 @@ class Observations:
                 )
         return (crashed or left) if is_sure else {}
 
-    def frozen(self, dead_after_s: float) -> dict[int, str]:
-        """Return the ranks that have been stopped, or without a sign of life, for that long."""
-        found = {}
-        for rank, peer in self._peers.items():
-            is_silent = peer.silent_s >= dead_after_s and peer.beat.every_s is not None and not peer.beat.has_left
-            if is_silent or peer.stopped_s >= dead_after_s:
-                why = ", its process is stopped" if peer.state is ProcessState.STOPPED else ""
-                found[rank] = f"froze: no sign of life for {dead_after_s:g} s{why}{peer.beat.last_seen}"
-        return found
-
-    def vanished(self, silent_s: float) -> dict[int, str]:
-        """Return the ranks without a beat for that long or, if there are none, those that never wrote one."""
-        silent = {
-            rank: f"went away: no sign of life for {silent_s:.1f} s{peer.beat.last_seen}"
+    def silent(self, limit_s: float, verb: str = "froze") -> dict[int, str]:
+        """Return the ranks that owe beats and have written none for that long."""
+        return {
+            rank: f"{verb}: no sign of life for {limit_s:.3g} s{peer.beat.last_seen}"
             for rank, peer in self._peers.items()
-            if peer.beat.every_s is not None and peer.silent_s >= silent_s
+            if peer.silent_s >= limit_s and peer.beat.every_s is not None and not peer.beat.has_left
         }
-        return silent or dict.fromkeys(self._absent(), "went away or never came: it has given no sign of life")
+
+    def absent(self) -> dict[int, str]:
+        """Return the ranks that never wrote a beat."""
+        return dict.fromkeys(self._absent(), "went away or never came: it has given no sign of life")
 
     def late(self) -> dict[int, str]:
         """Return the ranks that have not launched what is waited for, as far as they tell."""
         found = dict.fromkeys(self._absent(), "has given no sign of life: it has not wrapped its module yet")
         for rank, peer in self._peers.items():
-            if peer.state is ProcessState.STOPPED:
-                found[rank] = "has not launched its part; its process is stopped"
-            elif peer.beat.every_s is not None and peer.beat.num_launched < self._number:
+            if peer.beat.every_s is not None and peer.beat.num_launched < self._number:
                 found[rank] = f"is alive but has not launched its part; it is in {peer.beat.place}"
         return dict(sorted(found.items()))
 
@@ -742,8 +717,8 @@ class PeerWatch:
 
     def _begin(self, label: str, number: int) -> Observations:
         rank, size = self.heartbeat.rank, len(self.heartbeat.members)
-        look = partial(look_at, from_space=self.heartbeat.process.pid_space)
-        return Observations(label, number=number, rank=rank, size=size, look_at=look)
+        is_dead = partial(is_gone, from_space=self.heartbeat.process.pid_space)
+        return Observations(label, number=number, rank=rank, size=size, is_gone=is_dead)
 
     def _look(self, wait: Observations) -> None:
         """Look at the other ranks once.
@@ -770,7 +745,7 @@ class PeerWatch:
         dead_after_s = self._liveness.dead_after_s
         if wait.gone():
             self._refresh(wait)  # with what the dead wrote last
-        if states := wait.gone() or wait.frozen(dead_after_s):
+        if states := wait.gone() or wait.silent(dead_after_s):
             return self._settle(wait, states)
         if wait.store_silent_s >= dead_after_s:
             reason = self.heartbeat.failure or "its host may be gone or frozen"
@@ -807,7 +782,8 @@ class PeerWatch:
                 return self._too_late(wait)
             if time.monotonic() > deadline_s:
                 silent_s = patience_s - (self.heartbeat.every_s or 0.0)
-                return self._settle(wait, wait.vanished(silent_s), _first_sentence(failure))
+                states = wait.silent(silent_s, "went away") or wait.absent()
+                return self._settle(wait, states, _first_sentence(failure))
             time.sleep(0.02)
         return finding
 

@@ -53,7 +53,6 @@ from megabucket.comm.gloo import (
     additions_of,
     can_exchange_among,
     divisions,
-    lies_in_place,
     places_in_sums,
     ring_blocks,
 )
@@ -141,7 +140,7 @@ def can_copy(calls: Sequence[Call]) -> bool:
 
 def _is_readable(call: Call) -> bool:
     if isinstance(call, ReduceScatter):
-        return lies_in_place(call) and call.op is not ReduceOp.MAX and not call.in_fp32
+        return call.op is not ReduceOp.MAX and not call.in_fp32
     if isinstance(call, AllReduce):
         return call.op is not ReduceOp.MAX and call.full.is_floating_point()
     return isinstance(call, AllGather)
@@ -163,10 +162,8 @@ class _Copies:
         self._words = [zlib.crc32(repr(kinds).encode()), *(call.full.data_ptr() for call in calls)]
         self._addresses: list[list[int]] = []
         self._stages: list[list[_Action]] = []
-        own_parts = [(self._part(call.full.data, rank), call.shard.data) for call in calls if isinstance(call, AllGather)]
         self.plan = Plan(rank=rank, size=size, is_gloo=True, is_kept=True)
-        """What comes first: gathers need this rank's own part in its place."""
-        self.plan.copies += [pair for pair in own_parts if pair[0].data_ptr() != pair[1].data_ptr()]
+        """Has no collectives: the thread does everything."""
 
     def run(self, must_stop: Callable[[], bool]) -> dict[int, str]:
         """Do the batch with all ranks. Return what is the matter with ranks that could not be read: the same on all ranks."""

@@ -354,8 +354,6 @@ class StepPolicy:
     averages_in_collective: bool = False
     accumulates_in_fp32: bool = False
     """Whether a reduce-scatter adds 16-bit gradients up in float32."""
-    reduces_in_place: bool = False
-    """Whether a reduce-scatter may take no memory beside the gradients."""
     is_one_batch: bool = False
     """Whether all buckets go out together."""
     finishes_with_backward: bool = False
@@ -385,7 +383,6 @@ def resolve_step(config: DistributedDataParallelConfig) -> StepPolicy:
         averages=config.grad_reduction == "mean",
         averages_in_collective=config.average_in_collective,
         accumulates_in_fp32=config.reduce_scatter_with_fp32_accumulation,
-        reduces_in_place=config.reduce_in_place,
         is_one_batch=config.bucket_groups == "single",
         finishes_with_backward=config.finish == "auto" and not is_sharded,
         is_explicit=config.finish == "explicit",

@@ -21,16 +21,14 @@ from typing import Any, Final
 import torch
 
 from megabucket import errors
-from megabucket.comm import Accelerator, Communicator, Exchange, Gate, exchange
+from megabucket.comm import Communicator, Exchange, Gate, exchange
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.guards import Hyperparameters, Problem, texts_of
 from megabucket.errors import MegabucketError, name_list
 
 RECORD_BYTES: Final = 16_384
-"""Room for one report in a small world; lists of names are cut to fit."""
+"""Room for one report; lists of names are cut to fit. After a failed step every rank receives the reports of all ranks."""
 
-_LEAST_RECORD_BYTES: Final = 4_096  # room for every problem at once with one short name of each list
-_ALL_RECORDS_BYTES: Final = 1 << 21  # every rank receives the records of all
 _NAMES_SENT: Final = (1_024, 512, 256, 128, 64, 32, 16, 8, 5, 1)  # of each list, the most that fit; one fits into any record
 _NAME_CHARS: Final = 200
 _TEXT_CHARS: Final = 2_000
@@ -40,10 +38,6 @@ _MOST_SPEAKERS: Final = 8  # a text may be megabytes long, and every rank receiv
 _STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem of any rank is louder than a wish to stop, which is heard at the next fence
 _SCALE: Final = "scale_gradients()"
 _END_OF_STEP: Final = "the end of a step"
-_CAPTURABLE: Final = (
-    "Wrap with fence=False and nonfinite_gradients='allow', which asks nothing, and capture forward, backward and a plain "
-    "optimizer with capturable=True (docs/gpu.md)."
-)
 
 Entry = tuple[object, ...]
 """One thing that must be equal on all ranks: a name and values, which are plain (text, numbers, tuples of them)."""
@@ -78,18 +72,14 @@ class Report:
     """Whether the optimizer updates right after this fence."""
     force_all_reduce: bool = False
 
-    def to_bytes(self, capacity_bytes: int = RECORD_BYTES) -> bytes:
-        """Return the report as JSON of at most so many bytes; names and texts are cut as far as needed.
-
-        Args:
-            capacity_bytes: what ``record_bytes`` gives.
-        """
+    def to_bytes(self) -> bytes:
+        """Return the report as JSON of at most ``RECORD_BYTES``; names and texts are cut as far as needed."""
         data = dataclasses.asdict(self)
         data["hyperparameters"] = texts_of(self.hyperparameters)
         for num_names in _NAMES_SENT:
             # As text what JSON does not know: a rank that could not send its report would leave the others waiting for it.
             payload = json.dumps(_cut(data, num_names), separators=(",", ":"), default=str).encode()
-            if len(payload) <= capacity_bytes:
+            if len(payload) <= RECORD_BYTES:
                 break
         return payload
 
@@ -100,15 +90,6 @@ class Report:
         data: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in read}
         data["problems"] = tuple(Problem(kind, fields) for kind, fields in data["problems"])
         return Report(**data)
-
-
-def record_bytes(num_ranks: int) -> int:
-    """Return the room for one report: less in a large world, so that what a rank receives does not grow with it at once.
-
-    >>> [record_bytes(num_ranks) for num_ranks in (2, 128, 256, 16_384)]
-    [16384, 16384, 8192, 4096]
-    """
-    return max(min(RECORD_BYTES, _ALL_RECORDS_BYTES // num_ranks), _LEAST_RECORD_BYTES)
 
 
 def _cut(value: Any, num_names: int) -> Any:
@@ -277,7 +258,6 @@ class Fence:
 
     def __init__(self, communicator: Communicator, *, num_buckets: int, policy: StepPolicy, device: torch.device) -> None:
         self._communicator, self._device, self._num_buckets = communicator, device, num_buckets
-        self._accelerator = Accelerator.of(device)
         self._asks = policy.has_fence and communicator.size > 1
         self._gate = Gate(communicator, device=device) if communicator.size > 1 else None
         self._report: Report | None = None  # of the message under way
@@ -297,12 +277,7 @@ class Fence:
         Args:
             nonfinite: 0D flag on the device, set if gradients are not finite; the host does not know it yet.
 
-        Raises:
-            PhaseError: a CUDA graph is being captured.
         """
-        if self._asks or nonfinite is not None:
-            reader = "the end of a step asks whether it is whole on all ranks, and whether its gradients are finite"
-            check_not_capturing(self._accelerator, reader=reader, remedy=_CAPTURABLE)
         self._is_nonfinite = nonfinite
         self._report = report
         if self._asks and self._gate is not None:
@@ -345,10 +320,13 @@ class Fence:
 
     def _start_exchange(self, report: Report) -> Exchange:
         if self._exchange is None:
-            capacity_bytes = record_bytes(self._communicator.size)
-            payload = report.to_bytes(capacity_bytes)
-            label, device = "step report", self._device
-            self._exchange = Exchange(self._communicator, payload, capacity_bytes=capacity_bytes, device=device, label=label)
+            self._exchange = Exchange(
+                self._communicator,
+                report.to_bytes(),
+                capacity_bytes=RECORD_BYTES,
+                device=self._device,
+                label="step report",
+            )
         self._exchange.start()
         return self._exchange
 
@@ -406,23 +384,6 @@ def _fingerprint(*facts: Any) -> int:
     """Return a number below 2**62 that is equal where plain values are."""
     # Version 2 of the format writes values only, not whether two of them are the same object.
     return int.from_bytes(hashlib.blake2b(marshal.dumps(facts, 2), digest_size=8).digest(), "big") >> 2
-
-
-def check_not_capturing(accelerator: Accelerator | None, *, reader: str, remedy: str) -> None:
-    """Refuse to let the host read from a device whose current stream is being captured. Costs nothing on a host.
-
-    Args:
-        reader: what reads, for the text.
-        remedy: what to do instead.
-
-    Raises:
-        PhaseError: a CUDA graph is being captured.
-    """
-    if accelerator is not None and accelerator.is_capturing():
-        raise errors.PhaseError(
-            f"a CUDA graph is being captured, and {reader}: the host would wait for the device, which does nothing before the "
-            f"graph is replayed. {remedy}"
-        )
 
 
 # From the reports of all ranks to the one error that all of them raise. Pure: the same reports give the same error. #
@@ -535,23 +496,17 @@ def _differing_hyperparameters(reports: Sequence[Report]) -> Iterator[tuple[str,
 
 
 def _unused(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
-    ranks_of: dict[str, list[int]] = {}
     found = _problems_of(reports, errors.UnusedParameterError)
-    for rank, fields in found:
-        for name in fields["params"]:
-            ranks_of.setdefault(name, []).append(rank)
-    params_of: dict[tuple[int, ...], list[str]] = {}
-    for name, of_name in ranks_of.items():
-        params_of.setdefault(tuple(of_name), []).append(name)
-    for ranks, params in list(params_of.items())[:1]:
+    for _, fields in found[:1]:
+        ranks_of = {name: [rank for rank, other in found if name in other["params"]] for name in fields["params"]}
+        ranks = ranks_of[fields["params"][0]]
         yield errors.UnusedParameterError(
             step=step,
             ranks=ranks,
-            params=params,
-            bucket=found[0][1]["bucket"],
+            params=[name for name in ranks_of if ranks_of[name] == ranks],
+            bucket=fields["bucket"],
             num_buckets=num_buckets,
             num_ranks=len(reports),
-            elsewhere=[(names, others) for others, names in params_of.items() if others != ranks],
         )
 
 

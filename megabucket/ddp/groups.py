@@ -33,7 +33,7 @@ from megabucket.comm.torch import default_group_of, levels_of, members_of, proce
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, resolve_step
 from megabucket.ddp.fence import Entry, Fence, Report, agree_on_difference
-from megabucket.errors import ConfigError, MegabucketError, UnsupportedParameterError, log_once, name_list
+from megabucket.errors import ConfigError, MegabucketError, log_once, name_list
 from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity
 from megabucket.trace import Recorder
 
@@ -442,7 +442,6 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
 
     Raises:
         ConfigError: a parameter is claimed by two groups, or by one that is not there; or identities contradict each other.
-        UnsupportedParameterError: an expert parameter, and the wrapper has no group for it.
     """
     group_of, identity = (None, None) if given is None else (given.group_of, given.identity)
     if identity is None and not ranks.copies.keys().isdisjoint(("tp", "embd")):
@@ -459,15 +458,11 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
         if len(groups) > 1:
             raise ConfigError(f"parameter {name!r} is claimed by the groups {name_list(groups)}; it can be in one")
         found[name] = replace(found[name], group=groups[0])
-        if groups[0] in ranks.by_name:
-            continue
-        if _is_expert(param):
-            raise UnsupportedParameterError(
-                param=name,
-                reason="it is an expert parameter (allreduce=False), which is reduced over another group than the others",
-                remedy=f"Pass groups={{'dense': ..., {_EXPERT!r}: ...}} with the ranks that hold the same experts.",
+        if groups[0] not in ranks.by_name:
+            raise ConfigError(
+                f"parameter {name!r} is of group {groups[0]!r}; the wrapper has {name_list(list(ranks.by_name))}. Pass "
+                f"groups= with the ranks that hold the same parameters of {groups[0]!r}"
             )
-        raise ConfigError(f"parameter {name!r} is of group {groups[0]!r}; the wrapper has {name_list(list(ranks.by_name))}")
     for pattern in group_of if isinstance(group_of, Mapping) else ():
         if not fnmatch.filter(found, pattern):
             log_once(f"group_of= has {pattern!r}, which is no name of a parameter on this rank")

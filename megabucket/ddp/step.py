@@ -855,6 +855,24 @@ class GradSync:
         if error is not None:
             raise error from failure
 
+    @contextmanager
+    def preparing_call(self, label: str) -> Iterator[dict[str, Sequence[Entry]]]:
+        """Open a collective call after the block, which prepares this rank's side; an exception in the block fails the call.
+
+        Yields what must be equal on the ranks of each reduction group, for the block to fill in.
+
+        Raises:
+            MegabucketError: as ``call``.
+            Exception: that of the block, where all ranks failed alike.
+        """
+        by_group: dict[str, Sequence[Entry]] = {}
+        failure = None
+        try:
+            yield by_group
+        except Exception as error:
+            failure = error
+        self.call(label, failure=failure, by_group=by_group)
+
     # What others ask before they act #
 
     def check_between_steps(self, operation: str) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any, Final, NoReturn, Protocol
 
@@ -473,24 +473,18 @@ def _agree_on_model(
         PeerFailedError: some rank cannot wrap its module.
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
-    entries: list[Entry] = []
-    by_group: dict[str, list[Entry]] = {}
-    params, identities, layout, failure = None, None, None, None
-    try:
+    with _preparing_call("wrap", ranks, exchange_device(module)) as (entries, by_group):
         params = discover_params(module)
         check_finish(params, resolve_step(config), ranks)
         identities = identify(module, ranks, groups)
         sizes = {name: group.communicator.size for name, group in ranks.by_name.items()}
         layout = build_layout(_specs(params, identities), config, dp_size=sizes[DENSE], group_sizes=sizes)
-        entries, by_group = config_entries(config), model_entries(module, config, identities)
         order = [layout.buffers[index].key.group for index, _ in launch_order(layout)]
+        entries.extend(config_entries(config))
+        by_group.update(model_entries(module, config, identities))
         for of_group in by_group.values() if len(ranks.by_name) > 1 else ():
             of_group.append(("groups of the buckets, in launch order", *order))
-        by_group |= partial_entries(params, identities, layout, ranks)
-    except Exception as error:
-        failure = error
-    _agree(ranks, "wrap", entries, by_group, failure, exchange_device(module))
-    assert params is not None and identities is not None and layout is not None  # noqa: S101, PT018 - else there was a failure
+        by_group.update(partial_entries(params, identities, layout, ranks))
     if not ranks.has_same_params:
         _check_claims(module, identities, ranks, None if groups is None else groups.identity)
     return params, identities, layout
@@ -516,19 +510,25 @@ def _check_claims(
     )
 
 
-def _agree(
-    ranks: RankGroups,
-    label: str,
-    entries: Sequence[Entry],
-    by_group: Mapping[str, Sequence[Entry]],
-    failure: Exception | None,
-    device: torch.device,
-) -> None:
-    """Go through the gate before there is a step."""
+@contextmanager
+def _preparing_call(
+    label: str, ranks: RankGroups, device: torch.device
+) -> Iterator[tuple[list[Entry], dict[str, list[Entry]]]]:
+    """Open a collective call after the block, as ``GradSync.preparing_call``, before there is a step.
+
+    Yields what must be equal on all ranks, and on those of each reduction group, for the block to fill in.
+    """
+    entries: list[Entry] = []
+    by_group: dict[str, list[Entry]] = {}
+    failure = None
+    try:
+        yield entries, by_group
+    except Exception as error:
+        failure = error
     fence = Fence(ranks.step, num_buckets=0, policy=ranks.by_name[DENSE].policy, device=device)
-    error, _ = ranks.agree(fence, label, entries, by_group, failure, device=device)
-    if error is not None:
-        raise error from failure
+    agreed, _ = ranks.agree(fence, label, entries, by_group, failure, device=device)
+    if agreed is not None:
+        raise agreed from failure
 
 
 def _attach(
@@ -543,8 +543,7 @@ def _attach(
         if pattern != "all" and not any(fnmatchcase(name, pattern) for name in params):
             log_once(f"param_name_patterns_for_fp32_local_accumulation: no parameter on this rank matches {pattern!r}")
     with ExitStack() as undo:
-        failure = None
-        try:
+        with _preparing_call("wrap: buffers", ranks, device):
             for buffer_layout in layout.buffers:
                 buffers.append(ParamAndGradBuffer(buffer_layout, params, fp32_local=fp32_local))
                 undo.callback(buffers[-1].detach)
@@ -556,9 +555,6 @@ def _attach(
                 reduction = ranks.by_name[batch[0].buffer.layout.key.group]._asdict()
                 del reduction["places"]
                 groups.append(_ParamAndGradBucketGroup(batch, index=index, **reduction))
-        except Exception as error:
-            failure = error
-        _agree(ranks, "wrap: buffers", [], {}, failure, device)
         undo.pop_all()
     return buffers, groups
 

@@ -6,9 +6,8 @@ Docs: ``docs/megatron-core.md``.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -39,51 +38,39 @@ _SAME: Final = (
 )
 """Fields that have the same name and meaning."""
 
-_FSDP: Final = "parameters are not sharded here; use Megatron's own FSDP"
-_USER_BUFFERS: Final = "memory is allocated by torch, not registered with NCCL"
-_NO_FP8: Final = "there are no fp8 parameters"
-_TAKEN_DDP: Final = (*_SAME, "bucket_size", "check_for_nan_in_grad", "delay_wgrad_compute")
-_REFUSED_DDP: Final = {
-    "align_param_gather": "there are no later pipeline stages to align with",
-    "num_distributed_optimizer_instances": "not compared with Megatron yet; megabucket.ReductionGroup(replicate=) does it",
-    **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _NO_FP8),
-    **dict.fromkeys(("disable_symmetric_registration", "nccl_ub"), _USER_BUFFERS),
-    **dict.fromkeys(
-        (
-            "data_parallel_sharding_strategy",
-            "fsdp_double_buffer",
-            "fsdp_manual_registration",
-            "gradient_reduce_div_fusion",
-            "keep_fp8_transpose_cache",
-            "outer_dp_sharding_strategy",
-            "preserve_fp32_weights",
-            "suggested_communication_unit_size",
-            "use_custom_fsdp",
-            "use_megatron_fsdp",
-        ),
-        _FSDP,
-    ),
-}
+_TAKEN_DDP: Final = frozenset({*_SAME, "bucket_size", "check_for_nan_in_grad", "delay_wgrad_compute"})
 _MODEL_PARALLEL: Final = "not compared with Megatron yet; megabucket.ParallelGroups does it (docs/parallel-groups.md)"
-_REFUSED_TRANSFORMER: Final = {
-    "cuda_graph_impl": "backward runs Python hooks, which a captured graph leaves out",
-    **dict.fromkeys(
-        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_tensor_parallel_size"), _MODEL_PARALLEL
-    ),
+_TAKEN_TRANSFORMER: Final = {
+    "cuda_graph_impl": "none",  # backward runs Python hooks, which a captured graph leaves out
+    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_tensor_parallel_size"), 1),
 }
-"""The rest of a transformer's config is its layers' own."""
+"""The only values that are supported. The other fields belong to the layers."""
 
-_TAKEN_OPTIMIZER: Final = (
-    "clip_grad",
-    "fp16",
-    "hysteresis",
-    "initial_loss_scale",
-    "log_num_zeros_in_grad",
-    "loss_scale",
-    "loss_scale_window",
-    "min_loss_scale",
-    "use_distributed_optimizer",
+_TAKEN_OPTIMIZER: Final = frozenset(
+    {
+        "barrier_with_L1_time",  # an update is one call without timers
+        "bf16",  # parameters keep the dtypes of the module
+        "clip_grad",
+        "fp16",
+        "hysteresis",
+        "initial_loss_scale",
+        "log_num_zeros_in_grad",
+        "loss_scale",
+        "loss_scale_window",
+        "min_loss_scale",
+        "min_lr",  # Megatron's scheduler has its own
+        "overlap_param_gather",  # read from the wrapper's config
+        "params_dtype",
+        "timers",
+    }
 )
+_UNREAD_OPTIMIZER: Final = (
+    *("exp_avg_", "main_", "store_param_"),  # use_precision_aware_optimizer
+    "muon_",  # optimizer="muon"
+    *("optimizer_offload_", "overlap_cpu_", "pin_cpu_", "use_torch_optimizer_for_cpu_offload"),  # optimizer_cpu_offload
+)
+"""Beginnings of fields that Megatron reads only with the values in the comments, which are refused."""
+
 _HYPERPARAMETERS: Final = (
     "adam_beta1",
     "adam_beta2",
@@ -95,102 +82,15 @@ _HYPERPARAMETERS: Final = (
 )
 """Fields that the torch optimizer must agree with, where they are set."""
 
-_IGNORED_OPTIMIZER: Final = {
-    **dict.fromkeys(("bf16", "params_dtype"), "parameters keep the dtypes of the module"),
-    **dict.fromkeys(
-        ("barrier_with_L1_time", "timers"), "an update is one call with no timers in it; no result depends on them"
-    ),
-    "min_lr": "Megatron's scheduler has its own",
-    "overlap_param_gather": "the wrapper's config says it",
-    **dict.fromkeys(
-        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype", "store_param_remainders"),
-        "read with use_precision_aware_optimizer, which is refused",
-    ),
-    **dict.fromkeys(
-        (
-            "optimizer_offload_fraction",
-            "overlap_cpu_optimizer_d2h_h2d",
-            "pin_cpu_grads",
-            "pin_cpu_params",
-            "use_torch_optimizer_for_cpu_offload",
-        ),
-        "read with optimizer_cpu_offload, which is refused",
-    ),
-    **dict.fromkeys(
-        (
-            "muon_extra_scale_factor",
-            "muon_fp32_matmul_prec",
-            "muon_momentum",
-            "muon_num_ns_steps",
-            "muon_scale_mode",
-            "muon_split_qkv",
-            "muon_tp_mode",
-            "muon_use_nesterov",
-        ),
-        "read with optimizer='muon', which is refused",
-    ),
-}
-_GROUPS: Final = "put parameters into groups of the torch optimizer, with max_lr, min_lr or wd_mult for Megatron's scheduler"
-_REFUSED_OPTIMIZER: Final = {
-    **dict.fromkeys(("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr"), _GROUPS),
-    "config_logger_dir": "configs are not written to files",
-    **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _NO_FP8),
-    "optimizer": "the torch optimizer updates, elementwise: 'adam' or 'sgd'",
-    "optimizer_cpu_offload": "state stays on the device of its parameters",
-    "overlap_param_gather_with_optimizer_step": "an update ends before its gather begins",
-    "use_precision_aware_optimizer": "main parameters and gradients of the update are float32",
-}
 
-_NOT_LAUNCHED_APART: Final = "buckets are launched in one order, by the wrapper; read ddp.wrapper.bucket_groups"
-_HOOKS: Final = "hooks are set, and forward waits for parameters, in any case"
-_IN_PARTS: Final = "ranks agree on an update inside step(): call that alone"
-_FORMATS: Final = (
-    "state_dict() holds the state of all ranks; megabucket.save_checkpoint(path, ddp.wrapper, optimizer.optimizer, step=...) "
-    "writes shards that load on any number of ranks"
-)
-_ONE_SHARD: Final = "this rank's shards are no whole gradient; get_grad_norm() has the norm over all ranks"
-_REFUSED_NAMES: Final = {
-    **dict.fromkeys(("bucket_groups", "expert_parallel_bucket_groups", "param_to_bucket_group"), _NOT_LAUNCHED_APART),
-    **dict.fromkeys(
-        ("bucket_size", "expert_parallel_buffers"), "read ddp.wrapper.layout and ddp.wrapper.param_and_grad_buffers"
-    ),
-    **dict.fromkeys(("grad_accs", "remove_forward_pre_hook_handles", "use_forward_hook"), _HOOKS),
-    **dict.fromkeys(("offload_grad_buffers", "restore_grad_buffers"), "buffers stay on the device of their parameters"),
-}
-"""What Megatron's wrapper has, and this one has not."""
-
-_REFUSED_CALLS: Final = {
-    "count_zeros": "step() counts them, with log_num_zeros_in_grad=True",
-    **dict.fromkeys(("prepare_grads", "step_with_ready_grads"), _IN_PARTS),
-    **dict.fromkeys(("get_grad_stats_parallel_group", "get_main_grads_for_grad_norm"), _ONE_SHARD),
-    **dict.fromkeys(("offload_to_cpu", "restore_from_cpu"), "state stays on the device of its parameters"),
-    **dict.fromkeys(
-        ("load_parameter_state", "save_parameter_state", "sharded_state_dict", "split_state_dict_if_needed"), _FORMATS
-    ),
-}
-"""What Megatron's optimizer has, and this one has not, without the parts of its checkpoint format."""
-
-
-def _refusal(name: str, reason: str) -> property:
-    def refuse(self: object) -> None:
-        raise ConfigError(f"{type(self).__name__}.{name}: {reason}")
-
-    return property(refuse)
-
-
-def _refusing(reasons: dict[str, str]) -> Any:
-    """Return a base class whose attributes raise ``ConfigError`` with a reason each."""
-    return type("Refusing", (), {name: _refusal(name, reason) for name, reason in reasons.items()})
-
-
-class DistributedDataParallel(_refusing(_REFUSED_NAMES), _BaseDataParallel):  # type: ignore[misc]
+class DistributedDataParallel(_BaseDataParallel):
     """Megatron's wrapper, with its arguments, over megabucket's, which is ``wrapper``.
 
     Buffers, buckets and shards are Megatron's (``layout="megatron"``). Set ``config.no_sync_func`` to ``ddp.no_sync``, and
     ``config.finalize_model_grads_func`` to Megatron's ``finalize_model_grads``. ``ddp_config`` is not changed.
 
     Raises:
-        ConfigError: a field asks for what is not here; the text names each one with the reason.
+        ConfigError: a field has a value that is not supported; the text names each one.
         MegabucketError: what wrapping raises.
     """
 
@@ -203,7 +103,7 @@ class DistributedDataParallel(_refusing(_REFUSED_NAMES), _BaseDataParallel):  # 
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         translated = config_from(ddp_config, is_loss_per_token=config.calculate_per_token_loss)
-        _refuse(config, _REFUSED_TRANSFORMER, like=dict.fromkeys(_REFUSED_TRANSFORMER, 1) | {"cuda_graph_impl": "none"})
+        _check_fields(config, _TAKEN_TRANSFORMER)
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
         ranks = ProcessGroupCollection.setup_process_groups_for_ddp(pg_collection, config, ddp_config)
@@ -298,7 +198,7 @@ class DistributedDataParallel(_refusing(_REFUSED_NAMES), _BaseDataParallel):  # 
         return super().sharded_state_dict(*args, **kwargs)
 
 
-class DistributedOptimizer(_refusing(_REFUSED_CALLS), MegatronOptimizer):  # type: ignore[misc]
+class DistributedOptimizer(MegatronOptimizer):
     """Megatron's optimizer calls over megabucket's ``DistributedOptimizer``, which is ``optimizer``.
 
     Args:
@@ -308,7 +208,7 @@ class DistributedOptimizer(_refusing(_REFUSED_CALLS), MegatronOptimizer):  # typ
         model_chunks: the wrapped module, alone in a list or as it is.
 
     Raises:
-        ConfigError: a field asks for what is not here, or there are several model chunks.
+        ConfigError: a field has a value that is not supported, or there are several model chunks.
         MegabucketError: what ``megabucket.DistributedOptimizer`` raises.
     """
 
@@ -377,6 +277,21 @@ class DistributedOptimizer(_refusing(_REFUSED_CALLS), MegatronOptimizer):  # typ
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
+    def _refuse_call(self, *_: object, **__: object) -> Any:
+        """Refuse the parts of an update, which the ranks agree on as a whole.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "Megatron's method is not supported: an update is one call of step(), and no rank holds the whole "
+            "gradient or all state. step() counts zeros with log_num_zeros_in_grad=True, get_grad_norm() returns the norm over "
+            "all ranks, and megabucket.save_checkpoint(path, ddp.wrapper, optimizer.optimizer, step=...) writes shards."
+        )
+
+    count_zeros = get_grad_stats_parallel_group = get_main_grads_for_grad_norm = _refuse_call
+    offload_to_cpu = restore_from_cpu = prepare_grads = step_with_ready_grads = sharded_state_dict = _refuse_call
+
 
 def config_from(
     ddp_config: DistributedDataParallelConfig, *, is_loss_per_token: bool = False
@@ -387,9 +302,10 @@ def config_from(
         is_loss_per_token: losses are sums over tokens, and gradients are divided by ``finalize_model_grads``.
 
     Raises:
-        ConfigError: a field asks for what is not here.
+        ConfigError: a field has a value that is not supported.
     """
-    _refuse(ddp_config, _REFUSED_DDP, like=vars(DistributedDataParallelConfig()), known=_TAKEN_DDP)
+    defaults = vars(DistributedDataParallelConfig())
+    _check_fields(ddp_config, {name: value for name, value in defaults.items() if name not in _TAKEN_DDP})
     return mb.DistributedDataParallelConfig(
         **{name: getattr(ddp_config, name) for name in _SAME},
         bucket_size=ddp_config.bucket_size,
@@ -402,37 +318,30 @@ def config_from(
 
 
 def _check_optimizer_config(config: OptimizerConfig, optimizer: torch.optim.Optimizer, *, is_sharded: bool) -> None:
-    defaults = dict(optimizer.defaults)
-    defaults["adam_beta1"], defaults["adam_beta2"] = defaults.get("betas", (None, None))
-    defaults["adam_eps"], defaults["sgd_momentum"] = defaults.get("eps"), defaults.get("momentum")
-    like = vars(OptimizerConfig()) | {"use_distributed_optimizer": is_sharded}
+    own = dict(optimizer.defaults)
+    own["adam_beta1"], own["adam_beta2"] = own.get("betas", (None, None))
+    own["adam_eps"], own["sgd_momentum"] = own.get("eps"), own.get("momentum")
+    supported = vars(OptimizerConfig()) | {"use_distributed_optimizer": is_sharded}
     if config.optimizer == "sgd":
-        like["optimizer"] = "sgd"
-    reasons = {**_REFUSED_OPTIMIZER, "use_distributed_optimizer": f"the wrapper has use_distributed_optimizer={is_sharded}"}
+        supported["optimizer"] = "sgd"
     for name in _HYPERPARAMETERS:
-        if getattr(config, name) == defaults.get(name):
-            like[name] = defaults[name]
-        reasons[name] = f"the torch optimizer has {defaults.get(name)}; leave it at {like[name]}, or make them alike"
-    _refuse(config, reasons, like=like, known=(*_TAKEN_OPTIMIZER, *_IGNORED_OPTIMIZER))
+        if getattr(config, name) != supported[name]:  # set by the caller
+            supported[name] = own.get(name)
+    names = [name for name in supported if name not in _TAKEN_OPTIMIZER and not name.startswith(_UNREAD_OPTIMIZER)]
+    _check_fields(config, {name: supported[name] for name in names})
 
 
-def _refuse(config: Any, reasons: dict[str, str], *, like: dict[str, Any], known: Sequence[str] | None = None) -> None:
-    """Refuse fields that have another value than in ``like``.
-
-    Args:
-        known: all fields that ``reasons`` leaves out; ``None``: any.
+def _check_fields(config: Any, supported: Mapping[str, Any]) -> None:
+    """Refuse other values than the supported ones.
 
     Raises:
         ConfigError: there is one.
     """
-    if known is not None:
-        unknown = {field.name for field in dataclasses.fields(config)} - {*reasons, *known}
-        reasons = reasons | dict.fromkeys(sorted(unknown & like.keys()), "this adapter does not know the field")
-    problems = [
-        f"{name}={found!r}: {reason}" for name, reason in reasons.items() if (found := getattr(config, name)) != like[name]
-    ]
+    found = {name: getattr(config, name) for name in supported}
+    problems = [f"{name}={found[name]!r} (must be {value!r})" for name, value in supported.items() if found[name] != value]
     if problems:
-        raise ConfigError(f"{type(config).__name__}: {'; '.join(problems)}", problems=problems)
+        text = f"{type(config).__name__} has values that are not supported: {', '.join(problems)}"
+        raise ConfigError(f"{text}. The reasons are in docs/migrate/megatron.md.", problems=problems)
 
 
 def _scaler_for(config: OptimizerConfig) -> mb.ConstantGradScaler | mb.DynamicGradScaler | None:

@@ -33,7 +33,7 @@ from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError, printable
 from megabucket.measure.ranks import Ranks
 from megabucket.optim import DistributedOptimizer
-from megabucket.planning.load import load_section
+from megabucket.planning.load import load_run
 from megabucket.planning.run_config import RunConfig
 
 
@@ -93,7 +93,7 @@ def load_workload_config(workload: WorkloadFunction, path: Path | None, override
     """
     schema = get_type_hints(workload).get("config", RunConfig)
     is_known = isinstance(schema, type) and issubclass(schema, RunConfig)
-    config: RunConfig = load_section(path, overrides, schema if is_known else RunConfig)
+    config: RunConfig = load_run(path, overrides, schema if is_known else RunConfig)
     return config
 
 

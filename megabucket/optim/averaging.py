@@ -104,7 +104,7 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
     for shard, values in before.items():
         main = shard.main.detach()
         for piece in shard.pieces():
-            here = slice(*piece.in_run)
+            here = slice(*piece.in_segment)
             parts = shard.grad[here], main[here], main[here] - values[here]
             row_of[piece.param] += torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
     for group, reduction in ddp.ranks.by_name.items():

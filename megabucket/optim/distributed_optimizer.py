@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 import torch
 
 from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.fence import check_not_capturing
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.step import CALLING, UPDATING, StepState
-from megabucket.errors import ConfigError, MegabucketError, PhaseError, UnreducedGradientsError, name_list
+from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
@@ -208,12 +207,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
             return  # frameworks ask before each forward
-        failure: MegabucketError | None = None
-        try:
+        with self.ddp.sync.preparing_call(f"{name}()"):
             self.sharding.settle(f"{name}()")
-        except MegabucketError as error:
-            failure = error
-        self.ddp.sync.call(f"{name}()", failure=failure)
         try:
             switch()
         finally:
@@ -248,8 +243,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UnreducedGradientsError: no backward outside ``no_sync`` has run in this step.
             MegabucketError: the step is not whole on some rank; all ranks raise the same error and none updates.
-            PhaseError: a gradient was cleared after the all-reduce, an error about the gradients was caught before, or a CUDA
-                graph is being captured.
+            PhaseError: a gradient was cleared after the all-reduce, or an error about the gradients was caught before.
         """
         value = None
         if closure is not None:
@@ -284,9 +278,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def check_may_step(self) -> None:
         """Refuse a step that would go wrong on this rank, while all of them can still be told."""
-        reader = "DistributedOptimizer.step() decides on the host what to do"
-        remedy = "Capture a plain optimizer with capturable=True in its place (docs/gpu.md)."
-        check_not_capturing(self.global_norm.accelerator, reader=reader, remedy=remedy)
         sync = self.ddp.sync
         sync.check_not_dropped()
         if self._changes and not (sync.is_reduced and self._changed_step == sync.step):
@@ -370,7 +361,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         sync, num_zeros = self.ddp.sync, None
         if self._settings["returns_num_zeros"]:
-            numel = sum(piece.in_run.numel for shard in self.sharding.shards if shard.counts for piece in shard.pieces())
+            numel = sum(piece.in_segment.numel for shard in self.sharding.shards if shard.counts for piece in shard.pieces())
             num_zeros = self.global_norm.num_zeros(self._counted(grads), numel=numel)
         try:
             if max_norm > 0:
@@ -548,12 +539,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerParametersError: the state of a shard cannot be told apart by parameter.
             PeerFailedError: another rank cannot give its part.
         """
-        failure: MegabucketError | None = None
-        try:
+        with self.ddp.sync.preparing_call("state_dict()"):
             self.sharding.settle("state_dict()")
-        except MegabucketError as error:
-            failure = error
-        self.ddp.sync.call("state_dict()", failure=failure)
         return pack(self.torch_optimizer, self.sharding.members.by_group(), self.sharding.whole_state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

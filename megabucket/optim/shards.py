@@ -1,10 +1,9 @@
 """The flat tensors an optimizer steps on, and how they take the place of whole parameters in its groups.
 
-A ``MainShard`` is one run of this rank's shards, cut where the optimizer's parameter groups change (``layout/shards.py`` plans
-where); alignment gaps inside a run are zeros that stay zeros. ``GroupMembers`` knows which parameters are in which group, also
-while shards stand in their place. ``Sharding`` changes over: wrapping an optimizer shards it; a rebuild takes that back, and
-shards it anew for the buffers that the wrapper has then. In between the torch optimizer is a plain one over whole parameters,
-so whatever fails there loses nothing.
+A ``MainShard`` is the tensors of one segment of this rank's shards (``layout/segments.py`` plans them); alignment gaps inside
+a segment are zeros that stay zeros. ``GroupMembers`` knows which parameters are in which group, also while shards replace
+them. ``Sharding`` switches between the two: wrapping an optimizer shards it; a rebuild restores whole parameters and shards
+them again for the new buffers. In between the torch optimizer is a plain one over whole parameters: a failure loses nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megabucket.ddp.guards import read_hyperparameters, texts_of
 from megabucket.ddp.replicas import checksum
 from megabucket.errors import CheckpointUnavailableError, OptimizerParametersError, PhaseError, name_list
 from megabucket.layout import Span
-from megabucket.layout.runs import ShardRun, plan_runs
+from megabucket.layout.segments import Segment, plan_segments
 from megabucket.optim.elementwise import check_elementwise
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import check_norm_settings
@@ -40,7 +39,6 @@ from megabucket.optim.state_dict import (
     in_memory_order,
     main_dtype,
     set_groups,
-    state_of_empty_params,
     unpack,
     unshard,
 )
@@ -103,48 +101,48 @@ def _withheld(like: torch.Tensor, what: str, unscale: Unscale | None) -> Withhel
     return grad
 
 
-class RunPiece(NamedTuple):
-    """The part of one parameter that lies in one run: two ranges of equal length."""
+class SegmentPiece(NamedTuple):
+    """The part of one parameter that lies in one segment: two ranges of equal length."""
 
     param: str
     in_param: Span  # counted from the start of the parameter, in its memory order
-    in_run: Span
+    in_segment: Span
 
 
 class MainShard:
-    """One run as the optimizer sees it: a flat main parameter with a flat gradient.
+    """One segment as the optimizer sees it: a flat main parameter with a flat gradient.
 
-    A float32 (or float64) run steps in place on the parameter buffer. A 16-bit run steps on a float32 copy, the main
+    A float32 (or float64) segment steps in place on the parameter buffer. A 16-bit segment steps on a float32 copy, the main
     parameter, which is rounded into the buffer after each step; a 16-bit gradient is widened before.
 
     ``main.grad`` is the gradient while the optimizer steps, and refuses to be used at other times.
     """
 
     def __init__(
-        self, run: ShardRun, buffer: ParamAndGradBuffer, *, counts: bool = True, unscale: Unscale | None = None
+        self, segment: Segment, buffer: ParamAndGradBuffer, *, counts: bool = True, unscale: Unscale | None = None
     ) -> None:
-        self.run = run
+        self.segment = segment
         self.buffer = buffer
         self.counts = counts
         """Whether its gradients enter the norm; no other rank's do then."""
-        self.model_values = buffer.param_data[run.span.start : run.span.stop]
+        self.model_values = buffer.param_data[segment.span.start : segment.span.stop]
         """The parameters in the buffer: 1D, parameter dtype."""
-        self.buffer_grads = buffer.grad_data[run.span.start : run.span.stop]
+        self.buffer_grads = buffer.grad_data[segment.span.start : segment.span.stop]
         """The gradient in the buffer: 1D, gradient dtype."""
         dtype = main_dtype(self.model_values.dtype)
         self.has_own_values = self.model_values.dtype != dtype
         self.main = torch.nn.Parameter(self.model_values.to(dtype))  # 1D, float32 or float64
         same_dtype = self.buffer_grads.dtype == self.main.dtype
         self.grad = self.buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
-        self.withheld = _withheld(self.grad, f"the gradient of a flat shard ({name_list(run.params)})", unscale)
+        self.withheld = _withheld(self.grad, f"the gradient of a flat shard ({name_list(segment.params)})", unscale)
         self.withhold_grad()
 
-    def pieces(self) -> Iterator[RunPiece]:
-        """Return what this run holds of each of its parameters, in buffer order."""
-        for name in self.run.params:
-            slot, span = self.buffer.layout.params[name], self.run.span
+    def pieces(self) -> Iterator[SegmentPiece]:
+        """Return what this segment holds of each of its parameters, in buffer order."""
+        for name in self.segment.params:
+            slot, span = self.buffer.layout.params[name], self.segment.span
             start, stop = max(slot.start, span.start), min(slot.stop, span.stop)
-            yield RunPiece(name, Span(start - slot.start, stop - slot.start), Span(start - span.start, stop - span.start))
+            yield SegmentPiece(name, Span(start - slot.start, stop - slot.start), Span(start - span.start, stop - span.start))
 
     def load_grad(self) -> torch.Tensor:
         """Make ``grad`` the reduced gradient of this step, and return it."""
@@ -163,10 +161,10 @@ class MainShard:
         A main parameter that still rounds to what the buffer holds keeps its precision: nobody wrote there.
         """
         if self.has_own_values:
-            self.restore_values(self.main.clone(), Span(0, self.run.span.numel))
+            self.restore_values(self.main.clone(), Span(0, self.segment.span.numel))
 
     @torch.no_grad()
-    def restore_values(self, earlier: torch.Tensor, in_run: Span) -> None:
+    def restore_values(self, earlier: torch.Tensor, in_segment: Span) -> None:
         """Make main values of earlier those of a range, where they still round to what the buffer holds.
 
         Where they do not, somebody has written into the buffer since, and what is there counts.
@@ -175,16 +173,16 @@ class MainShard:
             earlier: 1D, dtype of main, one value per element of the range.
         """
         if self.has_own_values:
-            written = self.model_values[in_run.start : in_run.stop]
+            written = self.model_values[in_segment.start : in_segment.stop]
             is_kept = earlier.to(written.dtype) == written
-            self.main[in_run.start : in_run.stop] = torch.where(is_kept, earlier, written.to(earlier.dtype))
+            self.main[in_segment.start : in_segment.stop] = torch.where(is_kept, earlier, written.to(earlier.dtype))
 
     def params_with_nonfinite_grad(self) -> Sequence[str]:
-        """Return the names of the parameters whose gradient piece in this run is not finite. Slow; for reports."""
+        """Return the names of the parameters whose gradient piece in this segment is not finite. Slow; for reports."""
         return [
             piece.param
             for piece in self.pieces()
-            if not bool(torch.isfinite(self.grad[piece.in_run.start : piece.in_run.stop]).all())
+            if not bool(torch.isfinite(self.grad[piece.in_segment.start : piece.in_segment.stop]).all())
         ]
 
 
@@ -385,9 +383,9 @@ class Sharding:
         counts = {name: ranks.counts(identities[name], is_sharded=is_sharded) for name in self._ddp.param_names.values()}
         signatures = {name: (counts[name], signature_of.get(name)) for name in counts}
         return [
-            MainShard(run, buffer, counts=counts[run.params[0]], unscale=self._unscale)
+            MainShard(segment, buffer, counts=counts[segment.params[0]], unscale=self._unscale)
             for buffer in self._ddp.param_and_grad_buffers
-            for run in plan_runs(
+            for segment in plan_segments(
                 buffer.layout,
                 group_of,
                 rank=ranks.by_name[buffer.layout.key.group].communicator.rank,
@@ -399,10 +397,10 @@ class Sharding:
     def _take(self, cut: _Cut) -> None:
         """Put shards in place of the parameters. Those without a shard keep their state, those gone from the module leave."""
         ddp, state = self._ddp, self._optimizer.state
-        empty = set(range(len(self._optimizer.param_groups))).difference(shard.run.group for shard in cut.shards)
+        empty = set(range(len(self._optimizer.param_groups))).difference(shard.segment.group for shard in cut.shards)
         device = ddp.param_and_grad_buffers[0].param_data.device
         placeholders = {index: Placeholder(device=device, unscale=self._unscale) for index in sorted(empty)}
-        stand_ins = [(shard.run.group, shard.main) for shard in cut.shards]
+        stand_ins = [(shard.segment.group, shard.main) for shard in cut.shards]
         stand_ins += [(index, placeholder.main) for index, placeholder in placeholders.items()]
         self.members.replace(stand_ins, set(ddp.module.parameters()))
         staying = self._others()
@@ -418,7 +416,7 @@ class Sharding:
         index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}
         for shard in cut.shards:
             if shard.counts:
-                self.counted_grads[index_of[shard.run.params[0]]].append(shard.buffer_grads)  # no run crosses buckets
+                self.counted_grads[index_of[shard.segment.params[0]]].append(shard.buffer_grads)  # no segment crosses buckets
         with_main = [shard for shard in cut.shards if shard.has_own_values]
         self._rounded = [shard.model_values for shard in with_main], [shard.main for shard in with_main]
         # Weights loaded after this point reach the main parameters at the next step.
@@ -443,7 +441,7 @@ class Sharding:
         found = unshard(self.shards, state, self.holder)
         for shard in self.shards:
             state.pop(shard.main, None)
-        state.update({**found.values, **state_of_empty_params(found, self.members.by_group())})
+        state.update(found.values)
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
         self._numbers = found.numbers
@@ -465,9 +463,7 @@ class Sharding:
             LayoutMismatchError: groups, hyperparameters, step counts or kinds of state are not the same on all ranks.
             PeerFailedError: another rank could not shard.
         """
-        cut, failure = None, None
-        by_group: dict[str, list[Entry]] = {}
-        try:
+        with self._ddp.sync.preparing_call(label) as by_group:
             clip_grad, threshold = settings["clip_grad"], settings["grad_norm_skip_threshold"]
             check_norm_settings(clip_grad, settings["norm_type"], threshold)
             find_kernels(settings["kernels"], self._ddp.param_and_grad_buffers[0].grad_data.device)
@@ -477,11 +473,7 @@ class Sharding:
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers))
             check_elementwise(self._optimizer)  # after what is wrong with its parameters was found
             own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]
-            by_group = self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers])))
-        except Exception as error:
-            failure = error
-        self._ddp.sync.call(label, failure=failure, by_group=by_group)
-        assert cut is not None  # noqa: S101 - otherwise there was a failure
+            by_group.update(self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers]))))
         self._take(cut)
 
     def check_norm(self, *, is_wanted: bool) -> bool:
@@ -550,7 +542,7 @@ class Sharding:
         kept = self.state_of_others
         beside = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
         return WholeState(
-            {**found.values, **state_of_empty_params(found, self.members.by_group()), **kept.values, **beside},
+            {**found.values, **kept.values, **beside},
             {**found.main_values, **kept.main_values},
             {**found.dtypes, **kept.dtypes},
             found.numbers,
@@ -567,20 +559,14 @@ class Sharding:
             LayoutMismatchError: it is not the same on all ranks.
             PeerFailedError: another rank cannot load it.
         """
-        cut, failure = None, None
-        by_group: dict[str, list[Entry]] = {}
-        try:
+        with self._ddp.sync.preparing_call("load_state_dict()") as by_group:
             self.settle("load_state_dict()")
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
             whole, groups = unpack(self._optimizer, self.members.by_group(), names, state_dict)
             cut = self._cut(whole)
             self._fill_main_values(cut.shards, whole)
             sums = _checksums(whole, self._ddp.param_names)
-            by_group = self._by_group(cut.entries, texts_of([read_hyperparameters(groups, waits=True)]), sums)
-        except Exception as error:
-            failure = error
-        self._ddp.sync.call("load_state_dict()", failure=failure, by_group=by_group)
-        assert cut is not None  # noqa: S101 - otherwise there was a failure
+            by_group.update(self._by_group(cut.entries, texts_of([read_hyperparameters(groups, waits=True)]), sums))
         self._take(cut)
         self._take_others(whole, groups)
         # Main values that do not round to the weights, now or after these were loaded, go at the next step.
@@ -611,7 +597,7 @@ class Sharding:
         """Give new shards the main values that were loaded, and else those that the shards of now hold."""
         params = {name: param for param, name in self._ddp.param_names.items()}
         # The layout is the same, so what a rank owns of a parameter is the same piece.
-        held = {piece.param: shard.main[slice(*piece.in_run)] for shard in self.shards for piece in shard.pieces()}
+        held = {piece.param: shard.main[slice(*piece.in_segment)] for shard in self.shards for piece in shard.pieces()}
         with torch.no_grad():
             for shard in (shard for shard in shards if shard.has_own_values):
                 for piece in shard.pieces():
@@ -621,7 +607,7 @@ class Sharding:
                     if given is not None:
                         values = in_memory_order(given, param, shard.main)[slice(*piece.in_param)]
                     if values is not None:
-                        shard.main[slice(*piece.in_run)] = values
+                        shard.main[slice(*piece.in_segment)] = values
 
     def _take_others(self, whole: WholeState, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the state of parameters without a shard, what belongs to no parameter, and hyperparameters by group."""
@@ -688,10 +674,10 @@ class Sharding:
         held = list(map(set, map(_params, self._optimizer.param_groups)))
         touched = None
         for shard in self.shards:
-            index = shard.run.group
+            index = shard.segment.group
             if index >= len(held) or shard.main not in held[index]:
                 raise PhaseError(
-                    f"the flat shard of {name_list(shard.run.params)} is no longer in parameter group {index} of the "
+                    f"the flat shard of {name_list(shard.segment.params)} is no longer in parameter group {index} of the "
                     "optimizer, so it would never be updated again. Freeze parameters with requires_grad_(False) and call "
                     "ddp.rebuild(), or set the group's learning rate to 0, rather than taking tensors out of the groups."
                 )
@@ -700,8 +686,8 @@ class Sharding:
                 shard.withhold_grad()
         if touched is not None:
             raise PhaseError(
-                f"the gradient of a flat shard ({name_list(touched.run.params)}) was cleared or replaced between two steps, "
-                "to no effect: a DistributedOptimizer steps on what the gradient sync has left in the buffers. Call its own "
+                f"the gradient of a flat shard ({name_list(touched.segment.params)}) was cleared or replaced between two "
+                "steps, to no effect: a DistributedOptimizer steps on the reduced gradients in the buffers. Call its own "
                 "zero_grad(), not that of the torch optimizer in it; set gradients of the model's parameters, before the sync."
             )
 

@@ -78,27 +78,6 @@ def _find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -
     return numbers
 
 
-def state_of_empty_params(whole: WholeState, members: Sequence[Sequence[torch.Tensor]]) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return what plain torch holds for parameters without elements, which lie in no shard: what others have, without values.
-
-    Adagrad of torch 2.11 cannot step without it.
-
-    Args:
-        whole: the state of all parameters in shards.
-        members: the parameters of each group; the first with state stands for the others.
-    """
-    found: dict[torch.Tensor, dict[str, Any]] = {}
-    for group in members:
-        like = next((state for param in group if (state := whole.of(param))), {})
-        for param in group:
-            if param.numel() == 0 and param.requires_grad and like:
-                found[param] = {
-                    key: copy.deepcopy(value) if key in whole.numbers else torch.empty_like(param, dtype=value.dtype)
-                    for key, value in like.items()
-                }
-    return found
-
-
 def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
     """Return what parameters of a dtype are stepped in: float32 where they are narrower."""
     return torch.float32 if param_dtype.itemsize < torch.float32.itemsize else param_dtype
@@ -146,19 +125,19 @@ class StateCutter:
     @torch.no_grad()
     def state_of(self, shard: MainShard) -> ShardState:
         """Return the state of one shard, whose parameters have the same signature; empty when they have none."""
-        state = self._whole.of(self._params[shard.run.params[0]])
+        state = self._whole.of(self._params[shard.segment.params[0]])
         return {key: copy.deepcopy(value) if key in self.numbers else self._cut(shard, key) for key, value in state.items()}
 
     def _cut(self, shard: MainShard, key: str) -> torch.Tensor:
         """Return the pieces of values per element in the shard's order; gaps between parameters are zero, as theirs are."""
-        param = self._params[shard.run.params[0]]
+        param = self._params[shard.segment.params[0]]
         first = self._whole.of(param)[key]
         follows = self._whole.follows_param(param, first)
         flat = torch.zeros_like(shard.main, dtype=shard.main.dtype if follows else first.dtype)
         for piece in shard.pieces():
             param = self._params[piece.param]
             values = in_memory_order(self._whole.of(param)[key], param, flat)
-            flat[slice(*piece.in_run)] = values[slice(*piece.in_param)]
+            flat[slice(*piece.in_segment)] = values[slice(*piece.in_param)]
         return flat
 
     @torch.no_grad()
@@ -168,7 +147,7 @@ class StateCutter:
             param = self._params[piece.param]
             earlier = self._whole.main_values.get(param)
             if earlier is not None and earlier.shape == param.shape:
-                shard.restore_values(in_memory_order(earlier, param, shard.main)[slice(*piece.in_param)], piece.in_run)
+                shard.restore_values(in_memory_order(earlier, param, shard.main)[slice(*piece.in_param)], piece.in_segment)
 
 
 def in_memory_order(values: torch.Tensor, param: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -296,12 +275,9 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
             for pieces of one parameter.
         PeerFailedError: some other rank's state is so.
     """
-    own, failure, label = [], None, f"{holder.label}: optimizer state"
-    try:
+    label = f"{holder.label}: optimizer state"
+    with holder.sync.preparing_call(label):
         own = describe_shards(shards, state)
-    except OptimizerParametersError as error:
-        failure = error
-    holder.sync.call(label, failure=failure)
     described = merge_descriptions(_of_all_ranks(shards, own, holder, label))
     numbers = {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
     values: dict[torch.Tensor, Mapping[str, Any]] = {}
@@ -337,7 +313,7 @@ def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Ma
         OptimizerParametersError: some state is neither one value per element nor one number.
     """
     return [
-        (shard.run.params, [_describe_entry(key, value, shard) for key, value in (state.get(shard.main) or {}).items()])
+        (shard.segment.params, [_describe_entry(key, value, shard) for key, value in (state.get(shard.main) or {}).items()])
         for shard in shards
     ]
 
@@ -391,7 +367,7 @@ def _put_together(
             if entry.kind == "elements":
                 holders.setdefault(entry, []).append(name)
     for entry in sorted(holders):  # the same order on every rank
-        own = [(shard.run.span, state[shard.main][entry.key]) for shard in shards if entry.key in state.get(shard.main, {})]
+        own = [(shard.segment.span, state[shard.main][entry.key]) for shard in shards if entry.key in state.get(shard.main, {})]
         own = [(span, values) for span, values in own if dtype_name(values.dtype) == entry.dtype]
         for param, values in _gather(buffer, holders[entry], own, dtype_named(entry.dtype), holder).items():
             whole[param][entry.key] = values
@@ -404,7 +380,7 @@ def _main_values(buffer: ParamAndGradBuffer, shards: Sequence[MainShard], holder
         # The buffer itself holds the main values, complete on every rank. They are wanted where the parameter left for 16 bits.
         narrowed = [name for name, param in buffer.params.items() if main_dtype(param.dtype) != param.dtype]
         return _cut_out(buffer, narrowed, buffer.param_data)
-    return _gather(buffer, list(buffer.params), [(shard.run.span, shard.main) for shard in shards], dtype, holder)
+    return _gather(buffer, list(buffer.params), [(shard.segment.span, shard.main) for shard in shards], dtype, holder)
 
 
 def _gather(

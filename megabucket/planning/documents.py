@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import yaml
 
@@ -20,6 +20,8 @@ from megabucket.errors import ConfigError, printable, quoted
 
 MAX_BYTES: Final = 1024 * 1024
 """Bytes of a file. PyYAML takes seconds for as many, so a larger file is taken for another one by mistake."""
+
+_PRESETS: Final = Path(__file__).parent / "presets"
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 KeyPath: TypeAlias = "tuple[str | int, ...]"
@@ -48,6 +50,20 @@ class Document:
     """Line, counted from 1, of each value by its path of keys and list positions; ``()`` is the document."""
     source: str
     """What to call the document in errors, usually the file's path."""
+
+
+def find_file(name: Path | str, *, kind: Literal["models", "links"]) -> Path:
+    """Return the file that a user names: a path, or the name of a shipped preset such as ``gpt2-124m``.
+
+    Raises:
+        ConfigError: there is neither a preset nor a file of this name.
+    """
+    path, folder = Path(name), _PRESETS / kind
+    presets = {preset.stem: preset for preset in sorted(folder.glob("*.yaml"))}
+    found = presets.get(str(name), path)
+    if found is path and path.suffix not in {".yaml", ".yml", ".json"} and not path.exists():
+        raise ConfigError(f"{quoted(str(name))} is neither a file nor a preset; presets of {kind}: {', '.join(presets)}")
+    return found
 
 
 def read_yaml(path: Path) -> Document:

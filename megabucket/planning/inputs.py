@@ -28,7 +28,7 @@ from megabucket.errors import ConfigError, printable
 from megabucket.layout import ParamSpec
 from megabucket.planning import RunConfig
 from megabucket.planning.architecture import decoder_of
-from megabucket.planning.documents import Document, read_json, read_yaml, write_text
+from megabucket.planning.documents import Document, find_file, read_json, read_yaml, write_text
 from megabucket.planning.links import AffineFit, FlatLink, Link, MeasuredLink, Point, RingLink, TableKey, TwoLevelLink
 from megabucket.planning.load import explain_validation_error
 from megabucket.planning.model_config import ArchitectureConfig, MoeConfig
@@ -86,19 +86,23 @@ def link_of(config: LinkConfig) -> Link:
         return MeasuredLink(tables, config.num_ranks)
     if isinstance(config, LinkLevelConfig):
         return _ring(config)
-    return read_link(Path(config.path))
+    return read_link(config.path)
 
 
 def _ring(level: LinkLevelConfig) -> RingLink:
     return RingLink(level.latency_s, level.bytes_per_s)
 
 
-def read_link(path: Path) -> Link:
+def read_link(name: Path | str) -> Link:
     """Read a link from a YAML file: a ``link`` section at the top of the file or under the key ``link``.
+
+    Args:
+        name: the file, or the name of a shipped link.
 
     Raises:
         ConfigError: the file cannot be read, or is no link.
     """
+    path = find_file(name, kind="links")
     document = read_yaml(path)
     data, lines = document.data, document.lines
     if not isinstance(data, dict):

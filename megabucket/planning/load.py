@@ -1,4 +1,4 @@
-"""``load_section``: from a file and ``section.field=value`` arguments to a validated config, or one readable error.
+"""``load_run``: from a file, a preset or a model, and ``section.field=value`` arguments, to a validated config or one error.
 
 Owns the order of the steps (read, override, validate), the syntax of an override, and the text of what is wrong. Reads no
 environment variables.
@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from megabucket.config.ddp import Section
 from megabucket.errors import ConfigError, printable, quoted
-from megabucket.planning.documents import Document, KeyPath, Plain, parse_yaml, read_yaml
+from megabucket.planning.documents import Document, KeyPath, Plain, find_file, parse_yaml, read_yaml
+from megabucket.planning.model_config import model_section
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -44,27 +45,36 @@ _MESSAGES: Final = {
 }
 
 
-def load_section(path: Path | str | None, overrides: Sequence[str], section: type[Config]) -> Config:
-    """Read a YAML file, apply ``key=value`` overrides and validate the result.
+def load_run(source: Path | str | None, overrides: Sequence[str], schema: type[Config]) -> Config:
+    """Return what a user names as a run, with ``key=value`` overrides applied, validated.
 
     Args:
-        path: of the file; ``None``: there is none, and the overrides say everything.
-        overrides: for example ``ddp.bucket_size=40M``; a later one wins over an earlier one, all win over the file.
-        section: what the file may say.
+        source: a YAML file; the name of a preset (``gpt2-124m``); a Hugging Face ``config.json`` or ``module:function``, which
+            give the model alone; ``None``: the overrides say everything.
+        overrides: for example ``ddp.bucket_size=40M``; a later one wins over an earlier one, all win over the source.
+        schema: ``RunConfig``, or a subclass that gives ``program`` a type.
 
     Raises:
-        ConfigError: anything wrong with the file, an override or a value. The text lists at most 20 problems, each with
+        ConfigError: anything wrong with the source, an override or a value. The text lists at most 20 problems, each with
             its dotted path and the line or the argument it comes from; ``problems`` holds them one by one.
     """
-    document = Document({}, {}, "command line") if path is None else read_yaml(Path(path))
+    document = _open(source)
     if document.data is not None and not isinstance(document.data, dict):
         raise ConfigError(f"{document.source}:{document.lines[()]}: a config is a mapping with keys such as 'ddp:'")
     parsed = [parse_override(text) for text in overrides]
     data = apply_overrides(document.data or {}, parsed)
     try:
-        return section.model_validate(data)
+        return schema.model_validate(data)
     except ValidationError as error:
         raise explain_validation_error(error, data=data, document=document, overrides=parsed) from None
+
+
+def _open(source: Path | str | None) -> Document:
+    if source is None:
+        return Document({}, {}, "command line")
+    if model := model_section(str(source)):
+        return Document({"model": model}, {}, str(source))
+    return read_yaml(find_file(source, kind="models"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Final
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import fp32_local_params
 from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, build_layout
-from megabucket.layout.runs import ShardRun, plan_runs
+from megabucket.layout.segments import Segment, plan_segments
 from megabucket.planning.run_config import shard_counts
 from megabucket.units import dtype_bytes
 
@@ -110,8 +110,8 @@ def rank_memory(
         total += _buffers_memory(buffer)
         if has_main_params:
             groups = group_of if group_of is not None else dict.fromkeys(buffer.params, 0)
-            runs = plan_runs(buffer, groups, rank=rank % buffer.num_shards, is_sharded=is_sharded)
-            total += _flat_optimizer_memory(buffer, runs, moments_per_element)
+            segments = plan_segments(buffer, groups, rank=rank % buffer.num_shards, is_sharded=is_sharded)
+            total += _flat_optimizer_memory(buffer, segments, moments_per_element)
         else:
             total += _plain_optimizer_memory(buffer, moments_per_element)
     return total
@@ -123,8 +123,7 @@ def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives:
     Other ranks' gradients are received in it: see docs/decisions/gloo-exchanges.md.
 
     Args:
-        receives: whether what is sent is received beside the gradients: in reduce-scatter mode, unless the config says
-            ``reduce_in_place``.
+        receives: whether what is sent is received beside the gradients: in reduce-scatter mode.
         reads_peers: whether the ranks read each other's memory, bucket by bucket (``read_peer_memory``, all ranks on one host).
             Then only small buckets are received, and a block from each other rank.
     """
@@ -200,20 +199,20 @@ def _buffers_memory(buffer: BufferLayout) -> RankMemory:
     )
 
 
-def _flat_optimizer_memory(buffer: BufferLayout, runs: Sequence[ShardRun], moments_per_element: int) -> RankMemory:
+def _flat_optimizer_memory(buffer: BufferLayout, segments: Sequence[Segment], moments_per_element: int) -> RankMemory:
     param_bytes, grad_bytes = dtype_bytes(buffer.key.param_dtype), dtype_bytes(buffer.key.grad_dtype)
     is_narrow = param_bytes < _MAIN_BYTES
     moment_bytes = moments_per_element * max(param_bytes, _MAIN_BYTES)
     main_bytes = _MAIN_BYTES if is_narrow else 0
     main_grad_bytes = _MAIN_BYTES if is_narrow and grad_bytes < _MAIN_BYTES else 0
-    owned_numel = _owned_numel(buffer, runs)
-    gaps_numel = sum(run.span.numel for run in runs) - owned_numel
+    owned_numel = _owned_numel(buffer, segments)
+    gaps_numel = sum(segment.span.numel for segment in segments) - owned_numel
     return RankMemory(
         optimizer_padding_bytes=gaps_numel * (main_bytes + main_grad_bytes + moment_bytes),
         main_parameter_bytes=owned_numel * main_bytes,
         main_gradient_bytes=owned_numel * main_grad_bytes,
         moment_bytes=owned_numel * moment_bytes,
-        scratch_bytes=len(runs) * _step_count_bytes(moments_per_element),
+        scratch_bytes=len(segments) * _step_count_bytes(moments_per_element),
     )
 
 
@@ -229,10 +228,10 @@ def _step_count_bytes(moments_per_element: int) -> int:
     return _STEP_COUNT_BYTES if moments_per_element >= 2 else 0
 
 
-def _owned_numel(buffer: BufferLayout, runs: Sequence[ShardRun]) -> int:
-    """Return the elements of parameters inside the runs."""
+def _owned_numel(buffer: BufferLayout, segments: Sequence[Segment]) -> int:
+    """Return the elements of parameters inside the segments."""
     return sum(
-        min(buffer.params[name].stop, run.span.stop) - max(buffer.params[name].start, run.span.start)
-        for run in runs
-        for name in run.params
+        min(buffer.params[name].stop, segment.span.stop) - max(buffer.params[name].start, segment.span.start)
+        for segment in segments
+        for name in segment.params
     )

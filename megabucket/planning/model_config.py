@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
 from megabucket.config.ddp import Count, PositiveCount, Section, read_tuple
+from megabucket.planning.documents import Plain, find_file, read_yaml
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16", "float64"]
 """Dtypes that a buffer can hold."""
@@ -281,18 +282,23 @@ class HfConfig(Section):
     """Dtype of the parameters; ``None``: what the file says (``torch_dtype`` or ``dtype``), else float32."""
 
 
+def model_section(text: str) -> dict[str, Plain] | None:
+    """Return the section of a model that is named by a ``config.json`` or by ``module:function``, or ``None``."""
+    if text.endswith(".json"):
+        return {"kind": "hf_config", "path": text}
+    if ":" in text:
+        return {"kind": "factory", "factory": text}
+    return None
+
+
 def _read_short(value: Any) -> Any:
-    """Accept ``path/config.json`` and ``module:callable`` for the section that names them."""
+    """Accept text for the section that it names; a preset or another YAML file stands for its ``model`` section."""
     if not isinstance(value, str):
         return value
-    if value.endswith(".json"):
-        return {"kind": "hf_config", "path": value}
-    if ":" in value:
-        return {"kind": "factory", "factory": value}
-    raise ValueError(
-        f"{value[:100]!r} is neither the config.json of a Hugging Face model nor module:callable; give one of these, or a "
-        "section with a kind"
-    )
+    if section := model_section(value):
+        return section
+    data = read_yaml(find_file(value, kind="models")).data
+    return data.get("model") if isinstance(data, dict) else data
 
 
 ArchitectureConfig: TypeAlias = Annotated[

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from megabucket.config.ddp import DistributedDataParallelConfig, NonNegative, PositiveCount, Section
 from megabucket.errors import ConfigError, name_list
 from megabucket.layout import ParamSpec
-from megabucket.planning.load import load_section
+from megabucket.planning.load import load_run
 from megabucket.planning.model_config import ArchitectureConfig
 from megabucket.planning.simulation_config import FabricConfig, LinkConfig, SweepConfig, WorkloadConfig
 
@@ -51,8 +51,8 @@ class RunConfig(Section):
     ``ddp.overlap_param_gather``, which would have nothing to gather."""
 
     model: ArchitectureConfig | None = None
-    """The model, by the ``kind`` of its description. Short for two of them: the path of a ``config.json`` of Hugging Face, and
-    ``module:callable``."""
+    """The model, by the ``kind`` of its description. Or one word: the name of a preset, the path of a Hugging Face
+    ``config.json``, or ``module:callable``."""
 
     ddp: DistributedDataParallelConfig = Field(default_factory=DistributedDataParallelConfig)
     """How gradients are stored, cut into buckets and reduced."""
@@ -144,15 +144,13 @@ def shard_counts(dp_size: int, group_sizes: Mapping[str, int], num_instances: in
     return {name: size // num_instances for name, size in sizes.items()}
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply ``key=value`` overrides and validate the result: ``load_section`` with ``RunConfig``.
-
-    A program that gives ``program`` a type has a subclass of ``RunConfig`` and calls ``load_section`` with that.
+def load_config(source: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return what a user names as a run: ``load_run`` with ``RunConfig``.
 
     Raises:
-        ConfigError: anything wrong with the file, an override or a value.
+        ConfigError: anything wrong with the source, an override or a value.
     """
-    return load_section(path, overrides, RunConfig)
+    return load_run(source, overrides, RunConfig)
 
 
 def _spread_mode(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,12 @@ Fact: TypeAlias = bool | int | float | str | None
 
 
 def _imply_kind(value: Any) -> Any:
-    """Say the kind of a link that does not say it itself: one with a ``path`` is a ``file``, any other is ``flat``."""
+    """Say the kind of a link that does not say it itself: one with a ``path`` is a ``file``, any other is ``flat``.
+
+    Text alone is the path.
+    """
+    if isinstance(value, str):
+        return {"kind": "file", "path": value}
     if not isinstance(value, Mapping) or "kind" in value:
         return value
     return {"kind": "file" if "path" in value else "flat", **value}
@@ -127,13 +132,16 @@ class TableLinkConfig(Section):
 
 
 class FileLinkConfig(Section):
-    """A link described in another file: a ``link`` section of any kind, at the top or under the key ``link``."""
+    """A link described in another file: a ``link`` section of any kind, at the top or under the key ``link``.
+
+    ``link: infiniband-400g`` is short for this section with that path.
+    """
 
     kind: Literal["file"] = "file"
     """Chooses this form of the section; may be left out."""
 
     path: Path
-    """The YAML file, relative to the working directory."""
+    """The YAML file, relative to the working directory, or the name of a shipped link, such as ``infiniband-400g``."""
 
 
 LinkConfig: TypeAlias = Annotated[

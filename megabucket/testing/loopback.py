@@ -152,13 +152,14 @@ def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
         if first.op is ReduceOp.AVG:
             result /= len(calls)
     for rank, call in enumerate(calls):
+        target = call.full.detach()
         if isinstance(call, ReduceScatter):
-            numel = call.shard.numel()
-            call.shard.detach().copy_(result[rank * numel : (rank + 1) * numel])
+            numel, target = call.shard.numel(), call.shard.detach()
+            target.copy_(result[rank * numel : (rank + 1) * numel])
         else:
-            call.full.detach().copy_(result)
+            target.copy_(result)
         if isinstance(call, AllReduce | ReduceScatter) and call.divisor != 1:
-            call.result.detach().div_(call.divisor)
+            target.div_(call.divisor)
 
 
 @dataclass(frozen=True, slots=True)

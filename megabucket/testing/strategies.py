@@ -198,7 +198,7 @@ _VALID_SYNC: Final[tuple[dict[str, Any], ...]] = tuple(
     {"overlap_grad_reduce": overlap, "use_distributed_optimizer": sharded, "overlap_param_gather": gather, **way}
     for gather, sharded, overlap in product((False, True), (False, True), (True, False))
     if not gather or (sharded and overlap)
-    for way in ({}, {"reduce_in_place": True}, {"read_peer_memory": False}, {"reduce_scatter_with_fp32_accumulation": sharded})
+    for way in ({}, {"read_peer_memory": False}, {"reduce_scatter_with_fp32_accumulation": sharded})
 )
 
 _VALID_REDUCTION: Final[tuple[dict[str, Any], ...]] = (

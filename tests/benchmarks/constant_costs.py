@@ -100,9 +100,7 @@ def main() -> None:
         {
             "python -c pass": run_python("-c", "pass"),
             "python -c import megabucket": run_python("-c", "import megabucket"),
-            "plan llama3-70b, dp 512": run_python(
-                "-m", "megabucket", "plan", "-c", "configs/llama3-70b.yaml", "--dp-size", "512"
-            ),
+            "plan llama3-70b, dp 512": run_python("-m", "megabucket", "plan", "-c", "llama3-70b", "--dp-size", "512"),
         },
         repetitions=5,
     )

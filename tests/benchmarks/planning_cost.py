@@ -80,9 +80,9 @@ def main() -> None:
     for mode in Mode:
         print(f"the same of 2,000 tensors with a table, {mode.value}: {cut(small, table_of(link_of(small)), mode):.0f} ms")
     print(f"40 sizes of 2,000 tensors, reduce_scatter: {median_ms(lambda: sweep(small, link_of(small), 40)):.0f} ms")
-    link = "link.path=configs/links/h100-cluster-400g.yaml"
+    link = "link=h100-cluster-400g"
     for name, *rest in (("plan",), ("simulate", link)):
-        arguments = (name, "-c", "configs/gpt3-175b.yaml", *rest, "--dp-size", "1024", "--json")
+        arguments = (name, "-c", "gpt3-175b", *rest, "--dp-size", "1024", "--json")
         print(
             f"megabucket {name}, GPT-3 175B on 1,024 ranks: {median_ms(lambda arguments=arguments: command(*arguments)):.0f} ms"
         )

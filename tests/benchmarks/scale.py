@@ -28,7 +28,7 @@ from megabucket.ddp.fence import Fence, Report
 from megabucket.ddp.hooks import grad_hooks
 from megabucket.errors import MegabucketError
 from megabucket.layout import ParamSpec, build_layout
-from megabucket.layout.runs import plan_runs
+from megabucket.layout.segments import plan_segments
 from megabucket.planning import load_config
 from megabucket.planning.setting import setting_of, sweep_row
 from megabucket.testing import ListRecorder, LoopbackWorld
@@ -74,8 +74,8 @@ def layout_row(num_params: int, ranks: int, repeats: int) -> list[object]:
     tracemalloc.stop()
     (buffer,) = layout.buffers
     groups = dict.fromkeys(buffer.params, 0)
-    runs_s = median(lambda: plan_runs(buffer, groups, rank=ranks - 1, is_sharded=True), repeats)
-    columns = [f"{build_s * 1e3:.0f}", f"{held_bytes / 2**20:.1f}", f"{peak_bytes / 2**20:.1f}", f"{runs_s * 1e3:.2f}"]
+    segments_s = median(lambda: plan_segments(buffer, groups, rank=ranks - 1, is_sharded=True), repeats)
+    columns = [f"{build_s * 1e3:.0f}", f"{held_bytes / 2**20:.1f}", f"{peak_bytes / 2**20:.1f}", f"{segments_s * 1e3:.2f}"]
     return [num_params, ranks, layout.num_buckets, f"{buffer.padding_fraction:.2%}", *columns]
 
 
@@ -259,7 +259,7 @@ def show_world(_: int) -> None:
 
 
 def plan_rows(name: str) -> Iterable[list[object]]:
-    run = load_config(ROOT / f"configs/{name}.yaml", [f"link.path={ROOT}/configs/links/h100-cluster-400g.yaml"])
+    run = load_config(name, ["link=h100-cluster-400g"])
     run = run.model_copy(update={"ddp": run.ddp.model_copy(update={"use_distributed_optimizer": True})})
     for ranks in RANKS:
         setting = setting_of(run, dp_size=ranks)

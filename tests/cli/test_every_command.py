@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import megabucket as mb
 from megabucket.cli.main import app
 
-PLAN, STUDY = "configs/gpt2-124m.yaml", "configs/studies/output-15-5-2.yaml"
+PLAN, STUDY = "gpt2-124m", "configs/studies/output-15-5-2.yaml"
 ANSWERS = {  # the arguments of each command that needs no ranks
     "plan": "-c {plan} --dp-size 64",
     "explain": "-c {plan}",

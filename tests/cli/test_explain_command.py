@@ -14,7 +14,7 @@ def invoke(*arguments):
 
 
 def test_each_value_is_printed_with_its_reason():
-    result = invoke("-c", "configs/llama3-8b.yaml", "--dp-size", 64)
+    result = invoke("-c", "llama3-8b", "--dp-size", 64)
 
     assert result.exit_code == 0
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
@@ -36,7 +36,7 @@ def test_each_value_is_printed_with_its_reason():
 
 
 def test_a_reason_that_does_not_fit_goes_on_below_itself():
-    result = CliRunner().invoke(app, ["explain", "-c", "configs/llama3-8b.yaml", "--dp-size", "64"], env={"COLUMNS": "80"})
+    result = CliRunner().invoke(app, ["explain", "-c", "llama3-8b", "--dp-size", "64"], env={"COLUMNS": "80"})
 
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -93,7 +93,7 @@ def test_a_plan_of_cuts_is_explained(tmp_path):
 
 
 def test_the_json_holds_values_and_reasons():
-    result = invoke("-c", "configs/gpt2-124m.yaml", "--dp-size", 8, "--json")
+    result = invoke("-c", "gpt2-124m", "--dp-size", 8, "--json")
 
     data = json.loads(result.stdout)
     assert data["dp_size"] == 8
@@ -131,7 +131,7 @@ def test_without_a_model_what_depends_on_it_is_unknown(tmp_path):
 
 
 def test_a_wrong_value_is_one_message_and_exit_code_2():
-    result = invoke("-c", "configs/llama3-8b.yaml", "ddp.finish=now")
+    result = invoke("-c", "llama3-8b", "ddp.finish=now")
 
     assert result.exit_code == 2
     assert result.stderr == ("error: command line, 'ddp.finish=now': ddp.finish: should be 'auto' or 'explicit' (got 'now')\n")

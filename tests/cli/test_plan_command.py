@@ -70,7 +70,7 @@ NARROW = {"COLUMNS": "80"}
 @pytest.mark.parametrize("config", ["gpt2-124m", "llama3-70b", "mixtral-8x7b"])
 @pytest.mark.parametrize("columns", [60, 80, 100, 160])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(config, columns):
-    arguments = ["plan", "-c", f"configs/{config}.yaml", "--dp-size", "8"]
+    arguments = ["plan", "-c", config, "--dp-size", "8"]
 
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns)})
 
@@ -199,7 +199,7 @@ def test_expert_buckets_are_cut_for_their_own_group(config):
 
 
 def test_many_buckets_are_cut_in_the_middle_unless_all_are_asked_for():
-    arguments = ("-c", "configs/gpt2-124m.yaml", "ddp.bucket_cap_mb=null", "ddp.bucket_size=1")
+    arguments = ("-c", "gpt2-124m", "ddp.bucket_cap_mb=null", "ddp.bucket_size=1")
 
     short, full = invoke(*arguments), invoke(*arguments, "--all")
 
@@ -282,7 +282,7 @@ def test_a_missing_file_is_named():
 def test_a_70b_model_is_planned_without_torch():
     code = (
         "import sys; from megabucket.cli.main import app\n"
-        "try: app(['plan', '-c', 'configs/llama3-70b.yaml', '--dp-size', '512'])\n"
+        "try: app(['plan', '-c', 'llama3-70b', '--dp-size', '512'])\n"
         "except SystemExit as stop: print('exit', stop.code, 'torch' in sys.modules)"
     )
 
@@ -297,7 +297,7 @@ def test_a_70b_model_is_planned_without_torch():
 
 def test_the_package_runs_as_a_module():
     result = subprocess.run(
-        [sys.executable, "-m", "megabucket", "plan", "-c", "configs/gpt2-124m.yaml", "--json"],
+        [sys.executable, "-m", "megabucket", "plan", "-c", "gpt2-124m", "--json"],
         capture_output=True,
         text=True,
         check=True,

@@ -223,10 +223,10 @@ def test_bad_input_is_refused_with_code_2_and_what_to_do(config, text, arguments
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("command", [["plan"], ["simulate", "link.path=configs/links/h100-cluster-400g.yaml"]])
+@pytest.mark.parametrize("command", [["plan"], ["simulate", "link=h100-cluster-400g"]])
 def test_gpt_3_175b_on_1024_ranks_is_answered_without_torch(command):
     name, *overrides = command
-    arguments = [name, "-c", "configs/gpt3-175b.yaml", *overrides, "--dp-size", "1024", "--json"]
+    arguments = [name, "-c", "gpt3-175b", *overrides, "--dp-size", "1024", "--json"]
     code = (
         "import sys\nfrom megabucket.cli.main import app\n"
         f"try:\n    app({arguments!r})\nexcept SystemExit as stop:\n    assert not stop.code\n"

@@ -116,10 +116,10 @@ class TestExchange:
     def test_no_length_reaches_beyond_the_row_it_stands_in(self, length):
         world = LoopbackWorld(2)
         own = Exchange(world.communicator(0), b"ours", capacity_bytes=6, device=CPU, label="reports")
-        theirs = torch.frombuffer(bytearray(length + b"abcdef"), dtype=torch.uint8)
+        rows = torch.frombuffer(bytearray(bytes(14) + length + b"abcdef"), dtype=torch.uint8)
 
         own.start()
-        world.communicator(1).control.launch([AllGather(torch.zeros(28, dtype=torch.uint8), theirs)], label="reports")
+        world.communicator(1).control.launch([AllGather(rows, rows[14:])], label="reports")
 
         assert own.wait() == [b"ours", b"abcdef"[: int.from_bytes(length, "little")]]
 

@@ -145,9 +145,6 @@ class FakeDevice:
         self.num_host_waits += 1
         self.handler._handle_device_synchronization()
 
-    def is_capturing(self):
-        return False
-
     # What a program asks #
 
     def stream(self, number):

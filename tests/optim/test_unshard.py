@@ -10,7 +10,7 @@ from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.config.resolve import resolve_step
 from megabucket.ddp.step import GradSync
 from megabucket.errors import OptimizerParametersError, PeerFailedError
-from megabucket.layout.runs import plan_runs
+from megabucket.layout.segments import plan_segments
 from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import ShardHolder, StateCutter, WholeState, unshard
 from megabucket.testing import LoopbackWorld, layout_inputs, param_specs
@@ -39,9 +39,11 @@ class RankState:
         signature_of = {name: cutter.signature(name) for name in self.params}
         rank, is_sharded = self.holder.sync.ranks.step.rank, self.holder.is_sharded
         shards = [
-            MainShard(run, buffer)
+            MainShard(segment, buffer)
             for buffer in self.buffers
-            for run in plan_runs(buffer.layout, self.group_of, rank=rank, is_sharded=is_sharded, signature_of=signature_of)
+            for segment in plan_segments(
+                buffer.layout, self.group_of, rank=rank, is_sharded=is_sharded, signature_of=signature_of
+            )
         ]
         for shard in shards:
             cutter.restore_main_values(shard)
@@ -149,7 +151,7 @@ def test_cutting_and_putting_together_is_the_identity_on_every_rank(case):
         for name, main in ((name, mains[param]) for name, param in in_shards.items() if param in mains):
             assert bits(found.main_values[params[name]]) == bits(main), name
             assert found.main_values[params[name]].stride() == params[name].stride()
-        assert [shard.run for shard in again[0]] == [shard.run for shard in ranks.shards]
+        assert [shard.segment for shard in again[0]] == [shard.segment for shard in ranks.shards]
         for before, after in zip(ranks.shards, again[0], strict=True):
             assert bits(after.main) == bits(before.main)
             state_before, state_after = ranks.state[before.main], again[1][after.main]
@@ -198,7 +200,7 @@ class TestExamples:
     def test_buckets_without_a_key_are_not_sent(self):
         # Two buckets of 128 and 256 elements, b in the first and a in the second, which alone has moments.
         world, ranks = two_ranks(
-            lambda _, shard: {"m": shard.main} if shard.run.params == ("a",) else {}, numels=(200, 100), bucket_size=100
+            lambda _, shard: {"m": shard.main} if shard.segment.params == ("a",) else {}, numels=(200, 100), bucket_size=100
         )
 
         world.run(lambda rank: ranks[rank].unshard())

@@ -286,7 +286,7 @@ def test_any_values_are_a_run_or_a_short_config_error(data, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama3-8b", "llama3-70b"])
 def test_the_shipped_configs_are_valid(name):
-    assert load_config(f"configs/{name}.yaml").model is not None
+    assert load_config(name).model is not None
 
 
 # Where a problem lies

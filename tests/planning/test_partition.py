@@ -6,7 +6,6 @@ import itertools
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -68,7 +67,7 @@ def test_no_uniform_size_is_shorter(workload, link, choices, bucket_numel):
 @pytest.mark.parametrize(("model", "exact_s"), [("gpt2-124m", 0.733990), ("smollm2-360m", 1.434800)])
 def test_a_measured_table_is_cut_as_well_as_by_a_search_of_all_plans(model, exact_s):
     """The seconds of a search that knew every cut, which took quadratic time."""
-    run, link = load_config(f"configs/{model}.yaml"), read_link(Path("configs/links/gloo-loopback.yaml"))
+    run, link = load_config(model), read_link("gloo-loopback")
     workload = workload_of(run, param_specs(run.model))
     choices = {"num_ranks": 2, "mode": Mode.REDUCE_SCATTER, "overlap_param_gather": True}
 

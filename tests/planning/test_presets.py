@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megabucket import planning
 from megabucket.config import DistributedDataParallelConfig
+from megabucket.errors import ConfigError
 from megabucket.layout import build_layout
 from megabucket.planning import load_config, param_specs
+from megabucket.planning.documents import find_file
 from megabucket.planning.inputs import read_link, workload_of
 from megabucket.trace import CollectiveKind
 
@@ -37,8 +40,9 @@ GPT3 = {
     "gpt3-175b": ((50_257 + 2_048) * 12_288 + 96 * (12 * 12_288**2 + 13 * 12_288) + 2 * 12_288, 175.0e9),
 }
 
-MODELS = sorted(path.stem for path in Path("configs").glob("*.yaml") if path.stem != "bytegpt")
-LINKS = sorted(path.stem for path in Path("configs/links").glob("*.yaml"))
+PRESETS = Path(planning.__file__).parent / "presets"
+MODELS = sorted(path.stem for path in (PRESETS / "models").iterdir())
+LINKS = sorted(path.stem for path in (PRESETS / "links").iterdir())
 WANTED_LINKS = {
     "nvlink-h100",
     "nvlink-b200",
@@ -52,7 +56,7 @@ WANTED_LINKS = {
 
 
 def specs_of(name):
-    return param_specs(load_config(f"configs/{name}.yaml").model)
+    return param_specs(load_config(name).model)
 
 
 def test_every_shipped_model_is_checked_here():
@@ -78,7 +82,7 @@ def test_gpt_3_has_what_its_sizes_add_up_to_which_is_the_published_count_rounded
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3"])
 def test_the_parameters_a_token_passes_are_the_published_ones(name):
     published = {"mixtral-8x7b": 12.9e9, "deepseek-v2-lite": 2.66e9, "deepseek-v3": 37.5e9}[name]
-    model = load_config(f"configs/{name}.yaml").model
+    model = load_config(name).model
     share = model.num_experts_per_token / model.num_experts
 
     active = sum(spec.numel * (share if spec.group == "expert" else 1) for spec in param_specs(model))
@@ -88,7 +92,7 @@ def test_the_parameters_a_token_passes_are_the_published_ones(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_shipped_model_says_what_a_step_computes_and_where_its_numbers_come_from(name):
-    run = load_config(f"configs/{name}.yaml")
+    run = load_config(name)
     specs = param_specs(run.model)
 
     workload = workload_of(run, specs)
@@ -96,7 +100,7 @@ def test_a_shipped_model_says_what_a_step_computes_and_where_its_numbers_come_fr
     assert [tensor.name for tensor in workload.tensors] == [spec.name for spec in specs]
     assert workload.backward_s == pytest.approx(2 * workload.forward_s)
     assert 0.001 < workload.backward_s < 60
-    text = Path(f"configs/{name}.yaml").read_text()
+    text = find_file(name, kind="models").read_text()
     assert re.search(r"^# Source: ", text, re.MULTILINE)
     assert "# assumed, not measured" in text
     numel = sum(spec.numel for spec in specs)
@@ -104,7 +108,7 @@ def test_a_shipped_model_says_what_a_step_computes_and_where_its_numbers_come_fr
 
 
 def test_a_model_of_experts_has_a_buffer_for_them_that_is_cut_for_their_own_group():
-    run = load_config("configs/mixtral-8x7b.yaml")
+    run = load_config("mixtral-8x7b")
 
     layout = build_layout(param_specs(run.model), run.ddp, dp_size=64, group_sizes={"expert": 8})
 
@@ -120,19 +124,19 @@ def test_every_link_that_is_promised_is_shipped():
 
 @pytest.mark.parametrize("name", LINKS)
 def test_a_shipped_link_loads_costs_more_for_more_bytes_and_says_whether_it_was_measured(name):
-    link = read_link(Path(f"configs/links/{name}.yaml"))
+    link = read_link(name)
 
     for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER):
         seconds = [link.collective_s(kind, size, 2) for size in (2**16, 2**20, 2**26, 2**30)]
         assert seconds == sorted(seconds)
         assert 0 < seconds[0] < seconds[-1] < 60
-    comments = [line for line in Path(f"configs/links/{name}.yaml").read_text().splitlines() if line.startswith("#")]
+    comments = [line for line in find_file(name, kind="links").read_text().splitlines() if line.startswith("#")]
     assert sum(line.startswith(("# Measured: ", "# Assumed, not measured here")) for line in comments) == 1
 
 
 def test_the_faster_link_of_each_family_is_faster():
     def gigabyte_s(name):
-        return read_link(Path(f"configs/links/{name}.yaml")).collective_s(CollectiveKind.ALL_REDUCE, 2**30, 2)
+        return read_link(name).collective_s(CollectiveKind.ALL_REDUCE, 2**30, 2)
 
     for slower, faster in [
         ("nvlink-h100", "nvlink-b200"),
@@ -146,7 +150,47 @@ def test_the_faster_link_of_each_family_is_faster():
 
 
 def test_a_link_is_named_on_the_command_line():
-    run = load_config("configs/gpt3-175b.yaml", ["link.path=configs/links/infiniband-400g.yaml"])
+    run = load_config("gpt3-175b", ["link=infiniband-400g"])
 
-    assert run.link.path == "configs/links/infiniband-400g.yaml"
+    assert run.link.path == "infiniband-400g"
     assert isinstance(run.ddp, DistributedDataParallelConfig)
+
+
+def test_a_preset_is_a_whole_run_as_the_config_and_a_model_alone_as_the_model():
+    run, model = load_config("gpt2-124m"), load_config(None, ["model=gpt2-124m"])
+
+    assert run.model == model.model
+    assert run.ddp.bucket_cap_mb == 25
+    assert run.workload is not None
+    assert (model.ddp, model.workload) == (load_config(None).ddp, None)
+
+
+def test_a_config_json_and_a_function_are_runs_of_a_model_alone(tmp_path):
+    path = str(tmp_path / "config.json")
+
+    assert load_config(path) == load_config(None, [f"model={path}"])
+    assert (
+        load_config("torch.nn:Linear", ["model.arguments={in_features: 3, out_features: 2}"]).model.factory == "torch.nn:Linear"
+    )
+
+
+@pytest.mark.parametrize(
+    ("load", "text"),
+    [
+        (lambda: load_config("gpt2"), "'gpt2' is neither a file nor a preset; presets of models: deepseek-v2-lite, "),
+        (
+            lambda: load_config(None, ["model=gpt2"]),
+            "command line, 'model=gpt2': model: 'gpt2' is neither a file nor a preset; ",
+        ),
+        (
+            lambda: read_link("ethernet"),
+            "'ethernet' is neither a file nor a preset; presets of links: ethernet-100g, ",
+        ),
+        (lambda: load_config("gpt2.yaml"), "gpt2.yaml: cannot be read: No such file or directory"),
+    ],
+)
+def test_a_name_that_is_unknown_is_refused_with_those_that_are_known(load, text):
+    with pytest.raises(ConfigError) as caught:
+        load()
+
+    assert str(caught.value).startswith(text)

@@ -48,9 +48,6 @@ class Queue:
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def is_capturing(self) -> bool:
-        return False
-
 
 QUEUE = Queue()
 

@@ -33,23 +33,6 @@ def die_on_rank_1(rank: Rank) -> None:
         os._exit(3)
 
 
-@pytest.mark.parametrize(("ranks", "total"), [(1, 1.0), (2, 3.0), (3, 6.0), (4, 10.0)])
-def test_a_call_runs_on_the_first_ranks_with_a_group_of_their_own(pool, ranks, total):
-    results = pool.run(sum_of_ranks, ranks=ranks)
-
-    assert results == [(index, ranks, total) for index in range(ranks)]
-
-
-def test_calls_share_the_same_processes(pool):
-    pool.run(sum_of_ranks, ranks=2)
-    before = pool.process_ids
-
-    pool.run(sum_of_ranks, ranks=4)
-
-    assert pool.process_ids == before
-    assert len(before) == 4
-
-
 @pytest.fixture(scope="module")
 def doomed_pool():
     pool = WorkerPool("forkserver")

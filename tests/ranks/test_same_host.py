@@ -202,10 +202,10 @@ def test_results_come_divided(pool, ranks):
     assert pool.run(divided, 6.0, ranks=ranks) == [[True] * 4] * ranks
 
 
-def gathered(rank: Rank, part_numel: int, in_place: bool) -> bool:
+def gathered(rank: Rank, part_numel: int) -> bool:
     parts = [torch.randn(part_numel, generator=torch.Generator().manual_seed(index)) for index in range(rank.size)]
     full = torch.zeros(part_numel * rank.size)
-    own = part_of(full, rank) if in_place else torch.zeros(part_numel)
+    own = part_of(full, rank)
     is_right = True
     with copies_of(rank) as communicator, copying_anything():
         batch = communicator.prepare([AllGather(full, own)])
@@ -218,11 +218,10 @@ def gathered(rank: Rank, part_numel: int, in_place: bool) -> bool:
     return is_right
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("part_numel", [5, 100_003])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gathers_bring_every_part(pool, ranks, part_numel, in_place):
-    assert pool.run(gathered, part_numel, in_place, ranks=ranks) == [True] * ranks
+def test_gathers_bring_every_part(pool, ranks, part_numel):
+    assert pool.run(gathered, part_numel, ranks=ranks) == [True] * ranks
 
 
 def gathered_by_whom_and_when(rank: Rank) -> list[list[float]]:
@@ -386,7 +385,6 @@ def ways(rank: Rank, blind: int | None, calls_of: str) -> bool:
         "sum": [AllReduce(full)],
         "largest": [AllReduce(full, ReduceOp.MAX)],
         "integers": [AllReduce(torch.ones(4, dtype=torch.int64))],
-        "elsewhere": [ReduceScatter(torch.zeros(12), full)],
         "in float32": [ReduceScatter(part_of(full.bfloat16(), rank), full.bfloat16(), in_fp32=True)],
     }
     with copying_anything():
@@ -399,7 +397,7 @@ def ways(rank: Rank, blind: int | None, calls_of: str) -> bool:
     return is_copied(batch)
 
 
-@pytest.mark.parametrize("calls_of", ["largest", "integers", "elsewhere", "in float32"])
+@pytest.mark.parametrize("calls_of", ["largest", "integers", "in float32"])
 def test_what_is_never_copied(pool, calls_of):
     assert pool.run(ways, None, calls_of, ranks=2) == [False] * 2
 
@@ -576,10 +574,9 @@ def copied_labels(ddp: mb.DistributedDataParallel) -> set[str]:
         ({"fence": False}, []),
         ({"bucket_groups": "single"}, ["bucket"]),
         ({"use_distributed_optimizer": True}, ["bucket", "param gather"]),
-        ({"use_distributed_optimizer": True, "reduce_in_place": True}, ["bucket", "param gather"]),
         ({"use_distributed_optimizer": True, "overlap_param_gather": True}, ["bucket", "param gather"]),
     ],
-    ids=["all-reduce", "avg", "no-fence", "single", "reduce-scatter", "in-place", "overlap"],
+    ids=["all-reduce", "avg", "no-fence", "single", "reduce-scatter", "overlap"],
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_training_does_not_depend_on_it(pool, ranks, fields, labels):

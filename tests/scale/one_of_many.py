@@ -39,10 +39,11 @@ class OneOfMany(Communicator):
         elif isinstance(call, ReduceScatter):
             call.shard.detach().copy_(call.full.detach().view(self.size, -1)[self.rank].clone())
         if isinstance(call, AllReduce | ReduceScatter):
+            result = call.shard.detach() if isinstance(call, ReduceScatter) else call.full.detach()
             if call.op is ReduceOp.SUM:
-                call.result.detach().mul_(self.size)
+                result.mul_(self.size)
             if call.divisor != 1:
-                call.result.detach().div_(call.divisor)
+                result.div_(call.divisor)
 
 
 class _OneHandle(Handle):

@@ -6,5 +6,5 @@
 * ``models``; ``system``, ``systems_*``: how each peer is set up; ``links``: loopback and the emulated fabric.
 * ``interleave``: steps in turn. ``counting``: collectives. ``resident``: memory. ``hooks``: backward per parameter.
 * ``bound``: what the planner says about a link.
-* ``figures``, ``tables``, ``page``: from measured steps to medians, text and the page. No torch.
+* ``figures``, ``tables``: from measured steps to medians and text. No torch.
 """

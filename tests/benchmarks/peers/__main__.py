@@ -9,7 +9,6 @@ from typing import Any
 
 from peers import cells, machine
 from peers.options import read_options
-from peers.page import render_page
 from peers.result import write_json
 from peers.tables import tables
 
@@ -28,11 +27,10 @@ def main(arguments: list[str]) -> int:
         "problems": [],
     }
     options.folder.mkdir(parents=True, exist_ok=True)
-    paths = [Path(options.folder / f"{options.name}.{ending}") for ending in ("json", "html", "md")]
+    paths = [Path(options.folder / f"{options.name}.{ending}") for ending in ("json", "md")]
     for _ in cells.measure(options, result):
         write_json(paths[0], result)
-        paths[1].write_text(render_page(result), encoding="utf-8")
-        paths[2].write_text(tables(result), encoding="utf-8")
+        paths[1].write_text(tables(result), encoding="utf-8")
     print(tables(result))
     print("\n".join(f"wrote {path}" for path in paths))
     for problem in result["problems"]:

@@ -1,8 +1,9 @@
-"""The benchmark from its command line, on real ranks with a tiny model: everything runs, whatever peers are not there."""
+"""``make bench``: a run whose systems differ fails, and the command line works on real ranks, whatever peers are absent."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,10 +11,33 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-pytestmark = [pytest.mark.dist, pytest.mark.nightly]
+from peers.figures import LossesDifferError, check_losses, loss_differences, paired
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_ratios_are_of_steps_on_the_same_batch_and_above_one_for_the_faster():
+    assert paired([2.0, 9.0, 4.0], [1.0, 3.0, 4.0])["median"] == 2.0  # of 2, 3 and 1; the medians' ratio would be 4 / 3
+
+
+def losses(**of_systems: list[float]) -> dict[str, float]:
+    return loss_differences({name: [{"losses": values}] for name, values in of_systems.items()}, "ddp")
+
+
+@pytest.mark.parametrize("wrong", [1.6, math.nan, math.inf])
+def test_one_wrong_loss_of_one_step_fails(wrong):
+    differences = losses(none=[2.0, 1.4], ddp=[2.0, 1.5], ours=[wrong, 1.5])
+
+    with pytest.raises(LossesDifferError, match="ours by"):
+        check_losses(differences, limit="none", tolerance=1e-5, ranks=2)
+
+
+def test_a_run_that_could_not_see_a_fault_fails():
+    differences = losses(none=[2.0, 1.50001], ddp=[2.0, 1.5])
+
+    with pytest.raises(LossesDifferError, match="would say nothing"):
+        check_losses(differences, limit="none", tolerance=1e-5, ranks=2)
+    check_losses(differences, limit="none", tolerance=1e-5, ranks=1)  # alone there is nothing to synchronize
 
 
 def run(folder: Path, *arguments: str):
@@ -26,6 +50,8 @@ def run(folder: Path, *arguments: str):
     return done, json.loads(path.read_text()) if path.exists() else None
 
 
+@pytest.mark.dist
+@pytest.mark.nightly
 def test_steps_of_those_who_are_there_and_reasons_of_those_who_are_not(tmp_path):
     systems = ["none", "ddp", "megatron", "deepspeed-1", "mb-ar", "mb-rs-both", "mb-rs-cuts"]
 
@@ -49,10 +75,11 @@ def test_steps_of_those_who_are_there_and_reasons_of_those_who_are_not(tmp_path)
     assert timing["bounds_s"]["reduce_scatter"]["median"] > 0
     assert timing["systems"]["mb-rs-cuts"]["over_bound"]["median"] > 0.5
     assert timing["systems"]["ddp"]["over_bound"] is None
-    assert (tmp_path / "bench.html").stat().st_size > 10_000
     assert "| torch DDP (best peer) |" in (tmp_path / "bench.md").read_text()
 
 
+@pytest.mark.dist
+@pytest.mark.nightly
 def test_memory_and_hooks(tmp_path):
     done, found = run(
         tmp_path, "--parts", "memory,hooks", "--systems", "none,mb-rs", "--hook-models", "sums-1500", "--steps", "2"
@@ -68,6 +95,8 @@ def test_memory_and_hooks(tmp_path):
     assert set(hooks["extra_us"]) == {"mb-rs"}
 
 
+@pytest.mark.dist
+@pytest.mark.nightly
 def test_systems_that_differ_fail_the_run(tmp_path):
     done, found = run(tmp_path, "--parts", "steps", "--links", "loopback", "--systems", "none,ddp", "--tolerance", "1")
 
