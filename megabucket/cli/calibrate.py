@@ -36,19 +36,20 @@ def calibrate(
     import os
 
     from megabucket.cli.output import print_json, print_lines, progress
-    from megabucket.measure.calibrate import CalibrationPlan
-    from megabucket.measure.calibrate import calibrate as run
-    from megabucket.measure.ranks import joined_ranks
+    from megabucket.measure.calibrate import CalibrationPlan, measure_link
+    from megabucket.measure.ranks import check_writable, joined_ranks
     from megabucket.planning.run_config import load_config
 
     fabric = load_config(config, overrides or []).fabric
     plan = CalibrationPlan(tuple(operations), tuple(dtypes), max_bytes, repetitions)
     with joined_ranks(os.environ, fabric, note=progress()) as ranks:
-        calibration = run(plan, ranks, out=out, fabric=fabric)
+        check_writable(ranks, [out])
+        calibration = measure_link(plan, ranks, fabric=fabric)
     if ranks.rank:
         return
+    calibration.write(out)
     if json:
-        print_json(calibration.to_dict())
+        print_json(calibration.to_dict(has_repetitions=True))
         return
     print_lines([f"wrote {out}; use it with: link: {{path: {out}}}", *_lines(calibration)])
 

@@ -17,7 +17,7 @@ _TENSORS_SHOWN = 5
 
 
 def profile(
-    workload: WorkloadName,
+    workload: WorkloadName = None,
     overrides: Overrides = None,
     config: ConfigFile = None,
     out: Annotated[Path, typer.Option(help="file for the workload")] = Path("workload.json"),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def tune(  # noqa: PLR0913, PLR0917 - one argument per option
-    workload: WorkloadName,
+    workload: WorkloadName = None,
     overrides: Overrides = None,
     config: ConfigFile = None,
     out: Annotated[Path, typer.Option(help="file for the tuned config")] = Path("tuned.yaml"),

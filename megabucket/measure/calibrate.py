@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import yaml
 
 from megabucket.comm import Communicator, discover_communicator
 from megabucket.errors import ConfigError
 from megabucket.measure.collectives import Timing, cells_of, time_collectives
-from megabucket.measure.ranks import Ranks, check_writable, machine_facts
-from megabucket.planning.inputs import write_link
+from megabucket.measure.ranks import Ranks, machine_facts
+from megabucket.planning.documents import write_text
 from megabucket.planning.links import AffineFit, MeasuredLink, TableKey, fit_affine
 from megabucket.planning.simulation_config import FabricConfig
 from megabucket.trace import CollectiveKind
@@ -81,19 +82,14 @@ class Table:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data, with every repetition."""
-        points = [
-            {
-                "bytes": timing.cell.num_bytes,
-                "median_s": timing.median_s,
-                "quartiles_s": timing.quartiles_s,
-                "seconds": timing.seconds,
-                "residual": residual,
-            }
-            for timing, residual in zip(self.timings, self.residuals, strict=True)
-        ]
-        head = {"operation": self.kind.value, "dtype": self.dtype, "fit": asdict(self.fit)}
-        return {**head, "is_affine": self.remark is None, "points": points}
+        """Return points, quartiles and the line as the planner's link file has them."""
+        return {
+            "operation": self.kind.value,
+            "dtype": self.dtype,
+            "fit": asdict(self.fit),
+            "points": [list(point) for point in self.points],
+            "spread_s": [list(timing.quartiles_s) for timing in self.timings],
+        }
 
 
 @dataclass(frozen=True)
@@ -122,54 +118,42 @@ class Calibration:
         """Warnings about the lines."""
         return [table.remark for table in self.tables.values() if table.remark]
 
+    def to_dict(self, *, has_repetitions: bool = False) -> dict[str, Any]:
+        """Return everything as plain data: a link as ``link: {path: link.yaml}`` reads it.
+
+        Args:
+            has_repetitions: add the seconds of every repetition, which a link file does not have.
+        """
+        tables = [table.to_dict() for table in self.tables.values()]
+        if has_repetitions:
+            for data, table in zip(tables, self.tables.values(), strict=True):
+                data["seconds"] = [list(timing.seconds) for timing in table.timings]
+        facts = self.facts | {f"remark {number}": text for number, text in enumerate(self.remarks, start=1)}
+        return {"kind": "table", "num_ranks": self.num_ranks, "facts": facts, "tables": tables}
+
     def write(self, path: Path) -> None:
-        """Write ``link.yaml``: points, quartiles, fits and facts, as ``link: {path: link.yaml}`` reads them.
+        """Write ``link.yaml``.
 
         Raises:
             ConfigError: the file cannot be written.
         """
-        write_link(
-            path,
-            self.link,
-            fits={key: table.fit for key, table in self.tables.items()},
-            spreads_s={key: [timing.quartiles_s for timing in table.timings] for key, table in self.tables.items()},
-            facts=self.facts | {f"remark {number}": text for number, text in enumerate(self.remarks, start=1)},
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data, with every repetition, ready for JSON."""
-        tables = [table.to_dict() for table in self.tables.values()]
-        return {"num_ranks": self.num_ranks, "facts": self.facts, "remarks": self.remarks, "tables": tables}
+        write_text(path, yaml.safe_dump(self.to_dict(), sort_keys=False, width=120, default_flow_style=None))
 
 
-def calibrate(plan: CalibrationPlan, ranks: Ranks, *, out: Path, fabric: FabricConfig | None = None) -> Calibration:
-    """Measure and write the file. Every rank calls it.
+def measure_link(plan: CalibrationPlan, ranks: Ranks, *, fabric: FabricConfig | None = None) -> Calibration:
+    """Return a calibration on ranks that have joined, equal on all of them. Every rank calls it.
 
     Args:
-        out: the file that the first rank writes; checked before the measurement.
         fabric: the emulated link that the ranks have joined over, for the facts.
 
     Raises:
-        ConfigError: there is one rank only, the file cannot be written, or the buffers do not fit.
+        ConfigError: there is one rank only, the plan has fewer than two sizes, or the buffers do not fit into memory.
     """
     if ranks.num_ranks == 1:
         raise ConfigError(
             "one rank sends nothing, so there is nothing to measure; start more with torchrun --nproc-per-node 2 -m megabucket "
             "calibrate ..."
         )
-    check_writable(ranks, [out])
-    calibration = measure_link(plan, ranks, fabric=fabric)
-    if ranks.rank == 0:
-        calibration.write(out)
-    return calibration
-
-
-def measure_link(plan: CalibrationPlan, ranks: Ranks, *, fabric: FabricConfig | None = None) -> Calibration:
-    """Return a calibration on ranks that have joined, equal on all of them. Every rank calls it.
-
-    Raises:
-        ConfigError: the plan has fewer than two sizes, or the buffers do not fit into memory.
-    """
     cells = cells_of(plan.kinds, plan.dtypes, plan.max_bytes, ranks.num_ranks)
     with closing(discover_communicator(None)) as communicator:
         timings = time_collectives(cells, communicator, device=ranks.device, repetitions=plan.repetitions, note=ranks.note)

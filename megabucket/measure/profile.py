@@ -20,14 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from megabucket.buffer import dtype_name
 from megabucket.comm import Accelerator, Communicator, LocalCommunicator, exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError, PhaseError
-from megabucket.layout import ParamSpec
 from megabucket.measure.profile_steps import Event, EventKind, Step, WorkloadProfile, reduce_steps, split_steps
-from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction
+from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction, make_program, trainable_specs
 from megabucket.measure.ranks import Note, Ranks, check_writable, machine_facts, silent
 from megabucket.optim import DistributedOptimizer
 from megabucket.planning.inputs import wire_bytes
@@ -136,7 +134,7 @@ class WorkloadProfiler:
                 f"only {len(steps)} step(s) were profiled, and {self.warmup_steps} do not count (warmup_steps); run more steps "
                 "inside the context."
             )
-        specs = [ParamSpec(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in self._params.items()]
+        specs = trainable_specs(self._module)
         owners, wire = _owners(self._module, self._params), wire_bytes(specs, self._config)
         reduced = reduce_steps(steps[self.warmup_steps :], specs, owners=owners, wire=wire)
         facts = {
@@ -297,7 +295,7 @@ def profile_program(
         ConfigError: the config cannot be honoured, or the file cannot be written.
     """
     check_writable(ranks, [] if out is None else [out])
-    own = profile_steps(workload(config, ranks), config.ddp, plan, note=ranks.note)
+    own = profile_steps(make_program(workload, config, ranks), config.ddp, plan, note=ranks.note)
     profile = choose_rank(ranks.gather(own), plan.which_rank)
     if out is not None and ranks.rank == 0:
         profile.write(out)

@@ -15,6 +15,7 @@ arguments on every rank, and needs no wrapper itself::
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any, Protocol, get_type_hints
 
 import torch
 
+from megabucket.buffer import dtype_name
 from megabucket.checkpoint.capture import TrainingParts
 from megabucket.checkpoint.restore import mismatches
 from megabucket.checkpoint.stored import StoredCheckpoint
@@ -31,10 +33,13 @@ from megabucket.comm import Communicator, LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError, printable
+from megabucket.layout import ParamSpec
 from megabucket.measure.ranks import Ranks
 from megabucket.optim import DistributedOptimizer
+from megabucket.planning.architecture import param_specs
 from megabucket.planning.load import load_run
 from megabucket.planning.run_config import RunConfig
+from megabucket.planning.workload import TensorWork, Workload, check_workload_matches, model_fingerprint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,24 +69,27 @@ class WorkloadFunction(Protocol):
         ...
 
 
-def load_workload(name: str) -> WorkloadFunction:
+def load_workload(name: str | None) -> WorkloadFunction:
     """Import the function that ``package.module:function`` names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it does not take ``(config, ranks)``.
     """
-    cause = None
-    try:
-        function: WorkloadFunction = pkgutil.resolve_name(name)
-    except Exception as error:  # the user's own code runs here, so anything can happen
-        cause, problem = error, f"cannot be imported: {type(error).__name__}: {printable(str(error))}"
-    else:
-        if callable(function):
+    problem, cause = "is not given", None
+    if name is not None and ":" not in name:
+        problem = "names no function: presets and config.json say which parameters a model has, not how it computes"
+    elif name is not None:
+        try:
+            function: WorkloadFunction = pkgutil.resolve_name(name)
+            inspect.signature(function).bind("config", "ranks")
+        except Exception as error:  # the user's own code runs here, so anything can happen
+            problem, cause = f"cannot be used: {type(error).__name__}: {printable(str(error))}", error
+        else:
             return function
-        problem = f"is a {type(function).__name__} and cannot be called"
     raise ConfigError(
-        f"--workload {printable(name)} {problem}. Give package.module:function, and check that Python finds the package "
-        "(PYTHONPATH)."
+        f"--workload{'' if name is None else ' ' + printable(name)} {problem}. Steps are measured in a program of yours: give "
+        "package.module:function, a function of (config, ranks) that returns a TrainingProgram with model, optimizer and "
+        "losses, in this directory or on PYTHONPATH; python -c 'help(\"megabucket.measure.program\")' shows one"
     ) from cause
 
 
@@ -97,14 +105,37 @@ def load_workload_config(workload: WorkloadFunction, path: Path | None, override
     return config
 
 
+def make_program(workload: WorkloadFunction, config: RunConfig, ranks: Ranks) -> TrainingProgram:
+    """Return the program of a workload, whose model is that of the config if the config describes one.
+
+    Raises:
+        ConfigError: the workload gives no program, or one with another model.
+    """
+    program = workload(config, ranks)
+    if not isinstance(program, TrainingProgram) or program.num_microbatches < 1:
+        raise ConfigError(f"the workload gave {printable(repr(program), 100)}, not a TrainingProgram with microbatches")
+    if config.model is not None:
+        specs = trainable_specs(program.model)
+        given = Workload(tuple(TensorWork(spec.name, spec.numel) for spec in specs))
+        check_workload_matches(given, param_specs(config.model), fingerprint=model_fingerprint(specs))
+    return program
+
+
+def trainable_specs(module: torch.nn.Module) -> tuple[ParamSpec, ...]:
+    """Return the trainable parameters of a module in registration order."""
+    return tuple(
+        ParamSpec(name, tuple(param.shape), dtype_name(param.dtype))
+        for name, param in module.named_parameters()
+        if param.requires_grad
+    )
+
+
 class Trainee:
     """A program with wrapper and optimizer, ready to run steps."""
 
     def __init__(
         self, program: TrainingProgram, config: DistributedDataParallelConfig, communicator: Communicator | None = None
     ) -> None:
-        if not isinstance(program, TrainingProgram) or program.num_microbatches < 1:
-            raise ConfigError(f"the workload gave {printable(repr(program), 100)}, not a TrainingProgram with microbatches")
         self.ddp = DistributedDataParallel(program.model, config, communicator=communicator)
         self.optimizer = DistributedOptimizer(program.optimizer, self.ddp, clip_grad=program.clip_grad)
         self.program = program
@@ -145,7 +176,7 @@ def load_problems(workload: WorkloadFunction, config: RunConfig, stored: StoredC
     Raises:
         ConfigError: the config cannot be honoured.
     """
-    trainee = Trainee(workload(config, Ranks()), config.ddp, LocalCommunicator())
+    trainee = Trainee(make_program(workload, config, Ranks()), config.ddp, LocalCommunicator())
     try:
         problems = mismatches(stored, TrainingParts(trainee.ddp, trainee.optimizer), cast=cast)
     finally:

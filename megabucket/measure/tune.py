@@ -20,16 +20,14 @@ from typing import Any, Final
 import yaml
 
 from megabucket import __version__
-from megabucket.buffer import dtype_name
 from megabucket.comm import discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import ConfigError, printable
-from megabucket.layout import ParamSpec
 from megabucket.measure.calibrate import CalibrationPlan, measure_link, pipelined_link
 from megabucket.measure.collectives import meeting
 from megabucket.measure.host import host_costs, optimizer_s, time_phases
 from megabucket.measure.profile import ProfilePlan, choose_rank, profile_steps
-from megabucket.measure.program import Trainee, WorkloadFunction
+from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction, make_program, trainable_specs
 from megabucket.measure.ranks import Ranks, check_writable
 from megabucket.planning.candidates import (
     DEFAULT,
@@ -158,10 +156,7 @@ class _Tuner:
     def __init__(self, workload: WorkloadFunction, config: RunConfig, ranks: Ranks) -> None:
         self._workload, self._config, self._ranks = workload, config, ranks
         self._trainees: dict[str, Trainee] = {}
-        params = self._trainee_of(config.ddp).ddp.module.named_parameters()
-        self._specs = tuple(
-            ParamSpec(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in params if param.requires_grad
-        )
+        self._specs = trainable_specs(self._trainee_of(config.ddp).ddp.module)
 
     def tune(self, plan: TunePlan) -> Tuning:
         """Measure, search, run, decide."""
@@ -200,7 +195,7 @@ class _Tuner:
 
     def _measure_mode(self, ddp: DistributedDataParallelConfig, link: Link, wake_s: float) -> Measured:
         plan = ProfilePlan(num_steps=6, num_warmup_steps=2)
-        own = profile_steps(self._workload(self._config, self._ranks), ddp, plan, counts_launches=False)
+        own = profile_steps(self._make_program(), ddp, plan, counts_launches=False)
         workload = choose_rank(self._ranks.gather(own), "median").workload
         base = ddp.model_copy(update=dict.fromkeys((*SIZE_FIELDS, "bucket_order")))
         trainee, phases = self._trainee_of(base), []
@@ -224,10 +219,13 @@ class _Tuner:
         of_ranks = self._ranks.gather(own)
         return {name: tuple(max(times) for times in zip(*(each[name] for each in of_ranks), strict=True)) for name in own}
 
+    def _make_program(self) -> TrainingProgram:
+        return make_program(self._workload, self._config, self._ranks)
+
     def _trainee_of(self, ddp: DistributedDataParallelConfig) -> Trainee:
         key = ddp.model_dump_json(exclude=set(_CUTTING))
         if key not in self._trainees:
-            self._trainees[key] = Trainee(self._workload(self._config, self._ranks), _quiet(ddp))
+            self._trainees[key] = Trainee(self._make_program(), _quiet(ddp))
         return self._trainees[key]
 
 

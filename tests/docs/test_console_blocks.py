@@ -50,9 +50,7 @@ def test_a_page_shows_what_the_command_prints(command, output, monkeypatch):
 
 @pytest.mark.parametrize(("command", "output"), commands_with_output(re.compile("python examples/ladder_counts")))
 def test_a_page_shows_what_the_ladder_counts(command, output):
-    done = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert done.stdout.splitlines() == output.splitlines(), done.stderr
 
