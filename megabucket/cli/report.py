@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def report(
     config: Annotated[
-        Path, typer.Option("-c", "--config", help="YAML file with a link and a workload, or a model and its speed")
+        Path, typer.Option("-c", "--config", help="YAML file or preset with a link and a workload, or a model and its speed")
     ],
     overrides: Overrides = None,
     dp_size: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks; needed for ring and two_level links")] = None,

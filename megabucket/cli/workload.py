@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megabucket.planning.run_config import RunConfig
 
 WorkloadName = Annotated[
-    str | None, typer.Option("-w", "--workload", help="package.module:function, which returns a TrainingProgram; required")
+    str | None, typer.Option("-w", "--workload", help="package.module:function, which returns a TrainingProgram")
 ]
 ConfigFile = Annotated[
     Path | None, typer.Option("-c", "--config", help="YAML file, preset or config.json; the defaults when not given")
