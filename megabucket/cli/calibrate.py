@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from megabucket.cli.output import print_answer, progress, text_table
 from megabucket.cli.workload import Overrides
 from megabucket.trace import CollectiveKind
-from megabucket.units import parse_count
+from megabucket.units import format_bytes, format_seconds, parse_count
 
 if TYPE_CHECKING:
     from megabucket.measure.calibrate import Calibration
@@ -33,9 +35,6 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="print every repetition as JSON on stdout")] = False,
 ) -> None:
     """Measure collectives over sizes; start the ranks with torchrun -m megabucket calibrate ..."""
-    import os
-
-    from megabucket.cli.output import print_json, print_lines, progress
     from megabucket.measure.calibrate import CalibrationPlan, measure_link
     from megabucket.measure.ranks import check_writable, joined_ranks
     from megabucket.planning.run_config import load_config
@@ -48,17 +47,12 @@ def calibrate(
     if ranks.rank:
         return
     calibration.write(out)
-    if json:
-        print_json(calibration.to_dict(has_repetitions=True))
-        return
-    print_lines([f"wrote {out}; use it with: link: {{path: {out}}}", *_lines(calibration)])
+    print_answer(calibration.to_dict(has_repetitions=True), _lines(calibration, out), as_json=json)
 
 
-def _lines(calibration: Calibration) -> Iterator[str]:
-    from megabucket.cli.output import text_table
-    from megabucket.units import format_bytes, format_seconds
-
+def _lines(calibration: Calibration, out: Path) -> Iterator[str]:
     facts = calibration.facts
+    yield f"wrote {out}; use it with: link: {{path: {out}}}"
     yield f"{facts['backend']} on {facts['device']}, {calibration.num_ranks} ranks, {facts['repetitions']} repetitions"
     rows = [("operation", "bytes", "median", "quartiles", "line")]
     for (kind, dtype), table in calibration.tables.items():

@@ -13,9 +13,6 @@ from textwrap import wrap
 from typing import Any, Final
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 WIDTH_WITHOUT_TERMINAL: Final = 160
 """Columns of output that goes to a file or a pipe; ``COLUMNS`` overrides it."""
@@ -47,6 +44,10 @@ def text_table(rows: Sequence[Sequence[str]], *, num_left: int = 1, num_folded: 
     ring   9.1
     flat  12.0
     """
+    from rich.console import Console  # 0.1 s, for commands that print a table
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, show_header=False)
     least_width = -len(_GAP)
     for index, column in enumerate(zip(*rows, strict=True)):
@@ -91,6 +92,14 @@ def print_lines(lines: Iterable[str]) -> None:
 def print_json(data: Any) -> None:
     """Print data as JSON on stdout."""
     typer.echo(json.dumps(data, indent=2, allow_nan=False))
+
+
+def print_answer(data: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print an answer on stdout: its data as JSON, or its lines."""
+    if as_json:
+        print_json(data)
+    else:
+        print_lines(lines)
 
 
 @contextmanager

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megabucket.cli.output import print_answer, progress, text_table
 from megabucket.cli.workload import ConfigFile, Overrides, WorkloadName, open_workload
+from megabucket.errors import printable
+from megabucket.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from megabucket.measure.profile_steps import WorkloadProfile
@@ -27,9 +31,6 @@ def profile(
     json: Annotated[bool, typer.Option("--json", help="print the workload as JSON on stdout")] = False,
 ) -> None:
     """Measure when gradients are ready and parameters needed; start several ranks with torchrun -m megabucket profile ..."""
-    import os
-
-    from megabucket.cli.output import print_json, print_lines, progress
     from megabucket.measure.profile import ProfilePlan, profile_program
     from megabucket.measure.ranks import joined_ranks
 
@@ -39,17 +40,10 @@ def profile(
         measured = profile_program(function, run, plan, ranks=ranks, out=out)
     if ranks.rank:
         return
-    if json:
-        print_json(measured.to_dict())
-        return
-    print_lines(_lines(measured, out))
+    print_answer(measured.to_dict(), _lines(measured, out), as_json=json)
 
 
 def _lines(measured: WorkloadProfile, out: Path) -> Iterator[str]:
-    from megabucket.cli.output import text_table
-    from megabucket.errors import printable
-    from megabucket.units import format_bytes, format_seconds
-
     workload, facts = measured.workload, measured.facts
     yield f"wrote {out}: {len(workload.tensors)} tensors, {workload.numel:,} elements"
     step = f"microbatches: {workload.num_microbatches}; nothing sent"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megabucket.cli.output import print_answer, text_table
 from megabucket.cli.workload import ConfigFile, Overrides, WorkloadName, open_workload
+from megabucket.errors import printable
+from megabucket.units import format_seconds
 
 if TYPE_CHECKING:
     from megabucket.measure.tune import Tuning
@@ -31,9 +35,6 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
     json: Annotated[bool, typer.Option("--json", help="print the evidence as JSON on stdout")] = False,
 ) -> None:
     """Find the bucket plan with the shortest step, measured; start the ranks with torchrun -m megabucket tune ..."""
-    import os
-
-    from megabucket.cli.output import print_json, print_lines
     from megabucket.measure.ranks import joined_ranks
     from megabucket.measure.tune import TunePlan, tune_program, write_tuning
 
@@ -45,17 +46,10 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
     if ranks.rank:
         return
     write_tuning(run, tuning, out=out, evidence=evidence)
-    if json:
-        print_json(tuning.to_dict())
-        return
-    print_lines([*_lines(tuning), f"wrote {out} and {evidence}"])
+    print_answer(tuning.to_dict(), [*_lines(tuning), f"wrote {out} and {evidence}"], as_json=json)
 
 
 def _lines(tuning: Tuning) -> Iterator[str]:
-    from megabucket.cli.output import text_table
-    from megabucket.errors import printable
-    from megabucket.units import format_seconds
-
     yield from tuning.summary
     table = [("plan", "buckets", "predicted", "measured", "error", "gain", "95 % interval", "faster in")]
     ran = [row for row in tuning.to_dict()["candidates"] if "measured_s" in row]

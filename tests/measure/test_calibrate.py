@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -104,10 +105,11 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 def test_the_lines_and_the_json_show_every_size():
     calibration = calibration_of(lambda size: 1e-4 + 1e-9 * size, noise=(0.5, 1.0, 2.0))
 
-    lines = list(_lines(calibration))
+    wrote, *lines = _lines(calibration, Path("link.yaml"))
     data = json.loads(json.dumps(calibration.to_dict(has_repetitions=True)))
 
     num_sizes = len(sizes_up_to(2**20))
+    assert wrote == "wrote link.yaml; use it with: link: {path: link.yaml}"
     assert lines[:4] == [
         "gloo on x86_64, 4 ranks, 3 repetitions",
         "all_reduce float32: 100.0 us + bytes / (1 GB/s), median 0.0% off",
