@@ -42,5 +42,5 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"{report.backend} on {report.device}, {report.num_ranks} rank{'' if report.num_ranks == 1 else 's'}"
     yield report.outcome
     yield ""
-    rows = [[line.verdict.value, line.question, printable(line.answer, 500), line.meaning] for line in report.lines]
+    rows = [[line.status.value, line.question, printable(line.answer, 500), line.meaning] for line in report.lines]
     yield from text_table([["", "question", "answer", "what it means"], *rows], num_folded=3)

@@ -1,9 +1,9 @@
-"""The self-check: ten questions to the ranks of this run, and whether gradients through the configured path are right.
+"""The self-check: ten questions to the ranks of this run, the last one about gradients through the configured path.
 
-``run_doctor`` asks and answers; ``megabucket doctor`` prints the report. Nothing here is needed to train.
+``run_doctor`` asks and answers; ``megabucket doctor`` prints the report. Training needs nothing from here.
 """
 
-from megabucket.doctor.report import Line, Report, Verdict
+from megabucket.doctor.report import Line, Report, Status
 from megabucket.doctor.run import run_doctor
 
-__all__ = ["Line", "Report", "Verdict", "run_doctor"]
+__all__ = ["Line", "Report", "Status", "run_doctor"]

@@ -1,20 +1,21 @@
-"""The answers as data, one line a question, and as a table for people. No torch."""
+"""Facts of one rank, the answer that all ranks' facts give, and the report. No torch."""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from megabucket.errors import rank_list
+from megabucket.errors import rank_list, values_by_rank
 from megabucket.units import format_seconds
 
-SCHEMA_VERSION: Final = 2
-"""Of the JSON form; a key is never given another meaning under the same number."""
+SCHEMA_VERSION: Final = 3
+"""Version of the JSON form; raised when a key changes its meaning."""
 
 
-class Verdict(str, enum.Enum):
+class Status(str, enum.Enum):
     """What an answer means for training. From good to bad."""
 
     HOLDS = "holds"  # as the library needs it
@@ -23,15 +24,63 @@ class Verdict(str, enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Fact:
+    """What one rank reports about one question. Travels as JSON."""
+
+    answer: str
+    status: Status = Status.HOLDS
+    ranks: tuple[int, ...] = ()
+    """Ranks at fault, if known."""
+    same: str = ""
+    """A finding if ranks differ in it."""
+    alike: str = ""
+    """A note if ranks differ in it."""
+
+
+class Question(NamedTuple):
+    """One question. ``ask`` takes a bench and returns what this rank sees."""
+
+    text: str
+    ask: Callable[[Any], Fact]
+    meaning: str
+    """What depends on the answer."""
+    is_required: bool = True
+    """Whether a refusal is a finding; otherwise it is a note."""
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
-    """One question, its answer, and what the answer means."""
+    """One question, its answer, and what depends on it."""
 
     question: str
-    verdict: Verdict
+    status: Status
     answer: str
     meaning: str
     ranks: tuple[int, ...] = ()
-    """The ranks that differ from the others, or on which something is wrong; empty when it concerns all or none."""
+    """Ranks at fault, or else ranks that differ from the others; empty if it concerns all ranks or none."""
+
+
+def line_of(question: Question, facts: Sequence[Fact]) -> Line:
+    """Return the answer to a question, given the facts of all ranks in rank order: the worst status counts."""
+    status = max((Status(fact.status) for fact in facts), key=list(Status).index)
+    odd, unlike = _odd_ones_out([fact.same for fact in facts]), _odd_ones_out([fact.alike for fact in facts])
+    ranks = {rank for fact in facts for rank in fact.ranks}
+    ranks = ranks or {rank for rank, fact in enumerate(facts) if fact.status == status}
+    if len(ranks) == len(facts):
+        ranks = odd or unlike
+    if odd:
+        status = Status.FINDING
+    elif unlike and status is Status.HOLDS:
+        status = Status.NOTE
+    answers = [fact.answer for fact in facts]
+    answer = values_by_rank(answers) if len(set(answers)) > 1 else answers[0]
+    return Line(question.text, status, answer, question.meaning, tuple(sorted(ranks)))
+
+
+def _odd_ones_out(values: Sequence[str]) -> set[int]:
+    """Return the ranks whose value is not the most frequent one; of equally frequent ones the first rank's counts."""
+    usual = max(dict.fromkeys(values), key=list(values).count)
+    return {rank for rank, value in enumerate(values) if value != usual}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +93,12 @@ class Report:
     num_ranks: int
     lines: tuple[Line, ...]
     wall_s: float
-    """Of this rank."""
+    """Seconds this rank took."""
 
     @property
     def findings(self) -> tuple[Line, ...]:
         """The lines on which something the library relies on does not hold."""
-        return tuple(line for line in self.lines if line.verdict is Verdict.FINDING)
+        return tuple(line for line in self.lines if line.status is Status.FINDING)
 
     @property
     def is_healthy(self) -> bool:
@@ -59,23 +108,16 @@ class Report:
     @property
     def outcome(self) -> str:
         """One sentence about all answers."""
-        counts = Counter(line.verdict for line in self.lines)
+        counts = Counter(line.status for line in self.lines)
         asked = f"{len(self.lines)} questions in {format_seconds(self.wall_s)}"
         if self.is_healthy:
-            return f"everything that megabucket relies on holds ({asked}; notes: {counts[Verdict.NOTE]})"
-        found = counts[Verdict.FINDING]
+            return f"everything that megabucket relies on holds ({asked}; notes: {counts[Status.NOTE]})"
+        found = counts[Status.FINDING]
         ranks = sorted({rank for line in self.findings for rank in line.ranks})
         about = f" about {rank_list(ranks)}" if ranks else ""
         return f"{found} finding{'' if found == 1 else 's'}{about}: do not train before it is cleared up ({asked})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
-        return {
-            "schema": SCHEMA_VERSION,
-            "is_healthy": self.is_healthy,
-            "backend": self.backend,
-            "device": self.device,
-            "num_ranks": self.num_ranks,
-            "wall_s": self.wall_s,
-            "lines": [{**asdict(line), "verdict": line.verdict.value, "ranks": list(line.ranks)} for line in self.lines],
-        }
+        lines = [{**asdict(line), "status": line.status.value, "ranks": list(line.ranks)} for line in self.lines]
+        return {"schema": SCHEMA_VERSION, "is_healthy": self.is_healthy, **asdict(self), "lines": lines}

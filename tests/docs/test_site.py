@@ -1,19 +1,14 @@
-"""What `make docs` builds: pictures that are current, every public name, commands that a reader can type."""
+"""What `make docs` builds: pictures that are current, every public name, every page."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 from docs.tools import diagrams
-from typer.testing import CliRunner
 
 import megabucket
-from megabucket.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^```console\n\$ megabucket (.*)$", TUTORIAL, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", sorted(diagrams.PICTURES))
@@ -37,16 +32,3 @@ def test_the_index_leads_to_every_page():
     pages = {str(path.relative_to(ROOT / "docs").with_suffix("")) for path in (ROOT / "docs").rglob("*.md")}
 
     assert {page for page in pages if not page.startswith("decisions/")} - {"index"} == set(listed) - {"decisions/index"}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_tutorial_runs(command, monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-    result = CliRunner().invoke(app, shlex.split(command))
-
-    assert result.exit_code == 0, result.output
-
-
-def test_the_tutorial_has_commands():
-    assert len(COMMANDS) == 2

@@ -21,7 +21,7 @@ from liars import (
 
 from megabucket.comm import AllGather, AllReduce, ReduceOp
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.doctor import Verdict, run_doctor
+from megabucket.doctor import Status, run_doctor
 from megabucket.errors import CollectiveError, ConfigError
 from megabucket.testing import LoopbackWorld
 
@@ -50,7 +50,7 @@ def test_an_honest_world_is_healthy(size):
     assert report.num_ranks == size
     assert len(report.lines) == 10
     assert line(report, GRADIENTS).answer == "exact"
-    assert line(report, "all-reduce SUM").answer == "exact; sent"
+    assert line(report, "all-reduce SUM").answer == "exact"
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -58,10 +58,10 @@ def test_an_honest_world_is_healthy(size):
 def test_a_rank_whose_contribution_is_dropped_is_named_everywhere(size, config):
     report = examine(size, lambda communicator: Liar(communicator, dropping(1)), config)
 
-    assert line(report, "all-reduce SUM").answer == "float32: rank 1 is missing"
-    assert line(report, "reduce-scatter in place").answer == "float32: rank 1 is missing"
+    assert line(report, "all-reduce SUM").answer == "torch.float32: rank 1 is missing"
+    assert line(report, "reduce-scatter in place").answer == "torch.float32: rank 1 is missing"
     gradients = line(report, GRADIENTS)
-    assert gradients.answer.startswith("step 1: rank 1 is missing (in '")
+    assert gradients.answer == "step 1: rank 1 is missing (in bfloat16, float16, float32)"
     assert gradients.ranks == (1,)
     assert not report.is_healthy
 
@@ -69,8 +69,8 @@ def test_a_rank_whose_contribution_is_dropped_is_named_everywhere(size, config):
 def test_a_rank_that_is_counted_twice_is_named_everywhere():
     report = examine(3, lambda communicator: Liar(communicator, counting(2, times=2)))
 
-    assert line(report, "all-reduce SUM").answer == "float32: rank 2 is counted twice"
-    assert line(report, GRADIENTS).answer.startswith("step 1: rank 2 is counted twice (in '")
+    assert line(report, "all-reduce SUM").answer == "torch.float32: rank 2 is counted 2x instead of 1x"
+    assert line(report, GRADIENTS).answer.startswith("step 1: rank 2 is counted 2x instead of 1x (in ")
     assert line(report, GRADIENTS).ranks == (2,)
 
 
@@ -79,10 +79,8 @@ def test_a_lie_that_only_the_wrapper_s_own_collectives_are_told_is_found_in_grad
 
     (found,) = report.findings
     assert found.question == GRADIENTS
-    assert found.answer.startswith("step 1: rank 0 is missing (in 'float32_0', ")
-    assert found.answer.endswith(" and 7 more)")  # of 12 parameters, five are shown
+    assert found.answer == "step 1: rank 0 is missing (in bfloat16, float16, float32)"
     assert found.ranks == (0,)
-    assert found.meaning == "training would go wrong without a word"
 
 
 def test_avg_that_sums_is_found_where_the_config_uses_it_and_nowhere_else():
@@ -91,7 +89,7 @@ def test_avg_that_sums_is_found_where_the_config_uses_it_and_nowhere_else():
     report = examine(3, lying, AVERAGING)
 
     (found,) = report.findings
-    assert found.answer.startswith("step 1: every value is 3 times the right one: not divided")
+    assert found.answer.startswith("step 1: every value is 3 times the right one (in ")
     assert examine(3, lying).is_healthy
 
 
@@ -102,27 +100,26 @@ def test_avg_that_rounds_first_is_a_note_with_its_error():
 
     assert report.is_healthy
     gradients = line(report, GRADIENTS)
-    assert gradients.verdict is Verdict.NOTE
-    assert gradients.answer.startswith("every rank once, but rounded: up to ")
+    assert gradients.status is Status.NOTE
+    assert gradients.answer.startswith("rounded by up to ")
 
 
 def test_sums_that_lose_digits_on_the_way_are_found():
     report = examine(2, lambda communicator: Liar(communicator, rounding))
 
     precision = line(report, "float32 sums are precise")
-    assert precision.verdict is Verdict.FINDING
+    assert precision.status is Status.FINDING
     assert "times the bound" in precision.answer
-    assert line(report, "all-reduce SUM").verdict is Verdict.HOLDS  # small whole numbers have few digits
+    assert line(report, "all-reduce SUM").status is Status.HOLDS  # small whole numbers have few digits
 
 
 def test_a_rank_that_receives_something_else_is_named():
     report = examine(3, lambda communicator: Spoiler(communicator, AllReduce, rank=1))
 
     digests = line(report, BITS)
-    assert digests.verdict is Verdict.FINDING
+    assert digests.status is Status.FINDING
     assert digests.ranks == (1,)
-    assert digests.answer.startswith("other bits on rank 1: 1 x float32, 7 x float32, ")
-    assert line(report, GRADIENTS).verdict is Verdict.FINDING
+    assert line(report, GRADIENTS).status is Status.FINDING
     assert line(report, GRADIENTS).ranks == (1,)
 
 
@@ -132,10 +129,10 @@ def test_a_gather_that_brings_wrong_parameters_is_found_after_the_update():
     report, all_reducing = examine(2, spoiling, SHARDED), examine(2, spoiling)
 
     assert line(report, "all-gather").ranks == (1,)
-    assert line(all_reducing, GRADIENTS).verdict is Verdict.HOLDS
+    assert line(all_reducing, GRADIENTS).status is Status.HOLDS
     gradients = line(report, GRADIENTS)
     assert gradients.ranks == (1,)
-    assert gradients.answer.startswith("step 1: parameters are wrong after the update (in '")
+    assert gradients.answer.partition("; ")[2].startswith("step 1: not a sum of ranks: element 0 is ")
 
 
 def test_a_missing_avg_is_found_where_the_config_asks_for_it():
@@ -144,15 +141,14 @@ def test_a_missing_avg_is_found_where_the_config_asks_for_it():
     (found,) = examine(2, refusing, AVERAGING).findings
 
     assert found.answer == "refused: RuntimeError: Cannot use ReduceOp.AVG here"
-    assert found.meaning == "a wrapper with this config does not work here"
     assert examine(2, refusing).is_healthy
 
 
 def test_a_missing_max_is_a_finding_because_of_the_fence():
     report = examine(2, lambda communicator: Refuser(communicator, ReduceOp.MAX))
 
-    assert line(report, "all-reduce MAX of integers").verdict is Verdict.FINDING
-    assert line(report, "all-reduce MAX of integers").meaning == "ranks cannot agree on a step"
+    assert line(report, "all-reduce MAX of integers").status is Status.FINDING
+    assert line(report, "all-reduce MAX of integers").meaning.startswith("the fence")
 
 
 @pytest.mark.parametrize(
@@ -180,12 +176,12 @@ def test_ranks_with_different_configs_are_named():
 
     assert reports[0].lines == reports[2].lines
     assert line(reports[0], "config").ranks == (2,)
-    assert line(reports[0], "config").verdict is Verdict.FINDING
+    assert line(reports[0], "config").status is Status.FINDING
     # The real wrapper refuses on every rank, and the other questions are answered all the same.
     assert "LayoutMismatchError" in line(reports[0], GRADIENTS).answer
 
 
-def test_what_is_asked_next_is_told():
+def test_each_question_is_announced():
     asked = []
 
     run_doctor(note=asked.append)
@@ -194,10 +190,10 @@ def test_what_is_asked_next_is_told():
     assert len(asked) == 10
 
 
-def test_facts_that_arrive_garbled_end_the_examination():
+def test_garbled_facts_end_the_examination():
     world = LoopbackWorld(2, timeout_s=60)
 
-    with pytest.raises(CollectiveError, match="cannot even compare notes"):
+    with pytest.raises(CollectiveError, match="cannot compare their facts"):
         world.run(lambda rank: run_doctor(communicator=Garbler(world.communicator(rank))))
 
 
