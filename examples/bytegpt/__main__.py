@@ -6,9 +6,8 @@ import json as json_format
 import math
 import os
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,19 +21,13 @@ from megabucket.measure.ranks import joined_ranks
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-class Reference(str, Enum):
-    """What ``--compare`` can train with."""
-
-    TORCH_DDP = "torch-ddp"
-
-
 @app.command()
 @reports_errors
 def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example mode=all_reduce")] = None,
     config: Annotated[Path, typer.Option("-c", "--config", help="YAML file")] = Path("configs/bytegpt.yaml"),
     compare: Annotated[
-        Reference | None, typer.Option(help="train the same with this afterwards and print the weight difference")
+        Literal["torch-ddp"] | None, typer.Option(help="train the same with this afterwards and print the weight difference")
     ] = None,
     resume: Annotated[str, typer.Option(help="auto, never or a step: where to begin", metavar="WHERE")] = "",
     json: Annotated[bool, typer.Option("--json", help="print the closing figures as JSON on stdout")] = False,

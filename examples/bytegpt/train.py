@@ -14,12 +14,11 @@ import megabucket as mb
 from examples.bytegpt.checkpoints import RunSaver, resume
 from examples.bytegpt.compare import Comparison, check_comparable, compare_with_torch
 from examples.bytegpt.config import DemoConfig
-from examples.bytegpt.report import MetricsLog, Progress
+from examples.bytegpt.report import MetricsLog, Progress, summarize
 from examples.bytegpt.steps import StepLoop, Trainee
-from examples.bytegpt.task import Task, group_of, make_optimizer, make_task, trainable_model
+from examples.bytegpt.task import Task, make_optimizer, make_task, trainable_model
 from megabucket.errors import ConfigError
 from megabucket.measure.ranks import Ranks
-from megabucket.planning.memory import exchange_memory, rank_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
         train_s = loop.run(start.step) if saver is None else loop.run(start.step, ends_after=saver.ends_after)
         # Gathered from all ranks, so none goes before all have saved.
         signals = task.ranks.gather([] if saver is None else saver.signals)
-    num_steps_done = start.step + loop.totals.num_steps
+    num_steps_done = start.step + int(loop.totals["num_steps"])
     if found := [(names[0], rank) for rank, names in enumerate(signals) if names]:
         stopped = Stopped(*found[0], num_steps_done, str(program.checkpoint.folder))
         log.write("stop", asdict(stopped))
@@ -110,7 +109,7 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
         model.detach()
         return Report(stopped=stopped)
 
-    totals = loop.totals.summarize(train_s, tokens_per_step=task.num_tokens_per_step)
+    totals = summarize(loop.totals, train_s, tokens_per_step=task.num_tokens_per_step)
     summary = {**setup, "held_out_bits_before": before, "held_out_bits_after": evaluate(num_steps_done), **totals}
     log.write("summary", summary)
     # Training ends here: the weights get storages of their own and the buffers go.
@@ -123,19 +122,9 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
 
 
 def _describe_setup(task: Task, model: mb.DistributedDataParallel) -> dict[str, Any]:
-    """Return what is trained, by whom, in which buffers, and the bytes that these take on this rank."""
-    ddp, optimizer, layout, ranks = task.config.ddp, task.config.program.optimizer, model.layout, task.ranks
+    """Return the model, the ranks and the buckets."""
+    ddp, layout, ranks = task.config.ddp, model.layout, task.ranks
     num_params = sum(buffer.params_numel for buffer in layout.buffers)
-    memory = rank_memory(
-        layout,
-        rank=ranks.rank,
-        is_sharded=ddp.use_distributed_optimizer,
-        moments_per_element=optimizer.moments_per_element,
-        has_fence=ranks.num_ranks > 1,
-        group_of={name: group_of(optimizer, param) for param, name in model.param_names.items()},
-    )
-    if ddp.use_distributed_optimizer and ranks.backend == "gloo":
-        memory += exchange_memory(layout)
     return {
         "mode": "reduce_scatter" if ddp.use_distributed_optimizer else "all_reduce",
         "backend": ranks.backend,
@@ -146,7 +135,6 @@ def _describe_setup(task: Task, model: mb.DistributedDataParallel) -> dict[str, 
         "num_buckets": layout.num_buckets,
         "padding_fraction": 1 - num_params / layout.numel,
         "layout_fingerprint": layout.fingerprint,
-        "computed_bytes": {**asdict(memory), "total_bytes": memory.total_bytes},
     }
 
 

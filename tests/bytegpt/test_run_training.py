@@ -98,7 +98,6 @@ def test_a_comparison_in_bfloat16_says_what_is_compared(tiny_run):
 
     report = run_training(config, ALONE, progress=Progress(), compares=True)
 
-    assert report.summary["computed_bytes"]["main_parameter_bytes"] > 0
     assert "rounds float32 main parameters" in report.comparison.note
 
 
@@ -126,7 +125,7 @@ def test_by_default_a_step_without_finite_gradients_ends_the_run(tiny_run):
 def test_the_closing_table_has_every_figure_once(tiny_run):
     table = describe_summary(run_training(tiny_run(), ALONE, progress=Progress()).summary).splitlines()
 
-    names = ["held-out bits/byte", "steps/s", "buckets", "memory, computed", "collectives per step"]
+    names = ["held-out bits/byte", "steps/s", "buckets", "collectives per step"]
     names += ["bytes on the wire, formula", "payload", "communication time", "exposed communication", "overlap"]
     assert table[0] == "all_reduce, 1 rank(s), none, float32 parameters"
     assert [line.strip().startswith(name) for line, name in zip(table[1:], names, strict=True)] == [True] * len(names)

@@ -111,8 +111,7 @@ def test_two_ranks_end_where_torch_ddp_ends_and_log_every_collective(
         assert "launches" not in step or len(step["launches"]) == step["num_collectives"]
         assert step["comm_s"] > 0
     # All-reduce and reduce-scatter + all-gather of S bytes both send S on two ranks; fence and norm are all-reduced.
-    computed = log[-2]["computed_bytes"]
-    padded_bytes = computed["parameter_bytes"] + computed["padding_bytes"] // 2  # half of the padding is the gradients'
+    padded_bytes = 4 * round(log[0]["num_params"] / (1 - log[0]["padding_fraction"]))
     assert log[2]["wire_bytes"] == padded_bytes + sum(others_bytes)
 
 
