@@ -73,9 +73,10 @@ def sizes_up_to(max_bytes: int) -> tuple[int, ...]:
             f"--max-bytes={max_bytes} leaves one size, and two are needed to tell latency from bandwidth; give more than "
             f"{SMALLEST_BYTES}"
         )
-    count = math.ceil(math.log(max_bytes / SMALLEST_BYTES, _SIZE_FACTOR))
-    sizes = [SMALLEST_BYTES * _SIZE_FACTOR**power for power in range(count)]
-    return (*[size for size in sizes if size < max_bytes], max_bytes)
+    sizes = [SMALLEST_BYTES]
+    while sizes[-1] * _SIZE_FACTOR < max_bytes:
+        sizes.append(sizes[-1] * _SIZE_FACTOR)
+    return (*sizes, max_bytes)
 
 
 def cells_of(kinds: Sequence[CollectiveKind], dtypes: Sequence[str], max_bytes: int, num_ranks: int) -> tuple[Cell, ...]:

@@ -57,13 +57,13 @@ class WorkloadProfiler:
     ) -> None:
         if warmup_steps < 0:
             raise ConfigError(f"warmup_steps must be 0 or more, got {warmup_steps}")
+        self._takes_any_optimizer = False
+        if isinstance(model, DistributedDataParallel):
+            config, self._takes_any_optimizer = model.ddp_config, optimizer is None
         wrappers = (DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
         self._module: torch.nn.Module = model.module if isinstance(model, wrappers) else model
-        is_ours = isinstance(model, DistributedDataParallel)
-        given = model.ddp_config if isinstance(model, DistributedDataParallel) else config
-        self._config = given or DistributedDataParallelConfig()
+        self._config = config or DistributedDataParallelConfig()
         self._optimizer = optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
-        self._takes_any_optimizer = is_ours and optimizer is None
         self.warmup_steps = warmup_steps
         self._params = {name: param for name, param in self._module.named_parameters() if param.requires_grad}
         if not self._params:
