@@ -9,8 +9,11 @@ release = version = megabucket.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = "megabucket"
+pygments_dark_style = "monokai"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
+html_show_search_summary = False  # a page that is opened from a file may not read others
 
 myst_heading_anchors = 3
 

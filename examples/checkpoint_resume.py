@@ -1,4 +1,4 @@
-"""A run that stops half-way and is resumed ends with the very weights of one that did not stop, dropout included.
+"""A run that stops half-way and resumes ends with the weights of a run that did not stop, dropout included.
 
 torchrun --standalone --nproc-per-node 2 examples/checkpoint_resume.py
 """
@@ -15,7 +15,7 @@ STEPS = 20
 
 
 class Run:
-    """Everything that a run consists of."""
+    """A model with its optimizer and its schedule."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -24,7 +24,7 @@ class Run:
         self.model = mb.DistributedDataParallel(module.bfloat16(), config)
         self.optimizer = mb.DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-2), self.model, clip_grad=1.0)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=STEPS)
-        torch.manual_seed(1000 * seed + self.model.communicator.rank)  # every rank draws its own
+        torch.manual_seed(1000 * seed + self.model.communicator.rank)  # dropout differs between ranks
 
     def train(self, first: int, last: int, checkpoints: mb.Checkpointer | None = None) -> float:
         loss = torch.zeros(())
@@ -54,7 +54,7 @@ def main() -> None:
         first.train(0, STEPS // 2, checkpoints)
     expected = first.train(STEPS // 2, STEPS)
 
-    second = Run(seed=1)  # another process would do
+    second = Run(seed=1)  # as a new process would
     loaded = second.checkpoints(roots[0]).load()
     found = second.train(loaded.data_position["step"], STEPS)
 
@@ -63,7 +63,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"saved at step {loaded.step} by {loaded.world_size} ranks, resumed, trained to step {STEPS}")
         print(f"loss {expected:.6f} without a stop, {found:.6f} with one; the same weights, bit by bit: {same}")
-    dist.barrier()  # nobody leaves while others still talk
+    dist.barrier()  # no rank ends while another one communicates
     dist.destroy_process_group()
     if not same:
         raise SystemExit(1)

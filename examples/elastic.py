@@ -49,5 +49,5 @@ if __name__ == "__main__":
     folder, lost_in = sys.argv[1:] or ("runs/elastic", "-1")
     is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     train(folder, lost_in=int(lost_in) if is_first_attempt else None)
-    dist.barrier()  # nobody leaves while others still talk
+    dist.barrier()  # no rank ends while another one communicates
     dist.destroy_process_group()

@@ -19,7 +19,7 @@ def make_module() -> torch.nn.Module:
 
 
 def backward(model: torch.nn.Module, step: int, rank: int, size: int, microbatches: int) -> None:
-    """Run the microbatches of this rank: together the ranks have the same batch, however many they are."""
+    """Run this rank's microbatches of one batch, which all ranks share."""
     batch = torch.randn(24, 32, generator=torch.Generator().manual_seed(step))
     for index, inputs in enumerate(batch.chunk(size)[rank].chunk(microbatches)):
         with nullcontext() if index == microbatches - 1 else model.no_sync():
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     run = Run(ranks, "runs/hsdp", microbatches=3)
     run.train(0, STEPS // 2)
     run.checkpoints.save(STEPS // 2)
-    run = Run(ranks, "runs/hsdp", microbatches=3)  # as another program would do, on any number of ranks
+    run = Run(ranks, "runs/hsdp", microbatches=3)  # as a new process would, on any number of ranks
     run.train(run.checkpoints.load().step, STEPS)
-    dist.barrier()  # nobody leaves while others still talk
+    dist.barrier()  # no rank ends while another one communicates
     dist.destroy_process_group()

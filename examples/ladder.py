@@ -1,10 +1,10 @@
-"""The ladder of gradient synchronization: six ways up and ours in both modes, measured alike on one model.
+"""Eight strategies of gradient synchronization measured on one model: five by hand, torch DDP, and ours in both modes.
 
 torchrun --standalone --nproc-per-node 2 examples/ladder.py
 torchrun --standalone --nproc-per-node 2 examples/ladder.py --fabric 200e-6,1e8 --rounds 20
 
-All of them talk through one recorded process group (recording/group.py), torch DDP's C++ included: what is launched, when it is
-complete, and when the thread waits for it. docs/ladder.md defines the columns and says what each step of the ladder teaches.
+All of them use one recorded process group (recording/group.py), which notes when a collective is launched, complete and waited
+for, also in torch DDP's C++ code. docs/ladder.md defines the columns and says what each strategy teaches.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Course:
     steps_per_round: int = 3
 
     def make_module(self) -> torch.nn.Module:
-        torch.manual_seed(0)  # the same weights on every rank, so nobody has to send them
+        torch.manual_seed(0)  # the same weights on every rank, so they need no broadcast
         return torch.nn.Sequential(*(Block(self.width) for _ in range(self.num_layers)))
 
 
@@ -261,7 +261,8 @@ def planned_collectives(course: Course, below: dist.ProcessGroup) -> list[int]:
     sizes = {"num_microbatches": course.num_microbatches, "bucket_cap_bytes": course.bucket_cap_bytes}
     six = ladder([spec.numel for spec in specs], **sizes)
     workload = Workload(tuple(TensorWork(spec.name, spec.numel) for spec in specs))
-    ours = [Setting(workload, FlatLink(0.0, 0.0), config, num_ranks, specs) for config in our_configs(course)]
+    free = FlatLink(latency_s=0.0, seconds_per_byte=0.0)
+    ours = [Setting(workload, free, config, num_ranks, specs) for config in our_configs(course)]
     simulated = []
     for setting in ours:
         trace = setting.traces(setting.configured_plan)[-1]

@@ -15,8 +15,8 @@ from typing import Final
 
 from megabucket.errors import ConfigError
 from megabucket.planning.architecture import param_specs
-from megabucket.planning.inputs import wire_bytes
 from megabucket.planning.run_config import load_config
+from megabucket.planning.workload import wire_bytes
 from megabucket.units import MIB
 
 BUCKET_CAP_BYTES: Final = 25 * MIB

@@ -31,7 +31,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Moe(torch.nn.Module):
-    """Predicts a token from another one. Each passes the one expert that the router likes best."""
+    """Predict a token from another one. Each token goes to the expert with the highest score of the router."""
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def main() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rank, size = dist.get_rank(), dist.get_world_size()
     num_experts = 2 if size % 2 == 0 else 1
-    # Ranks of a column hold the same expert, those of a row one of each.
+    # The ranks of a column hold the same expert; the ranks of a row hold one of each.
     mesh = init_device_mesh("cpu", (size // num_experts, num_experts), mesh_dim_names=("same_expert", "experts"))
 
     groups = mb.ParallelGroups({"dense": dist.group.WORLD, "expert": mesh["same_expert"]}, group_of={"expert.*": "expert"})
@@ -86,7 +86,7 @@ def main() -> None:
         if rank == 0 and step % 20 == 19:
             print(f"step {step + 1}: loss {losses[-1]:.4f}, gradient norm of the whole model {result.grad_norm:.4f}")
     model.check_replicas()  # dense parameters over all ranks, each expert over the ranks that hold it
-    dist.barrier()  # nobody leaves while others still talk
+    dist.barrier()  # no rank ends while another one communicates
     dist.destroy_process_group()
     assert losses[-1] < losses[0] / 2
 

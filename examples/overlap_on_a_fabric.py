@@ -2,8 +2,8 @@
 
 torchrun --standalone --nproc-per-node 2 examples/overlap_on_a_fabric.py
 
-Only the time passes on this fabric (``moves_data=False``), so communication takes nothing from the cores that compute, as on a
-machine with a network card. The numbers are wrong then; the times are what the example is about.
+The fabric takes time but moves no data (``moves_data=False``), so communication uses none of the cores that compute, as on a
+machine with a network card. The gradients are therefore wrong; only the times mean something.
 """
 
 import os

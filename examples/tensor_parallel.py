@@ -16,7 +16,7 @@ VOCABULARY, WIDTH, TOKENS, STEPS = 64, 32, 256, 60
 
 
 class Gather(torch.autograd.Function):
-    """All tokens from the parts of the ranks; each rank uses all of them, so backward adds up and cuts."""
+    """Gather the tokens of all ranks. Every rank uses all of them, so backward sums over the ranks and keeps its own part."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, tp: dist.ProcessGroup) -> torch.Tensor:
@@ -31,7 +31,7 @@ class Gather(torch.autograd.Function):
 
 
 class SumAndCut(torch.autograd.Function):
-    """The sum over all ranks, and of that the tokens of this one."""
+    """Sum over all ranks, and keep this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, tp: dist.ProcessGroup) -> torch.Tensor:
@@ -45,7 +45,7 @@ class SumAndCut(torch.autograd.Function):
 
 
 class Mlp(torch.nn.Module):
-    """Predicts a token from another one, with two layers that are cut over the ranks of ``tp``."""
+    """Predict a token from another one, with two layers that are cut over the ranks of ``tp``."""
 
     def __init__(self, tp: dist.ProcessGroup) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def main() -> None:
         if dist.get_rank() == 0 and step % 20 == 19:
             print(f"step {step + 1}: loss {losses[-1]:.4f}, gradient norm of the whole model {norm:.4f}")
     model.check_replicas()  # over dp, and over tp where its ranks hold copies
-    dist.barrier()  # nobody leaves while others still talk
+    dist.barrier()  # no rank ends while another one communicates
     dist.destroy_process_group()
     assert losses[-1] < losses[0] / 2
 

@@ -53,7 +53,7 @@ def main() -> None:
     same = all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     if is_first:
         print(f"weights equal bit for bit: {same}")
-    dist.barrier()  # nobody leaves while others still talk
+    dist.barrier()  # no rank ends while another one communicates
     dist.destroy_process_group()
     assert same
 

@@ -25,36 +25,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "AgreedStop": "megabucket.ddp",
-    "ChainedOptimizer": "megabucket.optim.chained",
-    "Checkpointer": "megabucket.checkpoint.checkpointer",
-    "ConstantGradScaler": "megabucket.optim",
-    "DistributedDataParallel": "megabucket.ddp",
-    "DistributedDataParallelConfig": "megabucket.config.ddp",
-    "DistributedOptimizer": "megabucket.optim",
-    "DynamicGradScaler": "megabucket.optim",
-    "LoadedCheckpoint": "megabucket.checkpoint.restore",
-    "ModelLayout": "megabucket.layout",
-    "ParallelGroups": "megabucket.ddp.groups",
-    "ParamNorms": "megabucket.optim.averaging",
-    "ParamSpec": "megabucket.layout",
-    "ProfileCallback": "megabucket.measure.profile",
-    "ReductionGroup": "megabucket.ddp.groups",
-    "ShardedEMA": "megabucket.optim.averaging",
-    "StepResult": "megabucket.optim",
-    "WorkloadProfiler": "megabucket.measure.profile",
-    "build_layout": "megabucket.layout",
-    "can_load": "megabucket.checkpoint.checkpointer",
-    "check_layout": "megabucket.testing.invariants",
-    "finalize_grads": "megabucket.ddp.finalize",
-    "load_checkpoint": "megabucket.checkpoint.checkpointer",
-    "open_checkpoint": "megabucket.checkpoint.stored",
-    "param_groups": "megabucket.optim.averaging",
-    "param_norms": "megabucket.optim.averaging",
-    "profile_workload": "megabucket.measure.profile",
-    "save_checkpoint": "megabucket.checkpoint.checkpointer",
+_NAMES_BY_MODULE = {
+    "megabucket.checkpoint.checkpointer": ("Checkpointer", "can_load", "load_checkpoint", "save_checkpoint"),
+    "megabucket.checkpoint.restore": ("LoadedCheckpoint",),
+    "megabucket.checkpoint.stored": ("open_checkpoint",),
+    "megabucket.config.ddp": ("DistributedDataParallelConfig",),
+    "megabucket.ddp": ("AgreedStop", "DistributedDataParallel"),
+    "megabucket.ddp.finalize": ("finalize_grads",),
+    "megabucket.ddp.groups": ("ParallelGroups", "ReductionGroup"),
+    "megabucket.layout": ("ModelLayout", "ParamSpec", "build_layout"),
+    "megabucket.measure.profile": ("ProfileCallback", "WorkloadProfiler", "profile_workload"),
+    "megabucket.optim": ("ConstantGradScaler", "DistributedOptimizer", "DynamicGradScaler", "StepResult"),
+    "megabucket.optim.averaging": ("ParamNorms", "ShardedEMA", "param_groups", "param_norms"),
+    "megabucket.optim.chained": ("ChainedOptimizer",),
+    "megabucket.testing.invariants": ("check_layout",),
 }
+_HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [
     "AgreedStop",

@@ -51,6 +51,8 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
@@ -144,18 +146,11 @@ class MegabucketError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by fields: constructors take keywords only, which the default protocol cannot call."""
-        return type(self)._rebuilt, (self.args, dict(self.__dict__))
-
-    @classmethod
-    def _rebuilt(cls, args: tuple[Any, ...], fields: dict[str, Any]) -> Self:
-        error = cls.__new__(cls)
-        error.args = args
-        error.__dict__.update(fields)
-        return error
+        return copyreg.__newobj__, (type(self), *self.args), dict(self.__dict__)  # type: ignore[attr-defined]
 
     def copy(self) -> Self:
         """Return an equal error without a traceback: one that is raised twice would carry both."""
-        return type(self)._rebuilt(self.args, dict(self.__dict__))
+        return copy.copy(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the class name, the text and the fields as plain data."""
@@ -248,39 +243,24 @@ class InvariantError(MegabucketError, RuntimeError):
 # A step: all ranks raise the same error with the same text, which says which rank is at fault #
 
 _DROPPED: Final = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
-_REBUILD_AGAIN: Final = (
-    "Repair it and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept."
-)
-_OWN_WAY: Final = "Each rank would update its shards in its own way."
-# Where ranks agree before any step: what differs, and why it matters and what to do.
-_MISMATCHES: Final = {
-    "wrap": (
-        "the model",
-        (
-            "Gradients of one parameter would be added to those of another. Build the same module in the same order on every "
-            "rank, with the same dtypes, trainability, config and versions."
-        ),
-    ),
-    "groups=": (
-        "groups=",
-        "Ranks would wait for others, or divide by other numbers. Pass it alike on all ranks of a group.",
-    ),
-    "DistributedOptimizer()": (
-        "the optimizer",
-        f"{_OWN_WAY} Build it with the same groups and hyperparameters on every rank; load its state on all ranks or on none.",
-    ),
-    "ChainedOptimizer()": (
-        "the chained optimizers",
-        f"{_OWN_WAY} Chain the same optimizers with the same limits on every rank.",
-    ),
+_NOTHING_CHANGED: Final = "Nothing was changed on any rank."
+# By collective call: what ranks compare in it, and the consequence if it differs or a rank fails.
+_CALLS: Final = {
+    "wrap": ("the model", "No rank was wrapped."),
+    "groups=": ("groups=", "No rank was wrapped."),
+    "DistributedOptimizer()": ("the optimizer", "The optimizer was changed on no rank."),
+    "ChainedOptimizer()": ("the chained optimizers", _NOTHING_CHANGED),
     "rebuild": (
         "what is to be rebuilt",
-        f"{_OWN_WAY} Every rank needs the same optimizer, with the same groups, hyperparameters and state.",
+        "Repair it and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept.",
     ),
-    "state_dict()": ("what is to be saved", "Call state_dict() on every rank at the same place, between two steps."),
-    "save_checkpoint()": ("what is to be saved", "Call save_checkpoint() on every rank at the same place, between two steps."),
-    "load_state_dict()": ("the optimizer state to load", f"{_OWN_WAY} Load the same state on every rank."),
-    "finalize_grads()": ("what finalize_grads() is given", "Give num_tokens on every rank of all stages, or on none."),
+    "state_dict()": ("what is to be saved", _NOTHING_CHANGED),
+    "save_checkpoint()": ("what is to be saved", "Nothing was saved."),
+    "load_state_dict()": ("the optimizer state to load", "Nothing was loaded on any rank."),
+    "finalize_grads()": (
+        "what finalize_grads() is given",
+        "Gradients of copies are not added up: drop the step with zero_grad() on every rank.",
+    ),
 }
 _SAME_HYPERPARAMETERS: Final = (
     "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, "
@@ -294,18 +274,6 @@ _USUAL_CAUSES: Final = {
         "Load on every rank, or call ddp.broadcast_params() on every rank right after a load on the first; a rank that loads "
         "weights only to look at them does so in a copy: copy.deepcopy(ddp.module)."
     ),
-}
-_AFTER_FAILURE: Final = {
-    "optimizer": "Its shard of the parameters may miss the update, or half of it: load the last checkpoint on every rank.",
-    "wrap": "No rank was wrapped.",
-    "groups=": "No rank was wrapped.",
-    "DistributedOptimizer()": "The optimizer was changed on no rank.",
-    "ChainedOptimizer()": "Nothing was changed on any rank.",
-    "rebuild": _REBUILD_AGAIN,
-    "state_dict()": "Nothing was changed on any rank.",
-    "save_checkpoint()": "Nothing was saved.",
-    "load_state_dict()": "Nothing was loaded on any rank.",
-    "finalize_grads()": "Gradients of copies are not added up: drop the step with zero_grad() on every rank.",
 }
 
 
@@ -321,10 +289,11 @@ class LayoutMismatchError(RanksDisagreeError):
         self.phase = phase
         hidden = num_different - len(self.differences)
         more = f"; and {hidden} more" if hidden > 0 else ""
-        what, consequence = _MISMATCHES[phase]
+        what, consequence = _CALLS[phase]
         super().__init__(
             f"{what} is not the same on all ranks: {'; '.join(self.differences)}{more} "
-            f"({num_different} of {num_entries} entries differ). {consequence} {_AFTER_FAILURE[phase]}"
+            f"({num_different} of {num_entries} entries differ). Values that do not belong together would be mixed. Give every "
+            f"rank the same model, optimizer, state, config and versions, in the same order. {consequence}"
         )
 
 
@@ -578,8 +547,11 @@ class PeerFailedError(MegabucketError, RuntimeError):
 
     def __init__(self, *, step: int, rank: int, phase: str, cause: str) -> None:
         self.step, self.rank, self.phase, self.cause = step, rank, phase, cause
-        consequence = _AFTER_FAILURE.get(phase, _DROPPED)
-        where = "" if phase in _MISMATCHES else f"step {step}: "
+        where, consequence = f"step {step}: ", _DROPPED
+        if phase in _CALLS:
+            where, consequence = "", _CALLS[phase][1]
+        elif phase == "optimizer":
+            consequence = "Its shard of the parameters may miss part of the update: load the last checkpoint on every rank."
         super().__init__(f"{where}rank {rank} failed in {phase}: {cause}{'' if cause.endswith('.') else '.'} {consequence}")
 
 

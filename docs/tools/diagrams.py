@@ -18,7 +18,7 @@ from megabucket.trace import Lane, StepTrace
 
 FOLDER = Path(__file__).parents[1] / "_static"
 WIDTH = 860
-_LEFT, _RIGHT = 110, 12  # of the drawing area: names stand left of it
+_LEFT, _RIGHT = 110, 12  # margins of the drawing area; names are in the left one
 _STYLE = """
 svg { background: #ffffff }
 text { font: 12px system-ui, sans-serif; fill: #1f2933 }
@@ -41,7 +41,7 @@ def svg(height: float, parts: Sequence[str], description: str) -> str:
 
 
 def box(start: float, top: float, stop: float, height: float, kind: str, title: str = "") -> str:
-    """Return a rectangle that says what it is when pointed at."""
+    """Return a rectangle with a tooltip."""
     shown = f"<title>{escape(title)}</title>" if title else ""
     return f'<rect class="{kind}" x="{start:.1f}" y="{top:.1f}" width="{stop - start:.1f}" height="{height:.1f}">{shown}</rect>'
 
@@ -120,7 +120,7 @@ def draw_overlap() -> str:
         for number, (name, trace) in enumerate(traces.items())
         for part in _draw_step(name, trace, top=10 + 100 * number, pixels_per_s=(WIDTH - _LEFT - _RIGHT - 30) / longest_s)
     ]
-    keys = {"forward": "forward", "backward": "backward", "comm": "gather or reduce-scatter", "wait": "stands still"}
+    keys = {"forward": "forward", "backward": "backward", "comm": "gather or reduce-scatter", "wait": "waits for the network"}
     for number, (kind, words) in enumerate(keys.items()):
         parts += [
             box(_LEFT + 170 * number, 206, _LEFT + 170 * number + 14, 12, kind),
@@ -131,7 +131,7 @@ def draw_overlap() -> str:
 
 def _draw_step(name: str, trace: StepTrace, *, top: float, pixels_per_s: float) -> list[str]:
     rows: Mapping[Lane, float] = {Lane.COMPUTE: top + 22, Lane.WAIT: top + 22, Lane.COMM: top + 52}
-    summary = f"{1e3 * trace.duration_s:.1f} ms a step, {1e3 * trace.exposed_s:.1f} ms of it stood still"
+    summary = f"{1e3 * trace.duration_s:.1f} ms a step, {1e3 * trace.exposed_s:.1f} ms of it waiting"
     parts = [text(4, top + 12, name, "title"), small(_LEFT, top + 12, summary)]
     parts += [small(4, top + 38, "compute"), small(4, top + 68, "network")]
     for interval in trace.intervals:
@@ -153,44 +153,7 @@ def _draw_step(name: str, trace: StepTrace, *, top: float, pixels_per_s: float) 
     return parts
 
 
-def draw_states() -> str:
-    """Draw the states of a step, and what leads from one to the next."""
-    states = ["IDLE", "OPEN", "LAUNCHING", "FENCED", "AGREED"]
-    why = ["a forward or a gradient", "the first bucket is complete", "last bucket and fence are out", "all ranks agree"]
-    width, gap, top = 104, 78, 40
-    parts = []
-    for number, state in enumerate(states):
-        left = 10 + number * (width + gap)
-        parts += [f'<rect class="param" x="{left}" y="{top}" width="{width}" height="36" rx="6"/>']
-        parts.append(text(left + width / 2, top + 23, state, "middle title"))
-    arrow = '<path class="line" d="{path}" marker-end="url(#arrow)"/>'
-    parts.append(
-        '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0 8 4 0 8z" fill="#7b8794"/></marker></defs>'
-    )
-    for number, words in enumerate(why):
-        left = 10 + number * (width + gap) + width
-        parts.append(arrow.format(path=f"M{left} {top + 18}H{left + gap}"))
-        first, second = words[: len(words) // 2].rpartition(" ")[0], ""
-        second = words[len(first) :].strip()
-        parts += [label(left + gap / 2, top - 20, first), label(left + gap / 2, top - 7, second)]
-    last = 10 + 4 * (width + gap) + width / 2
-    first_x = 10 + width / 2
-    parts.append(arrow.format(path=f"M{last} {top + 36}V{top + 62}H{first_x}V{top + 38}"))
-    parts.append(label((last + first_x) / 2, top + 56, "updated, and the gather is launched"))
-    parts.append(
-        text(
-            10,
-            top + 92,
-            "GIVING_UP: this rank failed; it sends the rest of the schedule, so nobody waits, and all ranks raise one error.",
-            "small",
-        )
-    )
-    parts.append(small(10, top + 108, "BROKEN: a rank was interrupted behind its fence, or is lost; only detach() is left."))
-    return svg(top + 120, parts, "The states of a step: idle, open, launching, fenced, agreed, and idle again")
-
-
-PICTURES = {"buffer.svg": draw_layout, "overlap.svg": draw_overlap, "states.svg": draw_states}
+PICTURES = {"buffer.svg": draw_layout, "overlap.svg": draw_overlap}
 
 
 def main() -> None:

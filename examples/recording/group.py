@@ -1,7 +1,7 @@
-"""A process group that hands every collective to another one and takes down what becomes of it, for any wrapper.
+"""A process group that passes every collective on to another one and records when it is launched, complete and waited for.
 
-What is launched goes through here, from Python or from C++ (torch DDP's reducer). So do waits for works. A wait for a future,
-which is how torch DDP waits, cannot be seen from a group; the caller has to note it.
+It works for any wrapper: it sees launches from Python and from C++ (torch DDP's reducer), and waits for works. It cannot see a
+wait for a future, which is how torch DDP waits; the caller has to note that.
 """
 
 import itertools
@@ -32,12 +32,12 @@ METHODS = MappingProxyType(  # of a process group: what each launches, and which
 
 
 class Meter:
-    """Takes down when the thread computes, when it stands still, and when a collective is under way; makes traces of it."""
+    """Records when the thread computes, when it waits, and when a collective runs; makes traces of them."""
 
     def __init__(self, *, rank: int) -> None:
         self.rank = rank
         self.moments_s: list[float] = []  # the start of the first step and the end of each
-        self.intervals: list[Interval] = []  # threads of torch append to it, too
+        self.intervals: list[Interval] = []  # threads of torch append to it as well
         self.launches: list[tuple[float, CollectiveRecord]] = []
 
     def begin(self, start_s: float) -> None:
@@ -49,7 +49,7 @@ class Meter:
         self.moments_s.append(stop_s)
 
     def traces(self) -> list[StepTrace]:
-        """Return what the steps did; what goes on beyond the end of one is cut there."""
+        """Return what the steps did; intervals are cut at the ends of steps."""
         found = []
         for number, (start_s, stop_s) in enumerate(itertools.pairwise(self.moments_s)):
             inside = [part for one in self.intervals if (part := clip_interval(one, start_s, stop_s)) is not None]

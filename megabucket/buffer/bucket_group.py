@@ -1,7 +1,7 @@
-"""``_ParamAndGradBucketGroup``: buckets whose collectives go out together, and the phases of their memory.
+"""``_ParamAndGradBucketGroup``: buckets whose collectives are launched together, and the phases of their memory.
 
-Owns how gradients come in, launch and completion of one group. Does not know other groups: in which order groups are launched
-is the business of the step (``ddp/step.py``).
+Owns storing gradients, launch and completion of one group. Does not know other groups: the step (``ddp/step.py``) decides their
+launch order.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from megabucket.comm import (
 from megabucket.config.resolve import StepPolicy
 
 LARGE_BYTES: Final = 128 << 10
-"""A gradient of more bytes is stored at once, with what is staged."""
+"""A larger gradient is stored at once, together with the staged ones."""
 
 MOST_STAGED: Final = 64
-"""So many gradients are staged at most: all that is touched for them is still in the cache when they are stored."""
+"""Most gradients that are staged, so that their Python objects are still in the cache when they are stored."""
 
 STAGED_BYTES: Final = 1 << 20
-"""So many bytes are staged at most, if all of the small gradients are as large as the average."""
+"""Most bytes that are staged, if all small gradients have the average size."""
 
 
 def grad_scale(divisor: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Return by what gradients of ``dtype`` are divided before and after a sum over ranks, to become a mean.
+    """Return the divisors of gradients of ``dtype`` before and after a sum over ranks, which together make it a mean.
 
-    A float32 or float64 sum is divided once, at the end. In a 16-bit buffer that could overflow before that, and dividing all
-    first would flush small float16 gradients to zero; so a power of two near the square root of the divisor, which is exact, is
-    divided out before, and the rest after.
+    A float32 or float64 sum is divided once, at the end. In 16 bits the sum could overflow before that, and dividing by
+    everything first would flush small float16 gradients to zero. So the gradients are divided by a power of two near the
+    square root of the divisor before, which is exact, and by the rest after.
 
     >>> grad_scale(6, torch.float32), grad_scale(6, torch.float16)
     ((1.0, 6.0), (2.0, 3.0))
@@ -59,11 +59,11 @@ def grad_scale(divisor: float, dtype: torch.dtype) -> tuple[float, float]:
 
 
 class Readiness:
-    """When is a bucket group complete? Counts gradients per parameter; learns in the first step how many to expect.
+    """Decides when a bucket group is complete. Counts gradients per parameter; learns in the first step how many to expect.
 
-    A parameter usually receives one gradient per backward, but several when reentrant activation checkpointing re-runs a layer
-    that is used twice, or when the last microbatch runs several backwards. Nothing in the model says so before, so the first
-    step only counts; from then on a group is complete when every parameter has received as many gradients as it did then.
+    A parameter usually receives one gradient per backward, but several if reentrant activation checkpointing reruns a layer
+    that is used twice, or if the last microbatch runs several backwards. This is not known in advance, so the first step only
+    counts; from then on a group is complete when every parameter has received as many gradients as it did then.
 
     A step with fewer gradients is still right: the group is sent at the end of the step. A step with more gradients is refused
     (a gradient comes too late), and the step after it only counts again.
@@ -75,10 +75,10 @@ class Readiness:
         self._counts = [0] * num_params
         self._expected: list[int] | None = None
         self.num_incomplete = num_params
-        """How many parameters have received fewer gradients than expected; all of them while nothing is known."""
+        """Number of parameters with fewer gradients than expected; all of them until the expected number is known."""
 
     def mark(self, params: Sequence[int]) -> bool:
-        """Count one gradient of each parameter; return whether one of them makes the group complete. O(1) for each."""
+        """Count one gradient of each parameter; return whether the group is complete with them. O(1) for each."""
         counts, expected = self._counts, self._expected
         num_complete = 0
         for param in params:
@@ -93,22 +93,22 @@ class Readiness:
         """Forget the counts.
 
         Args:
-            learns: whether the step was whole, so that the first one teaches how many gradients to expect.
-            unlearns: whether this step brought more gradients than that one had.
+            learns: whether the step was whole; the first whole step sets the expected numbers.
+            unlearns: whether this step had more gradients than expected, so that the numbers are learned anew.
         """
         if unlearns:
             self._expected = None
         elif learns and self._expected is None and any(self._counts):
-            # A parameter without a gradient still holds its group back: sending early could only lose a later gradient.
+            # A parameter without a gradient still delays its group: sending early could lose a later gradient.
             self._expected = [max(count, 1) for count in self._counts]
         self._counts = [0] * len(self._counts)
         self.num_incomplete = len(self._counts)
 
 
 class Staging(list[torch.Tensor]):
-    """Parameters of a group whose gradients were taken out of ``param.grad`` and wait to be stored, many in one call.
+    """Parameters of a group whose gradients were moved out of ``param.grad`` and will be stored together in one call.
 
-    Hooks of parameters hold this, where no garbage collector looks, so nothing may stay in it.
+    Parameter hooks refer to it, where the garbage collector sees no cycles, so it must be empty between backwards.
     """
 
     __slots__ = ("grads", "room")
@@ -118,7 +118,7 @@ class Staging(list[torch.Tensor]):
         self.grads: list[torch.Tensor] = []
         """Their gradients."""
         self.room = 0
-        """How many may be staged before the group must look at them; 0 while nothing is known about the backward."""
+        """Number of gradients that may be staged before the group must check them; 0 before the first one of a backward."""
 
 
 class _ParamAndGradBucketGroup:
@@ -128,8 +128,8 @@ class _ParamAndGradBucketGroup:
         index: position in the launch order.
         buckets: at least one; their order is the order of the calls in the batch.
         communicator: the ranks to reduce with.
-        divisor: what the sum over them is divided by to become a mean; ``None``: their number.
-        replicas: over which the reduced shards are added up, if other ranks hold the same ones.
+        divisor: of the mean; ``None``: the number of ranks.
+        replicas: over which the reduced shards are summed, if other ranks hold the same ones.
     """
 
     def __init__(
@@ -150,19 +150,19 @@ class _ParamAndGradBucketGroup:
         self.params = [slot.param for slot in self.slots]
         """In buffer order."""
         self.position_of = {id(slot.param): position for position, slot in enumerate(self.slots)}
-        """Where each parameter stands in ``slots``. By identity, so that hooks may hold it."""
+        """Position of each parameter in ``slots``, by id, so that hooks may hold it."""
         self.delayed = {at: 0 for at, param in enumerate(self.params) if getattr(param, "skip_backward_post_hook", False)}
-        """How many gradients of this step have come for each parameter whose gradients are computed apart from backward."""
+        """Number of gradients of this step for each parameter whose gradients are computed outside backward."""
         self.readiness = Readiness(len(self.slots))
         self.staging = Staging()
         self._accelerator = Accelerator.of(self.buckets[0].grad_data.device)
         self.streams = GradStreams(self._accelerator) if self._accelerator is not None else None
         self.is_complete = False
-        """Whether all gradients of this step have come, as far as it is known how many there will be."""
+        """Whether all expected gradients of this step have arrived."""
         self.missing: tuple[str, ...] = ()
         """Parameters that had no gradient when the group was launched."""
         self.cleared: tuple[str, ...] = ()
-        """Those of ``missing`` whose place held values of an earlier step, and zeros are reduced instead."""
+        """Those of ``missing`` whose place held values of an earlier step, which were replaced by zeros."""
         small_bytes = [param.nbytes for param in self.params if param.nbytes <= LARGE_BYTES]
         self._most_staged = min(MOST_STAGED, STAGED_BYTES * len(small_bytes) // max(sum(small_bytes), 1))
         self._post_hooks: Sequence[Sized] = ()
@@ -179,12 +179,12 @@ class _ParamAndGradBucketGroup:
         self._values = [param.data for param in self.params]
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
         self.param_values = self._values
-        """What each parameter must look at now."""
-        self._is_everywhere = False  # what was reduced, not only this rank's shard of it
+        """The memory to which each parameter must point now."""
+        self._is_everywhere = False  # all reduced values are here, not only this rank's shard
         self._divided_before: list[tuple[torch.Tensor, float]] = []
         self.grad_shards: list[torch.Tensor] = []
         """Of this rank, by bucket, where gradients are reduce-scattered."""
-        # It knows the group weakly: nothing may lead back to a parameter from its .grad, where no garbage collector looks.
+        # A weak reference: nothing in .grad may refer back to the parameter, because the garbage collector sees no such cycle.
         accumulates = functools.partial(_is_accumulating, weakref.ref(self))
         for slot in self.slots:
             slot.accumulates, slot.settle = accumulates, self._prepare_write
@@ -218,7 +218,7 @@ class _ParamAndGradBucketGroup:
                 self._divided_before.append((grad, before))
             if policy.is_sharded:
                 shard, in_fp32 = bucket.shard(grad, rank), policy.accumulates_in_fp32 and grad.itemsize == 2
-                if replicas is not None:  # divided once, when all has been added up
+                if replicas is not None:  # divided once, after the last sum
                     over_replicas.append(AllReduce(shard, op, after))
                     after = 1.0
                 reductions.append(ReduceScatter(shard, grad, op, in_fp32=in_fp32, divisor=after))
@@ -226,8 +226,8 @@ class _ParamAndGradBucketGroup:
                 self.grad_shards.append(shard)
             else:
                 reductions.append(AllReduce(grad, op, after))
-            # A float32 gradient (bfloat16 and float64 have as much room) whose sum over the ranks could be infinite is as good
-            # as infinite itself. Gradients that a float16 can hold, but not their sum, are common; so the sum is tested, too.
+            # A float32 gradient (bfloat16 and float64 have as large a range) whose sum over the ranks could overflow counts as
+            # infinite. In float16 sums that overflow are common, so there the sum itself is tested.
             if grad.dtype == torch.float16 and num_ranks > 1:
                 halves.append(bucket)
                 headrooms.append(1.0)
@@ -236,32 +236,32 @@ class _ParamAndGradBucketGroup:
         self._grad_calls, self._gather_calls = communicator.prepare(reductions), communicator.prepare(gathers)
         self._over_replicas = (communicator if replicas is None else replicas.communicator).prepare(over_replicas)
         self.finite_test = FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets], headrooms)
-        """Of what is sent."""
+        """Of the gradients before they are sent."""
         local = [slot for slot in self.slots if slot.view is not slot.in_buffer]
         self._local_grads, self._local_copies = [slot.view for slot in local], [slot.in_buffer for slot in local]
         self._large_test = LargeTest(self.slots, communicator, f"bucket {self.index} on rank {communicator.number_of(rank)}")
         half_slots = [slot for bucket in halves for slot in bucket.slots]
         self.sum_test = FiniteTest(half_slots, [bucket.grad_data for bucket in halves])
-        """Of the sum, where it may overflow although all it was made of is finite."""
+        """Of the sum, if it may overflow although all addends are finite."""
 
-    # Gradients come in #
+    # Storing gradients #
 
     def receive(self, position: int, *, counts: bool, may_stage: bool) -> bool:
-        """Take the gradient of one parameter, and store those that are staged if it is time for them.
+        """Take the gradient of one parameter, and store the staged gradients if it is time.
 
         Returns whether the group is complete now.
 
         Args:
             position: of the parameter in ``slots``. The group is accumulating.
-            counts: whether this is the backward that is going to be reduced. What is staged counts as the first gradient does.
-            may_stage: whether gradients of this backward may be staged, if nothing here is against it.
+            counts: whether this backward will be reduced. Only its first call in a backward matters.
+            may_stage: whether gradients of this backward may be staged, if the group allows it.
         """
         if not self._is_taking:
             self._is_taking, self._counts = True, counts
             self._limit = self._most_staged if may_stage and self._has_no_other_hooks() else 0
         is_complete = False
         if self.streams is not None and not self.streams.is_here():
-            is_complete = self._store_staged()  # on the stream that has computed them
+            is_complete = self._store_staged()  # on the stream that computed them
             self.streams.note()
         slot = self.slots[position]
         param, grad = slot.param, slot.param.grad
@@ -285,13 +285,13 @@ class _ParamAndGradBucketGroup:
         return is_complete
 
     def receive_delayed(self, position: int) -> None:
-        """Take a gradient that was computed apart from backward. The group is accumulating.
+        """Take a gradient that was computed outside backward. The group is accumulating.
 
         Raises:
             PhaseError: it was added to values of an earlier step.
         """
         if self.streams is not None and not self.streams.is_here():
-            self._store_staged()  # on the stream that has computed them
+            self._store_staged()  # on the stream that computed them
             self.streams.note()
         slot = self.slots[position]
         self._prepare_write(slot.param)
@@ -299,22 +299,22 @@ class _ParamAndGradBucketGroup:
         self.delayed[position] += 1
 
     def note_delayed(self, num_backwards: int) -> None:
-        """Note whether the group is complete, after the last backward: delayed gradients are never marked as ready."""
+        """Note whether the group is complete, after the last backward: delayed gradients are not counted as ready."""
         self.is_complete = self.readiness.num_incomplete == len(self.delayed) and all(
             count == num_backwards for count in self.delayed.values()
         )
 
     def end_backward(self) -> None:
-        """Store what is staged, and show all gradients. What comes next may belong to another backward."""
+        """Store the staged gradients, and show all of them as ``param.grad``, at the end of a backward."""
         self._store_staged()
         if self.streams is not None:
-            self.streams.follow()  # what uses the gradients now does so on the current stream
+            self.streams.follow()  # the caller uses the gradients on the current stream
         for slot in self._staged:
             slot.show()
         self._end_taking()
 
     def drop_staged(self) -> None:
-        """Forget what is staged: the gradients of this step are not used."""
+        """Forget the staged gradients: those of this step are not used."""
         self.staging.clear()
         self.staging.grads.clear()
         for slot in self._staged:
@@ -326,8 +326,8 @@ class _ParamAndGradBucketGroup:
         self._is_taking, self.staging.room = False, 0
 
     def _has_no_other_hooks(self) -> bool:
-        """Whether no other code has hooks on the parameters, which would look for their gradients."""
-        if not self._post_hooks:  # the dicts, which stay the same
+        """Return whether no other code has hooks on the parameters, which would expect ``param.grad``."""
+        if not self._post_hooks:  # the dicts of hooks, which never change
             hooks = [param._post_accumulate_grad_hooks for param in self.params]
             if None in hooks:
                 return False
@@ -335,13 +335,13 @@ class _ParamAndGradBucketGroup:
         return sum(map(len, self._post_hooks)) == len(self._post_hooks)
 
     def _num_awaited(self) -> int:
-        """Return with how many staged gradients the group must look at them: they may be the last ones."""
+        """Return the number of staged gradients at which the group must store them: they may be the last ones."""
         return min(self._limit, self.readiness.num_incomplete) if self._counts else self._limit
 
     def _prepare_write(self, param: torch.Tensor) -> None:
-        """Store what is staged if it is a gradient of ``param``: other code is about to write into its place.
+        """Store the staged gradients if one is of ``param``: other code is about to write into its place.
 
-        On a device that may be a kernel of another stream than the one that has written there before.
+        On a device that code may run on another stream than the previous writer.
         """
         if any(staged is param for staged in self.staging):
             self._store_staged()
@@ -349,7 +349,7 @@ class _ParamAndGradBucketGroup:
             self.streams.order(id(param))
 
     def _store_staged(self) -> bool:
-        """Store and count what is staged; return whether the group is complete now."""
+        """Store and count the staged gradients; return whether the group is complete now."""
         staging = self.staging
         if not staging:
             return False
@@ -361,10 +361,10 @@ class _ParamAndGradBucketGroup:
         return self._counts and self.readiness.mark(positions)
 
     def _store_all(self, positions: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """Bring gradients that were taken out of ``param.grad`` into their views: one call to copy, one to add.
+        """Store gradients that were moved out of ``param.grad`` in their views: one call to copy, one to add.
 
         Raises:
-            PhaseError: a fused kernel has added to ``main_grad`` where a gradient was staged.
+            PhaseError: a fused kernel has added to ``main_grad`` although a gradient was staged.
         """
         copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -373,10 +373,10 @@ class _ParamAndGradBucketGroup:
         for position, grad in zip(positions, grads, strict=True):
             slot = slots[position]
             state = slot.state
-            # A copy could broadcast if the parameter's shape has changed.
+            # Check the size: a copy would broadcast if the parameter's shape has changed.
             is_plain = type(grad) is torch.Tensor and not grad.is_sparse and grad.numel() == slot.numel
             if not is_plain or state is kernel or slot.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
-                _flush(copied, added)  # what comes now may be added to them
+                _flush(copied, added)  # the next gradient may be added to them
                 slot.param.grad = slot.view if slot.param.grad_added_to_main_grad else grad  # type: ignore[attr-defined]
                 slot.store()
                 if slot.param.grad is not slot.view:
@@ -395,11 +395,11 @@ class _ParamAndGradBucketGroup:
             self._staged.append(slot)
         _flush(copied, added)
 
-    # Gradients go out #
+    # Reducing gradients #
 
     @property
     def is_launched(self) -> bool:
-        """Whether the reduction of this step was sent and not waited for to its end."""
+        """Whether the reduction of this step was sent and is not finished."""
         return self._grad_handle is not None and self._grad_handle.is_started
 
     def start_grad_sync(self) -> None:
@@ -411,11 +411,11 @@ class _ParamAndGradBucketGroup:
         self.grad_phase = enter(self.grad_phase, GradPhase.IN_FLIGHT, group=self.index)
         self._hand_over()
         if self._local_grads:
-            torch._foreach_copy_(self._local_copies, self._local_grads)  # float32 sums of microbatches, rounded once
+            torch._foreach_copy_(self._local_copies, self._local_grads)  # rounds float32 sums of microbatches once
         if self.policy.tests_finite:
             self.finite_test.run()
             if self.streams is not None:
-                self.streams.note()  # for the fence: nothing else waits for the stream of a delayed gradient
+                self.streams.note()  # for the fence, which must wait for the stream of a delayed gradient
         if self.policy.tests_large:
             self._large_test.run()
         for values, divisor in self._divided_before:
@@ -423,9 +423,9 @@ class _ParamAndGradBucketGroup:
         self._launch_grads()
 
     def start_dropped_sync(self) -> None:
-        """Take part in the reduction of a step that is dropped, with whatever the buffer holds: nothing can go wrong here.
+        """Take part in the reduction of a step that is dropped, with any contents of the buffer. Cannot fail.
 
-        Does nothing when the group was launched. May be called again after an interrupt.
+        Does nothing if the group was launched. May be called again after an interrupt.
         """
         if self.is_launched:
             return
@@ -443,7 +443,7 @@ class _ParamAndGradBucketGroup:
         self._launch_grads()
 
     def _hand_over(self) -> None:
-        """Let go of all views so that a collective can own them."""
+        """Release all views to a collective."""
         self._store_staged()
         if self.streams is not None:
             self.streams.join()
@@ -471,10 +471,10 @@ class _ParamAndGradBucketGroup:
         self._grad_handle.start()
 
     def finish_grad_sync(self, *, waits: bool = True) -> None:
-        """Wait for the collective and leave reduced gradients behind. Does nothing when they are there already.
+        """Wait for the collective and finish the reduced gradients. Does nothing if they are there already.
 
         Args:
-            waits: otherwise only do what is left to do on what has come from all ranks: additions, on a host.
+            waits: ``False`` only runs the additions of parts that have arrived from all ranks, on a host.
 
         Raises:
             PhaseError: the group was not launched.
@@ -496,14 +496,14 @@ class _ParamAndGradBucketGroup:
         self._grad_handle = None
 
     def copy_to_local_grads(self) -> None:
-        """Bring reduced gradients from the buffer into ``main_grad`` of parameters that have float32 memory of their own."""
+        """Copy reduced gradients from the buffer to ``main_grad`` of parameters with separate float32 memory."""
         if self._local_grads:
             torch._foreach_copy_(self._local_grads, self._local_copies)
 
     def gather_grads(self) -> None:
-        """Collect the reduced shards of all ranks, for ``force_all_reduce``. The ranks have agreed that all of them do so.
+        """Gather the reduced shards of all ranks, for ``force_all_reduce``. The ranks have agreed that all of them do so.
 
-        Does nothing when they are here already.
+        Does nothing if they are here already.
         """
         if self._is_everywhere:
             return
@@ -515,35 +515,35 @@ class _ParamAndGradBucketGroup:
         self._is_everywhere = True
 
     def publish(self) -> None:
-        """Show the reduced gradients as ``param.grad``, where all of them are here.
+        """Show the reduced gradients as ``param.grad``, if they are complete on this rank.
 
-        A reduce-scattered gradient is not published: only this rank's shard of it means anything.
+        A reduce-scattered gradient is not published: only this rank's shard of it is valid.
         """
         if self._is_everywhere:
             for slot in self.slots:
                 slot.publish()
 
     def withhold_grads(self) -> None:
-        """Let ``param.grad`` refuse to be used until the gradients are published, or forgotten, if that is the policy."""
+        """Make ``param.grad`` unusable until the gradients are published or forgotten, if that is the policy."""
         if self.policy.withheld_because and self.grad_phase is not GradPhase.REDUCED:
             is_sent = self.grad_phase is GradPhase.IN_FLIGHT
             for slot in self.slots:
                 slot.withhold(is_sent=is_sent)
 
     def withdraw_grads(self) -> None:
-        """Show no gradients, in place of ``publish``: no optimizer steps on them."""
+        """Show no gradients, instead of ``publish``: no optimizer steps on them."""
         for slot in self.slots:
             slot.withdraw()
 
     def reopen(self) -> None:
-        """Start a step on top of what plain torch code left in ``param.grad``: nothing, zeros, or reduced values."""
+        """Start a step on top of ``param.grad`` as plain torch code left it: ``None``, zeros, or reduced values."""
         if self.grad_phase is not GradPhase.ACCUMULATING:
             self.grad_phase = enter(self.grad_phase, GradPhase.ACCUMULATING, group=self.index)
         self.is_complete = False
         self.delayed = dict.fromkeys(self.delayed, 0)
 
     def reset(self) -> None:
-        """Start a step: gradients of the last one are forgotten.
+        """Start a step: forget the gradients of the last one.
 
         Raises:
             PhaseError: a collective still owns the gradients.
@@ -558,15 +558,15 @@ class _ParamAndGradBucketGroup:
     # Parameters #
 
     def mark_params_stale(self) -> None:
-        """Say that the optimizer has updated this rank's shard and the others' are out of date."""
+        """Note that the optimizer has updated this rank's shard and the other shards are out of date."""
         self.param_phase = enter(self.param_phase, ParamPhase.STALE, group=self.index)
 
     def start_param_sync(self, *, hides_params: bool = False) -> None:
         """Gather the shards of all ranks. Does nothing while a gather is in flight.
 
         Args:
-            hides_params: let the parameters read as NaN until ``finish_param_sync``: what reads them too early must not get old
-                values. Nothing is written; each looks at a single NaN for a while, and a write to it raises in torch.
+            hides_params: let the parameters read as NaN until ``finish_param_sync``, so that early reads do not get old values.
+                Nothing is written: each parameter points at a single NaN meanwhile, and torch refuses writes to it.
         """
         if self.param_phase is not ParamPhase.IN_FLIGHT:
             self.param_phase = enter(self.param_phase, ParamPhase.IN_FLIGHT, group=self.index)
@@ -579,10 +579,10 @@ class _ParamAndGradBucketGroup:
                 param.data = nans
 
     def finish_param_sync(self) -> None:
-        """Return when every parameter of the group may be read, gathering first where needed."""
+        """Return when every parameter of the group may be read, gathering first if needed."""
         if self.param_phase is ParamPhase.GATHERED:
             if self._arrival is not None:
-                self._arrival.follow()  # another stream has waited for them
+                self._arrival.follow()  # they were awaited on another stream
             return
         self.start_param_sync()
         if self._param_handle is not None:
@@ -594,7 +594,7 @@ class _ParamAndGradBucketGroup:
         self._param_handle = None
 
     def show_params(self) -> None:
-        """Let the parameters look at the buffer again, whatever it holds by now. Does nothing when they do."""
+        """Let the parameters point at the buffer again. Does nothing if they do."""
         if self.param_values is not self._values:
             for param, values in zip(self.params, self._values, strict=True):
                 param.data = values

@@ -1,9 +1,9 @@
-"""Is every gradient finite, and will their sum be? Asked of each bucket before its reduction, which would spread a nan to all.
+"""Tests that gradients and their sum over the ranks are finite, before the reduction of a bucket would spread a nan.
 
-The smallest and the largest element decide: nan and inf pass through both, and nothing is added up, so large finite gradients
-cannot overflow into a false alarm. A gradient so large that the sum over the ranks may be infinite counts as infinite itself
-where no gradient is that large (float32); in float16 many are, so there the sum is tested (``_ParamAndGradBucketGroup``).
-On the CPU the answer is known at once; on a device it stays there until the fence, so that the host need not wait.
+The smallest and the largest element decide: both propagate nan and inf, and nothing is summed, so large finite gradients cannot
+overflow into a false alarm. In float32 a gradient so large that the sum over the ranks may overflow counts as infinite. In
+float16 such gradients are common, so there the sum is tested as well (``_ParamAndGradBucketGroup``). On the CPU the answer is
+known at once; on a device it stays there until the fence, so that the host does not wait.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from megabucket.buffer.grad_slot import GradSlot
 from megabucket.comm import Accelerator, Communicator
 
-# On a host the norm takes two thirds of the time of the extremes. It is at least as large as any element (half the limit is
-# more than rounding can be wrong), and nan and inf pass through it. When it overflows, the extremes decide.
+# On a host the norm takes two thirds of the time of the extremes. It is at least as large as any element (the factor of one
+# half covers rounding) and propagates nan and inf. If it overflows, the extremes decide.
 _NORM_TELLS: Final = (torch.float32, torch.float64)
 _LOGGER: Final = logging.getLogger("megabucket")
 _NORMS_LEARNT: Final = 100
@@ -30,20 +30,20 @@ _LARGE: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteParam:
-    """A parameter whose gradient holds nan or inf, or cannot be added up."""
+    """A parameter whose gradient holds nan or inf, or is too large to be summed."""
 
     param: str
     finding: str
-    """What, how many of how many elements, and the first index."""
+    """The kind of value, the number of elements, and the first index."""
 
 
 class FiniteTest:
     """Tests the flat gradients of one bucket group.
 
     Args:
-        slots: the parameters in them, to name the culprits.
+        slots: their parameters, to name the culprits.
         flats: 1D gradients, one per bucket.
-        headrooms: for each of them, how many times its largest element must fit into its dtype; powers of two.
+        headrooms: for each of them, the factor by which its largest element must stay below the dtype's maximum; powers of two.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class FiniteTest:
     ) -> None:
         self._slots = slots
         headrooms = [1.0] * len(flats) if headrooms is None else headrooms
-        # Exact in the dtype: its largest value, divided by a power of two.
+        # Exact in the dtype: its maximum divided by a power of two.
         limits = [torch.finfo(flat.dtype).max / headroom for flat, headroom in zip(flats, headrooms, strict=True)]
         self._has_headroom = any(headroom > 1 for headroom in headrooms)
         self.flats = [(flat, limit) for flat, limit in zip(flats, limits, strict=True) if flat.numel()]
-        """What is tested, with the largest value there may be."""
+        """The tested tensors, each with its largest allowed magnitude."""
         self._is_on_host = not flats or Accelerator.of(flats[0].device) is None
         self.found: tuple[NonFiniteParam, ...] = ()
-        """What the last ``run`` found; on a device only after ``name_culprits``."""
+        """The culprits found by the last ``run``; on a device only after ``name_culprits``."""
         self.peaks: list[torch.Tensor] = []
-        """On a device the largest magnitude in each of ``flats`` (0D), or nan; none where the host knows already."""
+        """On a device the largest magnitude in each of ``flats`` (0D), or nan; empty on a host."""
 
     def run(self) -> None:
         """Test the gradients as they are now: one reading pass."""
@@ -75,21 +75,21 @@ class FiniteTest:
                 return
 
     def name_culprits(self) -> None:
-        """Look for the parameters. Slow, and only after a hit. After the reduction these are the culprits of all ranks."""
+        """Find the parameters. Slow, and only after a hit. After the reduction the culprits are those of all ranks."""
         self.found = tuple(
             NonFiniteParam(slot.name, finding) for slot in self._slots if (finding := describe_nonfinite(slot.in_buffer))
         )
         if self._has_headroom and not self.found:
-            # All finite, so the largest is too large to be added up. On a device it may have shrunk meanwhile, in a mean.
+            # All are finite, so the largest is too large to be summed. On a device a mean may have shrunk it meanwhile.
             largest = {slot.name: float(slot.in_buffer.abs().max()) for slot in self._slots if slot.numel}
             name = max(largest, key=largest.__getitem__)
-            self.found = (NonFiniteParam(name, f"values of {largest[name]:.3g}, too large to be added up over the ranks"),)
+            self.found = (NonFiniteParam(name, f"values of {largest[name]:.3g}, too large to be summed over the ranks"),)
 
 
 class LargeTest:
-    """Warns of gradients of one bucket group that are far larger than before: what a faulty chip makes of an exponent.
+    """Warns of gradients of one bucket group that are far larger than before, as after a bit flip in an exponent.
 
-    Megatron's rule: the norm, before the reduction, is at least ten times the largest of the first hundred.
+    Megatron's rule: the norm before the reduction is at least ten times the largest of the first hundred.
     """
 
     def __init__(self, slots: Sequence[GradSlot], communicator: Communicator, where: str) -> None:
@@ -97,11 +97,11 @@ class LargeTest:
         self._num_seen, self._largest = 0, 0.0
 
     def run(self) -> None:
-        """Test the gradients as they are now: one reading pass, which the host waits for."""
+        """Test the gradients as they are now: one reading pass, and the host waits for it."""
         norms = torch.stack(list(torch._foreach_norm([slot.view for slot in self._slots], dtype=torch.float32)))
         norm = float(self._communicator.read(torch.linalg.vector_norm(norms), label="gradient norm"))
         if not norm or not math.isfinite(norm):
-            return  # no gradient, or one that other tests find
+            return  # no gradient, or one that ``FiniteTest`` finds
         if self._num_seen < _NORMS_LEARNT:
             self._num_seen, self._largest = self._num_seen + 1, max(self._largest, norm)
         elif norm >= _LARGE * self._largest:
@@ -119,18 +119,18 @@ class LargeTest:
 
 
 def any_beyond(tests: Iterable[FiniteTest]) -> torch.Tensor | None:
-    """Return, without asking the host, whether some test has found what is not finite (0D); ``None`` where the host knows."""
+    """Return a 0D tensor: whether a test has found a value that is not finite. ``None`` if the host knows already."""
     peaks_of: dict[float, list[torch.Tensor]] = {}
     for test in tests:
         for peak, (_, limit) in zip(test.peaks, test.flats, strict=False):
             peaks_of.setdefault(limit, []).append(peak)
-    # One comparison, but for dtypes that have limits of their own. Nan is not below any.
+    # One comparison per limit. A nan is not below any limit.
     are_within = [(torch.stack(peaks) <= limit).all() for limit, peaks in peaks_of.items()]
     return functools.reduce(torch.logical_and, are_within).logical_not_() if are_within else None
 
 
 def describe_nonfinite(grad: torch.Tensor) -> str:
-    """Return what is not finite in a gradient; empty when everything is.
+    """Describe the values of a gradient that are not finite; empty if all are.
 
     >>> describe_nonfinite(torch.tensor([[0.0, 1.0], [torch.nan, torch.inf]]))
     'nan and inf in 2 of 4 elements, first at [1, 0]'

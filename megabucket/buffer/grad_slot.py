@@ -1,22 +1,21 @@
 """One parameter's place in the gradient buffer, and the rule that brings each gradient there in one pass over memory.
 
-Autograd leaves a gradient in ``param.grad``; what it finds there decides what it does:
+Autograd leaves a gradient in ``param.grad``. The previous value of ``param.grad`` decides how:
 
-* ``None``: autograd hands its gradient over without copying. The first one of a step is copied into the view (casting to the
-  buffer's dtype): one pass, and no zeroing before it. A second one of the same backward is added. Into a view that was zeroed
-  on purpose it is added, because others may have added there by hand.
+* ``None``: autograd stores its tensor there without copying. The first gradient of a step is then copied into the view (casting
+  to the buffer's dtype): one pass, and no zeroing before it. A second one of the same backward is added. If the view was zeroed
+  explicitly, the first one is added as well, because other code may have added there by hand.
 * the view: autograd adds the next gradient in place, into the buffer. One pass, nothing left to store.
-* anything else: the caller put it there (or ``create_graph=True`` made a new sum); it already contains what was accumulated, so
-  it is copied.
+* anything else: the caller set it (or ``create_graph=True`` made a new sum); it contains the accumulated gradient, so it is
+  copied.
 
-While a collective owns the buffer ``param.grad`` is ``None``, so a late gradient lands in memory of its own and is found. After
-a backward that leaves gradients nobody may use yet it is a ``WithheldGrad``, which stands for what the buffer has.
+While a collective owns the buffer ``param.grad`` is ``None``, so a late gradient lands in its own memory and is found. After a
+backward whose gradients may not be used yet it is a ``WithheldGrad``, which stands for the gradient in the buffer.
 
-Fused weight-gradient kernels add into ``main_grad`` themselves, set ``grad_added_to_main_grad`` and hand autograd a dummy.
-Their ``param.grad`` stays ``None`` (autograd must not add dummies up) and their view is zeroed at the start of a step. A
-parameter with ``zero_out_wgrad`` gets zeros as its dummy, so what autograd has added to them (the other end of a tied weight)
-is a gradient and counts. Kernels that ask before they write (``megabucket.fused``) need no zeros: ``prepare_kernel`` says what
-to do.
+Fused weight-gradient kernels add into ``main_grad`` themselves, set ``grad_added_to_main_grad`` and give autograd a dummy.
+Their ``param.grad`` stays ``None`` (autograd must not accumulate dummies) and their view is zeroed at the start of a step. A
+parameter with ``zero_out_wgrad`` gets zeros as its dummy, so a gradient that autograd has added to them (of the other end of a
+tied weight) counts. Kernels that ask before they write (``megabucket.fused``) need no zeros: see ``prepare_kernel``.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from megabucket.errors import PhaseError
 
 
 class GradState(enum.Enum):
-    """What the view of one parameter holds."""
+    """Contents of the view of one parameter."""
 
     STALE = "stale"  # values of another step: the first gradient overwrites them
-    CLEAN = "clean"  # zeros, and what was added on purpose since: the first gradient is added
-    STAGED = "staged"  # gradients of this backward and earlier ones; param.grad is None to its end
+    CLEAN = "clean"  # zeros, and values that were added on purpose since: the first gradient is added
+    STAGED = "staged"  # gradients of this backward and earlier ones; param.grad is None until the backward ends
     HELD = "held"  # gradients of this step; param.grad is the view
     KERNEL = "kernel"  # a fused kernel has added in this step; param.grad is None
 
 
-# Looked up for each parameter in each step: as an attribute of the enum it would take 0.1 us (Python 3.11).
+# Used for each parameter in each step: an attribute lookup on the enum would take 0.1 us (Python 3.11).
 _STALE, _CLEAN, _STAGED, _HELD, _KERNEL = GradState
 
 
@@ -69,29 +68,30 @@ class GradSlot:
         self.param = param
         self.view = view  # ND, gradient dtype (float32 for local sums), memory order of the parameter
         self.in_buffer = view if in_buffer is None else in_buffer
-        """The place in the gradient buffer: ``view``, unless that holds float32 sums that are rounded when they are sent."""
+        """The place in the gradient buffer: ``view``, unless that holds float32 sums that are rounded before they are sent."""
         self.numel = view.numel()
         self.state = _CLEAN
         self.accumulates: Callable[[], bool] | None = None
-        """Whether the view may be written to; ``None``: always. It must not lead back to the parameter."""
-        self._needs_zeros = False  # of fused kernels that do not ask
-        self._dummy_address = 0  # of the dummy that one which has asked has handed to autograd
-        self._plain_backward = -1  # autograd's id of that in which one that has asked must not write
+        """Returns whether the view may be written to; ``None``: always. It must not refer back to the parameter."""
+        self._needs_zeros = False  # a fused kernel adds here without asking
+        self._dummy_address = 0  # of the dummy that a kernel which asks has given to autograd
+        self._plain_backward = -1  # autograd's id of a backward in which such a kernel must not write
         self.settle: Callable[[torch.Tensor], None] | None = None
-        """Brings here what has come for the parameter and waits elsewhere."""
+        """Stores staged gradients of the parameter."""
         self.withheld: WithheldGrad | None = None
-        """Stands in for ``param.grad`` from backward to its reduction, where the caller must not use it."""
+        """Replaces ``param.grad`` from backward to its reduction, if the caller must not use it."""
 
     @property
     def has_grad(self) -> bool:
-        """Whether there is a gradient: of this step, or of the last one, if it was not cleared."""
+        """Whether there is a gradient of this step, or an uncleared one of the last step."""
         return self.param.grad is not None or self.state in (_STAGED, _KERNEL)
 
     def store(self) -> None:
-        """Bring the gradient that autograd has just left in ``param.grad`` into the buffer.
+        """Store the gradient that autograd has just left in ``param.grad`` in the buffer.
 
         Raises:
-            PhaseError: a fused kernel added its gradient to values of an earlier step, or another one came to its dummy.
+            PhaseError: a fused kernel added its gradient to values of an earlier step, or another gradient was added to its
+                dummy.
         """
         if self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self._store_fused()
@@ -101,7 +101,7 @@ class GradSlot:
     def _store_grad(self, grad: torch.Tensor) -> None:
         """Copy or add a gradient that is not in the view."""
         state = self.state
-        if grad is self.view or type(grad) is WithheldGrad:  # autograd has added to it, or to what stood in for it
+        if grad is self.view or type(grad) is WithheldGrad:  # autograd has added in place
             self.state, self.param.grad = _HELD, self.view
             return
         if grad.requires_grad:
@@ -119,9 +119,9 @@ class GradSlot:
         self.state, self.param.grad = _HELD, self.view
 
     def store_delayed(self) -> None:
-        """Add a gradient that was computed apart from backward: the one in ``param.grad``, or else one in the view already.
+        """Add a gradient that was computed outside backward: that in ``param.grad``, or else one that is in the view already.
 
-        ``param.grad`` is ``None`` afterwards: whoever computes the next one may overwrite it.
+        ``param.grad`` is ``None`` afterwards.
 
         Raises:
             PhaseError: it was added to values of an earlier step.
@@ -134,18 +134,17 @@ class GradSlot:
         self.state, self.param.grad = _KERNEL, None
 
     def show(self) -> None:
-        """Show a gradient of this step that is in the view."""
+        """Set ``param.grad`` to the view, which holds a gradient of this step."""
         self.state = _HELD
         self.param.grad = self.view
 
     # Fused kernels #
 
     def prepare_kernel(self) -> float | None:
-        """Return what a kernel must multiply ``main_grad`` by before it adds a gradient: 0 overwrites, 1 adds.
+        """Return the factor by which a kernel must multiply ``main_grad`` before it adds a gradient: 0 overwrites, 1 adds.
 
-        ``None`` where it must not write: a collective owns the view, or autograd has accumulated in this step, or what has is
-        still to be looked at. Then the gradient goes the way of any other, and so do all others in this backward, which
-        autograd adds to it.
+        ``None`` if it must not write, because a collective owns the view, or autograd has accumulated in this step. Then this
+        gradient, and all later ones of this backward, go through autograd.
         """
         if self.settle is not None:
             self.settle(self.param)
@@ -157,18 +156,18 @@ class GradSlot:
         return 1.0 if self.state in (_CLEAN, _KERNEL) else 0.0
 
     def note_kernel(self, dummy: torch.Tensor) -> None:
-        """Note that a kernel which has asked has added a gradient, and what it hands to autograd in its place."""
+        """Note that a kernel which asked has added a gradient, and the dummy that it gives to autograd."""
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         self.state = _KERNEL
         self._dummy_address = dummy.data_ptr()
 
     def _store_fused(self) -> None:
         param, grad, dummy_address = self.param, self.param.grad, self._dummy_address
-        holds_zeros = getattr(param, "zero_out_wgrad", False)  # the dummy, so what autograd has added to them counts
+        holds_zeros = getattr(param, "zero_out_wgrad", False)  # the dummy is zeros, so a gradient added to them counts
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         self._dummy_address = 0
         if not dummy_address:
-            self._needs_zeros = True  # from the next forget() on there are zeros to add to
+            self._needs_zeros = True  # from the next forget() on
         elif not (holds_zeros or grad is None or (grad.data_ptr() == dummy_address and not grad._version)):
             raise PhaseError(
                 f"{self.name!r} received a gradient through autograd in the same backward in which a fused kernel added its "
@@ -189,14 +188,14 @@ class GradSlot:
     # Between backward and the next step #
 
     def hand_over(self) -> bool:
-        """Let go of the view so that a collective can own it; return whether this step brought a gradient.
+        """Release the view to a collective; return whether there is a gradient of this step.
 
-        A ``param.grad`` that the caller set since the last backward is what counts. Without a gradient the view is zero
-        afterwards, unless values were written into a clean view on purpose.
+        A ``param.grad`` that the caller set since the last backward counts. Without a gradient the view is zero afterwards,
+        unless values were written into a clean view on purpose.
         """
         grad, state = self.param.grad, self.state
         self.state = _STALE
-        if grad is self.view and state is not _KERNEL:  # nearly always
+        if grad is self.view and state is not _KERNEL:  # the usual case
             self.param.grad = None
             return state is _HELD
         if grad is self.in_buffer and grad is not self.view:  # reduced in an earlier step, and kept or zeroed since
@@ -216,21 +215,21 @@ class GradSlot:
         return state in (_STAGED, _KERNEL) or (is_withheld and state is _HELD)
 
     def withhold(self, *, is_sent: bool) -> None:
-        """Let nobody use the gradient until the next of ``publish``, ``forget`` and ``withdraw``.
+        """Make the gradient unusable until the next ``publish``, ``forget`` or ``withdraw``.
 
         Args:
-            is_sent: whether it was handed over. Otherwise nothing but a gradient that is there is withheld.
+            is_sent: whether it was handed over. Otherwise only an existing gradient is withheld.
         """
         if is_sent or self.param.grad is self.view:
             self.param.grad = self.withheld
 
     def withdraw(self) -> None:
-        """Withhold nothing any more, and show nothing."""
+        """Stop withholding, and show no gradient."""
         if self.param.grad is self.withheld:
             self.param.grad = None
 
     def publish(self) -> None:
-        """Show the reduced values to plain torch code as ``param.grad``."""
+        """Set ``param.grad`` to the reduced values."""
         self.param.grad = self.in_buffer
 
     def forget(self, *, is_zeroed: bool = False) -> None:
@@ -251,21 +250,21 @@ class GradSlot:
 
 
 class WithheldGrad(torch.Tensor):
-    """A gradient that nobody may use now. It can be looked at from outside and converted; all else is a ``PhaseError``.
+    """A gradient that may not be used now. Its metadata can be read and it can be converted; all else is a ``PhaseError``.
 
-    With ``None`` in ``.grad``, ``torch.nn.utils.clip_grad_norm_`` and its like would find nothing to do and say nothing; with
-    the gradient there, they would work on one rank's part of it, in memory that a collective may own. It has no memory of its
-    own. Why it is more than ``None``: docs/decisions/withheld-gradients.md.
+    With ``None`` in ``.grad``, functions such as ``torch.nn.utils.clip_grad_norm_`` would silently do nothing; with the
+    gradient there, they would work on one rank's part of it, in memory that a collective may own. It has no memory of its own.
+    See docs/decisions/withheld-gradients.md.
 
     Args:
-        like: the tensor it stands for.
-        what: names it, in texts.
+        like: the tensor that it replaces.
+        what: its name in error texts.
         reason: why it is withheld, and what to do instead.
-        accumulates: whether what a backward brings now is to be added to ``like``; otherwise it is dropped. The hook of the
-            parameter, which runs afterwards, knows what that means.
+        accumulates: returns whether a gradient of a running backward is to be added to ``like``; otherwise it is dropped, and
+            the hook of the parameter, which runs afterwards, reports it.
     """
 
-    # Everything is refused where torch dispatches, because calls that begin in C++ come by there, too.
+    # Refuse at the dispatcher, because calls that begin in C++ pass through it as well.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _what: str
@@ -274,13 +273,13 @@ class WithheldGrad(torch.Tensor):
     _accumulates: Callable[[], bool]
 
     def __new__(cls, like: torch.Tensor, *, what: str, reason: str, accumulates: Callable[[], bool]) -> WithheldGrad:  # noqa: PYI034 - Python 3.10 has no Self
-        """Make a tensor without memory."""
+        """Create a tensor without memory."""
         made = _without_memory(cls, like, dtype=like.dtype, device=like.device)
         made._what, made._reason, made._like, made._accumulates = what, reason, like, accumulates
         return made
 
     def refuse(self, operation: str) -> NoReturn:
-        """Say why the gradient cannot be used.
+        """Refuse an operation, with the reason.
 
         Raises:
             PhaseError: always.
@@ -291,7 +290,7 @@ class WithheldGrad(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Let autograd add to it, and the conversion of a module convert it; refuse everything else.
+        """Let autograd accumulate and ``module.to()`` convert; refuse everything else.
 
         Raises:
             PhaseError: the gradient is used.

@@ -1,8 +1,8 @@
 """``ParamAndGradBuffer``: allocates the flat tensors of one buffer layout and binds parameters to them.
 
 The only code that rebinds ``param.data`` and that sets and removes the published attributes ``main_grad``,
-``main_grad_copy_in_grad_buffer`` and ``grad_added_to_main_grad`` (and ``main_grad_slot``, for ``megabucket.fused``). Decides
-nothing: positions come from the layout.
+``main_grad_copy_in_grad_buffer`` and ``grad_added_to_main_grad`` (and ``main_grad_slot``, for ``megabucket.fused``). Positions
+come from the layout.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megabucket.layout import BucketLayout, BufferLayout
 
 
 class _SlotReference(weakref.ref[GradSlot]):
-    """From a parameter to its slot."""
+    """Leads from a parameter to its slot."""
 
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, before torch fails at it.
+        """Refuse to be pickled, with a better text than torch's.
 
         Raises:
             PhaseError: always.
@@ -37,7 +37,7 @@ class _SlotReference(weakref.ref[GradSlot]):
 
 
 class _ParamAndGradBucket:
-    """Views of one bucket: what a collective is launched on."""
+    """Views of one bucket, for its collectives."""
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         self.layout = layout
@@ -56,12 +56,12 @@ class ParamAndGradBuffer:
     """One contiguous buffer for parameters and one for their gradients.
 
     Constructing it moves the parameters in: values, shapes and memory order stay, the storage is new. The memory peak is the
-    model, both buffers and the largest parameter, because each original is released as soon as it was copied.
+    model plus both buffers plus the largest parameter, because each original is released as soon as it is copied.
 
     Args:
         layout: where each parameter lies.
         params: the parameters by name; all on one device, of the layout's dtype.
-        fp32_local: names of parameters whose 16-bit gradients are added up in float32, in memory of their own.
+        fp32_local: names of parameters whose 16-bit gradients are accumulated in separate float32 memory.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class ParamAndGradBuffer:
         self.params = {name: params[name] for name in layout.params}
         device = next(iter(self.params.values())).device
         self.param_data = torch.zeros(layout.numel, dtype=dtype_named(layout.key.param_dtype), device=device)  # 1D
-        # The first gradient of a fresh buffer is added, not copied (grad_slot.py). Adding to -0.0 leaves every value as it is,
-        # -0.0 included, so one rank has the bits of plain torch (tests/ranks/test_one_rank.py).
+        # The first gradient of a fresh buffer is added, not copied (grad_slot.py). Adding to -0.0 changes no value, not even
+        # -0.0, so one rank has the bits of plain torch (tests/ranks/test_one_rank.py).
         self.grad_data = torch.full((layout.numel,), -0.0, dtype=dtype_named(layout.key.grad_dtype), device=device)  # 1D
         self._fp32_local = fp32_local if self.grad_data.itemsize == 2 else ()
         self.local_grads: list[torch.Tensor] = []
@@ -89,7 +89,7 @@ class ParamAndGradBuffer:
         self.buckets = [_ParamAndGradBucket(bucket, self) for bucket in layout.buckets]
 
     def _attach(self, name: str, param: torch.nn.Parameter) -> GradSlot:
-        # Before anything moves, because memory may be lacking.
+        # Allocate before anything moves, because this may run out of memory.
         is_local = name in self._fp32_local
         local = torch.full_like(param.detach(), -0.0, dtype=torch.float32) if is_local else None
         start, strides = self.layout.params[name].start, dense_strides(param)
@@ -107,7 +107,7 @@ class ParamAndGradBuffer:
         param.grad_dtype = None
         param.main_grad = grad_view  # type: ignore[attr-defined]
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        # Accumulated before wrapping: it counts, as it would without a wrapper.
+        # A gradient from before wrapping counts, as it would without a wrapper.
         param.grad = earlier_grad
         slot = GradSlot(name, param, grad_view, in_buffer)
         param.main_grad_slot = _SlotReference(slot)  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ class ParamAndGradBuffer:
         return slot
 
     def detach(self) -> None:
-        """Give every parameter a storage of its own again, with its current values, and remove what attaching set.
+        """Give every parameter its own storage again, with its current values, and remove the attributes set by attaching.
 
         Gradients are dropped. A second call does nothing.
         """
@@ -125,11 +125,11 @@ class ParamAndGradBuffer:
         self._is_attached = False
         for name, param in self.params.items():
             if name not in self.slots:
-                continue  # attaching has failed before it came here
+                continue  # attaching failed before this parameter
             param.grad = None
             own_data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
             param.data = own_data.copy_(param.detach())
-            # The default is the parameter's own dtype; one that was converted meanwhile has another default now.
+            # The default is the parameter's dtype, which a conversion may have changed meanwhile.
             was_default = self._grad_dtypes[name] == self.param_data.dtype
             param.grad_dtype = param.dtype if was_default else self._grad_dtypes[name]
             for published in ("main_grad", "main_grad_copy_in_grad_buffer", "grad_added_to_main_grad", "main_grad_slot"):
@@ -149,7 +149,7 @@ class ParamAndGradBuffer:
 
 
 def dense_strides(param: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides a dense copy of ``param`` has: its own when it is dense, so channels-last stays channels-last."""
+    """Return the strides of a dense copy of ``param``: its own if it is dense, so channels-last stays channels-last."""
     return torch.empty_like(param, device="meta").stride()
 
 

@@ -1,7 +1,7 @@
 """The phases of one bucket group, and the only ways from one to the next.
 
-A phase says who may touch the memory. Every transition goes through ``enter``, so an illegal order of calls is an error with
-both phases in it and never a flag that somebody forgot.
+A phase says who may touch the memory. Every transition goes through ``enter``, so an illegal order of calls is an error that
+names both phases.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ TRANSITIONS: Final[Mapping[GradPhase | ParamPhase, frozenset[GradPhase | ParamPh
 
 
 def enter(current: Phase, following: Phase, *, group: int) -> Phase:
-    """Return ``following``, where a bucket group in phase ``current`` may go.
+    """Return ``following``, if a bucket group in phase ``current`` may enter it.
 
     Raises:
-        PhaseError: the table has no way there.
+        PhaseError: the table has no such transition.
     """
     if following not in TRANSITIONS[current]:
         what = "gradients" if isinstance(current, GradPhase) else "parameters"
-        # Sorted: a set of texts has another order in every process, and all ranks shall say the same.
+        # Sorted, because the order of a set differs between processes and all ranks must raise the same text.
         allowed = ", ".join(sorted(f"'{phase.value}'" for phase in TRANSITIONS[current]))
         raise PhaseError(
             f"the {what} of bucket group {group} is '{current.value}' and cannot become '{following.value}' (only {allowed}). "
-            "The calls of a step came in an order that would read or write memory somebody else owns; "
+            "This order of calls would read or write memory that another owner uses; "
             "the order is backward, finish_grad_sync, step, zero_grad."
         )
     return following

@@ -1,11 +1,11 @@
-"""Everything a training run needs to go on, by name: what one rank of it writes.
+"""The state of a training run, by name: the part that one rank writes.
 
-Nothing is gathered and no value is copied: pieces are views of where the values live, so they must be written, or copied to the
+Nothing is gathered and no value is copied: pieces are views of the run's tensors, so they must be written, or copied to the
 host, before the next step.
 
-Two kinds of optimizers give the same state. A plain torch optimizer holds whole parameters, and every rank has all of it; a
-``DistributedOptimizer`` holds flat shards, of which each rank gives its own. What is no value per element (step counts,
-hyperparameters) goes into JSON, grouped, because it is the same for most parameters.
+Two kinds of optimizers have the same state. A plain torch optimizer holds whole parameters on every rank; a
+``DistributedOptimizer`` holds flat shards, and each rank writes its own. Numbers per parameter (step counts) and
+hyperparameters go into JSON, grouped, because most parameters share them.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ STATE_PREFIX: Final = "optim.state."
 EXTRA_PREFIX: Final = "extra."
 RUN_PREFIX: Final = "run."
 LOCAL_PREFIX: Final = "local."
-"""Before a rank and the name of a module buffer, which differs from that of the first rank."""
+"""Before a rank and the name of a module buffer that differs from that of the first rank."""
 VALUES_VERSION: Final = 1
 _SHOWN: Final = 5
 
 
 class Stateful(Protocol):
-    """What has a state dict of plain values: a scheduler, a GradScaler, a data loader."""
+    """An object with a state dict of plain values: a scheduler, a GradScaler, a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take it."""
+        """Set the state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingParts:
-    """What is trained, and what else a run consists of.
+    """The parts of a training run that a checkpoint holds.
 
     Args:
         optimizer: a ``DistributedOptimizer``, or a plain one over the parameters of the wrapped module (all-reduce only); None
@@ -87,7 +87,7 @@ class TrainingParts:
         scaler: Stateful | None = None,
         schedulers: Any = None,
     ) -> TrainingParts:
-        """Return it with schedulers by name: given as one, as several, or by name already."""
+        """Return it with schedulers by name, given as one, as several, or by name."""
         if isinstance(schedulers, Sequence):
             schedulers = {str(index): scheduler for index, scheduler in enumerate(schedulers)}
         elif not isinstance(schedulers, Mapping):
@@ -103,7 +103,7 @@ class TrainingParts:
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """What all ranks of a wrapper hold together, by global name."""
+    """The model of all ranks of a wrapper together, by global name."""
 
     groups: Sequence[Sequence[str]]
     """The parameters in each group of the optimizer."""
@@ -127,11 +127,8 @@ class WholeModel:
         problems = []
         for name, blocks in claims.items():
             ranks, boxes, shapes = zip(*blocks, strict=True)
-            problem: str | None = f"are of wholes of different shapes: {sorted(set(shapes))}"
-            if len(set(shapes)) == 1:
-                problem = block_problem(boxes, shapes[0])
-            if problem is not None:
-                problems.append(f"the blocks of {name!r} on ranks {', '.join(map(str, ranks))} {problem}")
+            problem = f"are of wholes of different shapes: {shapes}" if len({*shapes}) > 1 else block_problem(boxes, shapes[0])
+            problems += [f"the blocks of {name!r} on ranks {', '.join(map(str, ranks))} {problem}"] if problem else []
         if problems:
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise LayoutError(
@@ -146,7 +143,7 @@ class WholeModel:
 
 
 def model_summary(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
-    """Return what this rank holds of the model, as plain values; the first of several ranks reports what they share.
+    """Return this rank's part of the model, as plain values; the first of several ranks reports what they share.
 
     Raises:
         OptimizerParametersError: the optimizer has parameters that are not the module's.
@@ -165,7 +162,7 @@ def model_summary(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
 
 
 def settle(parts: TrainingParts, operation: str) -> None:
-    """Make sure that no step is open and that every value may be read.
+    """Wait until every value may be read.
 
     Raises:
         PhaseError: a step is open.
@@ -175,79 +172,84 @@ def settle(parts: TrainingParts, operation: str) -> None:
     else:
         parts.ddp.sync.check_between_steps(operation)
     parts.ddp.finish_param_sync()
-    # What is read from now on, piece by piece, waits for no other rank any more.
+    # From now on no read waits for another rank.
     parts.ddp.communicator.wait_for(parts.ddp.param_and_grad_buffers[0].param_data.device, label=operation)
 
 
 def capture(
     parts: TrainingParts, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, with_rng: bool = True
 ) -> Snapshot:
-    """Return what this rank writes; see ``RunState``. A collective call, between two steps.
+    """Return the part of a checkpoint that this rank writes. A collective call, between two steps.
 
     Raises:
-        MegabucketError: what ``RunState`` and its ``snapshot`` raise, on every rank.
+        MegabucketError: as ``RunState`` and its ``snapshot``, on every rank.
     """
     state = RunState(parts)
     return together(state.ranks, lambda: state.snapshot(data_position=data_position, extras=extras, with_rng=with_rng))
 
 
 class RunState:
-    """What this rank holds of a run, and what all ranks have reported of theirs. Made by all ranks, between two steps.
+    """The state of this rank's part of a run, and the reports of all ranks. Made by all ranks, between two steps.
 
     Raises:
         PhaseError: a step is open on some rank.
         LayoutError: some part of the model is on no rank, or claimed by several.
         OptimizerParametersError: some optimizer state cannot be told apart by parameter, or belongs to none.
-        CheckpointError: what else failed on some rank.
+        CheckpointError: something else failed on some rank.
     """
 
     def __init__(self, parts: TrainingParts) -> None:
         self._parts, self._names = parts, GlobalNames(parts.ddp)
         self.ranks = GroupRanks(parts.ddp, "saving a checkpoint")
         self._own: list[Piece] = []
-        """What only this rank has."""
+        """Pieces of this rank alone."""
         self._shared: dict[Communicator, list[Piece]] = {}
-        """What all ranks of a communicator have."""
+        """Pieces that all ranks of a communicator have."""
         self._modules: dict[str, Json] = {}
         """Extra state of modules."""
         self._of_modules: dict[str, list[Piece]] = {}
-        """The tensors of it."""
-        self._described: list[Any] = []
-        """What the optimizer holds for which parameters, as ``describe_shards`` says it, and whether that is a part of them."""
+        """The tensors in it."""
+        self._described: list[tuple[Sequence[str], list[StateEntry], bool]] = []
+        """Parameters, the entries of their optimizer state, and whether this rank has only a part of them."""
         self._computed_in: dict[str, str] = {}
         self._by_rank = gather_results(self.ranks, self._summary)
         self._model = WholeModel.of(self._by_rank)
 
     def _summary(self) -> dict[str, Any]:
         settle(self._parts, "saving a checkpoint")
-        summary = model_summary(self._parts, self._names)
-        self._hold_model()
+        summary, names = model_summary(self._parts, self._names), self._names
+        for param, own in names.identities.items():
+            if not param.is_meta:
+                self._share(f"{MODEL_PREFIX}{own.global_name}", param.detach(), own)
+        for name, module in names.stateful.items():
+            tensors: dict[str, torch.Tensor] = {}
+            self._modules[name] = encode(module.get_extra_state(), f"{RUN_PREFIX}module.{name}", tensors.__setitem__)
+            self._of_modules[name] = [whole_piece(*item) for item in tensors.items()]
         if isinstance(self._parts.optimizer, DistributedOptimizer):
             self._hold_shards(self._parts.optimizer)
         elif self._parts.optimizer is not None:
             self._hold_whole(self._parts.optimizer.state)
-        if self.ranks.size > 1:  # alone, nobody has others
-            buffers = self._names.buffers.items()
-            summary["buffers"] = {name: checksum(buffer) if buffer.numel() else 0 for name, buffer in buffers}
-        names = {name for name, *_ in summary["params"]}
+        if self.ranks.size > 1:
+            summary["buffers"] = {name: checksum(buffer) if buffer.numel() else 0 for name, buffer in names.buffers.items()}
+        claimed = {name for name, *_ in summary["params"]}
         return {
             **summary,
             "modules": self._modules,
             "described": [
-                # Each rank reports its own shards; the first one what all ranks hold whole.
-                (of, entries) if is_part else ([name for name in of if name in names], entries)
+                # Each rank reports its own shards; the first one also the state that all ranks hold whole.
+                (of if is_part else [name for name in of if name in claimed], entries)
                 for of, entries, is_part in self._described
             ],
-            "computed_in": {name: dtype for name, dtype in self._computed_in.items() if name in names},
+            "computed_in": {name: dtype for name, dtype in self._computed_in.items() if name in claimed},
         }
 
     def snapshot(
         self, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, with_rng: bool = True
     ) -> Snapshot:
-        """Return what this rank writes. No collective; nothing of the run may have changed since this was made.
+        """Return the part that this rank writes. Not collective; the run may not have changed since this was made.
 
-        Model values are split over the ranks, shards of the optimizer are written by those who own them, module buffers by the
-        first rank; where other ranks hold others (running statistics), they write theirs as well.
+        Ranks split the model's values among them, and write their own shards of the optimizer. The first rank writes module
+        buffers; a rank whose buffers differ (running statistics) writes them as well.
 
         Args:
             data_position: plain values that say which data comes next; the same on every rank.
@@ -255,9 +257,9 @@ class RunState:
 
         Raises:
             OptimizerParametersError: ranks hold different numbers for one parameter.
-            ConfigError: something is no plain value.
+            ConfigError: a value cannot be saved.
         """
-        parts, names, by_rank, rank, keep = self._parts, self._names, self._by_rank, self.ranks.rank, self._share
+        parts, by_rank, rank, keep = self._parts, self._by_rank, self.ranks.rank, self._share
         optimizer = None
         if parts.optimizer is not None:
             groups = list(zip(self._model.groups, parts.optimizer.param_groups, strict=True))
@@ -278,35 +280,26 @@ class RunState:
             pieces += split_evenly(shared, rank=communicator.rank, size=communicator.size)
         for name, of_module in self._of_modules.items():
             pieces += of_module if self._is_first_with("modules", name) else []
-        for name, buffer in names.buffers.items():
+        for name, buffer in self._names.buffers.items():
             if self._is_first_with("buffers", name):
                 pieces.append(whole_piece(f"{MODEL_PREFIX}{name}", buffer))
             elif len({summary["buffers"][name] for summary in by_rank if name in summary["buffers"]}) > 1:
                 pieces.append(whole_piece(f"{LOCAL_PREFIX}{rank}.{name}", buffer))
         if with_rng:
-            device = parts.ddp.param_and_grad_buffers[0].param_data.device
-            pieces += [whole_piece(f"{RNG_PREFIX}{rank}.{what}", state) for what, state in capture_rng(device).items()]
+            states = capture_rng(parts.ddp.param_and_grad_buffers[0].param_data.device)
+            pieces += [whole_piece(f"{RNG_PREFIX}{rank}.{name}", state) for name, state in states.items()]
         return Snapshot(pieces, values)
 
-    def _is_first_with(self, what: str, name: str) -> bool:
+    def _is_first_with(self, kind: str, name: str) -> bool:
         """Return whether no rank before this one has a module buffer, or a module with extra state."""
-        return not any(name in summary[what] for summary in self._by_rank[: self.ranks.rank])
+        return not any(name in summary[kind] for summary in self._by_rank[: self.ranks.rank])
 
     def _share(self, name: str, tensor: torch.Tensor, identity: ParamIdentity | None = None) -> None:
-        """Hold a tensor that every rank has; or every rank that a parameter is reduced over, if these write it."""
+        """Hold a tensor that every rank has; with an identity, every rank that the parameter is reduced over."""
         ranks = self._parts.ddp.ranks
         if identity is None or ranks.writes(identity):
             among = ranks.step if identity is None else ranks.by_name[identity.group].communicator
             self._shared.setdefault(among, []).append(whole_piece(name, tensor, identity))
-
-    def _hold_model(self) -> None:
-        for param, own in self._names.identities.items():
-            if not param.is_meta:
-                self._share(f"{MODEL_PREFIX}{own.global_name}", param.detach(), own)
-        for name, module in self._names.stateful.items():
-            tensors: dict[str, torch.Tensor] = {}
-            self._modules[name] = encode(module.get_extra_state(), f"{RUN_PREFIX}module.{name}", tensors.__setitem__)
-            self._of_modules[name] = [whole_piece(*item) for item in tensors.items()]
 
     def _hold_shards(self, optimizer: DistributedOptimizer) -> None:
         sharding, names, is_part = optimizer.sharding, self._names, optimizer.sharding.holder.is_sharded
@@ -314,13 +307,10 @@ class RunState:
         self._hold_whole(others.values)
         for param, main in others.main_values.items():
             self._share(f"{MAIN_PREFIX}{names.params[param]}", main, names.identities[param])
-        for param, dtype in others.dtypes.items():
-            if param in names.params:
-                self._computed_in[names.params[param]] = dtype_name(dtype)
+        self._computed_in |= {names.params[of]: dtype_name(dtype) for of, dtype in others.dtypes.items() if of in names.params}
         for shard in sharding.shards:
             self._hold_shard(shard, optimizer.state.get(shard.main) or {}, is_part=is_part)
-        for buffer in sharding.holder.buffers:
-            # All ranks report the same, also of parameters that they own nothing of.
+        for buffer in sharding.holder.buffers:  # also parameters of which this rank owns nothing
             dtype_here = dtype_name(main_dtype(buffer.param_data.dtype))
             self._computed_in |= {names.of(name).global_name: dtype_here for name in buffer.params}
         for params, entries in describe_shards(sharding.shards, optimizer.state):
@@ -333,14 +323,11 @@ class RunState:
             of_param = {state_name(own.global_name, key): flat for key, flat in flats.items()}
             if shard.has_own_values:
                 of_param[f"{MAIN_PREFIX}{own.global_name}"] = shard.main.detach()
-            for tensor_name, flat in of_param.items():
+            for name, flat in of_param.items():
                 if not is_part:
-                    self._share(tensor_name, view_like(flat, piece.in_segment.start, like.shape, like.stride()), own)
+                    self._share(name, view_like(flat, piece.in_segment.start, like.shape, like.stride()), own)
                 elif self._parts.ddp.ranks.writes(own):
-                    info, values = (
-                        info_of(tensor_name, like, flat.dtype, own),
-                        flat[piece.in_segment.start : piece.in_segment.stop],
-                    )
+                    info, values = info_of(name, like, flat.dtype, own), flat[slice(*piece.in_segment)]
                     self._own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
 
     def _hold_whole(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -372,7 +359,7 @@ def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
 
 
 def values_of_state(optimizer: Json = None) -> dict[str, Json]:
-    """Return what a checkpoint has beside its tensors where nothing of a run is known but weights and an optimizer's state."""
+    """Return the values of a checkpoint with nothing but weights and an optimizer's state."""
     return {
         "version": VALUES_VERSION,
         "optimizer": optimizer,
@@ -388,8 +375,7 @@ def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
     """Return a snapshot with values of its own in host memory, which training cannot change any more.
 
     Args:
-        reuse: values of an earlier copy that nobody needs: those that fit their places are written again, so that a run that
-            saves the same again takes no new memory.
+        reuse: memory of an earlier copy, written again where it fits, so that repeated saves of a run take no new memory.
     """
     theirs = [piece.values for piece in snapshot.pieces]
     own = list(reuse) if len(reuse) == len(theirs) else [torch.empty(0)] * len(theirs)
@@ -413,7 +399,7 @@ def state_name(param: str, key: str) -> str:
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the torch optimizer that steps."""
+    """Return the torch optimizer in a ``DistributedOptimizer``, or the plain one itself."""
     return optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
 
 
@@ -451,17 +437,17 @@ def optimizer_values(
     computed_in: Mapping[str, str],
     keep: Callable[[str, torch.Tensor], None],
 ) -> dict[str, Json]:
-    """Return what a checkpoint says of an optimizer beside its tensors.
+    """Return the values of a checkpoint that describe an optimizer.
 
     Args:
         kind: the name of its class.
         groups: the names of the parameters of each group, and its hyperparameters.
-        described: what is kept for each parameter.
-        computed_in: what dtype each parameter is stepped in, where it is not its own.
+        described: the entries of each parameter's state.
+        computed_in: the dtype that a parameter is stepped in, if it is not the parameter's.
         keep: called with every tensor among the hyperparameters.
 
     Raises:
-        ConfigError: a hyperparameter is of a kind that no file can hold.
+        ConfigError: a hyperparameter cannot be saved.
     """
     return {
         "class": kind,

@@ -15,6 +15,7 @@ is old.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from contextlib import suppress
@@ -22,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megabucket.checkpoint.file_system import FileSystem, read_file, reason_of, remove_tree, write_file
-from megabucket.checkpoint.format import MANIFEST_NAME, MIN_KEY_BYTES, Manifest, decode_manifest, seal_of
-from megabucket.errors import ConfigError, log_once
+from megabucket.checkpoint.file_system import FileSystem, read_file, reason_of
+from megabucket.checkpoint.format import MANIFEST_NAME, Manifest, decode_manifest, seal_of
+from megabucket.errors import log_once
 
 LATEST: Final = "latest"
 LOCK: Final = ".lock"
@@ -108,32 +109,17 @@ def saved_steps(root: Path, *, but: StepDirectory | None = None) -> tuple[int, .
         return ()  # this is for texts of errors, which must not fail
 
 
-def read_manifest(path: Path, directory: StepDirectory, *, key: bytes | None) -> Manifest:
+def read_manifest(path: Path, directory: StepDirectory) -> Manifest:
     """Return the manifest in ``path``.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is not sealed, not as it must be, or of another step than the directory.
     """
-    manifest = decode_manifest(bytes(read_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)), key=key)
+    manifest = decode_manifest(bytes(read_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)))
     if manifest.step != directory.step:
         raise ValueError(f"it is of step {manifest.step}, in the directory of step {directory.step}")
     return manifest
-
-
-def read_key(path: Path) -> bytes:
-    """Return the key in a file, without a line break at its end.
-
-    Raises:
-        ConfigError: it cannot be read, or is too short for a key.
-    """
-    try:
-        key = path.read_bytes().removesuffix(b"\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: the key cannot be read: {reason_of(error)}") from None
-    if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(f"{path}: a key of {len(key)} bytes; it takes {MIN_KEY_BYTES} or more, such as 32 random ones")
-    return key
 
 
 class RootDirectory:
@@ -146,9 +132,9 @@ class RootDirectory:
         """Remove what dead saves have left, and return a new directory to write into."""
         for path in sorted(self._root.glob(f"{TEMPORARY}*")):
             with suppress(OSError):
-                remove_tree(self._files, path)
+                self._files.remove_tree(path)
         staging = self._temporary(StepDirectory(step).name)
-        self._files.make_directory(staging)
+        self._files.call(os.mkdir, staging)
         return staging
 
     def publish(self, staging: Path, step: int, manifest: bytes, *, before: Latest | None) -> StepDirectory:
@@ -161,11 +147,11 @@ class RootDirectory:
             OSError: a call failed. What was done is undone, as far as that is possible.
         """
         files, root = self._files, self._root
-        write_file(files, staging / MANIFEST_NAME, [manifest])
+        files.write_file(staging / MANIFEST_NAME, [manifest])
         files.sync_directory(staging)
         revisions = [other.revision for other in step_directories(root) if other.step == step]
         directory = StepDirectory(step, max(revisions, default=0) + 1)
-        files.rename(staging, root / directory.name)
+        files.call(os.rename, staging, root / directory.name)
         try:
             files.sync_directory(root)
             self._replace_latest(Latest(directory, seal_of(manifest)))
@@ -184,15 +170,15 @@ class RootDirectory:
         now = latest_if_any(self._root)
         if now is not None and now.directory == directory:
             if before is None:
-                self._files.remove(self._root / LATEST)
+                self._files.call(os.unlink, self._root / LATEST)
             else:
                 self._replace_latest(before)
-        self._files.rename(self._root / directory.name, staging)
+        self._files.call(os.rename, self._root / directory.name, staging)
 
     def _replace_latest(self, latest: Latest) -> None:
         temporary = self._temporary(LATEST)
-        write_file(self._files, temporary, [latest.encode()])
-        self._files.rename(temporary, self._root / LATEST)
+        self._files.write_file(temporary, [latest.encode()])
+        self._files.call(os.rename, temporary, self._root / LATEST)
 
     def remove_old(self, saved: StepDirectory, *, keep_last: int) -> None:
         """Remove what is not kept, never ``saved`` nor anything of later steps. What cannot be removed is a warning."""
@@ -209,8 +195,8 @@ class RootDirectory:
             try:
                 # Renamed first: a crash while its files are removed must not leave what looks like a checkpoint.
                 gone = self._temporary(f"old-{directory.name}")
-                self._files.rename(self._root / directory.name, gone)
-                remove_tree(self._files, gone)
+                self._files.call(os.rename, self._root / directory.name, gone)
+                self._files.remove_tree(gone)
             except OSError as error:
                 log_once(f"the old checkpoint {self._root / directory.name} cannot be removed: {reason_of(error)}")
 

@@ -35,7 +35,6 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
     extras: Mapping[str, Any] | None = None,
     keep_last: int | None = 2,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
-    key: bytes | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Save everything the run needs to go on, and return its directory. A collective call, between two steps.
@@ -52,7 +51,6 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
         extras: plain values and tensors by name; the same on every rank.
         keep_last: how many checkpoints stay, this one included; None keeps all.
         max_file_bytes: bound on the values in one file, which is what a reader verifies at a time.
-        key: signs the checkpoint, so that it cannot be forged without it.
         overwrite: whether a step that was saved already may be saved again.
 
     Raises:
@@ -69,7 +67,6 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
         schedulers=schedulers,
         keep_last=keep_last,
         max_file_bytes=max_file_bytes,
-        key=key,
     )
     return saver.save_now(step, data_position=data_position, extras=extras, overwrite=overwrite)
 
@@ -85,7 +82,6 @@ def load_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
     cast: bool = False,
     with_rng: bool = True,
     allow_fallback: bool = False,
-    key: bytes | None = None,
 ) -> LoadedCheckpoint:
     """Put a checkpoint into a run, and return what else it holds. A collective call, between two steps.
 
@@ -97,7 +93,6 @@ def load_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
         cast: floating-point tensors may be converted to what they are here.
         with_rng: each rank takes its random numbers back, where as many ranks load as have saved.
         allow_fallback: take the newest whole checkpoint that is older, with a warning, where this one is damaged.
-        key: the signature must be made with it.
 
     Raises:
         CheckpointMissingError: there is no such checkpoint; the text lists those that are there.
@@ -105,7 +100,7 @@ def load_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
         CheckpointMismatchError: it does not fit; the text names everything that does not.
         PhaseError: a step is open.
     """
-    loader = Checkpointer(root, ddp, optimizer, scaler=scaler, schedulers=schedulers, key=key)
+    loader = Checkpointer(root, ddp, optimizer, scaler=scaler, schedulers=schedulers)
     return loader.load(step, cast=cast, with_rng=with_rng, allow_fallback=allow_fallback)
 
 
@@ -131,19 +126,19 @@ def can_load(
     return mismatches(open_checkpoint(root, step), TrainingParts.of(ddp, optimizer, scaler, schedulers), cast=cast)
 
 
-def _open(root: Path, ranks: GroupRanks, *, step: Step, key: bytes | None, allow_fallback: bool) -> StoredCheckpoint:
+def _open(root: Path, ranks: GroupRanks, *, step: Step, allow_fallback: bool) -> StoredCheckpoint:
     """Open the checkpoint that the first rank finds, on all ranks."""
     opened: list[StoredCheckpoint] = []
 
     def open_first() -> tuple[int, str]:
         if ranks.rank == 0:
-            opened.append(open_checkpoint(root, step, key=key, allow_fallback=allow_fallback))
+            opened.append(open_checkpoint(root, step, allow_fallback=allow_fallback))
         return (opened[0].step, opened[0].seal) if opened else (0, "")
 
     chosen, seal = gather_results(ranks, open_first)[0]
 
     def open_same() -> StoredCheckpoint:
-        stored = opened[0] if opened else open_checkpoint(root, chosen, key=key)
+        stored = opened[0] if opened else open_checkpoint(root, chosen)
         if stored.seal != seal:
             problem = f"rank {ranks.rank} sees another checkpoint of step {chosen} than the first rank"
             raise CheckpointInvalidError(path=str(stored.path), file="manifest.json", problem=problem)
@@ -183,11 +178,10 @@ class Checkpointer:
         asynchronous: bool = False,
         when_busy: WhenBusy = "wait",
         max_file_bytes: int = DEFAULT_FILE_BYTES,
-        key: bytes | None = None,
     ) -> None:
         self.root = Path(root)
         self.parts = TrainingParts.of(ddp, optimizer, scaler, schedulers)
-        self._settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes, key=key)
+        self._settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes)
         ranks = GroupRanks(ddp, "saving a checkpoint")
         self._writer = BackgroundWriter(self.root, ranks, self._settings, when_busy=when_busy)
         self._is_asynchronous = asynchronous
@@ -259,7 +253,7 @@ class Checkpointer:
         """Put a checkpoint into the run; see ``load_checkpoint``. A save in the background is committed before."""
         self.close()
         ranks = GroupRanks(self.parts.ddp, "loading a checkpoint")
-        stored = _open(self.root, ranks, step=step, key=self._settings.key, allow_fallback=allow_fallback)
+        stored = _open(self.root, ranks, step=step, allow_fallback=allow_fallback)
         loaded = restore(stored, self.parts, cast=cast, with_rng=with_rng)
         self._loaded_step = loaded.step
         return loaded

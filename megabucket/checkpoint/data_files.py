@@ -1,7 +1,7 @@
 """Data files, from tensors to the disk: cut to size, written and hashed in one pass.
 
-A file is the unit of verification: who needs one element of it reads and hashes all of it. So files are bounded; pieces that
-fit into one stay whole, and larger ones are cut. Hashing, writing and waiting for the disk let other threads run, so a few
+A file is the unit of verification: to read one element, all of its file is read and hashed. So files are bounded; a piece that
+fits into one file stays whole, and a larger one is cut. Hashing, writing and waiting for the disk release the GIL, so a few
 files at a time overlap all three. Knows nothing of other ranks, of commits or of names of checkpoints.
 """
 
@@ -17,45 +17,41 @@ from typing import Final
 import torch
 
 from megabucket.buffer import dtype_name
-from megabucket.checkpoint.file_system import FileSystem, num_file_threads, write_file
+from megabucket.checkpoint.file_system import NUM_FILE_THREADS, FileSystem
 from megabucket.checkpoint.format import ITEM_BYTES, Json, Piece, Snapshot, StoredFile, encode_header
 from megabucket.checkpoint.ranks import Ranks
 from megabucket.units import MIB
 
 DEFAULT_FILE_BYTES: Final = 64 * MIB
 HEADER_BYTES: Final = 512
-"""About what a piece adds to a header at most."""
-# Small enough that what was hashed is still in the cache when it is written, large enough that calls cost nothing.
+"""More than a piece usually adds to a header."""
+# Small enough that a hashed chunk is still in the cache when it is written, large enough that calls cost nothing.
 _CHUNK_BYTES: Final = MIB
-
-
-def _as_they_are(pieces: Sequence[Piece]) -> Sequence[Piece]:
-    return pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """What one process puts into a checkpoint.
+    """The part of a checkpoint that one process writes.
 
     Args:
         values: everything that is not a tensor; the same on every rank.
-        num_writers: of how many ranks the files are.
-        files: the pieces that go into each file, by its name.
-        make: makes the pieces of a file that is about to be written; when left out, they have their values.
+        num_writers: how many ranks the files are written for.
+        files: the pieces in each file, by its name.
+        make: returns the pieces with their values when their file is about to be written; left out, they have them already.
     """
 
     values: Mapping[str, Json]
     num_writers: int
     files: Mapping[str, Sequence[Piece]]
-    make: Callable[[Sequence[Piece]], Sequence[Piece]] = _as_they_are
+    make: Callable[[Sequence[Piece]], Sequence[Piece]] = list
 
     @property
     def num_bytes(self) -> int:
-        """About what the files take."""
+        """The approximate size of the files."""
         return sum(piece.num_bytes + HEADER_BYTES for pieces in self.files.values() for piece in pieces)
 
     def write(self, file_system: FileSystem, directory: Path) -> list[StoredFile]:
-        """Write the files, and return what they are when they are on the disk; after a failure the rest is not begun."""
+        """Write the files, and return them when they are on the disk; after a failure the rest is not started."""
 
         def write(name: str) -> StoredFile:
             pieces, digest = self.make(self.files[name]), hashlib.sha256()
@@ -65,25 +61,27 @@ class Content:
                     digest.update(chunk)
                     yield chunk
 
-            num_bytes = write_file(file_system, directory / name, hashed())
+            num_bytes = file_system.write_file(directory / name, hashed())
             return StoredFile(name, num_bytes, digest.hexdigest())
 
-        with ThreadPoolExecutor(num_file_threads(), "megabucket-save") as pool:
+        with ThreadPoolExecutor(NUM_FILE_THREADS, "megabucket-save") as pool:
             return list(pool.map(write, self.files))
 
 
 def content_of(snapshot: Snapshot, ranks: Ranks, max_file_bytes: int) -> Content:
-    """Return what this rank writes for its snapshot.
+    """Return the files that this rank writes for its snapshot.
 
     Raises:
-        ValueError: pieces that are not what they say.
+        ValueError: a piece has a dtype that no file can hold, or other values than it says.
     """
     for piece in snapshot.pieces:
-        values, named = piece.values, f"{piece.info.name!r} {piece.start}:{piece.stop}"
-        if values.dim() != 1 or values.numel() != piece.stop - piece.start or not values.is_contiguous():
-            raise ValueError(f"{named} has values of shape {tuple(values.shape)}, stride {values.stride()}")
-        if dtype_name(values.dtype) != piece.info.dtype or piece.info.dtype not in ITEM_BYTES:
-            raise ValueError(f"{named} says {piece.info.dtype} and has {values.dtype}; a file can hold {', '.join(ITEM_BYTES)}")
+        values, dtype = piece.values, piece.info.dtype
+        is_flat = values.shape == (piece.stop - piece.start,) and values.is_contiguous()
+        if not is_flat or dtype_name(values.dtype) != dtype or dtype not in ITEM_BYTES:
+            raise ValueError(
+                f"{piece.info.name!r} {piece.start}:{piece.stop} of {dtype} has values of shape {tuple(values.shape)}, stride "
+                f"{values.stride()}, {values.dtype}; a file can hold flat values of {', '.join(ITEM_BYTES)}"
+            )
     return Content(snapshot.values, ranks.size, cut_into_files(ranks.rank, snapshot.pieces, max_file_bytes))
 
 
@@ -111,7 +109,7 @@ def cut_into_files(writer: int, pieces: Iterable[Piece], max_file_bytes: int) ->
 
 
 def _chunks(header: bytes, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """Give header and values in chunks: small tensors together, large ones in slices of their own memory."""
+    """Yield header and values in chunks: small tensors together, large ones in slices of their own memory."""
     gathered = bytearray(header)
     for of_piece in values:
         view = of_piece.detach().cpu().view(torch.uint8).numpy().data

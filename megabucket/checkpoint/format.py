@@ -1,46 +1,43 @@
-"""What the files of a checkpoint say: tensors by name, headers of data files, and the sealed manifest. Pure, no torch.
+"""The contents of a checkpoint's files: tensors by name, headers of data files, and the sealed manifest. Pure, no torch.
 
-The manifest is one JSON object::
+The manifest is one JSON object, ``Manifest``, with its seal::
 
-    {"format":"megabucket-checkpoint","version":2,"step":..,"world_size":..,"files":[..],"tensors":{..},"values":{..},"seal":"<hex>"[,"hmac":"<hex>"]}
+    {"format":"megabucket-checkpoint","version":2,"step":..,"world_size":..,"files":[..],"tensors":{..},"values":{..},"seal":"<hex>"}
 
-A tensor is stored in blocks: one that is the whole, or those that model-parallel ranks hold. Version 1 had whole tensors only.
+A tensor is stored in blocks: one block with all of it, or the blocks that model-parallel ranks hold. Version 1 had whole
+tensors only.
 
 The seal is the SHA-256 of every byte before ``,"seal":``, and is checked before the rest is parsed. The manifest holds the
-SHA-256 of every data file, so a file that passes both checks is what was written, and its contents are not questioned again.
-The HMAC, with a key that both sides have, proves who wrote it.
+SHA-256 of every data file. A file with the right hash is the file that was written; its contents are not checked further.
 
 A data file is a safetensors file: 8 bytes of header length (little-endian), the header (JSON), and the values of all tensors
-one after another without gaps. The safetensors library opens it; it cannot write one as a stream, nor read one from verified
-memory without a copy, so the few lines that do both are here.
+one after another without gaps. The safetensors library opens it, but cannot write one as a stream, and cannot read one from
+verified memory without a copy; ``encode_header`` and ``first_bytes`` do these two things.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 if TYPE_CHECKING:
     import torch
 
 MANIFEST_NAME: Final = "manifest.json"
-MIN_KEY_BYTES: Final = 16
 _ALIGNMENT: Final = 8
-_FORMAT: Final = "megabucket-checkpoint"
-_VERSION: Final = 2
-_READS: Final = (1, 2)
 _LENGTH_BYTES: Final = 8
 _METADATA_KEY: Final = "__metadata__"
-_FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_TAIL: Final = re.compile(rb',"seal":"(?P<seal>[0-9a-f]{64})"(?:,"hmac":"(?P<hmac>[0-9a-f]{64})")?}\n')
+# Manifests of 0.1.0-dev may also carry a signature, which is not used any more.
+_TAIL: Final = re.compile(rb',"seal":"([0-9a-f]{64})"(?:,"hmac":"[0-9a-f]{64}")?}\n\Z')
 
 _CODES: Final = {
     1: {"bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
@@ -57,6 +54,8 @@ ITEM_BYTES: Final = MappingProxyType({name: item_bytes for item_bytes, codes in 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 """What JSON can hold; nan and the infinities excepted."""
 
+Dims: TypeAlias = tuple[int, ...]
+"""One number per dimension of a tensor."""
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """A rectangular part of a tensor: start and stop in each dimension."""
@@ -66,24 +65,24 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 class TensorInfo:
     """One canonical tensor of a checkpoint, or a rectangular block of it, as model-parallel ranks hold them.
 
-    The name says what it is, never where it was: no rank, bucket or padding.
+    Neither rank nor bucket nor padding is part of it.
 
     Args:
-        name: that of the whole tensor.
+        name: of the whole tensor.
         dtype: torch's name without ``torch.``: "float32", "bfloat16", "uint8", "bool", ...
         shape: of the block.
         order: the dimensions from slowest to fastest as the flat values are stored; ``(0, 1, ...)`` is row-major.
         offset: where the block begins in the whole tensor, one index per dimension.
         global_shape: of the whole tensor. Left out, this block is the whole.
-        group: name of the reduction group that the parameter is in.
+        group: name of the reduction group of the parameter.
     """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    offset: tuple[int, ...] = ()
-    global_shape: tuple[int, ...] = ()
+    shape: Dims
+    order: Dims
+    offset: Dims = ()
+    global_shape: Dims = ()
     group: str = "dense"
 
     def __post_init__(self) -> None:
@@ -98,7 +97,7 @@ class TensorInfo:
 
     @property
     def whole(self) -> TensorInfo:
-        """The tensor of which this is a block; row-major, unless the block is all of it."""
+        """The whole tensor; row-major, unless the block is all of it."""
         if self.shape == self.global_shape:
             return self
         order = tuple(range(len(self.shape)))
@@ -111,12 +110,20 @@ class TensorInfo:
 
     @property
     def key(self) -> str:
-        """What the block is called in files: the name, with the offset unless it is the whole tensor.
+        """The name of the block in data files: the tensor's name, with the offset unless the block is the whole tensor.
 
         >>> TensorInfo("w", "float32", (4, 3), (0, 1), (0, 3), (4, 6)).key
         'w@0,3'
         """
         return self.name if self.shape == self.global_shape else f"{self.name}@{','.join(map(str, self.offset))}"
+
+    def is_whole(self, start: int, stop: int) -> bool:
+        """Return whether a range is all of a row-major block, which has its own name and shape in a data file."""
+        return stop - start == self.numel and self.order == tuple(range(len(self.shape)))
+
+    def key_of(self, start: int, stop: int) -> str:
+        """Return the name of a range of elements in a data file."""
+        return self.key if self.is_whole(start, stop) else f"{self.key}[{start}:{stop}]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +142,7 @@ class Piece:
     @property
     def key(self) -> str:
         """The name of these elements in a data file."""
-        return key_of(self.info, self.start, self.stop)
+        return self.info.key_of(self.start, self.stop)
 
     @property
     def num_bytes(self) -> int:
@@ -145,7 +152,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """What one rank writes.
+    """The part of a checkpoint that one rank writes.
 
     Args:
         pieces: over all ranks they cover each tensor exactly once; a tensor without elements has one piece ``0:0``.
@@ -156,18 +163,20 @@ class Snapshot:
     values: Mapping[str, Json]
 
 
+# The manifest. Its JSON is read into these classes, and written from them.
+
+
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One data file, as it must be."""
+    """One data file. The pattern of its name keeps it inside the directory."""
 
-    name: str
-    num_bytes: int
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    num_bytes: Annotated[int, Field(alias="bytes")]
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRange:
-    """Elements ``start:stop`` of a tensor lie in file ``file`` (a position in the manifest's list)."""
+class StoredRange(NamedTuple):
+    """Elements ``start:stop`` of a flat block lie in file ``file`` (a position in the manifest's list)."""
 
     file: int
     start: int
@@ -176,40 +185,125 @@ class StoredRange:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """One block of a tensor and where it lies: ranges in order that cover it exactly once."""
+    """A block of a tensor and the files with its values. See ``TensorInfo`` for the other fields.
 
-    info: TensorInfo
-    ranges: tuple[StoredRange, ...]
+    Args:
+        pieces: in order; they cover the block exactly once.
+    """
+
+    offset: Dims
+    shape: Dims
+    order: Dims
+    pieces: tuple[StoredRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor: its dtype and shape as a whole, and blocks that cover it exactly once."""
+
+    dtype: str
+    shape: Dims
+    blocks: tuple[StoredBlock, ...]
+    group: str = "dense"
+
+    def infos(self, name: str) -> list[TensorInfo]:
+        """Return what each block is."""
+        return [
+            TensorInfo(name, self.dtype, block.shape, block.order, block.offset, self.shape, self.group)
+            for block in self.blocks
+        ]
+
+
+def _as_version_2(tensor: Any) -> Any:
+    if isinstance(tensor, dict) and "order" in tensor:  # version 1: the tensor is its only block
+        return {**tensor, "blocks": [{**tensor, "offset": [0] * len(tensor["order"])}]}
+    return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All that a checkpoint holds.
+    """The contents of a checkpoint.
 
     Args:
         world_size: the number of ranks that wrote it.
-        tensors: the blocks of each tensor; they cover it exactly once.
-        seal: once it is encoded.
-        signed: an HMAC is there; it was checked if a key was given.
+        seal: SHA-256 of the text that the manifest was read from.
     """
 
+    format: Literal["megabucket-checkpoint"] = "megabucket-checkpoint"
+    version: Literal[1, 2] = 2
     step: int
     world_size: int
     files: tuple[StoredFile, ...]
-    tensors: Mapping[str, tuple[StoredBlock, ...]]
-    values: Mapping[str, Json]
-    seal: str = ""
-    signed: bool = False
+    tensors: dict[str, Annotated[StoredTensor, BeforeValidator(_as_version_2)]]
+    values: dict[str, Any]
+    seal: Annotated[str, Field(exclude=True)] = ""
 
 
-def is_whole(info: TensorInfo, start: int, stop: int) -> bool:
-    """Return whether a range is all of a row-major block, which has its own name and shape in a data file."""
-    return stop - start == info.numel and info.order == tuple(range(len(info.shape)))
+_MANIFEST: Final = TypeAdapter(Manifest)
 
 
-def key_of(info: TensorInfo, start: int, stop: int) -> str:
-    """Return the name of a range of elements in a data file."""
-    return info.key if is_whole(info, start, stop) else f"{info.key}[{start}:{stop}]"
+def manifest_fields(manifest: Manifest) -> dict[str, Any]:
+    """Return a manifest as the values of its JSON, without the seal."""
+    fields: dict[str, Any] = _MANIFEST.dump_python(manifest, by_alias=True)
+    return fields
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of ``manifest.json``, sealed.
+
+    Raises:
+        ValueError: a number is not finite.
+        TypeError: a value is of a kind that JSON does not have.
+    """
+    return seal_body(json_text(manifest_fields(manifest))[:-1].encode("ascii"))
+
+
+def json_text(value: object, *, sort_keys: bool = False) -> str:
+    """Return compact JSON.
+
+    Raises:
+        ValueError: a number is not finite.
+        TypeError: a value is of a kind that JSON does not have.
+    """
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, sort_keys=sort_keys)
+
+
+def seal_body(body: bytes) -> bytes:
+    """Return a manifest from its text without the closing brace."""
+    return body + f',"seal":"{hashlib.sha256(body).hexdigest()}"}}\n'.encode("ascii")
+
+
+def seal_of(raw: bytes) -> str:
+    """Return the seal at the end of a manifest, unchecked.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _tail(raw)[1].decode()
+
+
+def _tail(raw: bytes) -> re.Match[bytes]:
+    tail = _TAIL.search(raw)
+    if tail is None:
+        raise ValueError("it does not end with a seal: it was cut off or changed")
+    return tail
+
+
+def decode_manifest(raw: bytes) -> Manifest:
+    """Return the manifest, when its seal is right.
+
+    Raises:
+        ValueError: a broken seal, or no manifest of a version that can be read.
+    """
+    body, seal = raw[: _tail(raw).start()], seal_of(raw)
+    if hashlib.sha256(body).hexdigest() != seal:
+        raise ValueError("its seal is not the SHA-256 of its text")
+    try:
+        return replace(_MANIFEST.validate_python(json.loads(body + b"}")), seal=seal)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place, found = ".".join(map(str, first["loc"])), f"{first['input']!r:.100}"
+        raise ValueError(f"it is no manifest that this version reads: {place}: {first['msg']}, got {found}") from None
 
 
 def encode_header(pieces: Sequence[Piece]) -> bytes:
@@ -222,7 +316,7 @@ def encode_header(pieces: Sequence[Piece]) -> bytes:
     offset = 0
     for piece in pieces:
         info, end = piece.info, offset + piece.num_bytes
-        shape = info.shape if is_whole(info, piece.start, piece.stop) else (piece.stop - piece.start,)
+        shape = info.shape if info.is_whole(piece.start, piece.stop) else (piece.stop - piece.start,)
         entries[piece.key] = {"dtype": CODE_OF[info.dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json_text(entries).encode("ascii")
@@ -235,131 +329,6 @@ def first_bytes(contents: memoryview) -> dict[str, int]:
     begin = _LENGTH_BYTES + int.from_bytes(contents[:_LENGTH_BYTES], "little")
     entries = json.loads(bytes(contents[_LENGTH_BYTES:begin]))
     return {key: begin + entry["data_offsets"][0] for key, entry in entries.items() if key != _METADATA_KEY}
-
-
-def encode_manifest(manifest: Manifest, *, key: bytes | None = None) -> bytes:
-    """Return the bytes of ``manifest.json``, sealed, and signed if there is a key.
-
-    Raises:
-        ValueError: values that JSON cannot hold, or a key of less than 16 bytes.
-    """
-    fields = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "files": [{"name": file.name, "bytes": file.num_bytes, "sha256": file.sha256} for file in manifest.files],
-        "tensors": {name: _tensor_fields(blocks) for name, blocks in manifest.tensors.items()},
-        "values": manifest.values,
-    }
-    return seal_body(json_text(fields)[:-1].encode("ascii"), key=key)
-
-
-def json_text(value: object, *, sort_keys: bool = False) -> str:
-    """Return JSON of values among which are mappings that are not dicts.
-
-    Raises:
-        ValueError: a number is not finite.
-        TypeError: something is of a kind that JSON does not have.
-    """
-    return json.dumps(value, separators=(",", ":"), allow_nan=False, sort_keys=sort_keys, default=_plain)
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is nothing that JSON has")
-
-
-def _tensor_fields(blocks: Sequence[StoredBlock]) -> dict[str, object]:
-    first = blocks[0].info
-    fields = [
-        {
-            "offset": block.info.offset,
-            "shape": block.info.shape,
-            "order": block.info.order,
-            "pieces": [[part.file, part.start, part.stop] for part in block.ranges],
-        }
-        for block in blocks
-    ]
-    return {"dtype": first.dtype, "shape": first.global_shape, "group": first.group, "blocks": fields}
-
-
-def seal_body(body: bytes, *, key: bytes | None = None) -> bytes:
-    """Return a manifest from its text without the closing brace."""
-    tail = f',"seal":"{hashlib.sha256(body).hexdigest()}"'
-    if key is not None:
-        tail += f',"hmac":"{_signature(body, key)}"'
-    return body + tail.encode("ascii") + b"}\n"
-
-
-def seal_of(raw: bytes) -> str:
-    """Return the seal at the end of a manifest, unchecked.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return _tail(raw)["seal"].decode()
-
-
-def _tail(raw: bytes) -> re.Match[bytes]:
-    cut = raw.rfind(b',"seal":')
-    tail = _TAIL.fullmatch(raw, cut) if cut >= 0 else None
-    if tail is None:
-        raise ValueError("it does not end with a seal: it was cut off or changed")
-    return tail
-
-
-def decode_manifest(raw: bytes, *, key: bytes | None = None) -> Manifest:
-    """Return the manifest, when its seal is right.
-
-    Args:
-        key: demand an HMAC made with it.
-
-    Raises:
-        ValueError: a broken seal, a missing or wrong signature, or what is no manifest of this version.
-    """
-    tail = _tail(raw)
-    body, seal = raw[: tail.start()], tail["seal"].decode()
-    if hashlib.sha256(body).hexdigest() != seal:
-        raise ValueError("its seal is not the SHA-256 of its text")
-    if key is not None and tail["hmac"] is None:
-        raise ValueError("it is not signed, and a key was given to check its signature")
-    if key is not None and not hmac.compare_digest(tail["hmac"].decode(), _signature(body, key)):
-        raise ValueError("its signature was not made with the key that was given")
-    try:
-        return _manifest(json.loads(body + b"}"), seal, signed=tail["hmac"] is not None)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ValueError(f"it is no manifest of a checkpoint: {type(error).__name__}: {error}") from None
-
-
-def _signature(body: bytes, key: bytes) -> str:
-    if len(key) < MIN_KEY_BYTES:
-        raise ValueError(f"a key of {len(key)} bytes; it takes {MIN_KEY_BYTES} or more")
-    return hmac.new(key, body, "sha256").hexdigest()
-
-
-def _manifest(fields: Any, seal: str, *, signed: bool) -> Manifest:
-    if fields["format"] != _FORMAT or fields["version"] not in _READS:
-        raise ValueError(f"it is {fields['format']!r} {fields['version']!r}; this library reads {_FORMAT!r} up to {_VERSION}")
-    files = tuple(StoredFile(file["name"], file["bytes"], file["sha256"]) for file in fields["files"])
-    for file in files:
-        if not _FILE_NAME.fullmatch(file.name):  # no name leads out of the directory
-            raise ValueError(f"{file.name!r} is no name for a data file")
-    tensors = {name: _blocks(name, of) for name, of in fields["tensors"].items()}
-    return Manifest(fields["step"], fields["world_size"], files, tensors, dict(fields["values"]), seal, signed)
-
-
-def _blocks(name: str, fields: Any) -> tuple[StoredBlock, ...]:
-    whole, group = tuple(fields["shape"]), fields.get("group", "dense")
-    given = fields.get("blocks") or [{**fields, "offset": (0,) * len(whole)}]  # version 1 said it of the whole
-    return tuple(
-        StoredBlock(
-            TensorInfo(name, fields["dtype"], tuple(one["shape"]), tuple(one["order"]), tuple(one["offset"]), whole, group),
-            tuple(StoredRange(*numbers) for numbers in one["pieces"]),
-        )
-        for one in given
-    )
 
 
 def overlap(one: Box, other: Box) -> Box | None:

@@ -1,7 +1,6 @@
 """Write a checkpoint again for another number of ranks or another file size, without a model and in bounded memory.
 
-Any number of ranks can load any checkpoint; what this gains is that each of ``num_writers`` ranks then finds what it needs
-in few files.
+Any number of ranks can load any checkpoint; afterwards each of ``num_writers`` ranks finds its values in few files.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ from megabucket.checkpoint.stored import StoredCheckpoint
 
 
 def reshard(source: StoredCheckpoint, root: Path | str, *, num_writers: int, settings: SaveSettings) -> Path:
-    """Write what ``source`` holds into ``root`` as ``num_writers`` ranks would have, and return its directory.
+    """Write ``source`` into ``root`` as ``num_writers`` ranks would have, and return its directory.
 
-    In memory are a few files at a time; a file of ``source`` is read once for each new file that takes something of it.
+    A few files at a time are in memory; a file of ``source`` is read once for each new file that holds some of its values.
 
     Args:
         num_writers: each gets an equal share of the bytes, in the order of the names of tensors.
 
     Raises:
         ValueError: ``num_writers`` is not at least 1.
-        CheckpointNotSavedError: it cannot be written, or a file of ``source`` is not what was written.
+        CheckpointNotSavedError: it cannot be written.
+        CheckpointInvalidError: a file of ``source`` is damaged.
     """
     if num_writers < 1:
         raise ValueError(f"num_writers is {num_writers}; at least one rank must write")

@@ -1,4 +1,4 @@
-"""A checkpoint into a training run: checked as a whole, read beside it, and only then put into it, on all ranks or on none."""
+"""Load a checkpoint into a training run: check and read all of it, and only then change the run, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from megabucket.checkpoint.capture import (
     LOCAL_PREFIX,
     MAIN_PREFIX,
     MODEL_PREFIX,
-    STATE_PREFIX,
     VALUES_VERSION,
     TrainingParts,
     WholeModel,
@@ -29,10 +28,10 @@ from megabucket.checkpoint.capture import (
     settle,
     state_name,
 )
-from megabucket.checkpoint.format import Json, Piece, TensorInfo
+from megabucket.checkpoint.format import Piece, TensorInfo
 from megabucket.checkpoint.ranks import GroupRanks, gather_results, together
 from megabucket.checkpoint.stored import Stored, find_difference
-from megabucket.checkpoint.values import RNG_PREFIX, UNREADABLE, capture_rng, decode, restore_rng
+from megabucket.checkpoint.values import RNG_PREFIX, capture_rng, decode, restore_rng
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout.identity import ParamIdentity
@@ -42,7 +41,7 @@ from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import Description, StateEntry, WholeState, entry_from_json, main_dtype, number_in, set_groups
 
 Restore = Callable[[Any], Any]
-"""Puts a state into something that can be put back: ``load_state_dict``, say."""
+"""Sets the state of an object that can also be set back: ``load_state_dict``, say."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,16 +51,16 @@ class Staging:
     stored: Stored
     wanted: list[Piece] = field(default_factory=list)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Targets, and what is to be copied there."""
+    """Targets and their new values."""
     states: list[tuple[Restore, Any, Any]] = field(default_factory=list)
-    """What may refuse its new state: how it is set, the state it has, the one it gets."""
+    """Objects that may refuse a state: their setter, the state they have, the new one."""
     finish: list[Callable[[], None]] = field(default_factory=list)
-    """What else is to be done then, in this order; nothing that could fail."""
+    """Calls that follow, in this order; none of them can fail."""
 
     def want(
         self, name: str, like: torch.Tensor, start: int, values: torch.Tensor, identity: ParamIdentity | None = None
     ) -> None:
-        """Want a range of a stored tensor, in the order in which ``like`` lies in memory, in the dtype of ``values``.
+        """Request a range of a stored tensor, in the memory order of ``like``, in the dtype of ``values``.
 
         Args:
             start: counted from the beginning of ``like``.
@@ -74,29 +73,28 @@ class Staging:
     def want_like(
         self, name: str, like: torch.Tensor, dtype: torch.dtype | None = None, identity: ParamIdentity | None = None
     ) -> torch.Tensor:
-        """Want all that is here of a tensor, and return what it will be: in the shape, memory order and place of ``like``."""
+        """Request a stored tensor and return its memory: in the shape, memory order and place of ``like``."""
         values = torch.empty(like.numel(), dtype=dtype or like.dtype, device=like.device)
         self.want(name, like, 0, values, identity)
         return in_shape(values, tuple(like.shape), order_of(like))
 
     def want_stored(self, name: str) -> torch.Tensor:
-        """Want a whole tensor as it is stored, and return what it will be, on the CPU."""
+        """Request a whole tensor as it is stored, and return its memory, on the CPU."""
         info = self.stored.tensors[name]
         piece = empty_piece(info, 0, info.numel)
-        if info.numel:
-            self.wanted.append(piece)
+        self.wanted.append(piece)
         return in_shape(piece.values, info.shape, info.order)
 
     def read(self) -> None:
-        """Read everything that is wanted."""
-        # Which dtypes may change is checked before; of a tensor that is narrowed the reader still checks the values.
+        """Read everything that was requested."""
+        # Whether dtypes may change was checked before; the reader still checks the values that are narrowed.
         self.stored.read(self.wanted, cast=True)
 
 
 def source_of(tensors: Mapping[str, TensorInfo], name: str, dtype: torch.dtype) -> str:
-    """Return the stored tensor from which a weight comes that is kept in a dtype here.
+    """Return the stored tensor from which a weight of a dtype is loaded.
 
-    A main parameter is what its 16-bit weight was rounded from, so it is the better source for what is wider than the weight.
+    A 16-bit weight was rounded from its main parameter, so that is the better source for a wider weight.
     """
     weight, main = tensors.get(f"{MODEL_PREFIX}{name}"), tensors.get(f"{MAIN_PREFIX}{name}")
     wanted = dtype_name(dtype)
@@ -106,7 +104,7 @@ def source_of(tensors: Mapping[str, TensorInfo], name: str, dtype: torch.dtype) 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """What a load has found beside what it has put into the run."""
+    """The parts of a loaded checkpoint that the caller puts to use."""
 
     path: str
     step: int
@@ -115,19 +113,19 @@ class LoadedCheckpoint:
     data_position: Any
     extras: dict[str, Any]
     rng_restored: bool
-    """Whether each rank goes on with its own random numbers: with another number of ranks there is no way to."""
+    """Whether each rank continues with its own random numbers: only with the number of ranks that wrote them."""
 
 
 def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rng: bool = True) -> LoadedCheckpoint:
-    """Put a checkpoint into a run and return what else it holds. A collective call, between two steps.
+    """Load a checkpoint into a run. A collective call, between two steps.
 
     Raises:
-        CheckpointMismatchError: it does not fit; the text names everything that does not. As with all other errors, model,
-            optimizer, schedulers and random numbers are as they were, on every rank.
+        CheckpointMismatchError: it does not fit; the text names every difference. As with all other errors, model,
+            optimizer, schedulers and random numbers are unchanged, on every rank.
         LayoutError: some part of the model is on no rank, or claimed by several.
-        CheckpointInvalidError: a file is not what was written.
+        CheckpointInvalidError: a file is damaged.
         PhaseError: a step is open on some rank.
-        CheckpointError: what else failed on some rank.
+        CheckpointError: something else failed on some rank.
     """
     ranks = GroupRanks(parts.ddp, "loading a checkpoint")
     names, staging = GlobalNames(parts.ddp), Staging(stored)
@@ -139,7 +137,7 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
         together(ranks, lambda: _set_states(staging, undo))
     except BaseException:
         for put_back in reversed(undo):
-            with suppress(Exception):  # what cannot take its own state back has failed before
+            with suppress(Exception):  # an object that cannot take its own state back has failed before
                 put_back()
         raise
     _commit(parts, staging)
@@ -151,68 +149,25 @@ def _between_steps(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
     return model_summary(parts, names)
 
 
-def mismatches(stored: Stored, parts: TrainingParts, *, cast: bool) -> list[str]:
-    """Return everything in which a checkpoint and a run differ; nothing, if it can be restored. Local, and changes nothing.
-
-    Where ranks hold different parameters, what only other ranks could take is not looked at.
-
-    Raises:
-        OptimizerParametersError: the optimizer has parameters that are not the module's.
-    """
-    names, model = GlobalNames(parts.ddp), None
-    if parts.ddp.ranks.has_same_params:
-        groups = members_by_name(parts.optimizer, names)
-        model = WholeModel(groups, {*names.params.values(), *names.buffers}, dict.fromkeys(names.stateful))
-    return _mismatches(stored, parts, names, model, cast=cast)
-
-
-def _mismatches(stored: Stored, parts: TrainingParts, names: GlobalNames, model: WholeModel | None, *, cast: bool) -> list[str]:
-    values: Any = stored.values
-    if values.get("version") != VALUES_VERSION:
-        return [f"its values are of version {values.get('version')!r}, and this one reads version {VALUES_VERSION}"]
-    members = members_by_name(parts.optimizer, names)
-    try:
-        for key in ("stateful", "module_extra_state", "extras", "data_position"):
-            decode(values[key], _find_in(stored))
-        problems = check_model(stored, names, model, cast=cast)
-        if parts.optimizer is not None:
-            problems += check_optimizer(stored, parts.optimizer, members, names, model, cast=cast)
-            problems += _name_problems(set(values["stateful"]), set(parts.stateful), "of the training run")
-        extra_state, here = set(values["module_extra_state"]), set(names.stateful)
-    except UNREADABLE as error:  # sealed, but by other means
-        return [f"what the checkpoint says beside its tensors cannot be read: {type(error).__name__}: {error}"]
-    elsewhere = extra_state - here if model is None else model.modules.keys() - here
-    return problems + _name_problems(extra_state - elsewhere, here, "that module.get_extra_state() gives")
-
-
 def _refuse(stored: Stored, problems: list[str]) -> None:
     if problems:
         raise CheckpointMismatchError(path=str(stored.path), problems=problems)
 
 
-def _find_in(stored: Stored) -> Callable[[str], torch.Tensor]:
-    """Return what says whether a tensor is there, and reads nothing of it."""
-    return lambda name: torch.empty(stored.tensors[name].shape, device="meta")
-
-
-def _name_problems(there: set[str], here: set[str], what: str) -> list[str]:
-    return [
-        *(f"the checkpoint has the state {what} called {name!r}, and nothing here takes it" for name in sorted(there - here)),
-        *(f"the checkpoint has no state {what} called {name!r}" for name in sorted(here - there)),
-    ]
-
-
 def _read(staging: Staging, parts: TrainingParts, names: GlobalNames, *, with_rng: bool) -> LoadedCheckpoint:
-    """Read all that this rank takes, beside the run."""
+    """Read everything that this rank needs, beside the run."""
     stored, ranks = staging.stored, names.ranks
     values: Any = stored.values
-    stage_model(staging, parts.ddp, names)
+    _stage_model(staging, parts.ddp, names)
     states: list[tuple[Restore, Any, Any]] = []
     if parts.optimizer is not None:
-        stage_optimizer(staging, parts.optimizer, names)
-        for name, value in values["stateful"].items():
-            item = parts.stateful[name]
-            states.append((item.load_state_dict, item.state_dict(), value))
+        optimizer_staging = _OptimizerStaging.of(staging, parts.optimizer, names)
+        if isinstance(parts.optimizer, DistributedOptimizer):
+            optimizer_staging.into_shards(parts.optimizer)
+        else:
+            optimizer_staging.into_plain(parts.optimizer)
+        for name, item in parts.stateful.items():
+            states.append((item.load_state_dict, item.state_dict(), values["stateful"][name]))
     for name, module in names.stateful.items():
         states.append((module.set_extra_state, module.get_extra_state(), values["module_extra_state"][name]))
     for take, before, value in states:
@@ -222,13 +177,12 @@ def _read(staging: Staging, parts: TrainingParts, names: GlobalNames, *, with_rn
         device, prefix = parts.ddp.param_and_grad_buffers[0].param_data.device, f"{RNG_PREFIX}{ranks.rank}."
         rng = {name.removeprefix(prefix): staging.want_stored(name) for name in stored.tensors if name.startswith(prefix)}
         staging.states.append((partial(restore_rng, device=device), capture_rng(device), rng))
-    position, extras = decode(values["data_position"], staging.want_stored), decode(values["extras"], staging.want_stored)
+    position, extras = (decode(values[key], staging.want_stored) for key in ("data_position", "extras"))
     staging.read()
     return LoadedCheckpoint(str(stored.path), stored.step, stored.world_size, position, extras, has_rng)
 
 
 def _set_states(staging: Staging, undo: list[Callable[[], Any]]) -> None:
-    """Load what can refuse its new state, and can take its own back."""
     for take, before, state in staging.states:
         undo.append(partial(take, before))
         take(state)
@@ -243,48 +197,124 @@ def _commit(parts: TrainingParts, staging: Staging) -> None:
         act()
 
 
-# Weights and module buffers
+# Differences between a checkpoint and a run
 
 
-def check_model(stored: Stored, names: GlobalNames, model: WholeModel | None, *, cast: bool) -> list[str]:
-    """Return everything in which the stored model and that of this rank differ.
+def mismatches(stored: Stored, parts: TrainingParts, *, cast: bool) -> list[str]:
+    """Return every difference between a checkpoint and a run; nothing, if it can be restored. Local, and changes nothing.
 
-    Args:
-        model: what all ranks hold; None where nobody has asked them.
+    Where ranks hold different parameters, tensors that only other ranks could load are not checked.
+
+    Raises:
+        OptimizerParametersError: the optimizer has parameters that are not the module's.
     """
-    shapes = {own.global_name: own.global_shape for param, own in names.identities.items() if not param.is_meta}
-    dtypes = {own.global_name: param.dtype for param, own in names.identities.items()}
-    here = [(f"{MODEL_PREFIX}{name}", shape, dtypes[name]) for name, shape in shapes.items()]
+    names, model = GlobalNames(parts.ddp), None
+    if parts.ddp.ranks.has_same_params:
+        groups = members_by_name(parts.optimizer, names)
+        model = WholeModel(groups, {*names.params.values(), *names.buffers}, dict.fromkeys(names.stateful))
+    return _mismatches(stored, parts, names, model, cast=cast)
+
+
+def _mismatches(stored: Stored, parts: TrainingParts, names: GlobalNames, model: WholeModel | None, *, cast: bool) -> list[str]:
+    try:
+        return _find_mismatches(stored, parts, names, model, cast=cast)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # a seal does not prove that values make sense
+        return [f"its values cannot be read: {type(error).__name__}: {error}"]
+
+
+def _find_mismatches(
+    stored: Stored, parts: TrainingParts, names: GlobalNames, model: WholeModel | None, *, cast: bool
+) -> list[str]:
+    values: Any = stored.values
+    if values.get("version") != VALUES_VERSION:
+        return [f"its values are of version {values.get('version')!r}, and this one reads version {VALUES_VERSION}"]
+    here = [(f"{MODEL_PREFIX}{o.global_name}", o.global_shape, p.dtype) for p, o in names.identities.items() if not p.is_meta]
     here += [(_source_of_buffer(stored, names, name), buffer.shape, buffer.dtype) for name, buffer in names.buffers.items()]
     differences = [find_difference(stored.tensors, *one, cast=cast) for one in here]
-    unknown = [
+    problems = [difference for difference in differences if difference is not None]
+    problems += [
         f"{name!r} is in the checkpoint and not in the model"
         for name in stored.tensors
         if model is not None and name.startswith(MODEL_PREFIX) and name.removeprefix(MODEL_PREFIX) not in model.names
     ]
-    return [difference for difference in differences if difference is not None] + unknown
+    if parts.optimizer is not None:
+        problems += _optimizer_problems(stored, parts.optimizer, names, model, cast=cast)
+        problems += _name_problems(set(values["stateful"]), set(parts.stateful), "of the training run")
+    extra_state, own = set(values["module_extra_state"]), set(names.stateful)
+    elsewhere = extra_state - own if model is None else model.modules.keys() - own
+    return problems + _name_problems(extra_state - elsewhere, own, "that module.get_extra_state() gives")
+
+
+def _name_problems(there: set[str], here: set[str], what: str) -> list[str]:
+    return [
+        *(f"the checkpoint has the state {what} called {name!r}, and nothing here takes it" for name in sorted(there - here)),
+        *(f"the checkpoint has no state {what} called {name!r}" for name in sorted(here - there)),
+    ]
+
+
+def _optimizer_problems(
+    stored: Stored, optimizer: torch.optim.Optimizer, names: GlobalNames, model: WholeModel | None, *, cast: bool
+) -> list[str]:
+    there = StoredOptimizer.of(stored)
+    if there is None:
+        return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
+    kind = type(inner_of(optimizer)).__name__
+    problems = [] if kind == there.kind else [f"the optimizer was {there.kind} and is {kind}"]
+    members = [group["params"] for group in there.groups]
+    problems += _group_problems(members, members_by_name(optimizer, names), members if model is None else model.groups)
+    computes_in_main = isinstance(optimizer, DistributedOptimizer)
+    for param, own in names.identities.items():
+        name, dtype = own.global_name, main_dtype(param.dtype) if computes_in_main else param.dtype
+        for entry in there.state.get(name, ()):
+            if entry.kind == "elements":
+                wanted = there.dtype_of(name, entry, dtype)
+                found = find_difference(stored.tensors, state_name(name, entry.key), own.global_shape, wanted, cast=cast)
+                problems += [found] if found else []
+            elif entry.kind in ("other", "plain") and computes_in_main:
+                problems.append(
+                    f"{entry.key!r} of {name!r} is neither one value per element nor a number, which a DistributedOptimizer "
+                    "cannot hold"
+                )
+    return problems
+
+
+def _group_problems(
+    there: Sequence[Sequence[str]], here: Sequence[Sequence[str]], everywhere: Sequence[Collection[str]]
+) -> list[str]:
+    problems = []
+    if len(there) != len(here):
+        problems.append(f"the checkpoint has {len(there)} parameter groups, the optimizer has {len(here)}")
+    for index, (names, own, of_all) in enumerate(zip_longest(there, here, everywhere, fillvalue=())):
+        if missing := sorted(set(own) - set(names)):
+            problems.append(f"group {index} of the optimizer has {name_list(missing)}, that of the checkpoint has not")
+        if unknown := sorted(set(names) - set(of_all)):
+            problems.append(f"group {index} of the checkpoint has {name_list(unknown)}, that of the optimizer has not")
+    return problems
+
+
+# Weights and module buffers
 
 
 def _source_of_buffer(stored: Stored, names: GlobalNames, name: str) -> str:
-    """Return the stored tensor that a module buffer comes from: this rank's own, where as many ranks have written it."""
+    """Return the stored tensor for a module buffer: this rank's own, if the same number of ranks wrote the checkpoint."""
     local = f"{LOCAL_PREFIX}{names.ranks.rank}.{name}"
     is_own = local in stored.tensors and stored.world_size == names.ranks.size
     return local if is_own else f"{MODEL_PREFIX}{name}"
 
 
-def stage_model(staging: Staging, ddp: DistributedDataParallel, names: GlobalNames) -> None:
-    """Want all weights and module buffers."""
-    is_sharded, sharded = ddp.ddp_config.use_distributed_optimizer, set(ddp.param_names)
-    for buffer in ddp.param_and_grad_buffers if is_sharded else ():
+def _stage_model(staging: Staging, ddp: DistributedDataParallel, names: GlobalNames) -> None:
+    """Request all weights and module buffers."""
+    sharded = set(ddp.param_names) if ddp.ddp_config.use_distributed_optimizer else set()
+    for buffer in ddp.param_and_grad_buffers if sharded else ():
         _stage_param_shards(staging, ddp, names, buffer)
     for param, own in names.identities.items():
-        if not param.is_meta and not (is_sharded and param in sharded):
+        if not param.is_meta and param not in sharded:
             source = source_of(staging.stored.tensors, own.global_name, param.dtype)
             staging.copies.append((param.detach(), staging.want_like(source, param, identity=own)))
     for name, running in names.buffers.items():
         source = _source_of_buffer(staging.stored, names, name)
         staging.copies.append((running.detach(), staging.want_like(source, running)))
-    if is_sharded:
+    if sharded:
         staging.finish.append(lambda: _gather(ddp))
 
 
@@ -314,248 +344,150 @@ def _gather(ddp: DistributedDataParallel) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredOptimizer:
-    """What a checkpoint says of an optimizer."""
+    """The values of a checkpoint that describe its optimizer."""
 
+    stored: Stored
     kind: str
-    groups: list[list[str]]
-    """Names of the parameters of each group."""
-    group_of: dict[str, int]
-    """The group of each parameter."""
-    hyperparameters: list[dict[str, Json]]
+    groups: list[dict[str, Any]]
+    """The names of the parameters and the hyperparameters of each group."""
     state: dict[str, Description]
-    """What is kept for each parameter that has state."""
+    """The entries of each parameter that has state."""
     computed_in: dict[str, str]
-    """What dtype it was computed in, where it was another than the parameter's."""
+    """The dtype that a parameter is stepped in, if it is not the parameter's."""
 
     @classmethod
-    def read(cls, values: Any) -> StoredOptimizer:
-        """Return it, from the values of a checkpoint."""
-        groups = [list(group["params"]) for group in values["groups"]]
-        return cls(
-            values["class"],
-            groups,
-            {name: index for index, group in enumerate(groups) for name in group},
-            [dict(group["hyperparameters"]) for group in values["groups"]],
-            {name: tuple(map(entry_from_json, one["entries"])) for one in values["state"] for name in one["params"]},
-            {name: dtype for dtype, names in values["computed_in"].items() for name in names},
-        )
+    def of(cls, stored: Stored) -> StoredOptimizer | None:
+        """Return it, if the checkpoint has one."""
+        values: Any = stored.values["optimizer"]
+        if not values:
+            return None
+        state = {name: tuple(map(entry_from_json, one["entries"])) for one in values["state"] for name in one["params"]}
+        computed_in = {name: dtype for dtype, names in values["computed_in"].items() for name in names}
+        return cls(stored, values["class"], values["groups"], state, computed_in)
 
-    def problems(self, stored: Stored) -> list[str]:
-        """Return the values per element that no parameter would get.
-
-        Raises:
-            ValueError: a number of the state is none; or another of ``UNREADABLE``.
-        """
-        known, below = set(), []
-        for name, description in self.state.items():
-            for entry in description:
-                known.add(state_name(name, entry.key))
-                if entry.kind == "plain":
-                    decode(json.loads(entry.number[1]), _find_in(stored))
-                    below.append(f"{state_name(name, entry.key)}.")
-                elif entry.kind not in ("elements", "other"):
-                    number_in(entry, torch.device("cpu"))
-        return [
-            f"{name!r} is in the checkpoint, and its optimizer knows nothing of it"
-            for name in stored.tensors
-            if name.startswith(STATE_PREFIX) and name not in known and not name.startswith(tuple(below))
-        ]
-
-    def dtype_of(self, name: str, entry: StateEntry, stored: Stored, dtype: torch.dtype) -> torch.dtype:
+    def dtype_of(self, name: str, entry: StateEntry, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of values per element here, where the optimizer computes in ``dtype``.
 
-        What had the dtype it was computed in there has so here; what an optimizer has chosen for itself stays.
+        Values in the dtype that the optimizer computed in follow that dtype; others keep the dtype that it chose for them.
         """
-        weight = stored.tensors.get(f"model.{name}")
+        weight = self.stored.tensors.get(f"{MODEL_PREFIX}{name}")
         computed_in = self.computed_in.get(name) or (weight.dtype if weight is not None else entry.dtype)
         return dtype if entry.dtype == computed_in else dtype_named(entry.dtype)
 
 
-def check_optimizer(
-    stored: Stored,
-    optimizer: torch.optim.Optimizer,
-    members: Sequence[Sequence[str]],
-    names: GlobalNames,
-    model: WholeModel | None,
-    *,
-    cast: bool,
-) -> list[str]:
-    """Return everything in which the stored optimizer and this one differ.
+@dataclass(frozen=True, slots=True, eq=False)
+class _OptimizerStaging:
+    """Requests the state of an optimizer.
 
     Args:
-        members: the parameters in each group of this one, by name.
-        model: what all ranks hold; None where nobody has asked them.
-
-    Raises:
-        ValueError: what the checkpoint says of it cannot be read; or another of ``UNREADABLE``.
+        there: the optimizer of the checkpoint.
+        groups: the hyperparameters of each group, as they will be.
     """
-    if not stored.values.get("optimizer"):
-        return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
-    there = StoredOptimizer.read(stored.values["optimizer"])
-    hyperparameters = [
-        {key: decode(value, _find_in(stored)) for key, value in group.items()} for group in there.hyperparameters
-    ]
-    kind = type(inner_of(optimizer)).__name__
-    problems = there.problems(stored)
-    problems += [] if kind == there.kind else [f"the optimizer was {there.kind} and is {kind}"]
-    problems += [
-        f"{key!r} of group {index} is {value!r:.100} in the checkpoint and {own[key]!r:.100} here"
-        for index, (of_group, own) in enumerate(zip(hyperparameters, optimizer.param_groups, strict=False))
-        for key, value in of_group.items()
-        if not _is_alike(value, own.get(key))
-    ]
-    problems += _group_problems(there.groups, members, there.groups if model is None else model.groups)
-    computes_in_main = isinstance(optimizer, DistributedOptimizer)
-    for param, own in names.identities.items():
-        name, dtype = own.global_name, main_dtype(param.dtype) if computes_in_main else param.dtype
-        for entry in there.state.get(name, ()):
+
+    staging: Staging
+    names: GlobalNames
+    there: StoredOptimizer
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, staging: Staging, optimizer: torch.optim.Optimizer, names: GlobalNames) -> _OptimizerStaging:
+        """Return it, with the hyperparameters of the checkpoint."""
+        there = StoredOptimizer.of(staging.stored)
+        assert there is not None  # noqa: S101 - else the checkpoint was refused
+        groups = []
+        for own, of_group in zip(optimizer.param_groups, there.groups, strict=True):
+            hyperparameters = {key: decode(value, staging.want_stored) for key, value in of_group["hyperparameters"].items()}
+            # One that the checkpoint lacks, an option of a later torch, say, stays.
+            groups.append({key: value for key, value in {**own, **hyperparameters}.items() if key != "params"})
+        return cls(staging, names, there, groups)
+
+    def into_plain(self, optimizer: torch.optim.Optimizer) -> None:
+        """Request all state of an optimizer over whole parameters."""
+        members = zip([group["params"] for group in optimizer.param_groups], self.groups, strict=True)
+        state: dict[torch.Tensor, dict[str, Any]] = {
+            param: self._whole(param, param.dtype, group)
+            for params, group in members
+            for param in params
+            if self.names.params[param] in self.there.state
+        }
+
+        def finish() -> None:
+            for param in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
+                del optimizer.state[param]
+            optimizer.state.update(state)
+            set_groups(optimizer, self.groups)
+
+        self.staging.finish.append(finish)
+
+    def into_shards(self, optimizer: DistributedOptimizer) -> None:
+        """Request the state of this rank's shards, and of parameters without a shard."""
+        sharding, there, params = optimizer.sharding, self.there, self.names.params
+        signature_of = {
+            name: (there.state.get(params[param]), there.computed_in.get(params[param]))
+            for param, name in optimizer.ddp.param_names.items()
+        }
+        state = {shard: self._shard(shard) for shard in sharding.plan_load(signature_of)}
+        self.staging.finish.append(partial(sharding.take_loaded, state, self.groups, self._others(optimizer)))
+
+    def _shard(self, shard: MainShard) -> dict[str, Any]:
+        """Request one shard's main values and state; return the state."""
+        staging, group = self.staging, self.groups[shard.segment.group]
+        first = self.names.of(shard.segment.params[0]).global_name
+        state: dict[str, Any] = {}
+        flats: dict[str, torch.Tensor] = {}
+        for entry in self.there.state.get(first, ()):
             if entry.kind == "elements":
-                wanted = there.dtype_of(name, entry, stored, dtype)
-                found = find_difference(stored.tensors, state_name(name, entry.key), own.global_shape, wanted, cast=cast)
-                problems += [found] if found else []
-            elif entry.kind in ("other", "plain") and computes_in_main:
-                problems.append(
-                    f"{entry.key!r} of {name!r} is neither one value per element nor a number, which a DistributedOptimizer "
-                    "cannot hold"
-                )
-    return problems
+                dtype = self.there.dtype_of(first, entry, shard.main.dtype)
+                state[entry.key] = flats[entry.key] = torch.zeros_like(shard.main, dtype=dtype, requires_grad=False)
+            else:
+                state[entry.key] = _number(entry, shard.main.device, group)
+        for piece in shard.pieces():  # the gaps between them stay zero
+            like, own, in_segment = shard.buffer.slots[piece.param].view, self.names.of(piece.param), slice(*piece.in_segment)
+            for key, flat in flats.items():
+                staging.want(state_name(own.global_name, key), like, piece.in_param.start, flat[in_segment], own)
+            if shard.has_own_values:
+                source = source_of(staging.stored.tensors, own.global_name, shard.main.dtype)
+                staging.want(source, like, piece.in_param.start, shard.main.detach()[in_segment], own)
+        return state
 
+    def _others(self, optimizer: DistributedOptimizer) -> WholeState:
+        """Request the state of parameters without a shard: frozen ones, which may be unfrozen later."""
+        there, tensors = self.there, self.staging.stored.tensors
+        values: dict[torch.Tensor, dict[str, Any]] = {}
+        mains: dict[torch.Tensor, torch.Tensor] = {}
+        dtypes: dict[torch.Tensor, torch.dtype] = {}
+        members = zip(optimizer.sharding.members.by_group(), self.groups, strict=True)
+        for param, group in ((param, group) for params, group in members for param in params):
+            if param in optimizer.ddp.param_names:
+                continue
+            name, dtype = self.names.params[param], main_dtype(param.dtype)
+            dtypes[param] = dtype_named(there.computed_in.get(name, dtype_name(param.dtype)))
+            if name in there.state:
+                dtypes[param] = dtype
+                values[param] = self._whole(param, dtype, group)
+            if f"{MAIN_PREFIX}{name}" in tensors and dtype != param.dtype:
+                mains[param] = self.staging.want_like(f"{MAIN_PREFIX}{name}", param, dtype, self.names.identities[param])
+        return WholeState(values, mains, dtypes)
 
-def _is_alike(there: Any, here: Any) -> bool:
-    """Whether a hyperparameter can take the place of another: a number that of a number, in a tensor or not; a switch any."""
-    if isinstance(here, tuple | list):
-        return isinstance(there, tuple | list) and len(there) == len(here) and all(map(_is_alike, there, here))
-    return not _is_number(here) or _is_number(there)
-
-
-def _is_number(value: Any) -> bool:
-    return (
-        value.numel() == 1
-        if isinstance(value, torch.Tensor)
-        else isinstance(value, int | float) and not isinstance(value, bool)
-    )
-
-
-def _group_problems(
-    there: Sequence[Sequence[str]], here: Sequence[Sequence[str]], everywhere: Sequence[Collection[str]]
-) -> list[str]:
-    problems = []
-    if len(there) != len(here):
-        problems.append(f"the checkpoint has {len(there)} parameter groups, the optimizer has {len(here)}")
-    for index, (names, own, of_all) in enumerate(zip_longest(there, here, everywhere, fillvalue=())):
-        missing, unknown = sorted(set(own) - set(names)), sorted(set(names) - set(of_all))
-        problems += [f"group {index} of the optimizer has {name_list(missing)}, that of the checkpoint has not"] * bool(missing)
-        problems += [f"group {index} of the checkpoint has {name_list(unknown)}, that of the optimizer has not"] * bool(unknown)
-    return problems
-
-
-def stage_optimizer(staging: Staging, optimizer: torch.optim.Optimizer, names: GlobalNames) -> None:
-    """Want all of an optimizer's state."""
-    there = StoredOptimizer.read(staging.stored.values["optimizer"])
-    # What the checkpoint does not know of, an option of a later torch, say, stays as it is.
-    groups = [
-        {**_without_params(own), **{key: decode(value, staging.want_stored) for key, value in of_group.items()}}
-        for own, of_group in zip(optimizer.param_groups, there.hyperparameters, strict=True)
-    ]
-    if isinstance(optimizer, DistributedOptimizer):
-        _stage_shards(staging, optimizer, names, there, groups)
-        return
-    state: dict[torch.Tensor, dict[str, Any]] = {}
-    for param, own in names.identities.items():
-        if own.global_name in there.state:
-            state[param] = _stage_whole(staging, there, own, param, param.dtype)
-
-    def finish() -> None:
-        for param in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
-            del optimizer.state[param]
-        optimizer.state.update(state)
-        set_groups(optimizer, groups)
-
-    staging.finish.append(finish)
-
-
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _stage_shards(
-    staging: Staging,
-    optimizer: DistributedOptimizer,
-    names: GlobalNames,
-    there: StoredOptimizer,
-    groups: Sequence[dict[str, Any]],
-) -> None:
-    sharding = optimizer.sharding
-    signature_of = {
-        name: (there.state.get(names.params[param]), there.computed_in.get(names.params[param]))
-        for param, name in optimizer.ddp.param_names.items()
-    }
-    shards = sharding.plan_load(signature_of)
-    state = {shard: _stage_shard(staging, names, there, shard, groups[shard.segment.group]) for shard in shards}
-    others = _stage_others(staging, optimizer, names, there)
-    staging.finish.append(partial(sharding.take_loaded, state, groups, others))
-
-
-def _stage_shard(
-    staging: Staging, names: GlobalNames, there: StoredOptimizer, shard: MainShard, group: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Want one shard's main values and state; return the state."""
-    first = names.of(shard.segment.params[0]).global_name
-    state: dict[str, Any] = {}
-    for entry in there.state.get(first, ()):
-        if entry.kind == "elements":
-            dtype = there.dtype_of(first, entry, staging.stored, shard.main.dtype)
-            state[entry.key] = torch.zeros_like(shard.main, dtype=dtype, requires_grad=False)  # gaps stay zero
-        else:
-            state[entry.key] = _number(entry, shard.main.device, group)
-    for piece in shard.pieces():
-        like, own = shard.buffer.slots[piece.param].view, names.of(piece.param)
-        keys = [entry.key for entry in there.state.get(own.global_name, ()) if entry.kind == "elements"]
-        flats = {state_name(own.global_name, key): state[key] for key in keys}
-        if shard.has_own_values:
-            flats[source_of(staging.stored.tensors, own.global_name, shard.main.dtype)] = shard.main.detach()
-        for source, values in flats.items():
-            staging.want(source, like, piece.in_param.start, values[piece.in_segment.start : piece.in_segment.stop], own)
-    return state
-
-
-def _stage_others(staging: Staging, optimizer: DistributedOptimizer, names: GlobalNames, there: StoredOptimizer) -> WholeState:
-    """Want the state of parameters without a shard: frozen ones, which may be unfrozen later."""
-    in_groups = {param for group in optimizer.sharding.members.by_group() for param in group}
-    values: dict[torch.Tensor, dict[str, Any]] = {}
-    mains: dict[torch.Tensor, torch.Tensor] = {}
-    dtypes: dict[torch.Tensor, torch.dtype] = {}
-    for param, own in names.identities.items():
-        if param in optimizer.ddp.param_names or param not in in_groups:
-            continue
-        name = own.global_name
-        dtypes[param] = dtype_named(there.computed_in.get(name, dtype_name(param.dtype)))
-        if name in there.state:
-            dtypes[param] = main_dtype(param.dtype)
-            values[param] = _stage_whole(staging, there, own, param, dtypes[param])
-        if f"{MAIN_PREFIX}{name}" in staging.stored.tensors and main_dtype(param.dtype) != param.dtype:
-            mains[param] = staging.want_like(f"{MAIN_PREFIX}{name}", param, main_dtype(param.dtype), own)
-    return WholeState(values, mains, dtypes)
-
-
-def _stage_whole(
-    staging: Staging, there: StoredOptimizer, own: ParamIdentity, param: torch.Tensor, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Want the state of one whole parameter and return it."""
-    name = own.global_name
-    hyperparameters = there.hyperparameters[there.group_of[name]]
-    state: dict[str, Any] = {}
-    for entry in there.state[name]:
-        if entry.kind == "elements":
-            wanted = there.dtype_of(name, entry, staging.stored, dtype)
-            state[entry.key] = staging.want_like(state_name(name, entry.key), param, wanted, own)
-        elif entry.kind == "other":
-            state[entry.key] = staging.want_stored(state_name(name, entry.key)).to(param.device)
-        elif entry.kind == "plain":
-            state[entry.key] = decode(json.loads(entry.number[1]), staging.want_stored)
-        else:
-            state[entry.key] = _number(entry, param.device, hyperparameters)
-    return state
+    def _whole(self, param: torch.Tensor, dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Request the state of one whole parameter and return it."""
+        staging, own = self.staging, self.names.identities[param]
+        state: dict[str, Any] = {}
+        for entry in self.there.state[own.global_name]:
+            name = state_name(own.global_name, entry.key)
+            value: Any
+            if entry.kind == "elements":
+                value = staging.want_like(name, param, self.there.dtype_of(own.global_name, entry, dtype), own)
+            elif entry.kind == "other":
+                stored = staging.want_stored(name)
+                value = torch.empty_like(stored, device=param.device)
+                staging.copies.append((value, stored))
+            elif entry.kind == "plain":
+                value = decode(json.loads(entry.number[1]), staging.want_stored)
+            else:
+                value = _number(entry, param.device, group)
+            state[entry.key] = value
+        return state
 
 
 def _number(entry: StateEntry, device: torch.device, group: Mapping[str, Any]) -> Any:

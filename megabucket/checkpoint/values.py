@@ -28,10 +28,6 @@ RNG_PREFIX: Final = "rng."
 """Before a rank and a generator. Each rank has its own, so they are read back only by as many ranks as have written them."""
 
 _PLAIN_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
-_MAX_SAFE_INT: Final = 1 << 53
-
-UNREADABLE: Final = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
-"""What ``decode``, and others that read a checkpoint's values, may raise where those make no sense."""
 
 Keep = Callable[[str, torch.Tensor], None]
 """Receives a tensor and its name."""
@@ -54,10 +50,8 @@ def encode(value: Any, name: str, keep: Keep) -> Json:
     {'a': {'!tuple': [1, {'!float': 'inf'}]}}
     """
     encoded: Json
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool | str) or type(value) is int:
         encoded = value
-    elif type(value) is int:
-        encoded = value if abs(value) <= _MAX_SAFE_INT else {"!int": str(value)}
     elif isinstance(value, float):
         encoded = float(value) if math.isfinite(value) else {"!float": str(float(value))}
     elif isinstance(value, bytes):
@@ -105,7 +99,7 @@ def decode(value: Json, find: Find = _no_tensor) -> Any:
         find: gives the tensors that ``encode`` gave away, by name.
 
     Raises:
-        ValueError: the JSON is not of ``encode``, or another of ``UNREADABLE``; LookupError also for a tensor that is missing.
+        LookupError: a tensor is missing, or the JSON is not of ``encode``; then also TypeError, ValueError or RuntimeError.
     """
     if isinstance(value, str) or not isinstance(value, Mapping | list):
         return value
@@ -119,7 +113,7 @@ def decode(value: Json, find: Find = _no_tensor) -> Any:
 
 def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
     readers: dict[str, Callable[[Any], Any]] = {
-        "!int": int,
+        "!int": int,  # large ones, by earlier versions
         "!float": float,
         "!bytes": bytes.fromhex,
         "!tuple": lambda items: tuple(decode(item, find) for item in items),
@@ -132,12 +126,16 @@ def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
 
 
 def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the state of each generator as bytes, by what it is of.
+    """Return the state of each generator as bytes, by name.
 
     Args:
-        device: where the parameters are.
+        device: of the parameters.
     """
-    found = {"torch": torch.get_rng_state(), "python": _text(random.getstate()), "numpy": _text(_numpy_state())}
+    # Of numpy the generator behind np.random.rand and its like; a program saves generators of its own itself.
+    states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=True)}
+    texts = {name: json.dumps(state, default=np.ndarray.tolist) for name, state in states.items()}
+    found = {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
+    found["torch"] = torch.get_rng_state()
     if Accelerator.of(device) is not None:
         found[device.type] = torch.get_device_module(device).get_rng_state(device)
     return found
@@ -145,37 +143,13 @@ def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
 
 def restore_rng(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Set the generators to states that ``capture_rng`` has returned."""
-    setters: dict[str, Callable[[torch.Tensor], None]] = {
-        "torch": torch.set_rng_state,
-        "python": lambda state: random.setstate(_tuples(_value(state))),
-        "numpy": lambda state: _set_numpy_state(_value(state)),
-    }
-    if Accelerator.of(device) is not None:
-        setters[device.type] = lambda state: torch.get_device_module(device).set_rng_state(state, device)
-    for what, state in states.items():
-        if what in setters:
-            setters[what](state)
-
-
-def _numpy_state() -> list[Any]:
-    # The generator behind np.random.rand and its like; generators that a program makes itself are its own business.
-    state: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, cached = state
-    return [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)]
-
-
-def _set_numpy_state(state: list[Any]) -> None:
-    name, keys, position, has_gauss, cached = state
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-
-
-def _text(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _value(state: torch.Tensor) -> Any:
-    return json.loads(bytes(state.tolist()))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+    for name, state in states.items():
+        if name == "torch":
+            torch.set_rng_state(state)
+        elif name == "python":
+            version, numbers, next_gauss = json.loads(bytes(state.tolist()))
+            random.setstate((version, tuple(numbers), next_gauss))
+        elif name == "numpy":
+            np.random.set_state(tuple(json.loads(bytes(state.tolist()))))
+        elif name == device.type:
+            torch.get_device_module(device).set_rng_state(state, device)

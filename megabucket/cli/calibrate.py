@@ -37,6 +37,7 @@ def calibrate(
     """Measure collectives over sizes; start the ranks with torchrun -m megabucket calibrate ..."""
     from megabucket.measure.calibrate import CalibrationPlan, measure_link
     from megabucket.measure.ranks import check_writable, joined_ranks
+    from megabucket.planning.links import write_link
     from megabucket.planning.run_config import load_config
 
     fabric = load_config(config, overrides or []).fabric
@@ -46,23 +47,25 @@ def calibrate(
         calibration = measure_link(plan, ranks, fabric=fabric)
     if ranks.rank:
         return
-    calibration.write(out)
-    print_answer(calibration.to_dict(has_repetitions=True), _lines(calibration, out), as_json=json)
+    write_link(out, calibration.link)
+    print_answer(calibration.to_dict(), _lines(calibration, out), as_json=json)
 
 
 def _lines(calibration: Calibration, out: Path) -> Iterator[str]:
-    facts = calibration.facts
+    from megabucket.measure.calibrate import residuals
+
+    facts = calibration.link.facts
     yield f"wrote {out}; use it with: link: {{path: {out}}}"
-    yield f"{facts['backend']} on {facts['device']}, {calibration.num_ranks} ranks, {facts['repetitions']} repetitions"
+    yield f"{facts['backend']} on {facts['device']}, {calibration.link.num_ranks} ranks, {facts['repetitions']} repetitions"
     rows = [("operation", "bytes", "median", "quartiles", "line")]
-    for (kind, dtype), table in calibration.tables.items():
-        fit, name = table.fit, f"{kind.value} {dtype}"
-        bandwidth = f"{1e-9 / fit.seconds_per_byte:.3g} GB/s" if fit.seconds_per_byte else "any bandwidth"
-        yield f"{name}: {format_seconds(fit.latency_s)} + bytes / ({bandwidth}), median {fit.residual:.1%} off"
-        for timing, residual in zip(table.timings, table.residuals, strict=True):
-            median_s = timing.median_s
-            quartiles = " ".join(f"{quartile / median_s - 1:+.0%}" for quartile in timing.quartiles_s)
-            rows.append((name, format_bytes(timing.cell.num_bytes), format_seconds(median_s), quartiles, f"{residual:+.0%}"))
-    yield from calibration.remarks
+    for table in calibration.link.tables:
+        name = f"{table.operation} {table.dtype}"
+        if (fit := table.fit) is not None:
+            bandwidth = f"{1e-9 / fit.seconds_per_byte:.3g} GB/s" if fit.seconds_per_byte else "any bandwidth"
+            yield f"{name}: {format_seconds(fit.latency_s)} + bytes / ({bandwidth}), median {fit.residual:.1%} off"
+        for (size, median_s), spread_s, residual in zip(table.points, table.spread_s, residuals(table), strict=True):
+            quartiles = " ".join(f"{quartile / median_s - 1:+.0%}" for quartile in spread_s)
+            rows.append((name, format_bytes(size), format_seconds(median_s), quartiles, f"{residual:+.0%}"))
+    yield from (str(text) for name, text in facts.items() if name.startswith("remark "))
     yield ""
     yield from text_table(rows)

@@ -35,30 +35,30 @@ class _Dtype(enum.Enum):
 
 _Path = Annotated[Path, typer.Argument(help="a run's directory of checkpoints, or one checkpoint in it")]
 _Step = Annotated[int | None, typer.Option(min=0, help="this step; otherwise the one that 'latest' names")]
-_Key = Annotated[Path | None, typer.Option("--key-file", help="demand a signature made with the key in this file")]
 _Json = Annotated[bool, typer.Option("--json", help="print the answer as JSON on stdout")]
 
 
 @app.command()
 @reports_errors
-def inspect(path: _Path, step: _Step = None, key_file: _Key = None, json: _Json = False) -> None:
+def inspect(path: _Path, step: _Step = None, json: _Json = False) -> None:
     """Print what a checkpoint holds, from its manifest alone; data files are not read."""
+    from megabucket.checkpoint.format import manifest_fields
     from megabucket.cli.output import print_json, print_lines
 
-    stored = _open(path, step, key_file)
+    stored = _open(path, step)
     if json:
-        print_json(_described(stored))
-        return
-    print_lines(_lines(stored))
+        print_json({"path": str(stored.path), "seal": stored.seal, **manifest_fields(stored.manifest)})
+    else:
+        print_lines(_lines(stored))
 
 
 @app.command()
 @reports_errors
-def verify(path: _Path, step: _Step = None, key_file: _Key = None, json: _Json = False) -> None:
+def verify(path: _Path, step: _Step = None, json: _Json = False) -> None:
     """Read every file of a checkpoint and compare it with its SHA-256; name each that is not what was written."""
     from megabucket.cli.output import notice_when_slow, print_json, print_lines
 
-    stored = _open(path, step, key_file)
+    stored = _open(path, step)
     total_bytes = sum(file.num_bytes for file in stored.files)
     with notice_when_slow(f"reading {len(stored.files)} files, {_size(total_bytes)}"):
         problems = stored.problems()
@@ -87,7 +87,7 @@ def diff(
     from megabucket.cli.output import notice_when_slow, print_json, print_lines
 
     with notice_when_slow("comparing the checkpoints"):
-        found = compare(_open(first, step, None), _open(second, step if other_step is None else other_step, None))
+        found = compare(_open(first, step), _open(second, step if other_step is None else other_step))
     if json:
         from dataclasses import asdict
 
@@ -106,21 +106,18 @@ def reshard(
     ranks: Annotated[int, typer.Option(min=1, max=100_000, help="write it as this many ranks would")],
     step: _Step = None,
     max_file_mib: Annotated[int, typer.Option(min=1, max=4096, help="size of a file at most")] = 64,
-    key_file: _Key = None,
     overwrite: Annotated[bool, typer.Option(help="the step may be there already")] = False,
     json: _Json = False,
 ) -> None:
     """Write a checkpoint again for another number of ranks. Any number can load any; this saves reading."""
-    from megabucket.checkpoint.catalog import read_key
     from megabucket.checkpoint.reshard import reshard as run
     from megabucket.checkpoint.save import SaveSettings
     from megabucket.cli.output import notice_when_slow
     from megabucket.units import MIB
 
-    key = None if key_file is None else read_key(key_file)
-    settings = SaveSettings(keep_last=None, max_file_bytes=max_file_mib * MIB, key=key, overwrite=overwrite)
+    settings = SaveSettings(keep_last=None, max_file_bytes=max_file_mib * MIB, overwrite=overwrite)
     with notice_when_slow(f"writing the checkpoint for {ranks} ranks"):
-        written = run(_open(path, step, key_file), out, num_writers=ranks, settings=settings)
+        written = run(_open(path, step), out, num_writers=ranks, settings=settings)
     _print_written([written], json=json)
 
 
@@ -132,7 +129,6 @@ def convert(
     to: Annotated[_Format, typer.Option(help="weights as safetensors files that transformers loads, or from such files")],
     step: Annotated[int | None, typer.Option(min=0, help="the step to read; with --to megabucket the one to write (0)")] = None,
     dtype: Annotated[_Dtype | None, typer.Option(help="convert floating-point weights; only with --to safetensors")] = None,
-    key_file: _Key = None,
     json: _Json = False,
 ) -> None:
     """Convert the weights of a checkpoint to safetensors files as Hugging Face has them, or the other way round."""
@@ -146,16 +142,15 @@ def convert(
 
         wanted = None if dtype is None else getattr(torch, dtype.value)
         with notice_when_slow("writing the weights"):
-            written = export_weights(_open(source, step, key_file), out, dtype=wanted)
+            written = export_weights(_open(source, step), out, dtype=wanted)
         _print_written(written, json=json)
         return
     if dtype is not None:
         raise ConfigError("--dtype is for --to safetensors; a checkpoint keeps its dtypes, and loads with cast=True")
-    from megabucket.checkpoint.catalog import read_key
     from megabucket.checkpoint.convert.huggingface import import_weights
     from megabucket.checkpoint.save import SaveSettings
 
-    settings = SaveSettings(keep_last=None, key=None if key_file is None else read_key(key_file))
+    settings = SaveSettings(keep_last=None)
     with notice_when_slow("writing the checkpoint"):
         checkpoint = import_weights(source, out, step=step or 0, settings=settings)
     _print_written([checkpoint], json=json)
@@ -170,7 +165,6 @@ def can_load(
     config: ConfigFile = None,
     step: _Step = None,
     cast: Annotated[bool, typer.Option(help="floating-point tensors may be converted")] = False,
-    key_file: _Key = None,
     json: _Json = False,
 ) -> None:
     """Name everything that keeps a training program from loading a checkpoint; nothing is read or changed."""
@@ -179,7 +173,7 @@ def can_load(
     from megabucket.measure.program import load_problems
 
     function, run = open_workload(workload, config, overrides)
-    stored = _open(path, step, key_file)
+    stored = _open(path, step)
     with notice_when_slow("comparing the program with the checkpoint"):
         problems = load_problems(function, run, stored, cast=cast)
     if json:
@@ -192,11 +186,10 @@ def can_load(
         raise typer.Exit(ExitCode.CHECKPOINT)
 
 
-def _open(path: Path, step: int | None, key_file: Path | None) -> StoredCheckpoint:
-    from megabucket.checkpoint.catalog import read_key
+def _open(path: Path, step: int | None) -> StoredCheckpoint:
     from megabucket.checkpoint.stored import open_at
 
-    return open_at(path, step=step, key=None if key_file is None else read_key(key_file))
+    return open_at(path, step)
 
 
 def _print_written(paths: Sequence[Path], *, json: bool) -> None:
@@ -208,35 +201,6 @@ def _print_written(paths: Sequence[Path], *, json: bool) -> None:
         typer.echo("\n".join(map(str, paths)))
 
 
-def _described(stored: StoredCheckpoint) -> dict[str, object]:
-    return {
-        "path": str(stored.path),
-        "step": stored.step,
-        "world_size": stored.world_size,
-        "seal": stored.seal,
-        "signed": stored.signed,
-        "files": [{"name": file.name, "bytes": file.num_bytes, "sha256": file.sha256} for file in stored.files],
-        "tensors": {
-            name: {
-                "dtype": info.dtype,
-                "shape": list(info.shape),
-                "group": info.group,
-                "blocks": [
-                    {
-                        "offset": block.info.offset,
-                        "shape": block.info.shape,
-                        "order": block.info.order,
-                        "pieces": len(block.ranges),
-                    }
-                    for block in stored.blocks[name]
-                ],
-            }
-            for name, info in stored.tensors.items()
-        },
-        "values": stored.values,
-    }
-
-
 def _lines(stored: StoredCheckpoint) -> Iterator[str]:
     from megabucket.checkpoint.format import ITEM_BYTES
     from megabucket.cli.output import text_table
@@ -244,18 +208,17 @@ def _lines(stored: StoredCheckpoint) -> Iterator[str]:
     from megabucket.units import format_count
 
     total_bytes = sum(file.num_bytes for file in stored.files)
-    signature = "signed" if stored.signed else "not signed"
-    yield f"{stored.path}: step {stored.step}, written by {stored.world_size} ranks, sealed, {signature}"
+    yield f"{stored.path}: step {stored.step}, written by {stored.world_size} ranks"
     yield f"{len(stored.files)} files, {_size(total_bytes)}; {len(stored.tensors)} tensors"
     yield ""
     # Of a model that is parallel in other ways than by data, also its groups, and how many blocks tensors were cut into.
-    is_parallel = any(len(blocks) > 1 or blocks[0].info.group != "dense" for blocks in stored.blocks.values())
+    is_parallel = any(len(tensor.blocks) > 1 or tensor.group != "dense" for tensor in stored.manifest.tensors.values())
     rows = [["tensor", "dtype", "shape", "elements", "bytes", "pieces", *(["blocks", "group"] if is_parallel else [])]]
     for name, info in stored.tensors.items():
         size = _size(info.numel * ITEM_BYTES[info.dtype])
         shape = "x".join(map(str, info.shape)) or "scalar"
-        blocks = stored.blocks[name]
-        pieces = str(sum(len(block.ranges) for block in blocks))
+        blocks = stored.manifest.tensors[name].blocks
+        pieces = str(sum(len(block.pieces) for block in blocks))
         more = [str(len(blocks)), printable(info.group, 20)] if is_parallel else []
         rows.append([printable(name, 60), info.dtype, shape, format_count(info.numel), size, pieces, *more])
     yield from text_table(rows, num_left=3)

@@ -1,4 +1,4 @@
-"""Communication: the port, and what stands behind it."""
+"""Communication: the port and its implementations."""
 
 from megabucket.comm.communicator import (
     AllGather,

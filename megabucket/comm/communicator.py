@@ -1,10 +1,10 @@
-"""The communicator port: what the rest of the package may ask of the ranks it works with.
+"""The communicator port: all communication of the package goes through it.
 
-Calls describe collectives, a batch holds like calls that are launched together, a handle is one launch of a batch. Making a
-handle sends nothing; ``start`` sends everything or nothing, whatever interrupts it, and ``is_started`` says which of the two.
+Calls describe collectives, a batch holds calls of one kind that are launched together, a handle is one launch of a batch.
+Making a handle sends nothing; ``start`` sends everything or nothing, even if it is interrupted, and ``is_started`` tells which.
 
-A communicator has a second channel, ``control``, for what ranks say to each other about their work. It keeps its own order, so
-a message never meets a collective on data.
+A communicator has a second channel, ``control``, for messages between ranks. It has its own order of launches, so a message
+never meets a collective on data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Finding = PeerLostError | WrapperBrokenError
 
 
 class ReduceOp(enum.Enum):
-    """How elements of the ranks are combined."""
+    """The operation of a reduction."""
 
     SUM = "sum"
     AVG = "avg"
@@ -82,12 +82,12 @@ Call = AllReduce | ReduceScatter | AllGather | Broadcast
 
 
 class Batch(tuple[Call, ...]):  # noqa: SLOT001 - a tuple has no room for an attribute otherwise
-    """Calls that are launched together, again and again, one launch at a time."""
+    """Calls that are launched together, repeatedly, one launch at a time."""
 
     plan: Any = None
-    """How a back-end does them; made at the first launch."""
+    """The plan of a back-end, made at the first launch."""
     record: CollectiveRecord | None = None
-    """What the last launch was recorded as. The calls were checked then."""
+    """The record of the last launch, which has checked the calls."""
 
 
 class Handle(ABC):
@@ -105,18 +105,18 @@ class Handle(ABC):
         The caller keeps every tensor untouched until ``wait`` has returned.
 
         Raises:
-            MegabucketError: nothing can be sent any more; the text says why.
+            MegabucketError: nothing more can be sent; the text says why.
         """
 
     @abstractmethod
     def wait(self) -> None:
         """Return when the results may be used by the caller's thread (CPU) or current stream (CUDA).
 
-        Idempotent; a wait that was interrupted may be begun again.
+        Idempotent; a wait that was interrupted may be repeated.
         """
 
     def read(self, result: torch.Tensor) -> torch.Tensor:
-        """Wait, and return a result as the host may read it, where ``wait`` alone lets a stream wait.
+        """Wait, and return a result that the host may read. On a device ``wait`` only makes the stream wait.
 
         Raises:
             MegabucketError: as ``wait``.
@@ -125,7 +125,7 @@ class Handle(ABC):
         return result.cpu()
 
     def poll(self) -> bool:
-        """Do what ``wait`` would, where it would not have to wait. Return whether it was done."""
+        """Finish the launch if that needs no waiting. Return whether it is finished."""
         return False
 
 
@@ -133,7 +133,7 @@ class DoneHandle(Handle):
     """A launch with nothing to do: on one rank, or of empty tensors."""
 
     is_started = True
-    """It needs no start."""
+    """Nothing needs to be sent."""
 
     def start(self) -> None:
         """Return at once."""
@@ -148,7 +148,7 @@ class DoneHandle(Handle):
 
 @dataclass(slots=True)
 class Progress:
-    """Where this rank is in its work, and the recorders that are told. Heartbeats carry it to other ranks."""
+    """The current step, phase and bucket of this rank, for heartbeats and recorders."""
 
     step: int = 0
     phase: str = "setup"
@@ -156,23 +156,23 @@ class Progress:
     num_launched: int = 0  # batches of collectives so far, on both channels
     given_recorders: tuple[Recorder, ...] = field(default=(), compare=False, repr=False)
     members: Sequence[int] = field(default=(), compare=False, repr=False)
-    """Ranks of the whole program that agree on steps, where that are more than those of a communicator: errors count them."""
+    """Global ranks that agree on steps, if the wrapper has several communicators. Errors number ranks by their place here."""
     token: str = field(default="", compare=False, repr=False)
-    """Of the wrapper on the board, the same for all of its communicators."""
+    """Identifies the wrapper on the board; the same for all of its communicators."""
     recorders: tuple[Recorder, ...] = field(init=False, compare=False, repr=False)
-    """Those that were given, and those of the wrapper that was made last."""
+    """The given recorders, and those of the wrapper that was made last."""
     on_moment: Callable[[str, Moment], None] | None = field(default=None, compare=False, repr=False)
-    """Of that wrapper; told of the moments of each launch, where there are recorders."""
+    """Callback of that wrapper for the moments of each launch; called only if there are recorders."""
 
     def __post_init__(self) -> None:
         self.recorders = self.given_recorders
 
     def number_of(self, member: int, rank: int) -> int:
-        """Return what errors call a rank: its place among all ranks of the wrapper.
+        """Return the number of a rank in errors: its place among all ranks of the wrapper.
 
         Args:
-            member: the rank in the whole program.
-            rank: the same in its group, for wrappers of one group.
+            member: the global rank.
+            rank: its rank in the group, used by wrappers of one group.
         """
         return self.members.index(member) if member in self.members else rank
 
@@ -184,7 +184,7 @@ class Progress:
 
 
 class Communicator(ABC):
-    """Ranks that work together. Implementations make handles; this class checks and records.
+    """A group of ranks. Implementations make handles; this class checks and records.
 
     Args:
         recorder: receives launches and phases.
@@ -194,14 +194,14 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         self.members: Sequence[int] = range(size)
-        """The ranks in the whole program, in order."""
+        """The global ranks, in order."""
         self.progress = Progress(given_recorders=() if recorder is None else (recorder,))
         """Shared with ``control``."""
         self._control: Communicator | None = None
 
     @property
     def control(self) -> Communicator:
-        """The channel for what ranks say to each other; this one, where there is no other."""
+        """The channel for messages between ranks; this one, if there is no other."""
         return self if self._control is None else self._control  # no reference to itself, which would outlive the last owner
 
     @control.setter
@@ -209,19 +209,18 @@ class Communicator(ABC):
         self._control = None if control is self else control
 
     def number_of(self, rank: int) -> int:
-        """Return what errors call a rank of this group: its place among all ranks of the wrapper."""
+        """Return the number of a rank of this group in errors: its place among all ranks of the wrapper."""
         return self.progress.number_of(self.members[rank], rank)
 
     def prepare(self, calls: Sequence[Call]) -> Batch:
         """Return the calls as a batch for many launches. Calls on empty tensors are left out.
 
-        A back-end does once, at the first launch of a batch, what it does at every launch of other calls, and may keep memory
-        for it.
+        A back-end plans a batch once, at its first launch, and may keep memory for it; other calls are planned at each launch.
         """
         return Batch(call for call in calls if call.full.numel())
 
     def handle(self, calls: Sequence[Call], *, label: str) -> Handle:
-        """Return a launch of like calls that has not started.
+        """Return a launch of calls of one kind that has not started.
 
         Calls on empty tensors are dropped: all ranks hold the same layout, so all of them drop the same ones.
 
@@ -229,7 +228,7 @@ class Communicator(ABC):
             label: names the batch in traces and errors.
 
         Raises:
-            InvariantError: the calls are not alike, or a shard is not this rank's part of its buffer.
+            InvariantError: the calls are of different kinds, or a shard is not this rank's part of its buffer.
         """
         batch = calls if isinstance(calls, Batch) else self.prepare(calls)
         record = batch.record
@@ -242,7 +241,7 @@ class Communicator(ABC):
         return self._handle(batch, record, is_kept=batch is calls)
 
     def launch(self, calls: Sequence[Call], *, label: str) -> Handle:
-        """Start a launch of like calls and return its handle. See ``handle``.
+        """Start a launch of calls of one kind and return its handle. See ``handle``.
 
         Raises:
             MegabucketError: as ``handle`` and ``Handle.start``.
@@ -252,7 +251,7 @@ class Communicator(ABC):
         return handle
 
     def read(self, values: torch.Tensor, *, label: str) -> torch.Tensor:
-        """Return values as the host may read them, in place of ``float(values)`` and its like: a device may never have them.
+        """Return values that the host may read. Use it instead of ``float(values)``, which could wait forever for a device.
 
         Raises:
             MegabucketError: a rank that the device waits for was lost.
@@ -264,21 +263,21 @@ class Communicator(ABC):
         return copy.values
 
     def wait_for(self, device: torch.device, *, label: str) -> None:
-        """Wait until a device has done what its current stream has to do. Raises as ``read``."""
+        """Wait until the current stream of a device has finished. Raises as ``read``."""
         if (accelerator := Accelerator.of(device)) is not None:
             self._wait_for(Arrived(accelerator), label)
 
-    def _wait_for(self, arrived: Arrived, label: str) -> None:  # noqa: ARG002 - implementations watch their peers
+    def _wait_for(self, arrived: Arrived, label: str) -> None:  # noqa: ARG002 - implementations watch the other ranks
         arrived.wait()
 
-    def break_off(self, error: Finding) -> None:  # noqa: B027  (alone, there is nobody to tell)
-        """Launch nothing more, and let the other ranks know: their waits raise ``error`` within two seconds.
+    def break_off(self, error: Finding) -> None:  # noqa: B027  (one rank alone has no peers)
+        """Launch nothing more, and notify the other ranks: their waits raise ``error`` within two seconds.
 
-        What is under way may never end, so its buffers are kept until the program ends.
+        Unfinished collectives may never end, so their buffers are kept until the program ends.
         """
 
     def close(self) -> None:  # noqa: B027  (most implementations have nothing to end)
-        """End what runs in the background on behalf of this communicator. Idempotent; nothing may be launched afterwards."""
+        """End the threads and groups of this communicator. Idempotent; nothing may be launched afterwards."""
 
     def clock_for(self, device: torch.device) -> Clock:  # noqa: ARG002 - implementations have clocks for devices
         """Return the clock by which collectives on a device are timed."""
@@ -286,10 +285,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
-        """Return a launch of a non-empty batch of like calls on more than one rank.
+        """Return a launch of a non-empty batch of calls of one kind on more than one rank.
 
         Args:
-            record: what it is recorded as.
+            record: for traces.
             is_kept: whether the caller will launch the batch again.
         """
 
@@ -307,17 +306,17 @@ class Communicator(ABC):
 
 
 class ReplicaReducer:
-    """Reductions over replicas, each of what a reduction inside each replica has left.
+    """Reductions over replicas, each of the result of a reduction inside each replica.
 
     ::
 
         inside         |-- bucket 0 --|-- bucket 1 --|-- bucket 2 --|
         over replicas                 |-- bucket 0 --|-- bucket 1 --|-- bucket 2 --|
 
-    On each of the two communicators all ranks launch in the order of the buckets. On a host a reduction over replicas is sent
-    with the first launch after the one inside is complete, or by the first wait, so backward never stands still for it. On a
-    device, which has queues, both are sent at once, the second behind the first on a stream of its own: so all ranks send
-    everything in one order, as NCCL needs it, and the stream of backward does not wait.
+    On each of the two communicators all ranks launch in bucket order. On a host a reduction over replicas is sent by the first
+    launch or wait after the one inside is complete, so backward never waits for it. On a device both are sent at once, the
+    second behind the first on its own stream: all ranks send everything in one order, as NCCL requires, and the stream of
+    backward does not wait.
 
     Args:
         communicator: the ranks that hold the same shard, one of each replica.
@@ -328,14 +327,14 @@ class ReplicaReducer:
         self.communicator = communicator
         self._stream = None if accelerator is None else accelerator.side_stream()
         self.pending: deque[_TwoLevelHandle] = deque()
-        """Launches whose reduction over replicas was not sent, in order."""
+        """Launches whose reduction over replicas is not sent yet, in order."""
 
     def behind(self, inside: Handle, calls: Sequence[Call], *, label: str) -> Handle:
-        """Return a launch of ``inside``, and of calls over the replicas behind it."""
+        """Return a launch of ``inside`` followed by calls over the replicas."""
         return _TwoLevelHandle(self, inside, self.communicator.handle(calls, label=label))
 
     def begin(self, handle: _TwoLevelHandle) -> None:
-        """Start the launch inside, and those over the replicas that can be."""
+        """Start the launch inside, and those launches over the replicas that are ready."""
         self.pending.append(handle)
         handle.inside.start()
         if self._stream is None:
@@ -345,10 +344,10 @@ class ReplicaReducer:
                 self.advance(until=handle)
 
     def advance(self, *, until: _TwoLevelHandle | None = None) -> None:
-        """Start the reductions over replicas that can be, in order. Wait until that of ``until`` and those before it can."""
+        """Start the reductions over replicas that are ready, in order, waiting for all up to that of ``until``."""
         while self.pending:
             first = self.pending[0]
-            if first.inside.is_started:  # else an interrupt came before, and another launch has taken its place
+            if first.inside.is_started:  # otherwise it was interrupted before its start, and another launch replaces it
                 if until not in self.pending and not first.inside.poll():
                     return
                 first.inside.wait()
@@ -357,14 +356,14 @@ class ReplicaReducer:
 
 
 class _TwoLevelHandle(Handle):
-    """A launch inside a replica, and one over the replicas behind it. Whoever has started the first starts the second."""
+    """A launch inside a replica, followed by one over the replicas."""
 
     def __init__(self, reducer: ReplicaReducer, inside: Handle, over_replicas: Handle) -> None:
         self._reducer, self.inside, self.over_replicas = reducer, inside, over_replicas
 
     @property
     def is_started(self) -> bool:
-        # A replica of one rank sends nothing inside, so that alone tells nothing.
+        # A replica of one rank sends nothing inside, so ``inside.is_started`` alone is not enough.
         return self.inside.is_started and (self in self._reducer.pending or self.over_replicas.is_started)
 
     def start(self) -> None:
@@ -381,7 +380,7 @@ class _TwoLevelHandle(Handle):
 
 
 class LocalCommunicator(Communicator):
-    """The communicator of a process that trains alone: the same code path, minus the wire."""
+    """The communicator of a process that trains alone: the same code path without communication."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)

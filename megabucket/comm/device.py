@@ -1,8 +1,7 @@
-"""What the package asks of a device that works behind the host: streams, events, clocks, pinned memory, waits.
+"""Access to a device that runs asynchronously: streams, events, clocks, pinned memory, waits.
 
-Nothing else asks torch about them, so tests replace ``Accelerator.of`` and run the whole package over streams that are not
-there (tests/device_fake). Streams and events are torch's: what a stream does before an event is recorded comes before what
-another one does after it has waited for the event. The host waits only where it is told to.
+No other module asks torch about them, so tests replace ``Accelerator.of`` and run the whole package on fake streams
+(tests/device_fake). The host waits only in functions that say so.
 """
 
 from __future__ import annotations
@@ -17,51 +16,51 @@ import torch
 
 from megabucket.trace.clock import DeviceClock
 
-_LONGEST_PAUSE_S: Final = 0.001  # between two questions of the host whether the device has come to an event
+_LONGEST_PAUSE_S: Final = 0.001  # between two queries of an event
 
 
 class Accelerator:
-    """One device with queues, of whatever kind ``torch.accelerator`` knows."""
+    """One device with streams, of any kind that ``torch.accelerator`` supports."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     @staticmethod
     def of(device: torch.device) -> Accelerator | None:
-        """Return that of a device, and ``None`` for a host, whose work is done when a call returns."""
+        """Return the accelerator of a device; ``None`` for a host, which works synchronously."""
         return None if device.type in ("cpu", "meta") else Accelerator(device)
 
     @property
     def name(self) -> str:
-        """What its maker calls it."""
+        """The product name."""
         return str(torch.get_device_module(self._device).get_device_name(self._device))
 
     def current_id(self) -> int:
-        """Return a number that tells the current stream from others of the device. Asked for each gradient."""
+        """Return the id of the current stream. Called for each gradient."""
         if self._device.type == "cuda" and self._device.index is not None:
             return int(torch._C._cuda_getCurrentRawStream(self._device.index))
         return int(self.current().stream_id)
 
     def current(self) -> Any:
-        """Return the current stream. As a context it is the current one inside."""
+        """Return the current stream."""
         return torch.accelerator.current_stream(self._device)
 
     def side_stream(self) -> Any:
-        """Return a stream of its own. As a context it is the current one inside."""
+        """Return a new stream; as a context manager it becomes the current one."""
         return torch.Stream(self._device)
 
     def record(self) -> Any:
-        """Return an event behind all that the current stream has to do so far."""
+        """Record an event on the current stream and return it."""
         event = torch.Event(self._device)
         event.record()
         return event
 
     def clock(self) -> DeviceClock:
-        """Return a clock of the device's own time. Waits for the device."""
+        """Return a clock of device time. Waits for the device."""
         return DeviceClock(lambda: torch.Event(self._device, enable_timing=True))
 
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of the host that copies to and from the device do not wait for."""
+        """Return pinned host memory, for asynchronous copies to and from the device."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def synchronize(self) -> None:
@@ -70,7 +69,7 @@ class Accelerator:
 
 
 def profiler_range(device: torch.device) -> Callable[[str], AbstractContextManager[object]]:
-    """Return what makes a named range for torch's profiler and, on CUDA, for NVTX."""
+    """Return a function that opens a named range in torch's profiler and, on CUDA, in NVTX."""
     if device.type != "cuda":
         return torch.profiler.record_function
 
@@ -85,9 +84,9 @@ def profiler_range(device: torch.device) -> Callable[[str], AbstractContextManag
 class GradStreams:
     """The streams on which gradients of a bucket group were stored since the last ``join``.
 
-    A collective begins after the stream that is current when it is launched. Backward runs each layer on the stream of its
-    forward, so in a model that uses several, gradients of one bucket come from streams that the launching one knows nothing
-    about. With one stream, which is the rule, a gradient costs one call into C and nothing is waited for.
+    A collective is ordered only after the stream that is current when it is launched. Backward runs each layer on the stream of
+    its forward, so in a model with several streams, gradients of one bucket come from other streams than the launching one.
+    With a single stream, the usual case, a gradient costs one call into C and nothing waits.
     """
 
     __slots__ = ("_accelerator", "_last_id", "_streams", "_writers")
@@ -99,21 +98,21 @@ class GradStreams:
         self._writers: dict[int, Any] = {}  # streams, by place
 
     def note(self) -> None:
-        """Note that something is stored on the current stream."""
+        """Note that a gradient is stored on the current stream."""
         stream_id = self._accelerator.current_id()
         if stream_id != self._last_id:
             self._last_id = stream_id
             self._streams[stream_id] = self._accelerator.current()
 
     def order(self, place: int) -> None:
-        """Let the current stream, which is about to write into a place, wait for the last one that has."""
+        """Let the current stream wait for the last one that wrote to a place, before it writes there."""
         writer, here = self._writers.get(place), self._accelerator.current()
         if writer is not None and writer.stream_id != here.stream_id:
             here.wait_stream(writer)
         self._writers[place] = here
 
     def is_here(self) -> bool:
-        """Return whether the last gradient was stored on the stream that is current now."""
+        """Return whether the last gradient was stored on the current stream."""
         return self._accelerator.current_id() == self._last_id
 
     def last(self) -> AbstractContextManager[object]:
@@ -124,14 +123,14 @@ class GradStreams:
         return nullcontext() if stream is None else stream
 
     def follow(self) -> None:
-        """Let the current stream wait for all others that stored something."""
+        """Let the current stream wait for all others that stored gradients."""
         here = self._accelerator.current_id()
         for stream_id, stream in self._streams.items():
             if stream_id != here:
                 self._accelerator.current().wait_stream(stream)
 
     def join(self) -> None:
-        """Let the current stream wait for all others that stored something, and forget them."""
+        """Let the current stream wait for all others that stored gradients, and forget them."""
         self.follow()
         self._last_id = None
         self._streams.clear()
@@ -139,7 +138,7 @@ class GradStreams:
 
 
 class Arrival:
-    """Values that the current stream has just waited for. Other streams wait when they first read them."""
+    """Results that the current stream has waited for. Other streams wait on their first read."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -147,7 +146,7 @@ class Arrival:
         self._known = {accelerator.current_id()}
 
     def follow(self) -> None:
-        """Let the current stream wait for the values, unless it has."""
+        """Let the current stream wait for the results, unless it already has."""
         stream_id = self._accelerator.current_id()
         if stream_id not in self._known:
             self._event.wait()
@@ -155,17 +154,17 @@ class Arrival:
 
 
 class Arrived:
-    """The moment when a device has done what its current stream has to do so far. Waited for as a work of gloo is."""
+    """The moment when the current stream has finished its queued work. Can be waited for like a work of gloo."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._event = accelerator.record()
 
     def is_completed(self) -> bool:
-        """Return whether the device has come here."""
+        """Return whether the stream has finished."""
         return bool(self._event.query())
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the device has come here. A signal handler may run meanwhile.
+        """Return when the stream has finished. Signal handlers may run meanwhile.
 
         Raises:
             RuntimeError: ``timeout`` is over.
@@ -175,14 +174,14 @@ class Arrived:
             waited_s = time.monotonic() - started_s
             if timeout is not None and waited_s >= timeout.total_seconds():
                 raise RuntimeError("Operation timed out!")  # gloo's text, which waits in slices look for
-            time.sleep(min(waited_s / 16, _LONGEST_PAUSE_S))  # so much later than it could the host may go on
+            time.sleep(min(waited_s / 16, _LONGEST_PAUSE_S))  # the host may continue that much too late
         return True
 
 
 class HostCopy(Arrived):
-    """A copy on the host of values that the current stream is going to have."""
+    """An asynchronous copy of values on the current stream to the host."""
 
     def __init__(self, accelerator: Accelerator, values: torch.Tensor) -> None:
         self.values = accelerator.pinned(values.shape, values.dtype).copy_(values, non_blocking=True)
-        """To be read when the wait is over."""
+        """Valid when the wait is over."""
         super().__init__(accelerator)

@@ -1,7 +1,7 @@
-"""What ranks say to each other: whether they do the same, and any bytes. Everything here travels on the control channel.
+"""Messages between ranks on the control channel: agreement (``Gate``) and bytes (``Exchange``).
 
-Every message that opens something, a step's fence or a collective call, is the same all-reduce of a few integers. So ranks
-that are in different calls meet in it, see the same numbers, and both know that they differ.
+Every fence and every collective call opens with the same all-reduce of a few integers. So ranks in different calls still meet
+in it, see the same numbers, and all know that they differ.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from megabucket.errors import CollectiveError
 
 _LENGTH_BYTES: Final = 8
 _MOST_BYTES: Final = 1 << 30
-"""Of one rank in one exchange: a length beyond it comes from something else than this package."""
+"""Per rank and exchange. A longer length does not come from this package."""
 
 
 class Answer(NamedTuple):
-    """What all ranks have said, the same on all of them."""
+    """The combined message of all ranks, the same on all of them."""
 
     is_alike: bool
     """Whether kind and fingerprint are equal on all ranks."""
     flag: int
     """The largest of all ranks."""
     is_nonfinite: bool
-    """Whether some rank has said so."""
+    """Whether a gradient of some rank is not finite."""
 
 
 class Gate:
-    """The message by which ranks learn whether they do the same: the maximum over the ranks of six integers.
+    """The message by which ranks learn whether they are in the same call: the maximum of six integers over the ranks.
 
-    A number that must be equal goes in with both signs, so its largest and its smallest value come out. One message at a time
-    is under way.
+    A number that must be equal goes in with both signs, so its largest and its smallest value come out. Only one message can be
+    pending at a time.
 
     Args:
         device: where the collective runs.
@@ -50,21 +50,21 @@ class Gate:
 
     @property
     def is_sent(self) -> bool:
-        """Whether a message is under way: sent, and its answer not taken."""
+        """Whether a message is pending: sent, and its answer not taken."""
         return self._handle is not None and self._handle.is_started
 
     def send(self, kind: int, fingerprint: int, *, flag: int, label: str, nonfinite: torch.Tensor | None = None) -> None:
-        """Send this rank's side without waiting. An interrupt leaves it sent as a whole or not at all.
+        """Send this rank's message without waiting. An interrupt leaves it sent as a whole or not at all.
 
         Args:
-            kind: of what this rank does.
-            fingerprint: of what must be equal, below 2**62.
-            nonfinite: 0D, not zero if a gradient on the device is not finite; the host does not know it yet.
+            kind: of the call or fence.
+            fingerprint: of everything that must be equal, below 2**62.
+            nonfinite: 0D, nonzero if a gradient is not finite, where only the device knows.
         """
         numbers = [kind, -kind, fingerprint, -fingerprint, flag, 0]
         message = torch.tensor(numbers, dtype=torch.int64)
         if self._accelerator is not None:
-            # From ordinary memory a copy to a device waits for all that is queued there; from pinned memory for nothing.
+            # A copy to a device from pageable memory waits for its queue; a copy from pinned memory does not.
             message = self._accelerator.pinned(message.shape, message.dtype).copy_(message)
         self._vector.copy_(message, non_blocking=True)
         if nonfinite is not None:
@@ -73,7 +73,7 @@ class Gate:
         self._handle.start()
 
     def take(self) -> Answer:
-        """Wait for all ranks and return their answer. The next message may be sent then.
+        """Wait for all ranks and return their answer. Then the next message may be sent.
 
         Raises:
             MegabucketError: a rank was lost, or interrupted for good.
@@ -86,13 +86,13 @@ class Gate:
 
 
 class Exchange:
-    """The bytes of some ranks on every rank, at most ``capacity_bytes`` each. Nothing is sent before ``start``.
+    """Sends bytes of some ranks to every rank, at most ``capacity_bytes`` each. Nothing is sent before ``start``.
 
     Args:
-        payload: what this rank says.
+        payload: bytes of this rank.
         capacity_bytes: the same on every rank.
-        device: where the process group can work.
-        speakers: the ranks that speak, the same on every rank. ``None``: all of them, in one all-gather.
+        device: on which the process group works.
+        speakers: the sending ranks, the same on every rank. ``None``: all of them, in one all-gather.
 
     Raises:
         ValueError: the payload does not fit.
@@ -125,7 +125,7 @@ class Exchange:
         self._handle.start()
 
     def wait(self) -> list[bytes]:
-        """Return what each speaker said, in their order."""
+        """Return the payload of each speaker, in their order."""
         self._handle.start()
         rows = [row.tobytes() for row in self._handle.read(self._rows).numpy()]
         return [row[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(row[:_LENGTH_BYTES], "little")] for row in rows]
@@ -136,10 +136,10 @@ def exchange(
 ) -> list[bytes]:
     """Return the payloads of all ranks by rank, or those of some ranks, of any length up to 1 GiB.
 
-    The ranks agree on the longest first. What is sent does not grow with ranks that are no speakers.
+    The ranks first agree on the longest length. Ranks that are not speakers add no traffic.
 
     Args:
-        speakers: the same on every rank; the result is in this order. ``None``: all ranks speak.
+        speakers: the sending ranks, the same on every rank; the result is in this order. ``None``: all ranks.
 
     Raises:
         CollectiveError: a payload is too long, on every rank.
@@ -149,6 +149,6 @@ def exchange(
     handle = communicator.control.launch([AllReduce(longest, ReduceOp.MAX)], label=f"{label} length")
     capacity_bytes = int(handle.read(longest))
     if capacity_bytes > _MOST_BYTES:
-        raise CollectiveError(f"{label}: a rank has {capacity_bytes} bytes to say, and {_MOST_BYTES} are the limit")
+        raise CollectiveError(f"{label}: a rank sends {capacity_bytes} bytes; the limit is {_MOST_BYTES}")
     whole = Exchange(communicator, said, capacity_bytes=capacity_bytes, device=device, label=label, speakers=speakers)
     return whole.wait()

@@ -1,15 +1,15 @@
-"""How a batch of calls becomes calls of ``torch.distributed``: as they are, or over gloo in ways that move less.
+"""Plans how a batch of calls runs on ``torch.distributed``: directly, or over gloo by exchanges that move less.
 
 ======================  =================================================================================================
-reduce-scatter          every rank sends each other one its part, and adds up what it has received: half the bytes of the
-                        all-reduce that gloo makes of it
-the same in float32     of 16-bit gradients: also an exchange, on any back-end; what is added up is rounded once
-small all-reduce        every rank sends all it has to each other one: one hop where a ring takes two for each rank
-all-gather              every rank sends each other one its part; larger ones with three ranks or more are a broadcast of each
-                        part: gloo gathers into memory of its own and copies that
+reduce-scatter          every rank sends each other rank its part and adds the parts it receives: half the bytes of the
+                        all-reduce that torch runs instead
+the same in float32     of 16-bit gradients: also an exchange, on any back-end; the float32 sum is rounded once
+small all-reduce        every rank sends its whole tensor to each other rank: one hop, where a ring takes two per rank
+all-gather              every rank sends its part to each other rank; a larger one with three ranks or more is a broadcast of
+                        each part, because gloo gathers into new memory and copies it
 ======================  =================================================================================================
 
-The bits are those of gloo's own collectives, whatever the way: docs/decisions/gloo-exchanges.md, also for figures.
+The bits are always those of gloo's own collectives. Figures: docs/decisions/gloo-exchanges.md.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch._C import _distributed_c10d as c10d
 from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
 from megabucket.comm.device import Accelerator
 
-_MOST_RANKS: Final = 8  # with more it has not been measured
+_MOST_RANKS: Final = 8  # more ranks were not measured
 _SMALL_BYTES: Final = 1 << 20
 _SMALL_GATHER_BYTES: Final = 1 << 18
-_BLOCK_NUMEL: Final = 1 << 16  # added up at a time from three ranks on, so that partial sums stay in the cache
+_BLOCK_NUMEL: Final = 1 << 16  # added at a time with three ranks or more, so that partial sums stay in the cache
 _SEGMENT_BYTES: Final = 1 << 20  # gloo's default
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Operation = Callable[[], object]
-"""One operation in place, as a call in C."""
+"""One in-place operation, which is a single call in C."""
 
 
 class Start(NamedTuple):
@@ -42,21 +42,21 @@ class Start(NamedTuple):
     method: str
     arguments: tuple[Any, ...]
     tensors: tuple[torch.Tensor, ...]
-    """What threads of gloo hold while it runs."""
+    """Tensors that gloo's threads hold while it runs."""
 
 
 class Plan:
-    """What is done for one batch: copies, collectives, and in-place operations when these are complete.
+    """The operations of one batch: copies, collectives, and in-place operations after these are complete.
 
-    All ranks make the same one.
+    All ranks make the same plan.
 
-    Collectives get aliases of tensors that C++ owns, too, so that gloo's threads never need Python's lock to let go of them.
-    A gloo thread drops its reference after the waiting thread went on. If only Python owned the tensor besides, the drop would
-    need the lock: the thread competes with backward for it, and at the end of the program it may never get it, which
-    aborts the process ("terminate called without an active exception"). See docs/decisions/gloo-tensors.md.
+    Collectives get aliases of tensors that C++ owns as well, so that gloo's threads never need the GIL to release them. A gloo
+    thread drops its reference after the waiting thread has gone on. If Python were the only other owner, the drop would need
+    the GIL: the thread would compete with backward for it, and at the end of the program it might never get it, which aborts
+    the process ("terminate called without an active exception"). See docs/decisions/gloo-tensors.md.
 
     Args:
-        is_gloo: whether works behave as gloo's do: threads of C++ hold their tensors, and a wait may time out without harm.
+        is_gloo: whether works behave like gloo's: C++ threads hold their tensors, and a wait may time out without harm.
         is_kept: whether the batch, and with it the tensors, outlives the launch.
     """
 
@@ -64,7 +64,7 @@ class Plan:
         self._rank, self._size = rank, size
         self.is_gloo, self.is_kept = is_gloo, is_kept
         self.accelerator: Accelerator | None = None
-        """Of the device that the results are on, if it has a queue."""
+        """Of the device of the results; ``None`` on a host."""
         self.starts: list[Start] = []
         self.copies: list[Pair] = []
         """Targets and sources, before each launch."""
@@ -72,10 +72,10 @@ class Plan:
         self._views: list[torch.Tensor] = []  # own the aliases, in C++, as long as the plan lives
 
     def add_plain(self, calls: Sequence[Call], *, can_coalesce_gathers: bool = True) -> None:
-        """Do what like calls say, in as few collectives as torch allows.
+        """Plan calls of one kind as torch's own collectives, as few as possible.
 
         Args:
-            can_coalesce_gathers: not over gloo, whose heap a coalesced gather breaks (docs/decisions/gloo-coalesced-gather.md).
+            can_coalesce_gathers: false over gloo, where it corrupts the heap (docs/decisions/gloo-coalesced-gather.md).
         """
         alone = isinstance(calls[0], Broadcast) or (isinstance(calls[0], AllGather) and not can_coalesce_gathers)
         batches: dict[object, list[Call]] = {}
@@ -86,9 +86,9 @@ class Plan:
         self.after += divisions(calls)
 
     def add_in_fp32(self, calls: Sequence[ReduceScatter]) -> None:
-        """Do reduce-scatters whose 16-bit parts are added up in float32, in rank order, and rounded once.
+        """Plan reduce-scatters of 16-bit parts that are added in float32, in rank order, and rounded once.
 
-        On any back-end: it is an all-to-all, and the same bits whatever the size of a bucket is.
+        It is an all-to-all, on any back-end. The bits do not depend on bucket sizes.
         """
         for call in calls:
             if Accelerator.of(call.full.device) is not None:
@@ -96,7 +96,7 @@ class Plan:
                 continue
             parts = self._exchange(call)
             numel = call.shard.numel()
-            block_numel = min(numel, _BLOCK_NUMEL)  # which stays in the cache
+            block_numel = min(numel, _BLOCK_NUMEL)  # stays in the cache
             total = torch.empty(block_numel, dtype=torch.float32)
             for first in range(0, numel, block_numel):
                 pieces = [part[first : first + block_numel] for part in parts]
@@ -109,7 +109,7 @@ class Plan:
         self.after += divisions(calls)
 
     def _add_in_one_kernel(self, call: ReduceScatter) -> None:
-        """Add up on a device, where it is launches that cost, and its kernel decides on the order."""
+        """Add on a device, where few launches matter most. Its kernel decides the order of additions."""
         full, shard = call.full.data, call.shard.data
         received = torch.empty_like(full)
         self._add_all_to_all(full, received, [shard.nbytes] * self._size)
@@ -119,10 +119,10 @@ class Plan:
         self.after.append(partial(torch.Tensor.copy_, shard, total))
 
     def add_for_gloo(self, calls: Sequence[Call], *, room_bytes: int | None = None) -> int:
-        """Do what is best for like calls on gloo. Return the bytes taken of the room.
+        """Plan calls of one kind in the fastest way on gloo. Return the bytes of receive memory taken.
 
         Args:
-            room_bytes: what an all-reduce may take to receive in; ``None``: whatever it needs.
+            room_bytes: receive memory that an all-reduce may take; ``None``: no limit.
         """
         first = calls[0]
         if can_exchange_among(self._size):
@@ -162,7 +162,7 @@ class Plan:
             parts = full.view(self._size, -1).unbind()
             own = parts[self._rank]
             if self._size == 2:
-                # The own part is sent, and the other one received, in its place.
+                # The own part is sent, and the other part received, directly in the buffer.
                 self._add_all_to_all(own, parts[1 - self._rank], self._sizes_of_two(own))
             elif full.nbytes <= _SMALL_GATHER_BYTES:
                 sent = torch.empty_like(full)
@@ -172,10 +172,10 @@ class Plan:
                 self.starts += [self._start_of([Broadcast(part, root)]) for root, part in enumerate(parts)]
 
     def _exchange(self, call: ReduceScatter) -> list[torch.Tensor]:
-        """Exchange the parts of one buffer, and return what each rank has sent for this rank's shard."""
+        """Exchange the parts of one buffer; return the part of each rank for this rank's shard."""
         full, shard = call.full.data, call.shard.data
         if self._size == 2:
-            # The own part is at one end, so it can stay out of the exchange, which would copy it.
+            # The own part is at one end, so the exchange, which would copy it, can leave it out.
             return self._exchange_of_two(full[shard.numel() :] if self._rank == 0 else full[: shard.numel()], shard)
         return self._exchange_parts(full, torch.empty_like(full), shard)
 
@@ -191,18 +191,18 @@ class Plan:
         return parts
 
     def _sizes_of_two(self, part: torch.Tensor) -> list[int]:
-        """Return the bytes that a rank of two sends to each, if its own part stays where it is."""
+        """Return the bytes that one of two ranks sends to each rank; its own part stays in place."""
         return [0, part.nbytes] if self._rank == 0 else [part.nbytes, 0]
 
     def _add_all_to_all(self, sent: torch.Tensor, received: torch.Tensor, sizes: Sequence[int]) -> None:
-        """Exchange so many bytes with each rank, in rank order."""
+        """Exchange ``sizes`` bytes with the ranks, in rank order."""
         source, target = self._bytes_of(sent), self._bytes_of(received)
         arguments = (target, source, list(sizes), list(sizes), _options(c10d.AllToAllOptions))
         self.starts.append(Start("alltoall_base", arguments, (source, target)))
 
     def _start_of(self, calls: Sequence[Call]) -> Start:
         """Return one collective for calls of one kind, dtype and reduce op."""
-        # Names of torch 2.11, which later ones keep beside their own.
+        # Names of torch 2.11, which later versions keep as aliases.
         first, is_one = calls[0], len(calls) == 1
         if isinstance(first, Broadcast):
             tensor = self._bytes_of(first.full)
@@ -221,13 +221,13 @@ class Plan:
         return Start(method, (*(place[0] if is_one else place for place in places), options), (*fulls, *shards))
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same memory as a tensor that is no view in autograd's sense, so that a view of it owns it."""
+        """Return an alias that is not a view for autograd, so that a view of it owns it in C++."""
         alias = tensor.data
         self._views.append(alias.view(-1))
         return alias
 
     def _bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of the bytes of a tensor: gloo knows neither bool (masks) nor int16."""
+        """Return an alias of the bytes of a tensor: gloo supports neither bool (masks) nor int16."""
         is_bytes = tensor.dtype == torch.uint8 and tensor.dim() == 1
         return self._alias(tensor if is_bytes else tensor.view(-1).view(torch.uint8))
 
@@ -242,41 +242,41 @@ def _options(kind: Callable[[], Any], *, op: ReduceOp | None = None, root: int =
     return options
 
 
-# What is done how #
+# Which calls are exchanges #
 
 
 def can_exchange_among(num_ranks: int) -> bool:
-    """Whether so many ranks do collectives in ways of their own."""
+    """Return whether collectives of ``num_ranks`` ranks may run as exchanges."""
     return 2 <= num_ranks <= _MOST_RANKS
 
 
 def _in_place(call: Call) -> Call:
-    """Return an all-reduce for a reduce-scatter: gloo would clone, reduce and copy."""
+    """Return an all-reduce in place of a reduce-scatter, which gloo runs as clone, all-reduce and copy."""
     return AllReduce(call.full, call.op, call.divisor) if isinstance(call, ReduceScatter) else call
 
 
 def _room_bytes(call: AllReduce, *, size: int) -> int:
-    """Return what a small all-reduce takes to send from and to receive in."""
+    """Return the bytes of send and receive memory of a small all-reduce."""
     return call.full.nbytes * (1 if size == 2 else 2 * size)
 
 
 def _is_small(call: AllReduce, room_bytes: int | None, *, size: int) -> bool:
     if room_bytes is not None and _room_bytes(call, size=size) > room_bytes:
         return False
-    # nan is lost or kept by different kernels; integers have none.
+    # Kernels differ in whether a maximum keeps nan; integers have none.
     is_alike = call.op is not ReduceOp.MAX or not call.full.is_floating_point()
     return is_alike and 0 < call.full.nbytes <= _SMALL_BYTES
 
 
-# What is done with what was sent #
+# Operations on received parts #
 
 
 def divisions(calls: Iterable[Call], *, averages_over: int = 1, result: torch.Tensor | None = None) -> list[Operation]:
-    """Return what divides the results of reductions. No other code divides.
+    """Return the operations that divide the results of reductions. No other code divides.
 
     Args:
-        averages_over: number of ranks, where a mean (``ReduceOp.AVG``) is asked for and only a sum was made.
-        result: divided in place of the whole results.
+        averages_over: number of ranks, if the collective has computed a sum where the call asks for a mean (``ReduceOp.AVG``).
+        result: the tensor to divide; ``None``: the result of each call.
     """
     operations: list[Operation] = []
     for call in calls:
@@ -289,9 +289,9 @@ def divisions(calls: Iterable[Call], *, averages_over: int = 1, result: torch.Te
 
 
 def places_in_sums(calls: Sequence[Call]) -> list[tuple[int, int]]:
-    """Return where each call begins in the tensor that gloo would all-reduce, and how many elements that one has.
+    """Return, for each call, its offset in the tensor that gloo would all-reduce, and the length of that tensor.
 
-    Gloo all-reduces several tensors as one, whose order of addition is that of all of them, end to end.
+    Gloo all-reduces several tensors as one concatenated tensor, which determines the order of additions.
     """
     keys = [(call.full.dtype, getattr(call, "op", None)) for call in calls]
     starts, numels = [], dict.fromkeys(keys, 0)
@@ -309,15 +309,15 @@ def _additions(
     numel: int,
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.add_,
 ) -> Iterator[Operation]:
-    """Yield what adds up what each rank has sent, in gloo's order, at last in this rank's part.
+    """Yield the additions of the parts of all ranks, in gloo's order; the sum ends in this rank's part.
 
     Args:
-        parts: by rank, 1D and of equal length; they are written to.
-        start: where the parts lie in the tensor that gloo would all-reduce.
-        numel: of that tensor.
+        parts: by rank, 1D and of equal length; they are overwritten.
+        start: offset of the parts in the tensor that gloo would all-reduce.
+        numel: length of that tensor.
     """
     part_numel, num_ranks = parts[0].numel(), len(parts)
-    block_numel = _BLOCK_NUMEL if num_ranks > 2 else max(part_numel, 1)  # one addition passes over memory once
+    block_numel = _BLOCK_NUMEL if num_ranks > 2 else max(part_numel, 1)  # a single addition needs no blocks
     elements, itemsize = range(start, start + part_numel), parts[0].element_size()
     for block in ring_blocks(elements, numel=numel, itemsize_bytes=itemsize, num_ranks=num_ranks, block_numel=block_numel):
         pieces = [parts[source][block.start : block.stop] for source in block.ranks]
@@ -331,45 +331,45 @@ def additions_of(
     own_rank: int,
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.add_,
 ) -> Iterator[Operation]:
-    """Yield what adds up the pieces of the ranks, in that order, at last in the own one."""
+    """Yield the additions of the pieces of the ranks, in that order; the sum ends in the own piece."""
     total = pieces[0]
     for source, piece in zip(ranks[1:], pieces[1:], strict=True):
         if source == own_rank:
-            total, piece = piece, total  # noqa: PLW2901 - the two addends change places
+            total, piece = piece, total  # noqa: PLW2901 - swap the addends
         yield partial(add, total, piece)
 
 
-# In which order gloo's ring adds #
+# The order of additions in gloo's ring #
 
 
 class Stretch(NamedTuple):
-    """Neighbouring elements that are added in one order."""
+    """A range of elements that are added in the same order."""
 
     start: int
-    """First element, counted from where the caller starts."""
+    """Relative to the first element of the caller."""
     stop: int
     ranks: tuple[int, ...]
-    """In the order in which their values are added."""
+    """In the order of the additions."""
 
 
 def ring_blocks(elements: range, *, numel: int, itemsize_bytes: int, num_ranks: int, block_numel: int) -> Iterator[Stretch]:
-    """Yield how gloo's ring adds some elements of an all-reduced tensor, counted from the first of them.
+    """Yield in which order gloo's ring adds some elements of an all-reduced tensor, relative to the first of them.
 
-    Floating-point addition does not associate, so from three ranks on the order decides the last bits. Gloo cuts a tensor into
-    as many chunks as there are ranks, each made of whole segments. The values of chunk ``c`` start at the rank before ``c`` and
-    travel down the ranks, each of which adds its own, until rank ``c`` has the sum (gloo/allreduce.cc, ``ring``). It makes no
-    difference which of two addends comes first.
+    Floating-point addition is not associative, so with three ranks or more the order decides the last bits. Gloo cuts a tensor
+    into one chunk per rank, each made of whole segments. The values of chunk ``c`` start at the rank before ``c`` and travel
+    down the ranks, each of which adds its own, until rank ``c`` has the sum (gloo/allreduce.cc, ``ring``). Addition is
+    commutative, so the order of two addends does not matter.
 
     Args:
-        numel: of the tensor that gloo would all-reduce, of which these elements are a part.
+        numel: length of the tensor that gloo would all-reduce, of which these elements are a part.
         itemsize_bytes: of one element.
-        block_numel: elements in one stretch at most.
+        block_numel: largest length of a stretch.
 
     >>> list(ring_blocks(range(6), numel=12, itemsize_bytes=4, num_ranks=3, block_numel=100))
     [Stretch(start=0, stop=4, ranks=(2, 1, 0)), Stretch(start=4, stop=6, ranks=(0, 2, 1))]
     """
     chunk_numel = max(elements.stop, 1)
-    if num_ranks > 2:  # one addition has one order
+    if num_ranks > 2:  # with two ranks there is only one order
         chunk_numel = _chunk_bytes(numel * itemsize_bytes, itemsize_bytes, num_ranks) // itemsize_bytes
     first = elements.start
     while first < elements.stop:
@@ -382,7 +382,7 @@ def ring_blocks(elements: range, *, numel: int, itemsize_bytes: int, num_ranks: 
 
 
 def _chunk_bytes(total_bytes: int, itemsize_bytes: int, num_ranks: int) -> int:
-    """Return the bytes of one rank's chunk: at least two segments of at most a MiB, all equal, rounded up to whole elements."""
+    """Return the bytes of one chunk: at least two equal segments of at most 1 MiB, rounded up to whole elements."""
     longest = itemsize_bytes * max(1, _SEGMENT_BYTES // itemsize_bytes)
     num_segments = max(-(-total_bytes // longest), 2 * num_ranks)
     segments_per_rank = -(-num_segments // num_ranks)

@@ -1,9 +1,9 @@
-"""Who of the other ranks is there: signs of life in the store of the group, waits in slices, one finding for all ranks.
+"""Detects lost and stuck ranks: heartbeats in the store of the group, waits in slices, one finding for all ranks.
 
-Each rank has a thread that writes beats into the store and reads those of the others. A wait for a collective is many short
-ones: C++ does not return to Python while it waits, so a signal handler would run only when the collective ends. Between two
-slices the waiting rank looks at the others. The first rank that finds out why a wait cannot end writes it into the store, and
-all ranks raise what stands there.
+Each rank has a thread that writes beats into the store and reads those of the others. A wait for a collective is split into
+short slices: C++ does not return to Python while it waits, so a signal handler would run only when the collective ends.
+Between two slices the waiting rank checks the others. The first rank that finds out why a wait cannot end writes its finding
+into the store, and all ranks raise that finding.
 
 ::
 
@@ -12,8 +12,8 @@ all ranks raise what stands there.
       view               <----------    publish a View                  board/rank/<r>             Block: where a rank waits
                                         every heartbeat_s   -------->   board/finding/<token>      Finding
 
-What can be waited for in slices: works of gloo, to which a wait that times out does no harm, and a device, which the host asks
-whether it has come to an event (``comm/device.py``). A work of NCCL is not: a wait that times out ends its group.
+Works of gloo can be waited for in slices, because a wait that times out does them no harm, and so can an event on a device
+(``comm/device.py``). A work of NCCL cannot: a wait that times out ends its group.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from megabucket.errors import ConfigError, ForkedProcessError, MegabucketError, 
 
 _SLICE: Final = timedelta(milliseconds=100)
 _RANKS_SHOWN: Final = 5
-_LONGEST_GAP_S: Final = 1.0  # between two looks of this rank; a longer one means that this process was stopped itself
-_LOOKS_AT_DEAD: Final = 2  # what a rank sent before it died may still be on its way
-_LOOKS_AT_ENDED: Final = 10  # the same for one that ended in good order and had launched what is waited for
+_LONGEST_GAP_S: Final = 1.0  # between two checks by this rank; a longer gap means that this process itself was stopped
+_LOOKS_AT_DEAD: Final = 2  # checks that find it dead: data it sent before may still be on its way
+_LOOKS_AT_ENDED: Final = 10  # the same for a rank that exited cleanly after launching the collective in question
 _BLOCKED_S: Final = 1.0  # a wait is written to the board after this time
-_ANSWER_S: Final = 0.5  # how long an answer of the store is worth waiting for when a rank is lost already
-_DIAGNOSIS_S: Final = 1.0  # a process that closed its connections is gone within this time, or goes on without the group
-_DIAGNOSIS_BEATS: Final = 3.5  # and on another host, its beats stop
+_ANSWER_S: Final = 0.5  # time limit for an answer of the store once a rank is lost
+_DIAGNOSIS_S: Final = 1.0  # a process that closed its connections dies within this time, or goes on without the group
+_DIAGNOSIS_BEATS: Final = 3.5  # on another host its beats stop
 _START_S: Final = 5.0
 _JOIN_S: Final = 1.0
 _READ_EVERY_S: Final = 0.2
-_READ_S_PER_RANK: Final = 0.01  # all ranks may be blocked at once, and each reads as many values as there are ranks
+_READ_S_PER_RANK: Final = 0.01  # all ranks may be blocked at once, and each reads one value per rank
 
 _SLICE_ENDED: Final = "Operation timed out!"
 _TIME_LIMIT: Final = ("Timed out waiting", "Application timeout caused pair closure")
@@ -79,8 +79,8 @@ class Liveness:
         heartbeat_s: how often each rank writes a sign of life into the store of its group; ``None``: only once, so that only
             dead processes of the same host are noticed.
         dead_after_s: a rank without a sign of life for this long is lost.
-        straggler_warning_s: how long a rank waits for living ones before it warns; ``None``: for ever.
-        is_default: nobody chose ``dead_after_s``, so it gives way to a group whose time limit is short.
+        straggler_warning_s: how long a rank waits for living ones before it logs a warning; ``None``: never.
+        is_default: the user did not set ``dead_after_s``, so it is reduced to fit a group with a short time limit.
     """
 
     heartbeat_s: float | None = 1.0
@@ -99,10 +99,10 @@ class Liveness:
         )
 
     def fitted_to(self, group_timeout_s: float) -> Liveness:
-        """Return settings that are in order with the time limit of the group.
+        """Return settings that fit the time limit of the group.
 
         Raises:
-            ConfigError: a rank would be called dead only after the group has given up.
+            ConfigError: a rank would be declared dead only after the group has given up.
 
         >>> Liveness(is_default=True).fitted_to(10.0).dead_after_s
         5.0
@@ -125,16 +125,16 @@ class Liveness:
 
 
 class ProcessIdentity(NamedTuple):
-    """A process, told from others that had or will have the same id."""
+    """A process, distinguished from other processes with the same id."""
 
     host: str
     pid: int
     start_ticks: int  # clock ticks from boot to its start
-    pid_space: str  # equal for two processes whose ids mean the same; empty where that cannot be told
+    pid_space: str  # equal for processes that share host and pid namespace; empty if unknown
 
 
 def identify_this_process() -> ProcessIdentity:
-    """Return who this process is. To be called again in a forked child."""
+    """Return the identity of this process. Call it again in a forked child."""
     host, pid = socket.gethostname(), os.getpid()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -147,9 +147,10 @@ def identify_this_process() -> ProcessIdentity:
 
 
 def is_gone(process: ProcessIdentity, *, from_space: str) -> bool:
-    """Return whether a process is surely dead, as seen by a process whose ids mean what ``from_space`` says.
+    """Return whether a process is certainly dead: ended, not yet reaped, or its id reused. False if it cannot be seen.
 
-    It has ended, waits to be reaped, or its id belongs to another process by now. False where it cannot be seen from here.
+    Args:
+        from_space: the ``pid_space`` of the process that looks.
     """
     if not from_space or process.pid_space != from_space:
         return False
@@ -163,13 +164,13 @@ def is_gone(process: ProcessIdentity, *, from_space: str) -> bool:
 
 
 def _read_stat(pid: int) -> tuple[str, int]:
-    """Return the fields 3 and 22 of what proc(5) says about a process: the letter of its state and the ticks at its start."""
-    # The name of the program, field 2, is in parentheses and may contain anything, parentheses too.
+    """Return fields 3 and 22 of ``/proc/<pid>/stat``, see proc(5): the state letter and the start time in clock ticks."""
+    # Field 2, the program name in parentheses, may itself contain parentheses.
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return fields[0].decode("ascii"), int(fields[19])
 
 
-# What stands in the store #
+# Values in the store #
 
 
 class Beat(NamedTuple):
@@ -177,42 +178,42 @@ class Beat(NamedTuple):
 
     process: ProcessIdentity
     number: int
-    every_s: float | None  # None: this one is all there will be
+    every_s: float | None  # None: this rank writes no more beats
     step: int
     phase: str
     bucket: int  # -1: in none
     num_launched: int
-    has_left: bool  # the last one: its program ended in good order, its group was destroyed, or its wrapper was detached
+    has_left: bool  # the final beat: its program exited cleanly, its group was destroyed, or its wrapper was detached
 
     @property
     def place(self) -> str:
-        """Where the rank was in its work."""
+        """Phase, step and bucket of the rank."""
         return f"{self.phase}, step {self.step}" + (f", bucket {self.bucket}" if self.bucket >= 0 else "")
 
     @property
     def last_seen(self) -> str:
-        """The place as the end of a text, where the beat was one of many."""
+        """The place as the end of an error text; empty if the rank writes a single beat."""
         return "" if self.every_s is None else f"; last seen in {self.place}"
 
 
 class Block(NamedTuple):
-    """Where a rank has waited for long. Ranks are numbered in the whole program."""
+    """A long wait of a rank. Ranks are global."""
 
-    token: str  # of the wrapper, unlike those of all others in the store, also of an attempt before a restart
+    token: str  # of the wrapper; unique in the store, also across restarts
     wrapper: str
     label: str
     members: Sequence[int]  # ranks of the wrapper
 
 
 class _Request(NamedTuple):
-    """What the thread is asked for: a view of the store."""
+    """A request to the thread: renew the view of the store."""
 
-    write: Callable[[Store], None] | None = None  # done on the board before
-    answered: threading.Event | None = None  # for a rank that waits for the view: beats are read again, however new they are
+    write: Callable[[Store], None] | None = None  # a write to the board, done first
+    answered: threading.Event | None = None  # set when the view is there; beats are then read again, however new they are
 
 
 class View(NamedTuple):
-    """What the store said at one moment."""
+    """The contents of the store at one moment."""
 
     asked_at_s: float  # time.monotonic() before the store was asked for ``beats``
     beats: Mapping[int, Beat]
@@ -220,7 +221,7 @@ class View(NamedTuple):
 
 
 def decode_beat(raw: bytes) -> Beat:
-    """Return the sign of life in a value of the store."""
+    """Return the beat in a value of the store."""
     process, *fields = json.loads(raw)
     return Beat(ProcessIdentity(*process), *fields)
 
@@ -242,15 +243,15 @@ _LEAVE: Final = _Request()
 
 
 class Heartbeat:
-    """Signs of life of this rank and a view of the others.
+    """Writes beats of this rank and keeps a view of the others.
 
     Args:
-        store: of the process group. A TCP store is cloned, so that no request of this thread holds up the caller's.
-        members: ranks of the wrapper in the whole program; this one is ``members[rank]``.
+        store: of the process group. A TCP store is cloned, so requests of this thread never delay the caller's.
+        members: global ranks of the wrapper; this one is ``members[rank]``.
         progress: of the communicator; read at each beat.
-        every_s: seconds between beats; ``None``: only the first one is written, which says who this process is.
-        is_wanted: asked at each beat; ``False`` ends the thread.
-        group_name: of the process group, the same on all ranks; tells apart wrappers of different groups on the board.
+        every_s: seconds between beats; ``None``: only the first one is written, which identifies this process.
+        is_wanted: called at each beat; ``False`` ends the thread.
+        group_name: of the process group, the same on all ranks; distinguishes wrappers of different groups on the board.
     """
 
     def __init__(
@@ -270,43 +271,43 @@ class Heartbeat:
         self.process = identify_this_process()
         self.view = View(0.0, {})
         self.failure = ""
-        """Why the thread ended, when the store was the reason."""
+        """The error of the store that ended the thread."""
         self.is_stopped = False
         self.progress = progress
         self._is_wanted, self._group_name = is_wanted, group_name
         self.num_launched = 0
-        """Batches of collectives that this rank has launched among these members, on both channels."""
+        """Batches of collectives that this rank has launched with these members, on both channels."""
         self._num_beats = 0
-        self._block: Block | None = None  # of this rank, as it stands on the board
-        self._circle: dict[int, Block] = {}  # that was seen last
-        # SimpleQueue, because the garbage collector may end a communicator at any moment, in this thread, too: a put from
-        # there must not need a lock that the interrupted code holds.
+        self._block: Block | None = None  # of this rank, as written to the board
+        self._cycle: dict[int, Block] = {}  # found by the last check
+        # SimpleQueue, because the garbage collector may close a communicator at any moment, even in this thread: its put
+        # must not need a lock that the interrupted code holds.
         self._mailbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         is_ready = threading.Event()
-        # In a list, which the thread empties: a thread refers to its arguments as long as it runs, and a program that
-        # destroys the group of a TCP store may want to listen on the same port again.
+        # In a list that the thread empties: a thread keeps its arguments alive, and a program that destroys the group of a
+        # TCP store may want to listen on the same port again.
         arguments = ([store], is_ready)
         self._thread = threading.Thread(target=self._run, args=arguments, name=f"megabucket-heartbeat-{rank}", daemon=True)
         self._thread.start()
-        # A program that ends at once would find the thread inside of a connect that is tried again and again, which nothing
-        # can end: see stop(). Usually this takes a millisecond.
+        # If the program ended now, the thread could be in a connect that is retried and cannot be interrupted: see stop().
+        # Usually this takes a millisecond.
         is_ready.wait(_START_S)
 
     def request(self) -> None:
-        """Have ``view`` renewed soon, unless that is to be done already."""
+        """Ask the thread to renew ``view``, unless a request is pending."""
         if self._mailbox.empty():
             self._mailbox.put(_Request())
 
     def block(self, label: str | None) -> None:
-        """Have the board say what this rank waits for, or that it waits no more."""
+        """Write to the board what this rank waits for; ``None``: it no longer waits."""
         self._mailbox.put(_Request(lambda board: self._write_block(board, label)))
 
     def post(self, finding: Finding) -> None:
-        """Have a finding written, unless there is one."""
+        """Write a finding, unless there is one."""
         self._mailbox.put(_Request(lambda board: self._write_finding(board, finding)))
 
     def ask(self, timeout_s: float) -> View | None:
-        """Return what the store says when all requests before are done, or ``None`` when it does not answer in time."""
+        """Return a view that is newer than all earlier requests, or ``None`` if the store does not answer in time."""
         answered, deadline_s = threading.Event(), time.monotonic() + timeout_s
         self._mailbox.put(_Request(answered=answered))
         while self._thread.is_alive() and time.monotonic() < deadline_s:
@@ -315,13 +316,13 @@ class Heartbeat:
         return None
 
     def stop(self) -> None:
-        """Write a final beat and stop the thread. Waits for it up to a second: only a store that does not answer takes so long.
+        """Write a final beat and stop the thread. Waits up to a second, in case the store does not answer.
 
-        A daemon thread that returns from C++ into an interpreter that is gone aborts the process, so this runs at exit.
+        A daemon thread that returns from C++ after the interpreter has ended aborts the process, so this runs at exit.
         """
         self.is_stopped = True
         self._mailbox.put(_LEAVE)
-        # In a forked child, which has no such thread, it counts as ended.
+        # In a forked child, which has no such thread, join returns at once.
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
 
@@ -332,18 +333,18 @@ class Heartbeat:
             with contextlib.closing(_StoreConnection(stores.pop())) as connection:
                 self._serve(connection, is_ready)
         except Exception as error:
-            # Not reported here: it happens at the end of programs, too, when the host of the store is the first to go. A rank
-            # that is blocked notices that there are no answers.
+            # Not reported here: at the end of a program the host of the store may simply exit first. A blocked rank notices
+            # that there are no answers.
             self.failure = f"{type(error).__name__}: {error}"
             is_ready.set()
 
     def _serve(self, connection: _StoreConnection, is_ready: threading.Event) -> None:
-        # Several wrappers may share a group, one after the other, too. All ranks make them in the same order.
+        # Several wrappers may share a group. All ranks make them in the same order.
         self.name = f"megabucket/{connection.store.add(f'megabucket/instances/{self.rank}', 1)}"
         store = PrefixStore(self.name, connection.store)
         own = store.compare_set("token", "", secrets.token_hex(8)).decode()
-        # A wrapper of several groups has one for all of them: ranks that wait in two of its groups are in no circle, since all
-        # ranks launch in one order, and what one group finds is heard in the others.
+        # A wrapper of several groups has one token for all of them: ranks that wait in two of its groups form no cycle, since
+        # all ranks launch in one order, and a finding of one group reaches the others.
         self._token = self.progress.token = self.progress.token or own
         self._write_block(connection.board, None)
         next_beat_s = time.monotonic()
@@ -353,14 +354,14 @@ class Heartbeat:
                 request = self._mailbox.get(timeout=max(0.0, next_beat_s - time.monotonic()))
             connection.check()
             if request is _LEAVE or not self._is_wanted():
-                break  # where the group was destroyed, this rank launches nothing over it any more
+                break  # the group was destroyed: this rank launches nothing more on it
             if request is not None:
                 self._answer(store, connection.board, request)
                 continue
             self._beat(store)
             if len(self.view.beats) < len(self.members) - 1:
-                # Until all have come: when it matters, the store may be out of reach. A process that is stopped while it
-                # holds the lock of a file store, for instance, stops the store.
+                # Until all ranks have written: later the store may be out of reach. A process that is stopped while it holds
+                # the lock of a file store, for instance, stops the store.
                 self._read_beats(store)
             is_ready.set()
             next_beat_s = time.monotonic() + (self.every_s or threading.TIMEOUT_MAX)
@@ -379,15 +380,15 @@ class Heartbeat:
             request.write(board)
         if request.answered is not None or time.monotonic() - self.view.asked_at_s >= read_every_s(len(self.members)):
             self._read_beats(store)
-            self._report_circle(board)
+            self._report_cycle(board)
         key = f"finding/{self._token}"
-        # A new view also where nothing is new: it says that the store has answered.
+        # A new view even if nothing has changed: it shows that the store has answered.
         self.view = self.view._replace(finding=decode_finding(board.get(key)) if board.check([key]) else None)
         if request.answered is not None:
             request.answered.set()
 
     def _write_finding(self, board: Store, finding: Finding, tokens: Iterable[str] = ()) -> None:
-        """Write a finding for this wrapper and others: for all of them the one that was there first, in the first of them."""
+        """Write a finding for this wrapper and others. If one of them has a finding already, all get that one."""
         text = encode_finding(finding)
         for token in sorted({self._token, *tokens}):
             text = board.compare_set(f"finding/{token}", "", text).decode()
@@ -403,27 +404,27 @@ class Heartbeat:
         beats = {rank: decode_beat(value) for rank, value in values.items()}
         self.view = self.view._replace(asked_at_s=asked_at_s, beats=beats)
 
-    def _report_circle(self, board: Store) -> None:
-        """Write to all ranks of a circle that no wait of it ends. It counts when it is seen twice: the board may be old."""
-        circle, self._circle = self._circle, self._find_circle(board)
-        if circle and circle == self._circle:
-            places = [f"rank {rank} waits for {block.label} of {block.wrapper}" for rank, block in sorted(circle.items())]
+    def _report_cycle(self, board: Store) -> None:
+        """Write a finding to all ranks of a cycle of waits. It must be seen twice, because the board may be out of date."""
+        cycle, self._cycle = self._cycle, self._find_cycle(board)
+        if cycle and cycle == self._cycle:
+            places = [f"rank {rank} waits for {block.label} of {block.wrapper}" for rank, block in sorted(cycle.items())]
             cause = (
                 f"ranks wait for one another: {'; '.join(places)}. Every rank must use its wrappers, and make collective "
                 "calls, in the same order"
             )
             error = WrapperBrokenError(step=self.progress.step, rank=None, phase=self.progress.phase, cause=cause)
-            self._write_finding(board, error, [block.token for block in circle.values()])
+            self._write_finding(board, error, [block.token for block in cycle.values()])
 
-    def _find_circle(self, board: Store) -> dict[int, Block]:
-        """Return ranks of the program that wait for one another, each in another wrapper than the one before; this rank first.
+    def _find_cycle(self, board: Store) -> dict[int, Block]:
+        """Return global ranks that wait for each other in a cycle of wrappers, this rank first; empty if there is none.
 
-        Each rank waits for all members of its wrapper that wait elsewhere; where that leads back here, no wait ever ends.
+        Each rank waits for all members of its wrapper that wait in another one; a path back to this rank is a deadlock.
         """
         if self._block is None:
             return {}
         own = self.members[self.rank]
-        # Nothing is read of this rank, nor of those that have not come yet: what they have there was written before a restart.
+        # Blocks of ranks that have not written a beat yet are from before a restart.
         read = {member for rank, member in enumerate(self.members) if rank not in self.view.beats}
         blocks, ahead = {own: self._block}, deque([own])
         paths: dict[int, tuple[int, ...]] = {own: (own,)}
@@ -442,16 +443,16 @@ class Heartbeat:
 
 
 def _read_blocks(board: Store, ranks: set[int]) -> dict[int, Block]:
-    """Return those of the ranks that have waited for long."""
+    """Return the blocks of those of the ranks that have waited for long."""
     blocks = {rank: json.loads(value) for rank, value in _read(board, ranks, set()).items()}
     return {rank: Block(*block) for rank, block in blocks.items() if block is not None}
 
 
 def _read(store: Store, ranks: set[int], known: set[int]) -> dict[int, bytes]:
-    """Return what ranks have written, in their order. A store waits where it is asked for what is not there.
+    """Return the values of the ranks that have written one. Reading a key that does not exist would block.
 
     Args:
-        known: those that have written, as far as is known.
+        known: ranks that are known to have written.
     """
     asked = ranks - known
     if asked and not store.check([_rank_key(rank) for rank in asked]):
@@ -461,7 +462,7 @@ def _read(store: Store, ranks: set[int], known: set[int]) -> dict[int, bytes]:
 
 
 def read_every_s(num_ranks: int) -> float:
-    """Return how long a view of the store is new enough for a rank that waits: all may wait at once."""
+    """Return how often a waiting rank reads the store, in seconds: all ranks may wait at once."""
     return max(_READ_EVERY_S, _READ_S_PER_RANK * num_ranks)
 
 
@@ -476,7 +477,7 @@ def _bottom_of(store: Any) -> Any:
 
 
 class _StoreConnection:
-    """A store over a connection of its own, and the board of the whole program in it."""
+    """A store over its own connection, and the board, which all wrappers of the program share."""
 
     def __init__(self, store: Any) -> None:
         bottom = _bottom_of(store)
@@ -485,14 +486,14 @@ class _StoreConnection:
         if isinstance(bottom, TCPStore):
             self.store = store.clone()
             bottom = _bottom_of(self.store)
-            # Says nothing, and is closed by the host as the clone is. The first request over a closed connection would make
-            # c10d print a page of C++ frames, as the usual last output of a program whose rank 0 ends first.
+            # Sends nothing; the host closes it together with the clone. A request over a closed connection would make c10d
+            # print a page of C++ frames at the end of every program whose rank 0 exits first.
             with contextlib.suppress(OSError):
                 self._probe = socket.create_connection((bottom.host, bottom.port), timeout=_START_S)
         self.board = PrefixStore("megabucket/board", bottom)
 
     def check(self) -> None:
-        """Do nothing while the connection is open, as far as is known.
+        """Check that the connection is open.
 
         Raises:
             ConnectionResetError: the host of the store has closed it.
@@ -513,17 +514,17 @@ class _StoreConnection:
 
 
 class Work(Protocol):
-    """What can be waited for in slices: a work of gloo, or one that behaves alike."""
+    """Something that can be waited for in slices: a work of gloo, or one that behaves alike."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
-        """Return when it is done, or raise a ``RuntimeError``: it has failed, or the time is over and it goes on."""
+        """Return when it is done. Raises ``RuntimeError`` if it has failed, or on a time-out; it then goes on."""
 
     def is_completed(self) -> bool:
         """Return whether it is done or has failed."""
 
 
 def wait_slice(work: Work) -> bool:
-    """Wait for a work, up to a tenth of a second; return whether it is done.
+    """Wait for a work for up to 0.1 s; return whether it is done.
 
     Raises:
         RuntimeError: the work has failed.
@@ -531,8 +532,7 @@ def wait_slice(work: Work) -> bool:
     try:
         work.wait(_SLICE)
     except RuntimeError as error:
-        # Nothing is called in here: a signal handler that ran now would raise "during handling of" a time-out of ours
-        # (in Python 3.10 it does all the same, now and then).
+        # Call nothing here: the exception of a signal handler that ran now would be chained to our time-out.
         failure = error
     else:
         return True
@@ -540,38 +540,38 @@ def wait_slice(work: Work) -> bool:
         if not str(failure).startswith(_SLICE_ENDED):
             raise failure
     finally:
-        del failure  # it knows this frame, and so would keep the work and its tensors until garbage is collected
+        del failure  # it refers to this frame, which would keep the work and its tensors until the garbage collector runs
     if not work.is_completed():
         return False
-    work.wait()  # it ended at the same moment: well, or with an error of its own
+    work.wait()  # it completed at the same moment, perhaps with an error
     return True
 
 
 def is_lost_connection(failure: str) -> bool:
-    """Whether the text of a failed work says that another rank cannot be reached or did not come."""
+    """Return whether the text of a failed work says that another rank cannot be reached or did not come."""
     return any(text in failure for text in (*_LOST, *_TIME_LIMIT))
 
 
 def is_time_limit(failure: str) -> bool:
-    """Whether the text of a failed work says that the time limit of the group was over."""
+    """Return whether the text of a failed work says that the group timed out."""
     return any(text in failure for text in _TIME_LIMIT)
 
 
 @dataclass(slots=True)
 class _Peer:
-    """What one blocked rank has seen of another one during one wait."""
+    """Observations about one other rank during one wait."""
 
     beat: Beat
-    looks_at_dead: int = 0  # one after the other
+    looks_at_dead: int = 0  # consecutive checks that found its process dead
     silent_s: float = 0.0  # since its last beat
 
 
 class Observations:
-    """What is known about the other ranks during one wait that takes long, and what it means, in words. Talks to nobody.
+    """Observations about the other ranks during one long wait, and their meaning in words. Does no communication.
 
     Args:
-        number: of the launch that is waited for, counted from 1 and alike on all ranks.
-        is_gone: whether a process is surely dead.
+        number: of the launch in question, counted from 1 and the same on all ranks.
+        is_gone: returns whether a process is certainly dead.
     """
 
     def __init__(self, label: str, *, number: int, rank: int, size: int, is_gone: Callable[[ProcessIdentity], bool]) -> None:
@@ -585,11 +585,11 @@ class Observations:
         self._looked_at_s = self._asked_at_s = 0.0
         self._view: View | None = None
         self.store_silent_s = 0.0
-        """How long the store has not answered: there was no new view."""
+        """How long there was no new view of the store."""
 
     def note(self, view: View, at_s: float) -> None:
-        """Take a look at the processes and note what the store said."""
-        # A long gap between two looks counts as a short one: then it was this process that was stopped, and others may live.
+        """Check the processes and take over a view of the store."""
+        # A long gap between two checks counts as a short one: then this process was stopped, and the others may be alive.
         gap_s = min(at_s - self._looked_at_s, _LONGEST_GAP_S)
         view_gap_s = min(view.asked_at_s - self._asked_at_s, self._longest_gap_s)
         self.store_silent_s = self.store_silent_s + gap_s if view is self._view else 0.0
@@ -603,9 +603,9 @@ class Observations:
             peer.beat = beat
 
     def gone(self) -> dict[int, str]:
-        """Return the ranks that are surely dead, or have left without launching what is waited for.
+        """Return the ranks that are certainly dead, or have left without launching the collective in question.
 
-        Crashed ranks come first: a clean exit may only be a reaction to a crash.
+        If some crashed, only these: a clean exit may be a reaction to a crash.
         """
         crashed, left, is_sure = dict[int, str](), dict[int, str](), False
         for rank, peer in self._peers.items():
@@ -622,7 +622,7 @@ class Observations:
         return (crashed or left) if is_sure else {}
 
     def silent(self, limit_s: float, verb: str = "froze") -> dict[int, str]:
-        """Return the ranks that owe beats and have written none for that long."""
+        """Return the ranks that should write beats and have written none for ``limit_s``."""
         return {
             rank: f"{verb}: no sign of life for {limit_s:.3g} s{peer.beat.last_seen}"
             for rank, peer in self._peers.items()
@@ -634,7 +634,7 @@ class Observations:
         return dict.fromkeys(self._absent(), "went away or never came: it has given no sign of life")
 
     def late(self) -> dict[int, str]:
-        """Return the ranks that have not launched what is waited for, as far as they tell."""
+        """Return the ranks that have not launched the collective in question, according to their beats."""
         found = dict.fromkeys(self._absent(), "has given no sign of life: it has not wrapped its module yet")
         for rank, peer in self._peers.items():
             if peer.beat.every_s is not None and peer.beat.num_launched < self._number:
@@ -646,11 +646,11 @@ class Observations:
 
 
 class PeerWatch:
-    """Waits for the works of one communicator and says why when they do not end.
+    """Waits for the works of one communicator, and finds out why one does not end.
 
     Args:
         group_timeout_s: time limit of the process group.
-        on_loss: called when nothing can be launched any more.
+        on_loss: called when nothing more can be launched.
     """
 
     def __init__(
@@ -671,8 +671,8 @@ class PeerWatch:
 
         Raises:
             PeerLostError: a rank died, froze, or left without launching its part.
-            WrapperBrokenError: a rank was interrupted, or ranks wait for one another in different wrappers.
-            ForkedProcessError: this is a child of the process that launched them.
+            WrapperBrokenError: a rank was interrupted, or ranks wait for each other in different wrappers.
+            ForkedProcessError: this is a forked child of the process that launched them.
         """
         wait: Observations | None = None
         try:
@@ -690,7 +690,7 @@ class PeerWatch:
                 self._leave_board(wait)
 
     def wait_for_all_ranks(self, label: str) -> None:
-        """Return when every rank has written a beat, which it does when it wraps.
+        """Return when every rank has written its first beat, as it does when it wraps.
 
         Raises:
             MegabucketError: as ``wait``.
@@ -706,11 +706,11 @@ class PeerWatch:
             self._leave_board(wait)
 
     def lose(self, states: Mapping[int, str], *, label: str, number: int) -> Finding:
-        """Return the error to raise because ranks cannot be reached in another way than over gloo. All ranks know the same."""
+        """Return the error to raise because ranks cannot be reached by other means than gloo. The same on all ranks."""
         return self._conclude(self._settle(self._begin(label, number), states))
 
     def break_off(self, finding: Finding) -> None:
-        """Let the other ranks know why this one launches nothing more. Does not wait."""
+        """Publish why this rank launches nothing more. Does not wait."""
         if self.finding is None:
             self.heartbeat.post(finding)
             self._conclude(finding)
@@ -721,7 +721,7 @@ class PeerWatch:
         return Observations(label, number=number, rank=rank, size=size, is_gone=is_dead)
 
     def _look(self, wait: Observations) -> None:
-        """Look at the other ranks once.
+        """Check the other ranks once.
 
         Raises:
             MegabucketError: the wait cannot end.
@@ -730,7 +730,7 @@ class PeerWatch:
         if os.getpid() != heartbeat.process.pid:
             raise ForkedProcessError(rank=heartbeat.rank, operation=f"{wait.label} was waited for")
         if heartbeat.is_stopped:
-            return  # the communicator was closed: this wait goes on without a view of the others
+            return  # the communicator was closed: the wait goes on without a view of the others
         heartbeat.request()
         wait.note(heartbeat.view, now_s)
         finding = self.finding or heartbeat.view.finding or self._find_cause(wait)
@@ -744,7 +744,7 @@ class PeerWatch:
     def _find_cause(self, wait: Observations) -> Finding | None:
         dead_after_s = self._liveness.dead_after_s
         if wait.gone():
-            self._refresh(wait)  # with what the dead wrote last
+            self._refresh(wait)  # with the last beats of the dead ranks
         if states := wait.gone() or wait.silent(dead_after_s):
             return self._settle(wait, states)
         if wait.store_silent_s >= dead_after_s:
@@ -771,17 +771,17 @@ class PeerWatch:
     def _diagnose(self, wait: Observations, failure: str) -> Finding:
         """Find out why gloo gave up.
 
-        Which rank it was, gloo does not say. A process that dies closes its connections before it is seen to be dead.
+        Gloo does not say which rank was lost. A process that dies closes its connections before it appears dead.
         """
-        patience_s = max(_DIAGNOSIS_S, _DIAGNOSIS_BEATS * (self.heartbeat.every_s or 0.0))
-        deadline_s = time.monotonic() + patience_s
+        limit_s = max(_DIAGNOSIS_S, _DIAGNOSIS_BEATS * (self.heartbeat.every_s or 0.0))
+        deadline_s = time.monotonic() + limit_s
         while (finding := self.finding or self._refresh(wait)) is None:
             if states := wait.gone():
                 return self._settle(wait, states)
             if is_time_limit(failure):
                 return self._too_late(wait)
             if time.monotonic() > deadline_s:
-                silent_s = patience_s - (self.heartbeat.every_s or 0.0)
+                silent_s = limit_s - (self.heartbeat.every_s or 0.0)
                 states = wait.silent(silent_s, "went away") or wait.absent()
                 return self._settle(wait, states, _first_sentence(failure))
             time.sleep(0.02)
@@ -792,7 +792,7 @@ class PeerWatch:
         return self._settle(wait, states, f"the time limit of the process group ({self._group_timeout_s:g} s) was over")
 
     def _refresh(self, wait: Observations) -> Finding | None:
-        """Look again, with what the store says now, and return what some rank has found. A silent store is not asked again."""
+        """Check again with a new view of the store; return the finding of any rank. A silent store is not asked again."""
         heartbeat = self.heartbeat
         if wait.store_silent_s < _LONGEST_GAP_S and heartbeat.ask(_ANSWER_S) is None:
             wait.store_silent_s += _ANSWER_S
@@ -800,7 +800,7 @@ class PeerWatch:
         return heartbeat.view.finding
 
     def _settle(self, wait: Observations, states: Mapping[int, str], reason: str = "") -> Finding:
-        """Return the finding that ranks are lost, or what another rank has found before."""
+        """Return the finding that ranks are lost, or an earlier finding of another rank."""
         during = f"noticed while waiting for {self._waiting_for(wait)}" + (f": {reason}" if reason else "")
         finding = PeerLostError(ranks=tuple(map(self._number_of, states)), states=tuple(states.values()), during=during)
         self.heartbeat.post(finding)

@@ -1,19 +1,19 @@
-"""Same-host copies: a communicator around that of a process group, whose ranks copy from each other's memory.
+"""Same-host copies: a communicator that wraps that of a process group and copies between the memory of its ranks.
 
-Where all ranks of a gloo group run on one host and the kernel lets them, large batches on data are not sent over sockets. The
-thread of each rank reads what it needs of the others' memory (``process_vm_readv(2)``): one copy by the kernel, where a socket
-takes two and a network stack. Everything else goes to the communicator inside.
+If all ranks of a gloo group run on one host and the kernel permits it, large data batches are not sent over sockets. A thread
+of each rank reads the memory of the others (``process_vm_readv(2)``): one copy by the kernel, where a socket takes two and a
+network stack. Everything else goes to the wrapped communicator.
 
 ======================  =================================================================================================
-reduce-scatter          each rank reads the others' values of its part, block by block, and adds them to its own
-all-reduce              the same, then each rank reads the parts that the others have added up
-all-gather              each rank reads the others' parts, each to its place
+reduce-scatter          each rank reads the other ranks' values of its part, block by block, and adds them to its own
+all-reduce              the same, then each rank reads the parts that the others have summed
+all-gather              each rank reads the other ranks' parts into their places
 ======================  =================================================================================================
 
-The bits are those of gloo's own collectives. The threads tell each other over Unix sockets how far they are: where the tensors
-of a launch lie, so a thread that has heard from all knows that all have launched; then, after each stage, whether its reads
-went well. A job is done when all ranks have read, so memory is its owner's again when its own wait is over, and a wait needs no
-other rank's wait. See docs/decisions/reading-peers.md.
+The bits are those of gloo's own collectives. The threads synchronize over Unix sockets: first they exchange the addresses of
+the tensors of a launch, so each knows that all have launched; then, after each stage, whether the reads succeeded. A job is
+done when all ranks have read, so after its own wait a rank may overwrite its memory, and no wait depends on another rank's
+wait. See docs/decisions/reading-peers.md.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle
 from megabucket.trace.recorder import CollectiveRecord
 
 LEAST_BYTES: Final = 1 << 20
-"""Of a batch that is copied. Below, a gather of two ranks would take longer than torch's: tests/benchmarks/gloo_cost.py."""
+"""Least size of a batch that is copied. A smaller gather of two ranks is slower than torch's: tests/benchmarks/gloo_cost.py."""
 
 BLOCK_BYTES: Final = 1 << 19
-"""Read at a time where what was read is added to something, so that it is still in the cache then."""
+"""Read at a time for additions, so that the values are still in the cache when they are added."""
 
-_MOST_CALLS: Final = 4096  # in a batch: their addresses fit into what a socket keeps until it is read
+_MOST_CALLS: Final = 4096  # per batch: their addresses must fit into a socket's buffer
 _LONGEST_READ_BYTES: Final = 1 << 30  # the kernel's limit is a little below 2 GiB
 _NONCE_BYTES: Final = 16
 _SLICE_S: Final = 0.1
@@ -79,15 +79,15 @@ class SameHostCommunicator(Communicator):
         super().__init__(rank=inner.rank, size=inner.size)
         self.progress, self.control, self.members = inner.progress, inner.control, inner.members
         self.inner = inner
-        """The communicator for everything else."""
+        """The wrapped communicator, for everything else."""
         self.process_group = inner.process_group
-        """The group the wrapper was given; ``None`` stands for the default one."""
+        """The group the wrapper was given; ``None`` means the default one."""
         self._memory, self._sockets = memory, sockets
         self._finish = weakref.finalize(self, sockets.close)
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
         if is_kept and batch.plan is None and can_copy(batch):
-            # Not the batch itself: buffers would have to wait for the garbage collector.
+            # A tuple, not the batch itself: a reference cycle would keep buffers until the garbage collector runs.
             batch.plan = _Copies(tuple(batch), self._memory, self._sockets, rank=self.rank, size=self.size)
         copies = batch.plan
         if not isinstance(copies, _Copies):
@@ -95,23 +95,23 @@ class SameHostCommunicator(Communicator):
         return WorkHandle(self.inner.link, None, copies.plan, record, run=copies.run)
 
     def break_off(self, error: Finding) -> None:
-        """Launch nothing more, and let the others know why."""
+        """Launch nothing more, and notify the other ranks."""
         self.inner.break_off(error)
 
     def close(self) -> None:
-        """End the thread, the sockets and the communicator inside."""
+        """End the thread, the sockets and the wrapped communicator."""
         self.inner.close()
         self._finish()
 
     def clock_for(self, device: torch.device) -> Any:
-        """Return the clock of the communicator inside."""
+        """Return the clock of the wrapped communicator."""
         return self.inner.clock_for(device)
 
 
 def with_same_host_copies(communicator: Communicator, device: torch.device) -> Communicator:
-    """Return a communicator that copies between processes, where all ranks are on this host and can; else the given one.
+    """Return a communicator that copies between processes if all ranks are on this host and may; otherwise the given one.
 
-    All ranks call it, and get the same.
+    All ranks call it, and get the same answer.
 
     Args:
         device: of the buffers.
@@ -122,18 +122,18 @@ def with_same_host_copies(communicator: Communicator, device: torch.device) -> C
     if not link.own_groups or not can_exchange_among(communicator.size):
         return communicator
 
-    def tell_all(word: bytes) -> list[bytes]:
-        return exchange(communicator, word, device=device, label="same-host copies")
+    def send_to_all(message: bytes) -> list[bytes]:
+        return exchange(communicator, message, device=device, label="same-host copies")
 
-    memory = get_to_know(tell_all, rank=communicator.rank)
+    memory = find_peer_memory(send_to_all, rank=communicator.rank)
     if memory is None:
         return communicator
-    sockets = PeerSockets(tell_all, rank=communicator.rank, size=communicator.size, timeout_s=link.timeout_s)
+    sockets = PeerSockets(send_to_all, rank=communicator.rank, size=communicator.size, timeout_s=link.timeout_s)
     return SameHostCommunicator(communicator, memory, sockets)
 
 
 def can_copy(calls: Sequence[Call]) -> bool:
-    """Whether a batch of like calls can be done by copying, and that is worth it. The same on all ranks."""
+    """Return whether a batch of calls of one kind can run as copies and is large enough. The same on all ranks."""
     is_worth_it = len(calls) <= _MOST_CALLS and sum(call.full.nbytes for call in calls) >= LEAST_BYTES
     return is_worth_it and all(_is_readable(call) for call in calls)
 
@@ -147,18 +147,18 @@ def _is_readable(call: Call) -> bool:
 
 
 _Action = tuple[Operation, int, int]
-"""What is done, the rank that is read, and the bytes that a read returns if it went well; none for what is no read."""
+"""An operation, the rank that is read, and the bytes that a successful read returns; 0 for an operation that is no read."""
 
 
 class _Copies:
-    """How one rank does one batch by copying. The thread runs it; it is planned again when a rank's tensors have moved."""
+    """Runs one batch on one rank by copying, on the thread. It is planned again if the tensors of a rank have moved."""
 
     def __init__(self, calls: Sequence[Call], memory: PeerMemory, sockets: PeerSockets, *, rank: int, size: int) -> None:
         self._calls, self._memory, self._sockets = calls, memory, sockets
         self._rank, self._size = rank, size
         self._others = [(rank + hops) % size for hops in range(1, size)]
         kinds = [(call.kind.value, call.full.numel(), str(call.full.dtype), getattr(call, "op", None)) for call in calls]
-        # Equal on all ranks if they do the same; then where the tensors lie.
+        # A checksum that is equal on all ranks if they run the same batch, then the addresses of the tensors.
         self._words = [zlib.crc32(repr(kinds).encode()), *(call.full.data_ptr() for call in calls)]
         self._addresses: list[list[int]] = []
         self._stages: list[list[_Action]] = []
@@ -166,11 +166,11 @@ class _Copies:
         """Has no collectives: the thread does everything."""
 
     def run(self, must_stop: Callable[[], bool]) -> dict[int, str]:
-        """Do the batch with all ranks. Return what is the matter with ranks that could not be read: the same on all ranks."""
-        said = self._sockets.exchange(self._words, must_stop)
-        if any(words[0] != self._words[0] for words in said):
-            raise RuntimeError(f"rank {self._rank} has launched something else than others: {self._calls[0].kind.value}")
-        addresses = [words[1:] for words in said]
+        """Run the batch with all ranks. Return the problem of each rank that could not be read: the same on all ranks."""
+        by_rank = self._sockets.exchange(self._words, must_stop)
+        if any(words[0] != self._words[0] for words in by_rank):
+            raise RuntimeError(f"rank {self._rank} has launched another batch than the others: {self._calls[0].kind.value}")
+        addresses = [words[1:] for words in by_rank]
         if addresses != self._addresses:
             self._addresses = addresses
             self._make_stages()
@@ -194,12 +194,12 @@ class _Copies:
             self._stages.append(list(self._gather()))
 
     def _part(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of a buffer that a rank adds up, or owns."""
+        """Return the part of a buffer that a rank sums, or owns."""
         numel = full.numel()
         return full.view(-1)[rank * numel // self._size : (rank + 1) * numel // self._size]
 
     def _gather(self) -> Iterator[_Action]:
-        """Yield what brings the parts of all other ranks, each to its place."""
+        """Yield the reads of the parts of all other ranks."""
         for index, call in enumerate(self._calls):
             full = call.full.data
             for rank in self._others:
@@ -207,7 +207,7 @@ class _Copies:
                 yield from self._memory.reads(part, rank, self._addresses[rank][index] + part.data_ptr() - full.data_ptr())
 
     def _sum(self) -> Iterator[_Action]:
-        """Yield what adds up this rank's part of each call, in the order of gloo's ring, and divides it."""
+        """Yield the operations that sum this rank's part of each call, in the order of gloo's ring, and divide it."""
         for index, (call, (start, numel)) in enumerate(zip(self._calls, places_in_sums(self._calls), strict=True)):
             yield from self._sum_one(call, [of_rank[index] for of_rank in self._addresses], start, numel)
 
@@ -252,11 +252,11 @@ class PeerMemory:
         self._blocks = torch.empty(len(pids) - 1, BLOCK_BYTES, dtype=torch.uint8, device="cpu")
 
     def block(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory, 1D, that blocks of another rank are read into; there is one for each."""
+        """Return the 1D memory into which blocks of another rank are read; one per rank."""
         return self._blocks[rank - (rank > self._rank)].view(dtype)
 
     def reads(self, target: torch.Tensor, rank: int, address: int) -> Iterator[_Action]:
-        """Yield what fills ``target`` with what another rank has at an address. Each operation is a call in C."""
+        """Yield the reads of an address range of another rank into ``target``. Each operation is a single call in C."""
         for start in range(0, target.nbytes, _LONGEST_READ_BYTES):
             nbytes = min(_LONGEST_READ_BYTES, target.nbytes - start)
             here, there = _Piece(target.data_ptr() + start, nbytes), _Piece(address + start, nbytes)
@@ -264,29 +264,29 @@ class PeerMemory:
             yield partial(self._readv, *arguments), rank, nbytes
 
 
-TellAll = Callable[[bytes], list[bytes]]
-"""Sends a short message to all ranks and returns what each has sent, by rank."""
+SendToAll = Callable[[bytes], list[bytes]]
+"""Sends a short message to all ranks and returns the message of each, by rank."""
 
 
-def get_to_know(tell_all: TellAll, *, rank: int) -> PeerMemory | None:
-    """Find out whether all ranks can meet and read each other's memory; ``None``: no. All ranks call it and get one answer."""
+def find_peer_memory(send_to_all: SendToAll, *, rank: int) -> PeerMemory | None:
+    """Return the memory of the other ranks if all ranks can read each other's memory. The same answer on all ranks."""
     nonce = os.urandom(_NONCE_BYTES)
     kept = ctypes.create_string_buffer(nonce, _NONCE_BYTES)
     process = identify_this_process()
     spaces = [process.pid_space, _network_space()]
     own = [spaces, process.pid, ctypes.addressof(kept), nonce.hex()]
-    peers = [json.loads(word) for word in tell_all(json.dumps(own).encode())]
+    peers = [json.loads(word) for word in send_to_all(json.dumps(own).encode())]
     can_read = all(spaces) and all(
         theirs == spaces and (index == rank or _reads_nonce(pid, address, expected))
         for index, (theirs, pid, address, expected) in enumerate(peers)
     )
-    # The second message also tells that no rank looks at the nonce any more.
-    all_can = all(word == b"yes" for word in tell_all(b"yes" if can_read else b"no"))
+    # The second message also means that no rank reads the nonce any more.
+    all_can = all(word == b"yes" for word in send_to_all(b"yes" if can_read else b"no"))
     return PeerMemory([pid for _, pid, _, _ in peers], rank=rank) if all_can else None
 
 
 def _network_space() -> str:
-    """Return what is equal for processes to which names of sockets mean the same; nothing where that cannot be told."""
+    """Return an id of the network namespace; empty if unknown. Socket names are valid inside one namespace."""
     try:
         return str(Path("/proc/self/ns/net").readlink())
     except OSError:
@@ -294,7 +294,7 @@ def _network_space() -> str:
 
 
 def _reads_nonce(pid: int, address: int, expected: str) -> bool:
-    # A process of the same number in another container, or one that took the number over, does not have it.
+    # A process with the same id in another container, or a later process with that id, does not have the nonce.
     found = ctypes.create_string_buffer(_NONCE_BYTES)
     here, there = _Piece(ctypes.addressof(found), _NONCE_BYTES), _Piece(address, _NONCE_BYTES)
     try:
@@ -317,28 +317,28 @@ def _process_vm_readv() -> Callable[..., int]:
 
 
 class PeerSockets:
-    """Connects the thread of a rank with those of all others, for a few words from each to each. Linux only.
+    """Connects the thread of a rank with those of all others, for short messages of integers. Linux only.
 
-    Gloo would do; but there a word passes through threads of two processes that have to find a core, and takes a millisecond.
+    Gloo would take a millisecond, because each message passes through threads of two processes that need a core.
 
     Args:
-        tell_all: of ranks in one network namespace; all of them make it together.
-        timeout_s: after which a rank that says nothing is an error.
+        send_to_all: for ranks in one network namespace; all of them construct this together.
+        timeout_s: limit of a wait for another rank.
 
     Raises:
         OSError: another rank did not come.
     """
 
-    def __init__(self, tell_all: TellAll, *, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, send_to_all: SendToAll, *, rank: int, size: int, timeout_s: float) -> None:
         self._rank, self._timeout_s, self._pid = rank, timeout_s, os.getpid()
         self._peers: dict[int, socket.socket] = {}
-        # Names without files, which go with their sockets. A caller has a name, too: a stranger does not know it.
+        # Abstract names, which vanish with their sockets. Callers bind a name as well, so that strangers are recognized.
         name = f"\0megabucket-{secrets.token_hex(8)}"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(name)
             listener.listen(size)
             listener.settimeout(timeout_s)
-            names = [word.decode() for word in tell_all(name.encode())]
+            names = [word.decode() for word in send_to_all(name.encode())]
             for other in range(rank):
                 peer = self._peers[other] = socket.socket(socket.AF_UNIX)
                 peer.bind(f"{name} {other}")
@@ -354,23 +354,23 @@ class PeerSockets:
             peer.settimeout(_SLICE_S)
 
     def exchange(self, words: Sequence[int], must_stop: Callable[[], bool]) -> list[list[int]]:
-        """Return the words of all ranks, by rank: as many integers of 64 bits from each, a few thousand at most.
+        """Return the words of all ranks, by rank: equally many 64-bit integers from each, a few thousand at most.
 
         Raises:
-            RuntimeError: another rank is gone, or says nothing, or ``must_stop`` says so. The text is gloo's.
+            RuntimeError: another rank is gone or silent, or ``must_stop`` returns true. The text is gloo's.
         """
         message = array("q", [len(words), *words]).tobytes()
-        said = {self._rank: list(words)}
+        by_rank = {self._rank: list(words)}
         try:
             for peer in self._peers.values():
                 peer.sendall(message)
             for rank, peer in self._peers.items():
-                length, *said[rank] = array("q", self._receive(peer, len(message), must_stop))
+                length, *by_rank[rank] = array("q", self._receive(peer, len(message), must_stop))
                 if length != len(words):
-                    raise RuntimeError(f"rank {rank} has launched something else than rank {self._rank}")
+                    raise RuntimeError(f"rank {rank} has launched another batch than rank {self._rank}")
         except OSError:
             raise RuntimeError("Connection closed by peer") from None
-        return [said[rank] for rank in range(len(said))]
+        return [by_rank[rank] for rank in range(len(by_rank))]
 
     def _receive(self, peer: socket.socket, nbytes: int, must_stop: Callable[[], bool]) -> bytes:
         parts, deadline_s = bytearray(), time.monotonic() + self._timeout_s
@@ -389,9 +389,9 @@ class PeerSockets:
         return bytes(parts)
 
     def close(self) -> None:
-        """Part from the others, also where a thread waits for their words. Idempotent."""
+        """Close the connections, even while a thread waits for a message. Idempotent."""
         for peer in self._peers.values():
-            if os.getpid() == self._pid:  # a forked child must not end what is its parent's
+            if os.getpid() == self._pid:  # a forked child must not shut down its parent's connections
                 with suppress(OSError):
                     peer.shutdown(socket.SHUT_RDWR)
             peer.close()

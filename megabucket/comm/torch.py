@@ -1,8 +1,8 @@
-"""The communicator over a ``torch.distributed`` process group: gloo, NCCL, or any other back-end torch knows.
+"""The communicator over a ``torch.distributed`` process group: gloo, NCCL, or any other back-end of torch.
 
-Over gloo a wrapper has two groups of its own, made from the given one: one for data, one for what ranks say to each other. So
-no collective of the program meets one of the wrapper, and two wrappers never meet. Everything that torch does not say in public
-about groups and works is asked here.
+Over gloo a wrapper has two groups of its own, made from the given one: one for data, one for control messages. So collectives
+of the program never meet those of a wrapper, and two wrappers never meet. All private torch calls about groups and works are in
+this file.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from megabucket.trace.clock import Clock, DeviceClock, HostClock
 from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
 
 FABRIC: Final = "megabucket_fabric"
-"""Name of the emulated fabric among torch's back-ends."""
+"""Name of the emulated fabric as a torch back-end."""
 
 _GLOO_LIKE: Final = ("gloo", FABRIC)
-_ALONE: Final = "fake"  # torch's back-end for one rank whose peers do not exist
-_ROOM_BYTES: Final = 1 << 25  # for small all-reduces that are launched again and again, all together
-_BACKGROUND_BYTES: Final = 1 << 23  # of a batch that a thread completes; of smaller ones the hooks of backward feel the thread
+_ALONE: Final = "fake"  # torch's back-end for one rank without peers
+_ROOM_BYTES: Final = 1 << 25  # receive memory of all prepared small all-reduces together
+_BACKGROUND_BYTES: Final = 1 << 23  # least size of a batch that a thread completes: for smaller ones it would slow backward
 _RELEASE_S: Final = 0.2
 _JOIN_S: Final = 1.0
-_TIME_LIMIT_S: Final = 1800.0  # torch's, where a group does not say its own
+_TIME_LIMIT_S: Final = 1800.0  # torch's default, for groups that do not tell theirs
 
 Run = Callable[[Callable[[], bool]], dict[int, str]]
-"""Does a batch, unless told that it must stop, and returns what is the matter with ranks that could not be read."""
+"""Runs a batch, unless the argument says that it must stop; returns the problem of each rank that could not be read."""
 
 _call: Final = operator.methodcaller("__call__")
 _is_completed: Final = operator.methodcaller("is_completed")
@@ -80,16 +80,16 @@ def discover_communicator(
     Over gloo it has groups of its own, so every rank of the group calls this, in the same order.
 
     Args:
-        progress: of the wrapper, where it has several communicators; it brings the recorder.
+        progress: shared by the communicators of a wrapper; it holds the recorder.
 
     Raises:
         ProcessGroupMissingError: a launcher started several processes but ``torch.distributed`` is not initialized.
-        ConfigError: the settings of ``liveness`` and the time limit of the group are not in order.
-        MegabucketError: another rank does not come, or waits elsewhere.
+        ConfigError: the settings of ``liveness`` do not fit the time limit of the group.
+        MegabucketError: another rank does not come, or is in another call.
     """
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return ProcessGroupCommunicator(process_group, recorder, liveness=liveness, owns_groups=True, progress=progress)
-    # Read only to refuse: a forgotten init_process_group() would otherwise train replicas that never talk.
+    # Read only to refuse: without init_process_group() each process would silently train alone.
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ProcessGroupMissingError(world_size=int(launched))
@@ -97,7 +97,7 @@ def discover_communicator(
 
 
 def process_group_of(ranks: Any) -> Communicator | dist.ProcessGroup:
-    """Return what collectives run on: a communicator, or a process group, which may be that of a device mesh.
+    """Return the communicator, or the process group, perhaps that of a device mesh, of a group of ranks.
 
     Raises:
         ConfigError: it is something else.
@@ -113,20 +113,20 @@ def process_group_of(ranks: Any) -> Communicator | dist.ProcessGroup:
 
 
 def levels_of(ranks: Any) -> tuple[Any, Any]:
-    """Return the ranks that shards are cut over, and those that hold the same one: a mesh (replicate, shard) has both."""
+    """Return the ranks of the shards, and those of the replicas: a mesh (replicate, shard) has both."""
     if isinstance(ranks, DeviceMesh) and ranks.ndim == 2:
         return ranks.get_group(1), ranks.get_group(0)
     return ranks, None
 
 
 def default_group_of(num_ranks: int) -> dist.ProcessGroup | None:
-    """Return the default group, if it has so many ranks."""
+    """Return the default group, if it has ``num_ranks`` ranks."""
     is_there = dist.is_available() and dist.is_initialized() and dist.get_world_size() == num_ranks
     return dist.group.WORLD if is_there else None
 
 
 def members_of(ranks: Any) -> Sequence[int]:
-    """Return the ranks of the whole program in a group, in order. Raises as ``process_group_of``."""
+    """Return the global ranks of a group, in order. Raises as ``process_group_of``."""
     group = process_group_of(ranks)
     return group.members if isinstance(group, Communicator) else dist.get_process_group_ranks(group)
 
@@ -135,15 +135,15 @@ class _Channel(Communicator):
     """Launches on one process group.
 
     Args:
-        link: what it shares with the other channel.
-        group: ``None``: the default group, to which a reference of ours would keep its threads alive when it is destroyed.
+        link: shared with the other channel.
+        group: ``None``: the default group. A reference to it would keep its threads alive after it is destroyed.
     """
 
     def __init__(self, link: Link, group: dist.ProcessGroup | None) -> None:
         super().__init__(rank=link.rank, size=link.size)
         self.progress = link.progress
         self.link = link
-        """What the channels share."""
+        """Shared by both channels."""
         self._group = group
         self._backends: dict[str, str] = {}
         self._room_bytes = _ROOM_BYTES
@@ -162,7 +162,7 @@ class _Channel(Communicator):
         rest = [call for call in batch if call not in wide]
         plan.add_in_fp32(wide)
         if rest and backend == "gloo":
-            # All ranks launch the same batches in the same order, so they run out of room at the same one.
+            # All ranks plan the same batches in the same order, so they run out of room at the same one.
             self._room_bytes -= plan.add_for_gloo(rest, room_bytes=self._room_bytes if is_kept else None)
         elif rest:
             plan.add_plain(rest)
@@ -177,11 +177,11 @@ class _Channel(Communicator):
         self.link.wait_for(arrived, label=label, number=self.progress.num_launched)
 
     def break_off(self, error: Finding) -> None:
-        """Launch nothing more, and write the reason into the store of the group, where the waits of the others find it."""
+        """Launch nothing more, and write the reason into the store of the group, where the other ranks read it."""
         self.link.break_off(error)
 
     def clock_for(self, device: torch.device) -> Clock:
-        """Return the clock by which this group's collectives on a device are timed: its own where they run in its queue."""
+        """Return the clock for this group's collectives on a device: the device's own if they run on its streams."""
         return self.link.clock(None if self._backend(device) in _GLOO_LIKE else device)
 
 
@@ -190,15 +190,15 @@ class ProcessGroupCommunicator(_Channel):
 
     Args:
         group: ``None``: the default group.
-        liveness: how the ranks watch each other; when not given, without heartbeats, so that only dead and stopped
-            processes of the same host are noticed.
-        owns_groups: whether to work over groups of its own, where that is possible. Then all ranks make it together.
-        progress: shared with the other communicators of a wrapper; it brings the recorder.
+        liveness: how the ranks watch each other; ``None``: without heartbeats, so only dead processes of the same host are
+            noticed.
+        owns_groups: whether to make groups of its own, where that is possible. Then all ranks make the communicator together.
+        progress: shared by the communicators of a wrapper; it holds the recorder.
 
     Raises:
         CollectiveError: this process is not a member of the group.
-        ConfigError: the settings of ``liveness`` and the time limit of the group are not in order.
-        MegabucketError: another rank does not come, or waits elsewhere.
+        ConfigError: the settings of ``liveness`` do not fit the time limit of the group.
+        MegabucketError: another rank does not come, or is in another call.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class ProcessGroupCommunicator(_Channel):
         super().__init__(link, None if group is dist.group.WORLD else group)
         self.members = dist.get_process_group_ranks(living)
         self.process_group = self._group
-        """The group it was made from, also where it works over groups of its own; ``None`` stands for the default one."""
+        """The group it was made from, even if it has groups of its own; ``None`` means the default one."""
         self._finish = weakref.finalize(self, link.close)
         if owns_groups and link.watch is not None:
             link.watch.wait_for_all_ranks("wrap")
@@ -231,15 +231,15 @@ class ProcessGroupCommunicator(_Channel):
                 self.control = _Channel(link, link.own_groups[1])
 
     def close(self) -> None:
-        """End the threads and groups of this communicator; the process group it was made from stays as it is."""
+        """End the threads and groups of this communicator, but not the process group it was made from."""
         self._finish()
         for channel in (self, self.control):
             if isinstance(channel, _Channel):
-                channel._group = self.process_group  # who still knows the channel does not keep the threads of its group
+                channel._group = self.process_group  # remaining references to the channel must not keep its group's threads
 
 
 class Link:
-    """What the channels of one communicator share: the watch over the other ranks, the thread, the count of launches."""
+    """Shared by the channels of one communicator: the watch over the other ranks, the thread, the count of launches."""
 
     def __init__(self, group: dist.ProcessGroup, liveness: Liveness | None, progress: Progress) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -248,7 +248,7 @@ class Link:
         self._device_clock: DeviceClock | None = None
         self.worker = Worker(name=f"megabucket-worker-{self.rank}")
         self.numbers = itertools.count(1)
-        """Numbers the launches; ``next`` is part of the one call in C that makes a launch."""
+        """Numbers the launches; ``next`` is part of the single C call of a launch."""
         self.own_groups: list[dist.ProcessGroup] = []
         self.watch: PeerWatch | None = None
         self._finding: MegabucketError | None = None
@@ -271,10 +271,10 @@ class Link:
             self.watch = PeerWatch(heartbeat, liveness, group_timeout_s=self.timeout_s, on_loss=self._abandon)
 
     def clock(self, device: torch.device | None) -> Clock:
-        """Return the clock of the host, or that of a device with queues, which is made when it is first asked for.
+        """Return the clock of the host, or that of a device, which is made on first use.
 
-        On a host a thread of ours sees a collective complete. On a device with a queue (NCCL) all moments are events in that
-        queue, so the host never waits.
+        On a host our thread notes when a collective is complete. On a device (NCCL) all moments are events on its streams, so
+        the host never waits.
         """
         accelerator = None if device is None else Accelerator.of(device)
         if accelerator is None:
@@ -284,7 +284,7 @@ class Link:
         return self._device_clock
 
     def check_can_launch(self, label: str) -> None:
-        """Refuse a launch where nothing can be sent any more.
+        """Refuse a launch if nothing more can be sent.
 
         Raises:
             MegabucketError: the text says why.
@@ -298,13 +298,13 @@ class Link:
             raise GroupDestroyedError(rank=self.rank, operation=f"{label} was launched")
 
     def wait_for(self, arrived: Arrived, *, label: str, number: int) -> None:
-        """Wait for a device, and look at the other ranks meanwhile.
+        """Wait for a device, and watch the other ranks meanwhile.
 
         Args:
-            number: of the launch that it may be waiting for.
+            number: of the launch that the device may be waiting for.
 
         Raises:
-            MegabucketError: a rank was lost, or interrupted for good.
+            MegabucketError: a rank was lost or interrupted.
         """
         if self.watch is None:
             arrived.wait()
@@ -312,14 +312,14 @@ class Link:
             self.watch.wait([arrived], label=label, number=number)
 
     def break_off(self, error: Finding) -> None:
-        """Launch nothing more, and let the others know why."""
+        """Launch nothing more, and notify the other ranks."""
         if self.watch is not None:
             self.watch.break_off(error)
         self._finding = self._finding or error
 
     def _abandon(self) -> None:
         self.worker.give_up()
-        # The destructor of a gloo group joins threads that wait for the other ranks, up to the time limit of the group: with a
+        # The destructor of a gloo group joins threads that wait for the other ranks, up to the group's time limit. With a
         # frozen rank, destroy_process_group() and the end of the program would take that long. See docs/decisions/liveness.md.
         given = self._given()
         kept = self.own_groups or ([given] if given is not None else [])
@@ -328,7 +328,7 @@ class Link:
         is_aborted.wait(_JOIN_S)
 
     def close(self) -> None:
-        """End the threads and groups. Also called when a communicator is dropped, and at the end of the program."""
+        """End the threads and groups. Also called when the communicator is collected, and at the end of the program."""
         self.worker.end(_JOIN_S)
         if self.watch is not None:
             self.watch.heartbeat.stop()
@@ -336,14 +336,14 @@ class Link:
 
 
 def _lose(groups: Sequence[dist.ProcessGroup], is_aborted: threading.Event) -> None:
-    """End what waits in queues of devices, and hold references that even the end of the program does not drop.
+    """Abort collectives on devices, and keep references to the groups that even the end of the program does not drop.
 
-    Nothing else drops those in the frame of a daemon thread. Without the abort, every later wait of the host for a device would
-    be one for a collective that never ends.
+    Nothing drops the references in the frame of a daemon thread. Without the abort, every later wait of the host for a device
+    would wait for a collective that never ends.
     """
     for backend in [backend for group in groups for backend in backends_of(group)]:
         if backend.name() not in _GLOO_LIKE:
-            with suppress(Exception):  # not every back-end can; there is nobody to tell
+            with suppress(Exception):  # not every back-end supports it
                 backend.abort()
     is_aborted.set()
     threading.Event().wait()
@@ -352,12 +352,12 @@ def _lose(groups: Sequence[dist.ProcessGroup], is_aborted: threading.Event) -> N
 class WorkHandle(Handle):
     """One launch on a process group.
 
-    The plan stays referenced until ``wait`` has returned: on CUDA the allocator could otherwise hand the memory of its tensors
-    to other code while a collective still reads it.
+    The plan stays referenced until ``wait`` has returned: otherwise the CUDA allocator could give the memory of its tensors to
+    other code while a collective still reads it.
 
     Args:
         group: ``None``: the default group.
-        run: done by the thread, in place of works.
+        run: called by the thread; ``None``: the plan's works do everything.
     """
 
     def __init__(
@@ -374,13 +374,13 @@ class WorkHandle(Handle):
             wants_time = any(recorder.records_time for recorder in link.progress.recorders)
             clock = link.clock(None if plan.is_gloo else plan.starts[0].tensors[0].device) if wants_time else None
             self._launch = Launch(record, clock, on_moment=link.progress.on_moment)
-            is_large = is_large or wants_time  # the thread notes when it is done
+            is_large = is_large or wants_time  # the thread notes the time of completion
         if plan.is_gloo and (is_large or run is not None):
             self._job = Job(self._complete_in_background)
         is_passing = plan.is_gloo and not plan.is_kept
         self._passing = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_passing else []
-        self._sent: list[Any] = []  # number of the launch, then its works: filled by one call in C
-        self._completed: list[None] = []  # not empty when the operations after the works were done
+        self._sent: list[Any] = []  # number of the launch, then its works: filled by a single C call
+        self._completed: list[None] = []  # not empty once the operations after the works are done
 
     @property
     def is_started(self) -> bool:
@@ -388,7 +388,7 @@ class WorkHandle(Handle):
         return bool(self._sent)
 
     def start(self) -> None:
-        """Send the batch. A signal handler runs before or after the one call in C that does so, never within."""
+        """Send the batch in a single C call, so that signal handlers run before or after it, never within."""
         plan, link, launch = self._plan, self._link, self._launch
         if self._sent or plan is None:
             return
@@ -415,11 +415,11 @@ class WorkHandle(Handle):
                 self._sent[-1].get_future().add_done_callback(lambda _: launch.note("done"))
 
     def wait(self) -> None:
-        """Return when the results are there. A wait that was interrupted may be begun again and goes on where it was.
+        """Return when the results are there. A wait that was interrupted may be repeated and continues.
 
         Raises:
-            PeerLostError: a rank died, froze or left without its part of the batch.
-            WrapperBrokenError: a rank was interrupted with the others about to go on.
+            PeerLostError: a rank died, froze or left without launching its part of the batch.
+            WrapperBrokenError: a rank was interrupted after its fence was sent.
             CollectiveError: the batch was not sent.
         """
         plan, link = self._plan, self._link
@@ -434,7 +434,7 @@ class WorkHandle(Handle):
             link.watch.wait(works, label=self._label, number=self._sent[0])
         else:
             for work in works:
-                work.wait()  # over NCCL the current stream waits; with a time limit the host would, and then end the group
+                work.wait()  # over NCCL the current stream waits; with a time limit the host would wait, then abort the group
         if self._unread and link.watch is not None:
             raise link.watch.lose(self._unread, label=self._label, number=self._sent[0])
         self._complete(plan)
@@ -446,7 +446,7 @@ class WorkHandle(Handle):
             self._launch.note("wait_stop")
 
     def read(self, result: torch.Tensor) -> torch.Tensor:
-        """Wait, also for a device, in slices; return a result as the host may read it."""
+        """Wait in slices, also for a device; return a result that the host may read."""
         self.wait()
         if self._accelerator is None:
             return result
@@ -455,14 +455,14 @@ class WorkHandle(Handle):
         return copy.values
 
     def poll(self) -> bool:
-        """Do what ``wait`` would, where the host would not have to wait. Over NCCL it never does, so nothing is gained."""
+        """Finish the launch if that needs no waiting. Over NCCL it does nothing, because ``wait`` never blocks the host."""
         works: Sequence[Work] = self._sent[1:] if self._job is None else (self._job,)
         if self._plan is not None and self._plan.is_gloo and all(map(_is_completed, works)):
             self.wait()
         return self._plan is None
 
     def _complete(self, plan: Plan) -> None:
-        """Do what is left to do with the results, in one call in C: as a whole or not at all."""
+        """Run the operations after the works in a single C call: as a whole or not at all."""
         if not self._completed:
             deque(map(_call, [*plan.after, partial(self._completed.append, None)]), maxlen=0)
 
@@ -482,10 +482,10 @@ class WorkHandle(Handle):
 
 
 def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
-    """Return when C++ holds the tensors as often as before the launch, or after a fifth of a second.
+    """Return when gloo's threads have released the tensors, or after 0.2 s.
 
-    Nothing else holds the tensors of calls that were not prepared, so a thread of gloo may need Python's lock to let go of
-    them: see ``Plan``. It gets it here.
+    Nothing else owns the tensors of calls that were not prepared, so a gloo thread may need the GIL to release them: see
+    ``Plan``. It gets the GIL here.
     """
     deadline_s = time.monotonic() + _RELEASE_S
     while any(use_count(tensor) > count for tensor, count in tensors) and time.monotonic() < deadline_s:
@@ -496,10 +496,10 @@ def _await_release(tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
 
 
 class Job:
-    """Something that the thread of a communicator does. It can be waited for as a work of gloo can.
+    """A task of the communicator's thread. It can be waited for like a work of gloo.
 
     Args:
-        run: called by the thread with a question whether it must stop.
+        run: called by the thread with a function that tells whether it must stop.
     """
 
     def __init__(self, run: Callable[[Callable[[], bool]], None]) -> None:
@@ -508,13 +508,13 @@ class Job:
         self._failure: str | None = None
 
     def run(self, must_stop: Callable[[], bool]) -> None:
-        """Do it. Never raises; ``wait`` does."""
+        """Run the task. Never raises; ``wait`` does."""
         try:
             if self._run is not None:
                 self._run(must_stop)
         except Exception as error:
             self._failure = str(error) or repr(error)
-        self._run = None  # it leads back here
+        self._run = None  # breaks a reference cycle
         self._is_done.set()
 
     def is_completed(self) -> bool:
@@ -525,7 +525,7 @@ class Job:
         """Return when it is done.
 
         Raises:
-            RuntimeError: it has failed, or ``timeout`` is over; it goes on then.
+            RuntimeError: it has failed, or ``timeout`` is over; then it goes on.
         """
         if not self._is_done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")  # gloo's text, which waits in slices look for
@@ -535,7 +535,7 @@ class Job:
 
 
 class Worker:
-    """A thread that does jobs in the order of their launch. Torch gives Python's lock away while it computes.
+    """A thread that runs jobs in launch order. Torch releases the GIL while it computes.
 
     The order is the same on all ranks, so jobs may wait for other ranks.
     """
@@ -551,15 +551,15 @@ class Worker:
         arguments = (self.jobs, self._must_stop)
         self.thread = threading.Thread(target=_do_jobs, args=arguments, name=self._name, daemon=True)
         self.thread.start()
-        # A thread that the end of the program meets in C++ aborts the process; and others may need its last jobs.
+        # A thread that is still in C++ at the end of the program aborts the process; and other ranks may need its last jobs.
         atexit.register(self.end, _TIME_LIMIT_S)
 
     def give_up(self) -> None:
-        """Do no more jobs: ranks are lost."""
+        """Stop running jobs, because ranks are lost."""
         self._must_stop.set()
 
     def end(self, time_limit_s: float) -> None:
-        """Have the thread end when it has done its jobs, and wait for it so long at most."""
+        """Let the thread finish its jobs and end; wait for it at most ``time_limit_s``."""
         thread, self.thread = self.thread, None
         if thread is None or thread is threading.current_thread():
             return
@@ -576,7 +576,7 @@ def _do_jobs(jobs: queue.SimpleQueue[Job | None], must_stop: threading.Event) ->
             del job
 
 
-# What torch knows about groups and works, and does not say in public. Each has a harmless answer when torch has changed. #
+# Private torch calls about groups and works. Each has a harmless fallback in case torch changes. #
 
 
 def store_of(group: dist.ProcessGroup) -> Store | None:
@@ -589,7 +589,7 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the back-end that tensors of a device travel over, or nothing when there is none."""
+    """Return the name of the back-end for tensors on a device; empty if there is none."""
     try:
         return str(group._get_backend(device).name())
     except RuntimeError:  # no back-end for this kind of device
@@ -607,7 +607,7 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
 
 
 def timeout_s_of(group: dist.ProcessGroup) -> float:
-    """Return the time limit of a group's collectives, or torch's own when torch does not tell."""
+    """Return the time limit of a group's collectives, or torch's default if it is unknown."""
     try:
         return min(float(backend.options._timeout.total_seconds()) for backend in backends_of(group))
     except (AttributeError, RuntimeError, ValueError):
@@ -615,9 +615,9 @@ def timeout_s_of(group: dist.ProcessGroup) -> float:
 
 
 def existence_of(group: dist.ProcessGroup) -> Callable[[], bool]:
-    """Return a function that says whether the group still exists; it does not keep the group alive.
+    """Return a function that tells whether the group still exists, without keeping it alive.
 
-    Another default group that was initialized since is another group.
+    A default group that was initialized later is another group.
     """
     known = weakref.ref(group)
 
@@ -629,12 +629,12 @@ def existence_of(group: dist.ProcessGroup) -> Callable[[], bool]:
 
 
 def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float) -> list[dist.ProcessGroup]:
-    """Return gloo groups of the same ranks in the same order; none where torch does not tell how, or back-ends are not gloo.
+    """Return gloo groups of the same ranks in the same order; none if a back-end is not gloo, or torch has changed.
 
-    All ranks call it together, with the same names, which no group of theirs has had. These groups are not in torch's list of
-    groups, so only their own methods can be used. Made as ``new_group`` makes them, over the store of ``group``. Its
-    ``split_group`` does the same over three new connections to that store, and the constructor of each asks for the name of an
-    address: where a name server loses a question, that takes 5 s, while the other ranks run into their time limit.
+    All ranks call it together, with the same new names. The groups are not in torch's list of groups, so only their own
+    methods can be used. They are made as in ``new_group``, over the store of ``group``. ``split_group`` would open three new
+    connections to that store, each with a reverse name lookup: with a faulty name server that takes 5 s or more, and the other
+    ranks time out.
     """
     store = store_of(group)
     if {backend.name() for backend in backends_of(group)} != {"gloo"} or store is None:
@@ -658,6 +658,6 @@ def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float
 
 
 def use_count(tensor: torch.Tensor) -> int:
-    """Return how often C++ holds a tensor, all of Python being one holder."""
+    """Return the number of C++ references to a tensor; all of Python counts as one."""
     count = getattr(tensor, "_use_count", None)
     return 1 if count is None else int(count())

@@ -124,49 +124,42 @@ _NEEDS: Final = (
 
 
 class DistributedDataParallelConfig(Section):
-    """How gradients are stored, cut into buckets and reduced.
-
-    Field names are Megatron's where the meaning is Megatron's. The object is frozen and never changed by its users;
-    ``megabucket.config.resolve`` derives the values that depend on the model and the group, each with its reason.
-    """
+    """How gradients are stored, cut into buckets and reduced. Field names are Megatron's where the meaning is Megatron's."""
 
     use_distributed_optimizer: bool = False
-    """Reduce-scatter gradients and let each rank own one shard of the optimizer (ZeRO-1) instead of all-reducing."""
+    """Reduce-scatter gradients, and let each rank own one shard of the optimizer (ZeRO-1), instead of all-reducing."""
 
     overlap_grad_reduce: bool = True
-    """Launch each bucket while backward still runs. The result and the layout do not depend on it."""
+    """Launch each bucket while backward still runs. Result and layout do not depend on it."""
 
     overlap_param_gather: bool = False
-    """Gather updated parameters during the next forward instead of at the end of the optimizer step. Until then they read as
-    NaN; code that touches parameters outside forward calls ``finish_param_sync()`` first."""
+    """Gather updated parameters during the next forward, not at the end of the optimizer step. Until then they read as NaN;
+    outside forward call ``finish_param_sync()`` first."""
 
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce the gradients of 16-bit parameters in float32. ``False`` keeps the parameter's dtype."""
 
     param_name_patterns_for_fp32_local_accumulation: ParamNames = ()
-    """Accumulate the microbatch gradients of these 16-bit parameters in float32 on each rank; round the sum to 16 bits once,
-    before it is sent. Shell patterns of parameter names (``*.experts.*``), or ``all``. Takes 4 bytes per element, and needs
-    ``grad_reduce_in_fp32=False``."""
+    """Accumulate the microbatches of these 16-bit parameters in float32 (4 bytes per element) and round once, before the
+    reduction. Shell patterns of names (``*.experts.*``) or ``all``. Needs ``grad_reduce_in_fp32=False``."""
 
     grad_reduction: Literal["mean", "sum"] = "mean"
-    """What the reduced gradient is: the mean over the data-parallel ranks, or their sum."""
+    """Reduce gradients to their mean over the data-parallel ranks, or to their sum."""
 
     average_in_collective: bool = False
     """Let the collective divide (AVG) instead of scaling once around a SUM. Only with ``grad_reduction="mean"``."""
 
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Send 16-bit gradients as they are, but add them up in float32, in rank order, and round once: an exchange of parts in
-    place of the back-end's reduce-scatter. Takes memory as large as the 16-bit gradient buffer (half of it with 2 ranks).
-    Gradients that are float32 already (``grad_reduce_in_fp32=True``) are reduced as ever."""
+    """Send 16-bit gradients as they are, add them in float32 in rank order, and round once. Takes as much memory as the
+    16-bit gradient buffer, half of it with 2 ranks. Does not change float32 gradients."""
 
     read_peer_memory: bool = True
-    """Let the ranks of a gloo group read each other's memory in place of sending over sockets, where all of them (at most 8)
-    run on one host and the kernel permits it: buckets of 1 MiB and more, and not with ``fence=False``. A thread of each rank
-    reads, beside backward and the next forward. The result does not depend on it."""
+    """Let the ranks of a gloo group read each other's memory instead of using sockets, if at most 8 of them run on one host
+    and the kernel permits it. For buckets of 1 MiB and more; not with ``fence=False``. The result does not depend on it."""
 
     layout: Literal["stable", "megatron"] = "stable"
-    """``stable``: one padded layout, whatever is switched on. ``megatron``: Megatron's own choices, that is no padding
-    without the distributed optimizer and a single bucket without overlap."""
+    """``stable``: the same padded layout for all switches. ``megatron``: as Megatron, no padding without the distributed
+    optimizer and a single bucket without overlap."""
 
     bucket_size: PositiveCount | None = None
     """Close a bucket at the first parameter that brings it to this many elements (not bytes). ``None`` and no other way
@@ -176,68 +169,65 @@ class DistributedDataParallelConfig(Section):
     """Size buckets by gradient bytes instead, in MiB."""
 
     num_buckets: PositiveCount | None = None
-    """Size buckets so that about this many are cut: ``bucket_size = total elements // num_buckets``."""
+    """Cut about this many buckets: ``bucket_size = total elements // num_buckets``."""
 
     bucket_cuts: ParamNames | None = None
-    """Cut buckets at named parameters instead: each name closes a bucket, as the last one in it. In which order they are given
-    does not matter, and the end of a buffer needs no name, so ``[]`` asks for one bucket per buffer. What a planner finds."""
+    """Close a bucket at each of these parameters instead, in any order. The end of a buffer needs no name: ``[]`` makes one
+    bucket per buffer."""
 
     bucket_order: ParamNames | None = None
-    """Every trainable parameter, in the order in which gradients become ready in backward, the first one first. Buffers are
-    laid out and buckets are launched in this order. ``None``: the reverse of registration, which is right for most models."""
+    """All trainable parameters in the order in which their gradients become ready. Buffers and launches follow it. ``None``:
+    the reverse of registration, which suits most models."""
 
     pad_buckets_for_high_nccl_busbw: bool = False
-    """Pad the end of each bucket to a multiple of 65536 elements, which lets NCCL reach its full bus bandwidth."""
+    """Pad the end of each bucket to a multiple of 65536 elements, for NCCL's full bus bandwidth."""
 
     bucket_groups: Literal["per_bucket", "single"] = "per_bucket"
-    """``per_bucket``: each bucket is sent as soon as it is complete. ``single``: all buckets go out as one coalesced
-    batch."""
+    """``per_bucket``: send each bucket as soon as it is complete. ``single``: send all buckets as one coalesced batch."""
 
     unused_parameters: Literal["error", "zero"] = "error"
-    """What a parameter without a gradient in a whole step means: an error that names it, or a gradient of zero."""
+    """A parameter without a gradient in a whole step: an error that names it, or a gradient of zero."""
 
     nonfinite_gradients: Literal["error", "skip_step", "allow"] = "error"
-    """What nan or inf in a gradient of any rank means, looked for before it is reduced: an error that names rank, bucket and
-    parameter; a step that no rank takes; or nothing, because ``torch.amp.GradScaler``, for instance, looks itself."""
+    """Nan or inf in a gradient before its reduction: an error that names rank, bucket and parameter; a step that no rank
+    takes; or no test, because ``torch.amp.GradScaler`` tests, for instance."""
 
     check_for_large_grads: bool = False
-    """Warn in the log of gradients of a bucket whose norm before the reduction is ten times what it was in the first hundred
-    steps, with rank, bucket and parameter. The host waits for each bucket."""
+    """Log a warning if the norm of a bucket before the reduction is ten times that of the first hundred steps. The host waits
+    for each bucket."""
 
     skipped_forwards: Literal["error", "allow"] = "error"
-    """What it means that ranks ran different numbers of training forwards that no backward has reached when gradients are
-    reduced: a rank that skipped a batch, which is an error; or nothing. Forwards in ``eval()`` mode or under ``no_grad()``
-    do not count."""
+    """Whether it is an error if ranks ran different numbers of training forwards without a backward in a step, as a skipped
+    batch causes. Forwards in ``eval()`` mode or under ``no_grad()`` do not count."""
 
     fence: bool = True
-    """Agree across ranks, once per step and before any optimizer steps, that the step is whole: step number, microbatches,
-    failures. ``False`` saves one small collective and leaves faults of single ranks unnoticed by the others."""
+    """Agree across ranks once per step, before any update, that the step is whole: step number, microbatches, failures.
+    ``False`` saves one small collective; faults of single ranks then go unnoticed by the others."""
 
     check_model_changes: bool = True
-    """Look in each step whether the module is still the one that was wrapped: storages, ``requires_grad``, parameters."""
+    """Check in each step that the module is the one that was wrapped: storages, ``requires_grad``, parameters."""
 
     heartbeat_s: PositiveNumber | None = 1.0
-    """How often each rank writes a sign of life into the store of its process group. ``None``: never, so a frozen rank is
-    noticed only when the process group times out."""
+    """Seconds between the heartbeats that each rank writes into the store of its process group. ``None``: none, and a frozen
+    rank is noticed only by the timeout of the process group."""
 
     dead_after_s: PositiveNumber = 30.0
-    """A rank without a sign of life for this long is lost: whoever waits for it gets an error that names it. More than twice
-    ``heartbeat_s``, and less than the time limit of the process group."""
+    """A rank without a heartbeat for this long is lost, and ranks that wait for it get an error that names it. More than
+    twice ``heartbeat_s``, and less than the timeout of the process group."""
 
     straggler_warning_s: PositiveNumber | None = 30.0
-    """Warn, naming the rank and what it does, when others have waited this long for a rank that is alive. ``None``: never."""
+    """Warn when others have waited this long for a rank that is alive, with its name and activity. ``None``: never."""
 
     finish: Literal["auto", "explicit"] = "auto"
-    """``auto``: gradients are ready for use after the last backward (all-reduce) or inside the optimizer's step
-    (reduce-scatter). ``explicit``: the caller calls ``finish_grad_sync()``, as with Megatron."""
+    """``auto``: gradients are ready after the last backward (all-reduce) or in the optimizer's step (reduce-scatter).
+    ``explicit``: the caller calls ``finish_grad_sync()``, as with Megatron."""
 
     step_traces: bool = False
-    """Note when each bucket is ready, launched, done and waited for, so that ``last_step_trace`` tells what of the
-    communication was hidden. Costs a little per bucket, nothing per parameter."""
+    """Record when each bucket is ready, launched, done and waited for, for ``last_step_trace``. Costs a little per bucket."""
 
     profiler_ranges: bool = False
-    """Name the launch of each bucket and the wait for it, the fence and the optimizer in the traces of profilers:
-    ``torch.profiler.record_function`` and, on CUDA, NVTX."""
+    """Name bucket launches and waits, the fence and the optimizer in profiler traces: ``torch.profiler.record_function`` and,
+    on CUDA, NVTX."""
 
     init_sync: bool = True
     """Broadcast parameters and module buffers from the first rank of the group when wrapping."""

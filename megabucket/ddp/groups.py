@@ -32,8 +32,16 @@ from megabucket.comm.communicator import Progress
 from megabucket.comm.torch import default_group_of, levels_of, members_of, process_group_of
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, resolve_step
-from megabucket.ddp.fence import Entry, Fence, Report, agree_on_difference
-from megabucket.errors import ConfigError, MegabucketError, log_once, name_list
+from megabucket.ddp.fence import Entry, Fence
+from megabucket.errors import (
+    ConfigError,
+    LayoutMismatchError,
+    MegabucketError,
+    log_once,
+    name_list,
+    rank_list,
+    values_by_rank,
+)
 from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity
 from megabucket.trace import Recorder
 
@@ -395,19 +403,18 @@ def _check_alike(step: Communicator, own: Mapping[str, tuple[Sequence[int], str]
     Raises:
         LayoutMismatchError: a member of a group has other ranks or settings for its name, or none.
     """
-    texts = {name: f"{name}: ranks {list(members)}{settings}" for name, (members, settings) in own.items()}
-    # Ranks that agree on a group are as many as it has members; so a checksum and a number are enough.
-    said = {name: (zlib.crc32(texts[name].encode()), len(members)) for name, (members, _) in own.items()}
-    rows = exchange(step, json.dumps(said).encode(), device=device, label="groups=")
-    by_rank = [{name: tuple(view) for name, view in json.loads(row).items()} for row in rows]
-    num_alike = Counter(view for row in by_rank for view in row.items())
-    odd = ((rank, *view) for rank, row in enumerate(by_rank) for view in row.items() if num_alike[view] != view[1][1])
-    for rank, name, view in odd:
-        members, _ = own.get(name, ((), ""))
-        (answer,) = exchange(step, json.dumps(list(members)).encode(), device=device, label="groups=", speakers=[rank])
-        other = next(place for place in map(step.members.index, json.loads(answer)) if by_rank[place].get(name) != view)
-        speakers = [Report(rank, fingerprint=0), Report(other, fingerprint=1)]
-        raise agree_on_difference(step, speakers, [texts.get(name, f"no group {name}")], device=device, label="groups=")
+    views = {
+        name: (len(members), f"{rank_list(members)}{settings} (CRC-32 {zlib.crc32(repr([*members]).encode()):08x})")
+        for name, (members, settings) in own.items()
+    }
+    rows = [json.loads(row) for row in exchange(step, json.dumps(views).encode(), device=device, label="groups=")]
+    num_alike = Counter((name, *view) for row in rows for name, view in row.items())
+    # Ranks that agree on a group are as many as it has members.
+    odd = sorted({name for (name, num_members, _), num_ranks in num_alike.items() if num_ranks != num_members})
+    if odd:
+        texts = [f"{name}: {values_by_rank([row.get(name, (0, 'nothing'))[1] for row in rows])}" for name in odd]
+        num_groups = len({name for name, *_ in num_alike})
+        raise LayoutMismatchError(differences=texts[:1], num_different=len(odd), num_entries=num_groups, phase="groups=")
 
 
 def _widest(candidates: Mapping[str, Any], replicated: Mapping[str, ReductionGroup]) -> Any:

@@ -496,7 +496,7 @@ class GradSync:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
                 for group in self.groups:
                     group.finish_grad_sync(waits=False)  # while the others come to their fence
-                self._take_verdict()
+                self._resolve_fence()
             for group in self.groups:
                 group.finish_grad_sync()
                 yield group
@@ -562,7 +562,7 @@ class GradSync:
         counts = {"num_buckets": len(self.groups), "num_others": len(found) - 1}
         return {"param": first.param, "bucket": bucket, "finding": first.finding, **counts}
 
-    def _take_verdict(self) -> None:
+    def _resolve_fence(self) -> None:
         """Wait for the fence.
 
         Raises:
@@ -640,7 +640,7 @@ class GradSync:
         with self.leaving_no_mess("the gradient sync"):
             self._fence.send(self._report(is_committing=is_committing))
             self.enter(StepState.FENCED)
-            self._take_verdict()
+            self._resolve_fence()
             self.counters.start_step()
             self.enter(StepState.AGREED)
 
@@ -669,7 +669,7 @@ class GradSync:
             self.counters.note_dropped_step()
             with self.leaving_no_mess("zero_grad()"):
                 self._send_fence()
-                self._take_verdict()
+                self._resolve_fence()
                 self._drop(None)
         else:
             self._vote_to_drop()
@@ -756,7 +756,7 @@ class GradSync:
             if self.broken is not None:
                 raise self.broken.copy()
             try:
-                self._take_verdict()
+                self._resolve_fence()
             except MegabucketError as error:
                 if error is self.last_error:
                     return error

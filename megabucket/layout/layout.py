@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megabucket.errors import LayoutError, name_list
 from megabucket.layout.spec import BufferKey
@@ -213,6 +213,9 @@ def launch_order(layout: ModelLayout) -> tuple[BucketId, ...]:
 _SAME: Final = ("num_shards", "bucket_size", "start_alignment", "end_multiple", "cuts")
 """Fields of a buffer that its JSON has under the same names."""
 
+_IN_JSON: Final = {"registration_index": "index", "ready_index": "ready"}
+"""Fields of a slot that its JSON has under other names."""
+
 
 class _Part(BaseModel):
     """One object of the JSON. Types are strict: no number in quotes, no boolean for a number."""
@@ -225,10 +228,10 @@ class _Slot(_Part):
     start: int
     stop: int
     bucket: int
-    index: int
+    registration_index: int = Field(alias="index")
     shape: tuple[int, ...]
     shared_embedding: bool
-    ready: int | None = None
+    ready_index: int | None = Field(default=None, alias="ready")
 
 
 class _Buffer(_Part):
@@ -251,31 +254,21 @@ class _Layout(_Part):
 
 
 def _buffer_to_data(buffer: BufferLayout) -> dict[str, Any]:
+    slots = sorted(buffer.params.items(), key=lambda item: (item[1].registration_index, item[0]))
     return {
-        **{name: getattr(buffer.key, name) for name in ("param_dtype", "grad_dtype", "group")},
+        **dataclasses.asdict(buffer.key),
         **{name: getattr(buffer, name) for name in _SAME if name != "cuts" or buffer.cuts is not None},
-        "params": [
-            {
-                "name": name,
-                "start": slot.start,
-                "stop": slot.stop,
-                "bucket": slot.bucket,
-                "index": slot.registration_index,
-                "shape": slot.shape,
-                "shared_embedding": slot.shared_embedding,
-                **({} if slot.ready_index is None else {"ready": slot.ready_index}),
-            }
-            for name, slot in sorted(buffer.params.items(), key=lambda item: (item[1].registration_index, item[0]))
-        ],
+        "params": [{"name": name} | _slot_to_data(slot) for name, slot in slots],
         "buckets": [dataclasses.asdict(bucket) for bucket in buffer.buckets],
     }
 
 
+def _slot_to_data(slot: ParamSlot) -> dict[str, Any]:
+    return {_IN_JSON.get(field, field): value for field, value in slot._asdict().items() if value is not None}
+
+
 def _buffer_of(read: _Buffer) -> BufferLayout:
-    slots = {
-        one.name: ParamSlot(one.start, one.stop, one.bucket, one.index, one.shape, one.shared_embedding, one.ready)
-        for one in read.params
-    }
+    slots = {one.name: ParamSlot(*(getattr(one, field) for field in ParamSlot._fields)) for one in read.params}
     if len(slots) < len(read.params):
         raise LayoutError(f"no layout that this release reads: a parameter stands twice among {name_list(list(slots))}")
     return BufferLayout(

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cached_property
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-import yaml
+from typing_extensions import Self
 
 from megabucket.comm import Communicator, discover_communicator
 from megabucket.errors import ConfigError
 from megabucket.measure.collectives import Timing, cells_of, time_collectives
 from megabucket.measure.ranks import Ranks, machine_facts
-from megabucket.planning.documents import write_text
-from megabucket.planning.links import AffineFit, MeasuredLink, TableKey, fit_affine
-from megabucket.planning.simulation_config import FabricConfig
+from megabucket.planning.links import Fact, LinkTable, MeasuredLink, TableKey, fit_affine
+from megabucket.planning.run_config import FabricConfig
 from megabucket.trace import CollectiveKind
 
 POOR_RESIDUAL: Final = 0.25
@@ -48,96 +46,55 @@ class CalibrationPlan:
 
 
 @dataclass(frozen=True)
-class Table:
-    """The timings of one operation and dtype, by increasing size."""
+class Calibration:
+    """A measured link, and the repetitions behind it."""
 
-    kind: CollectiveKind
-    dtype: str
+    link: MeasuredLink
+    """Medians, quartiles, the line through each table, and facts."""
     timings: tuple[Timing, ...]
 
-    @property
-    def points(self) -> tuple[tuple[float, float], ...]:
-        """Bytes of the full buffer and median seconds."""
-        return tuple((float(timing.cell.num_bytes), timing.median_s) for timing in self.timings)
-
-    @cached_property
-    def fit(self) -> AffineFit:
-        """The line through the points."""
-        return fit_affine(self.points)
-
-    @property
-    def residuals(self) -> tuple[float, ...]:
-        """``(line - measured) / measured`` for each point."""
-        return tuple(self.fit.line(size) / seconds - 1 for size, seconds in self.points)
-
-    @property
-    def remark(self) -> str | None:
-        """A warning if the line does not describe the table: a point is further than a quarter of its time away."""
-        worst, size = max(zip(self.residuals, self.points, strict=True), key=lambda pair: abs(pair[0]))
-        if abs(worst) <= POOR_RESIDUAL:
-            return None
-        return (
-            f"{self.kind.value} of {self.dtype} is not latency plus bytes over bandwidth: the line is {worst:+.0%} off at "
-            f"{size[0]:.0f} bytes; use the table (kind: table), not the line"
-        )
+    @classmethod
+    def of(cls, timings: Sequence[Timing], num_ranks: int, facts: Mapping[str, Fact]) -> Self:
+        """Return the calibration of some timings."""
+        tables = []
+        for (kind, dtype), rows in _by_table(timings).items():
+            points = tuple((float(row.cell.num_bytes), row.median_s) for row in rows)
+            spread_s = tuple(row.quartiles_s for row in rows)
+            table = LinkTable(operation=kind.value, dtype=dtype, points=points, fit=fit_affine(points), spread_s=spread_s)
+            tables.append(table)
+        remarks = enumerate(filter(None, map(_remark, tables)), start=1)
+        facts = {**facts, **{f"remark {number}": text for number, text in remarks}}
+        return cls(MeasuredLink(num_ranks=num_ranks, tables=tuple(tables), facts=facts), tuple(timings))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return points, quartiles and the line as the planner's link file has them."""
-        return {
-            "operation": self.kind.value,
-            "dtype": self.dtype,
-            "fit": asdict(self.fit),
-            "points": [list(point) for point in self.points],
-            "spread_s": [list(timing.quartiles_s) for timing in self.timings],
-        }
+        """Return the link with the seconds of every repetition as plain data, ready for JSON."""
+        data = self.link.model_dump(mode="json", exclude_none=True)
+        for table, rows in zip(data["tables"], _by_table(self.timings).values(), strict=True):
+            table["seconds"] = [row.seconds for row in rows]
+        return data
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Measured times, and where they were measured."""
+def residuals(table: LinkTable) -> list[float]:
+    """Return ``(line - measured) / measured`` for each point of a table with a line."""
+    return [table.fit.line(size) / seconds - 1 for size, seconds in table.points] if table.fit is not None else []
 
-    num_ranks: int
-    timings: tuple[Timing, ...]
-    facts: dict[str, bool | int | float | str | None]
 
-    @cached_property
-    def tables(self) -> dict[TableKey, Table]:
-        """Timings by operation and dtype."""
-        timings: dict[TableKey, list[Timing]] = {}
-        for timing in self.timings:
-            timings.setdefault((timing.cell.kind, timing.cell.dtype), []).append(timing)
-        return {key: Table(*key, tuple(found)) for key, found in timings.items()}
+def _remark(table: LinkTable) -> str | None:
+    """Return a warning if a point is further from the line than a quarter of its time."""
+    worst, (size, _) = max(zip(residuals(table), table.points, strict=True), key=lambda pair: abs(pair[0]))
+    if abs(worst) <= POOR_RESIDUAL:
+        return None
+    return (
+        f"{table.operation} of {table.dtype} is not latency plus bytes over bandwidth: the line is {worst:+.0%} off at "
+        f"{size:.0f} bytes; use the table (kind: table), not the line"
+    )
 
-    @property
-    def link(self) -> MeasuredLink:
-        """The medians as a link for the simulator."""
-        return MeasuredLink({key: table.points for key, table in self.tables.items()}, self.num_ranks)
 
-    @property
-    def remarks(self) -> list[str]:
-        """Warnings about the lines."""
-        return [table.remark for table in self.tables.values() if table.remark]
-
-    def to_dict(self, *, has_repetitions: bool = False) -> dict[str, Any]:
-        """Return everything as plain data: a link as ``link: {path: link.yaml}`` reads it.
-
-        Args:
-            has_repetitions: add the seconds of every repetition, which a link file does not have.
-        """
-        tables = [table.to_dict() for table in self.tables.values()]
-        if has_repetitions:
-            for data, table in zip(tables, self.tables.values(), strict=True):
-                data["seconds"] = [list(timing.seconds) for timing in table.timings]
-        facts = self.facts | {f"remark {number}": text for number, text in enumerate(self.remarks, start=1)}
-        return {"kind": "table", "num_ranks": self.num_ranks, "facts": facts, "tables": tables}
-
-    def write(self, path: Path) -> None:
-        """Write ``link.yaml``.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        write_text(path, yaml.safe_dump(self.to_dict(), sort_keys=False, width=120, default_flow_style=None))
+def _by_table(timings: Iterable[Timing]) -> dict[TableKey, list[Timing]]:
+    found: dict[TableKey, list[Timing]] = {}
+    for timing in timings:
+        found.setdefault((timing.cell.kind, timing.cell.dtype), []).append(timing)
+    return found
 
 
 def measure_link(plan: CalibrationPlan, ranks: Ranks, *, fabric: FabricConfig | None = None) -> Calibration:
@@ -168,7 +125,7 @@ def measure_link(plan: CalibrationPlan, ranks: Ranks, *, fabric: FabricConfig | 
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **{f"fabric_{name}": value for name, value in (fabric.model_dump() if fabric is not None else {}).items()},
     }
-    return Calibration(ranks.num_ranks, timings, facts)
+    return Calibration.of(timings, ranks.num_ranks, facts)
 
 
 def pipelined_link(calibration: Calibration, communicator: Communicator, *, device: torch.device) -> MeasuredLink:
@@ -183,9 +140,12 @@ def pipelined_link(calibration: Calibration, communicator: Communicator, *, devi
     in_flight = time_collectives(
         cells, communicator, device=device, repetitions=_UNDISTURBED_ROUNDS, in_flight_bytes=_IN_FLIGHT_BYTES
     )
-    points: dict[TableKey, list[tuple[float, float]]] = {key: [] for key in calibration.tables}
-    for alone, together in zip(calibration.timings, in_flight, strict=True):
-        cell = alone.cell
-        undisturbed_s = min(alone.quartiles_s[0], together.quartiles_s[0])
-        points[cell.kind, cell.dtype].append((float(cell.num_bytes), undisturbed_s))
-    return MeasuredLink({key: tuple(found) for key, found in points.items()}, calibration.num_ranks)
+    undisturbed_s = {
+        alone.cell: min(alone.quartiles_s[0], together.quartiles_s[0])
+        for alone, together in zip(calibration.timings, in_flight, strict=True)
+    }
+    points = {
+        key: [(float(row.cell.num_bytes), undisturbed_s[row.cell]) for row in rows]
+        for key, rows in _by_table(calibration.timings).items()
+    }
+    return MeasuredLink.of(points, calibration.link.num_ranks)

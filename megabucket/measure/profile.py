@@ -28,9 +28,8 @@ from megabucket.measure.profile_steps import Event, EventKind, Step, WorkloadPro
 from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction, make_program, trainable_specs
 from megabucket.measure.ranks import Note, Ranks, check_writable, machine_facts, silent
 from megabucket.optim import DistributedOptimizer
-from megabucket.planning.inputs import wire_bytes
 from megabucket.planning.run_config import RunConfig
-from megabucket.planning.workload import model_fingerprint
+from megabucket.planning.workload import model_fingerprint, wire_bytes
 from megabucket.trace.clock import HostClock, Stamp
 
 WhichRank = Literal["slowest", "median"]

@@ -16,8 +16,7 @@ from typing import Any
 
 from megabucket.errors import PhaseError
 from megabucket.layout import ParamSpec
-from megabucket.planning.inputs import WireBytes, workload_from_dict, write_workload
-from megabucket.planning.workload import TensorWork, Workload
+from megabucket.planning.workload import TensorWork, WireBytes, Workload, workload_from_dict, write_workload
 
 
 @dataclass(frozen=True)

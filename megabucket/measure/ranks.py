@@ -25,7 +25,7 @@ import torch.distributed.nn.functional
 from megabucket import __version__
 from megabucket.comm import Accelerator
 from megabucket.errors import ConfigError, log_once
-from megabucket.planning.simulation_config import FabricConfig
+from megabucket.planning.run_config import FabricConfig
 
 T = TypeVar("T")
 

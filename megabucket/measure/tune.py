@@ -37,7 +37,6 @@ from megabucket.planning.candidates import (
     decide,
     find_candidates,
     in_mode,
-    mode_of,
     pick,
 )
 from megabucket.planning.documents import write_text
@@ -165,7 +164,7 @@ class _Tuner:
         ranks.note("calibrating the link")
         link, overhead_s = self._measure_link()
         measured = {}
-        for mode in Mode if plan.all_modes else (mode_of(default),):
+        for mode in Mode if plan.all_modes else (Mode.of(default),):
             ranks.note(f"profiling, {mode.value}")
             measured[mode] = self._measure_mode(in_mode(default, mode), link, overhead_s)
         candidates = find_candidates(self._specs, default, measured, link, num_ranks=ranks.num_ranks)

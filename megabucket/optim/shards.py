@@ -31,7 +31,6 @@ from megabucket.optim.elementwise import check_elementwise
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import check_norm_settings
 from megabucket.optim.state_dict import (
-    KNOWN_NUMBERS,
     ShardHolder,
     ShardState,
     StateCutter,
@@ -329,7 +328,6 @@ class Sharding:
         # Of parameters that are in no shard, beside the optimizer's own state: see WholeState.
         self._main_values: dict[torch.Tensor, torch.Tensor] = {}
         self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self.members.by_group() for p in group}
-        self._numbers = KNOWN_NUMBERS
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
         self._num_value_changes = 0  # of the wrapper, when main values last were those of its parameters
         optimizer.register_step_pre_hook(_refuse_withheld_grads)
@@ -444,7 +442,6 @@ class Sharding:
         state.update(found.values)
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
-        self._numbers = found.numbers
         self.members.restore()
         self.shards, self._buffers = [], []
         self.counted_grads.clear()
@@ -470,7 +467,7 @@ class Sharding:
             returns_some = settings["returns_grad_norm"] or settings["returns_num_zeros"]
             self.check_norm(is_wanted=clip_grad > 0 or threshold < math.inf or returns_some)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
-            cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes, self._numbers))
+            cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes))
             check_elementwise(self._optimizer)  # after what is wrong with its parameters was found
             own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]
             by_group.update(self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers]))))
@@ -529,7 +526,7 @@ class Sharding:
         kept = self._others()
         state = {param: values for param, values in self._optimizer.state.items() if param in kept}
         mains = {param: values for param, values in self._main_values.items() if param in kept}
-        return WholeState(state, mains, self._dtypes, self._numbers)
+        return WholeState(state, mains, self._dtypes)
 
     def whole_state(self) -> WholeState:
         """Return the state of all parameters, on every rank. A collective call; changes nothing.
@@ -545,7 +542,6 @@ class Sharding:
             {**found.values, **kept.values, **beside},
             {**found.main_values, **kept.main_values},
             {**found.dtypes, **kept.dtypes},
-            found.numbers,
         )
 
     def load(self, state_dict: Mapping[str, Any]) -> None:

@@ -42,8 +42,6 @@ class WholeState:
     """Full-precision values of 16-bit parameters, in their shape; those that a 16-bit value was rounded from."""
     dtypes: Mapping[torch.Tensor, torch.dtype] = field(default_factory=dict)
     """What the optimizer computed in, where it is not the parameter's dtype. State of this dtype follows the main parameter."""
-    numbers: frozenset[str] = KNOWN_NUMBERS
-    """Keys that are known to hold one number per parameter."""
 
     def of(self, param: torch.Tensor) -> Mapping[str, Any]:
         """Return what is held for one parameter; nothing for one that was never stepped on."""
@@ -54,28 +52,9 @@ class WholeState:
         return value.dtype == self.dtypes.get(param, param.dtype)
 
 
-def _find_numbers(whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
-    """Return the keys that hold one number per parameter; all others hold a value per element."""
-    entries = [(name, param, key, value) for name, param in params.items() for key, value in whole.of(param).items()]
-    numbers = whole.numbers | {
-        key
-        for _, param, key, value in entries
-        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != param.shape)
-    }
-    misfits = [
-        f"{key} of {name}: shape {tuple(value.shape)} for {tuple(param.shape)}"
-        for name, param, key, value in entries
-        if isinstance(value, torch.Tensor) and (value.numel() != 1 if key in numbers else value.shape != param.shape)
-    ]
-    if misfits:
-        raise OptimizerParametersError(
-            problem="the optimizer holds state that is neither one value per element nor one number per parameter, and cannot "
-            "be cut into flat shards",
-            params=misfits,
-            remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False; or, where the parameter was "
-            "resized, drop its state (optimizer.state.pop(param)) to start anew.",
-        )
-    return numbers
+def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
+    """Return whether state holds one value per element of a parameter or shard; it holds one number for all otherwise."""
+    return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
 
 
 def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
@@ -104,8 +83,20 @@ class StateCutter:
     def __init__(self, whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> None:
         self._whole = whole
         self._params = params
-        self.numbers = _find_numbers(whole, params)
-        """The keys that hold one number per parameter."""
+        misfits = [
+            f"{key} of {name}: shape {tuple(value.shape)} for {tuple(param.shape)}"
+            for name, param in params.items()
+            for key, value in whole.of(param).items()
+            if isinstance(value, torch.Tensor) and value.numel() != 1 and not is_per_element(key, value, param)
+        ]
+        if misfits:
+            raise OptimizerParametersError(
+                problem="the optimizer holds state that is neither one value per element nor one number per parameter, and "
+                "cannot be cut into flat shards",
+                params=misfits,
+                remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False; or, where the parameter was "
+                "resized, drop its state (optimizer.state.pop(param)) to start anew.",
+            )
 
     def signature(self, name: str) -> tuple[str, ...]:
         """Return, in words, what parameters that share a shard have in common; empty without state.
@@ -116,7 +107,7 @@ class StateCutter:
         return tuple(sorted(self._describe(param, key, value) for key, value in self._whole.of(param).items()))
 
     def _describe(self, param: torch.nn.Parameter, key: str, value: Any) -> str:
-        if key not in self.numbers:
+        if is_per_element(key, value, param):
             return f"{key} per element" if self._whole.follows_param(param, value) else f"{key} in {dtype_name(value.dtype)}"
         if isinstance(value, torch.Tensor):
             return f"{key}={value.item()!r} ({dtype_name(value.dtype)}, {tuple(value.shape)}, {value.device.type})"
@@ -125,8 +116,11 @@ class StateCutter:
     @torch.no_grad()
     def state_of(self, shard: MainShard) -> ShardState:
         """Return the state of one shard, whose parameters have the same signature; empty when they have none."""
-        state = self._whole.of(self._params[shard.segment.params[0]])
-        return {key: copy.deepcopy(value) if key in self.numbers else self._cut(shard, key) for key, value in state.items()}
+        param = self._params[shard.segment.params[0]]
+        return {
+            key: self._cut(shard, key) if is_per_element(key, value, param) else copy.deepcopy(value)
+            for key, value in self._whole.of(param).items()
+        }
 
     def _cut(self, shard: MainShard, key: str) -> torch.Tensor:
         """Return the pieces of values per element in the shard's order; gaps between parameters are zero, as theirs are."""
@@ -192,7 +186,7 @@ Description = tuple[StateEntry, ...]
 
 
 def _describe_entry(key: str, value: Any, shard: MainShard) -> StateEntry:
-    if isinstance(value, torch.Tensor) and value.shape == shard.main.shape and key not in KNOWN_NUMBERS:
+    if is_per_element(key, value, shard.main):
         return StateEntry(key, "elements", dtype_name(value.dtype))
     if type(value).__name__ in _READERS or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return describe_number(key, value, shard.main.device)
@@ -279,7 +273,6 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
     with holder.sync.preparing_call(label):
         own = describe_shards(shards, state)
     described = merge_descriptions(_of_all_ranks(shards, own, holder, label))
-    numbers = {entry.key for description in described.values() for entry in description if entry.kind != "elements"}
     values: dict[torch.Tensor, Mapping[str, Any]] = {}
     main_values: dict[torch.Tensor, torch.Tensor] = {}
     dtypes: dict[torch.Tensor, torch.dtype] = {}
@@ -288,7 +281,7 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
         values |= _put_together(buffer, inside, state, described, holder)
         main_values |= _main_values(buffer, inside, holder)
         dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
-    return WholeState(values, main_values, dtypes, KNOWN_NUMBERS | numbers)
+    return WholeState(values, main_values, dtypes)
 
 
 def _of_all_ranks(shards: Sequence[MainShard], own: Sequence[Any], holder: ShardHolder, label: str) -> list[Any]:

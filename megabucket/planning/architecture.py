@@ -8,7 +8,8 @@ one. Imports torch for ``kind: factory`` only, and then builds the module on the
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Final, overload
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from megabucket.errors import ConfigError, printable, quoted
 from megabucket.layout import ParamSpec
@@ -44,167 +45,136 @@ def param_specs(architecture: ArchitectureConfig) -> list[ParamSpec]:
             ParamSpec(entry.name, entry.shape, entry.dtype or architecture.dtype, entry.group, entry.shared_embedding)
             for entry in architecture.params
         ]
-    if isinstance(architecture, FactoryConfig):
-        return _module_specs(_build_on_meta(architecture), architecture)
     decoder = decoder_of(architecture)
-    params = _Params(decoder.dtype)
-    if not isinstance(decoder, GptConfig):
-        _add_rotary_decoder(params, decoder)
-    elif isinstance(architecture, HfConfig):
-        _add_gpt(params, decoder, _HF_GPT2_NAMES, is_transposed=True)
-    else:
-        _add_gpt(params, decoder, _GPT_NAMES)
-    return params.specs
-
-
-@overload
-def decoder_of(architecture: GptConfig | LlamaConfig | MoeConfig | HfConfig) -> GptConfig | LlamaConfig | MoeConfig: ...
-
-
-@overload
-def decoder_of(architecture: ArchitectureConfig) -> GptConfig | LlamaConfig | MoeConfig | None: ...
+    if decoder is None:
+        return _module_specs(architecture)  # type: ignore[arg-type]
+    is_hf = isinstance(architecture, HfConfig)
+    layers = _gpt(decoder, is_hf=is_hf) if isinstance(decoder, GptConfig) else _rotary_decoder(decoder)
+    specs = []
+    for name, shape, bias, group in layers:
+        specs.append(ParamSpec(f"{name}.weight", shape, decoder.dtype, group))
+        if bias:
+            specs.append(ParamSpec(f"{name}.bias", (bias,), decoder.dtype, group))
+    return specs
 
 
 def decoder_of(architecture: ArchitectureConfig) -> GptConfig | LlamaConfig | MoeConfig | None:
-    """Return the numbers of a decoder, reading its ``config.json`` if need be; ``None`` for what is only a list of parameters.
+    """Return the numbers of a decoder, reading its ``config.json`` if need be; ``None`` for a list or a factory.
 
     Raises:
         ConfigError: the file cannot be used.
     """
     if isinstance(architecture, HfConfig):
         return read_hf_config(architecture)
-    return architecture if isinstance(architecture, GptConfig | LlamaConfig | MoeConfig) else None
+    return None if isinstance(architecture, ParamListConfig | FactoryConfig) else architecture
 
 
 # Decoders #
 
 
-class _Params:
-    """The parameters of a decoder so far."""
+class _Layer(NamedTuple):
+    """The weight of a layer, and its bias of so many elements if it has one."""
 
-    def __init__(self, dtype: str) -> None:
-        self.specs: list[ParamSpec] = []
-        self._dtype = dtype
-
-    def add(self, name: str, *shape: int, bias: int = 0, group: str = "dense") -> None:
-        """Add the weight of a layer, and its bias of so many elements if it has one."""
-        self.specs.append(ParamSpec(f"{name}.weight", shape, self._dtype, group))
-        if bias:
-            self.specs.append(ParamSpec(f"{name}.bias", (bias,), self._dtype, group))
+    name: str
+    shape: tuple[int, ...]
+    bias: int = 0
+    group: str = "dense"
 
 
 # Token and position embedding, block, its layers, final norm, head.
 _GPT_LAYERS: Final = ("attention_norm", "attention.qkv", "attention.projection", "mlp_norm", "mlp.up", "mlp.down")
 _GPT_NAMES: Final = ("token_embedding", "position_embedding", "blocks", _GPT_LAYERS, "final_norm", "head")
-_HF_GPT2_LAYERS: Final = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
-_HF_GPT2_NAMES: Final = (
-    "transformer.wte",
-    "transformer.wpe",
-    "transformer.h",
-    _HF_GPT2_LAYERS,
-    "transformer.ln_f",
-    "lm_head",
-)
+_HF_LAYERS: Final = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+_HF_NAMES: Final = ("transformer.wte", "transformer.wpe", "transformer.h", _HF_LAYERS, "transformer.ln_f", "lm_head")
 
 
-def _add_gpt(
-    params: _Params,
-    config: GptConfig,
-    names: tuple[str, str, str, tuple[str, ...], str, str],
-    *,
-    is_transposed: bool = False,
-) -> None:
-    """Add a GPT-2 style decoder; the linear weights of Hugging Face's are (inputs, outputs)."""
-    tokens, positions, blocks, layers, final_norm, head = names
+def _gpt(config: GptConfig, *, is_hf: bool) -> Iterator[_Layer]:
+    """Yield a GPT-2 style decoder; the linear weights of Hugging Face's are (inputs, outputs)."""
+    tokens, positions, blocks, layers, final_norm, head = _HF_NAMES if is_hf else _GPT_NAMES
     hidden, ffn = config.hidden_size, config.resolved_ffn_size
     shapes = ((hidden,), (3 * hidden, hidden), (hidden, hidden), (hidden,), (ffn, hidden), (hidden, ffn))
-    params.add(tokens, config.vocab_size, hidden)
-    params.add(positions, config.sequence_length, hidden)
+    yield _Layer(tokens, (config.vocab_size, hidden))
+    yield _Layer(positions, (config.sequence_length, hidden))
     for block in range(config.num_layers):
         for name, shape in zip(layers, shapes, strict=True):
-            ordered = reversed(shape) if is_transposed else shape
-            params.add(f"{blocks}.{block}.{name}", *ordered, bias=shape[0] * config.bias)
-    params.add(final_norm, hidden, bias=hidden * config.bias)
+            yield _Layer(f"{blocks}.{block}.{name}", shape[::-1] if is_hf else shape, shape[0] * config.bias)
+    yield _Layer(final_norm, (hidden,), hidden * config.bias)
     if not config.tied_embeddings:
-        params.add(head, config.vocab_size, hidden)
+        yield _Layer(head, (config.vocab_size, hidden))
 
 
-def _add_rotary_decoder(params: _Params, config: LlamaConfig | MoeConfig) -> None:
-    """Add a Llama style decoder, or one with experts, whose routed ones are of the group ``expert``."""
+def _rotary_decoder(config: LlamaConfig | MoeConfig) -> Iterator[_Layer]:
+    """Yield a Llama style decoder, or one with experts, whose routed ones are of the group ``expert``."""
     hidden = config.hidden_size
-    params.add("model.embed_tokens", config.vocab_size, hidden)
-    for layer in range(config.num_layers):
-        block = f"model.layers.{layer}"
-        if isinstance(config, MoeConfig) and config.mla is not None:
-            _add_latent_attention(params, f"{block}.self_attn", config, config.mla)
-        else:
-            _add_attention(params, f"{block}.self_attn", config)
-        if isinstance(config, LlamaConfig):
-            _add_gated_mlp(params, f"{block}.mlp", hidden, config.ffn_size, has_bias=config.mlp_bias)
-        elif layer < config.num_dense_layers:
-            _add_gated_mlp(params, f"{block}.mlp", hidden, config.dense_ffn_size or 0)
-        else:
-            _add_experts(params, block, config)
-        params.add(f"{block}.input_layernorm", hidden)
-        params.add(f"{block}.post_attention_layernorm", hidden)
-    params.add("model.norm", hidden)
+    norms = [_Layer("input_layernorm", (hidden,)), _Layer("post_attention_layernorm", (hidden,))]
+    if isinstance(config, LlamaConfig):
+        attention, num_dense_layers, experts = _attention(config), config.num_layers, []
+        dense = _gated_mlp("mlp", hidden, config.ffn_size, has_bias=config.mlp_bias)
+    else:
+        attention = _attention(config) if config.mla is None else _latent_attention(config, config.mla)
+        num_dense_layers, experts = config.num_dense_layers, list(_experts(config))
+        dense = _gated_mlp("mlp", hidden, config.dense_ffn_size or 0)
+    yield _Layer("model.embed_tokens", (config.vocab_size, hidden))
+    for index in range(config.num_layers):
+        for layer in (*attention, *(dense if index < num_dense_layers else experts), *norms):
+            yield layer._replace(name=f"model.layers.{index}.{layer.name}")
+    yield _Layer("model.norm", (hidden,))
     if not config.tied_embeddings:
-        params.add("lm_head", config.vocab_size, hidden)
+        yield _Layer("lm_head", (config.vocab_size, hidden))
 
 
-def _add_attention(params: _Params, name: str, config: LlamaConfig | MoeConfig) -> None:
+def _attention(config: LlamaConfig | MoeConfig) -> list[_Layer]:
     hidden, rows = config.hidden_size, config.num_heads * config.resolved_head_size
     kv_rows = (config.num_kv_heads or config.num_heads) * config.resolved_head_size
-    has_qkv_bias, has_output_bias = (config.qkv_bias, config.output_bias) if isinstance(config, LlamaConfig) else (False, False)
-    params.add(f"{name}.q_proj", rows, hidden, bias=rows * has_qkv_bias)
-    params.add(f"{name}.k_proj", kv_rows, hidden, bias=kv_rows * has_qkv_bias)
-    params.add(f"{name}.v_proj", kv_rows, hidden, bias=kv_rows * has_qkv_bias)
-    params.add(f"{name}.o_proj", hidden, rows, bias=hidden * has_output_bias)
+    qkv_bias, output_bias = (config.qkv_bias, config.output_bias) if isinstance(config, LlamaConfig) else (False, False)
+    return [
+        _Layer("self_attn.q_proj", (rows, hidden), rows * qkv_bias),
+        _Layer("self_attn.k_proj", (kv_rows, hidden), kv_rows * qkv_bias),
+        _Layer("self_attn.v_proj", (kv_rows, hidden), kv_rows * qkv_bias),
+        _Layer("self_attn.o_proj", (hidden, rows), hidden * output_bias),
+    ]
 
 
-def _add_latent_attention(params: _Params, name: str, config: MoeConfig, mla: MlaConfig) -> None:
+def _latent_attention(config: MoeConfig, mla: MlaConfig) -> list[_Layer]:
     hidden, heads = config.hidden_size, config.num_heads
     query_rows = heads * (mla.nope_head_size + mla.rope_head_size)
-    if mla.query_rank is None:
-        params.add(f"{name}.q_proj", query_rows, hidden)
-    else:
-        params.add(f"{name}.q_a_proj", mla.query_rank, hidden)
-        params.add(f"{name}.q_a_layernorm", mla.query_rank)
-        params.add(f"{name}.q_b_proj", query_rows, mla.query_rank)
-    params.add(f"{name}.kv_a_proj_with_mqa", mla.kv_rank + mla.rope_head_size, hidden)
-    params.add(f"{name}.kv_a_layernorm", mla.kv_rank)
-    params.add(f"{name}.kv_b_proj", heads * (mla.nope_head_size + mla.value_head_size), mla.kv_rank)
-    params.add(f"{name}.o_proj", hidden, heads * mla.value_head_size)
+    query = [_Layer("self_attn.q_proj", (query_rows, hidden))]
+    if mla.query_rank is not None:
+        query = [
+            _Layer("self_attn.q_a_proj", (mla.query_rank, hidden)),
+            _Layer("self_attn.q_a_layernorm", (mla.query_rank,)),
+            _Layer("self_attn.q_b_proj", (query_rows, mla.query_rank)),
+        ]
+    return [
+        *query,
+        _Layer("self_attn.kv_a_proj_with_mqa", (mla.kv_rank + mla.rope_head_size, hidden)),
+        _Layer("self_attn.kv_a_layernorm", (mla.kv_rank,)),
+        _Layer("self_attn.kv_b_proj", (heads * (mla.nope_head_size + mla.value_head_size), mla.kv_rank)),
+        _Layer("self_attn.o_proj", (hidden, heads * mla.value_head_size)),
+    ]
 
 
-def _add_gated_mlp(
-    params: _Params,
-    name: str,
-    hidden: int,
-    ffn: int,
-    *,
-    has_bias: bool = False,
-    group: str = "dense",
-) -> None:
-    params.add(f"{name}.gate_proj", ffn, hidden, bias=ffn * has_bias, group=group)
-    params.add(f"{name}.up_proj", ffn, hidden, bias=ffn * has_bias, group=group)
-    params.add(f"{name}.down_proj", hidden, ffn, bias=hidden * has_bias, group=group)
+def _gated_mlp(name: str, hidden: int, ffn: int, *, has_bias: bool = False, group: str = "dense") -> list[_Layer]:
+    return [
+        _Layer(f"{name}.gate_proj", (ffn, hidden), ffn * has_bias, group),
+        _Layer(f"{name}.up_proj", (ffn, hidden), ffn * has_bias, group),
+        _Layer(f"{name}.down_proj", (hidden, ffn), hidden * has_bias, group),
+    ]
 
 
-def _add_experts(params: _Params, block: str, config: MoeConfig) -> None:
+def _experts(config: MoeConfig) -> Iterator[_Layer]:
     hidden, ffn = config.hidden_size, config.expert_ffn_size
     if config.names == "mixtral":
-        moe = f"{block}.block_sparse_moe"
-        params.add(f"{moe}.gate", config.num_experts, hidden)
+        yield _Layer("block_sparse_moe.gate", (config.num_experts, hidden))
         for expert in range(config.num_experts):
             for part, shape in (("w1", (ffn, hidden)), ("w2", (hidden, ffn)), ("w3", (ffn, hidden))):
-                params.add(f"{moe}.experts.{expert}.{part}", *shape, group="expert")
+                yield _Layer(f"block_sparse_moe.experts.{expert}.{part}", shape, group="expert")
         return
     for expert in range(config.num_experts):
-        _add_gated_mlp(params, f"{block}.mlp.experts.{expert}", hidden, ffn, group="expert")
-    params.add(f"{block}.mlp.gate", config.num_experts, hidden)
+        yield from _gated_mlp(f"mlp.experts.{expert}", hidden, ffn, group="expert")
+    yield _Layer("mlp.gate", (config.num_experts, hidden))
     if config.num_shared_experts:
-        _add_gated_mlp(params, f"{block}.mlp.shared_experts", hidden, config.num_shared_experts * ffn)
+        yield from _gated_mlp("mlp.shared_experts", hidden, config.num_shared_experts * ffn)
 
 
 # Factories #
@@ -232,7 +202,8 @@ def _build_on_meta(config: FactoryConfig) -> nn.Module:
     return module
 
 
-def _module_specs(module: nn.Module, config: FactoryConfig) -> list[ParamSpec]:
+def _module_specs(config: FactoryConfig) -> list[ParamSpec]:
+    module = _build_on_meta(config)
     specs = [
         ParamSpec(
             name,

@@ -54,12 +54,7 @@ class Candidate:
     @property
     def mode(self) -> Mode:
         """How gradients travel."""
-        return mode_of(self.ddp)
-
-
-def mode_of(ddp: DistributedDataParallelConfig) -> Mode:
-    """Return how a config sends gradients."""
-    return Mode.REDUCE_SCATTER if ddp.use_distributed_optimizer else Mode.ALL_REDUCE
+        return Mode.of(self.ddp)
 
 
 def in_mode(ddp: DistributedDataParallelConfig, mode: Mode) -> DistributedDataParallelConfig:
@@ -98,7 +93,7 @@ def find_candidates(
     """
 
     def setting(ddp: DistributedDataParallelConfig) -> Setting:
-        known = measured[mode_of(ddp)]
+        known = measured[Mode.of(ddp)]
         return Setting(known.workload, link, ddp, num_ranks, tuple(specs), host=known.host)
 
     found: dict[tuple[object, ...], Candidate] = {}

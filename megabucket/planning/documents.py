@@ -1,17 +1,12 @@
-"""Read the YAML and JSON files of a user: with a limit, the line of every value, and one meaning for every number.
-
-PyYAML parses; here its nodes become plain values. Everything wrong with a file is a ``ConfigError`` that starts with
-``file:line``. Called by ``load`` for files and for values on the command line; knows nothing about config sections.
-"""
+"""Find, read and write the files of a user. A wrong file is a ``ConfigError`` that starts with ``file:line``. No torch."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 import yaml
@@ -19,37 +14,74 @@ import yaml
 from megabucket.errors import ConfigError, printable, quoted
 
 MAX_BYTES: Final = 1024 * 1024
-"""Bytes of a file. PyYAML takes seconds for as many, so a larger file is taken for another one by mistake."""
+"""Bytes of a YAML file. PyYAML takes seconds for as many, so a larger file is probably the wrong one."""
 
 _PRESETS: Final = Path(__file__).parent / "presets"
 
-Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 KeyPath: TypeAlias = "tuple[str | int, ...]"
 
-_MAX_NUMBER_CHARS: Final = 100  # longer ones are text, which no section takes for a number
 
-# YAML 1.2, core schema. Hexadecimal and octal are left out with the ambiguous spellings below.
-_WORDS: Final[Mapping[str, bool | None]] = MappingProxyType(
-    dict.fromkeys(("", "~", "null", "Null", "NULL"), None)
-    | dict.fromkeys(("true", "True", "TRUE"), True)
-    | dict.fromkeys(("false", "False", "FALSE"), False)
-)
-_INT: Final = re.compile(r"[-+]?(0|[1-9][0-9]*)")
-_FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_NOT_FINITE: Final = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
-# Read as numbers by some YAML versions and as others, or as text, by the rest: 010 is 8 or 10, 1:30 is 90, 4_0 is 40.
-_AMBIGUOUS: Final = re.compile(r"[-+]?(0[0-9_]+|0[xob][0-9A-Fa-f_]+|[0-9]+_[0-9_]*|[0-9]+(:[0-5]?[0-9])+)")
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 without its octal and hexadecimal numbers, and without a key that is given twice.
+
+    ``1e-4`` is a float and ``yes`` is text. So is a number that YAML versions read differently (``010``, ``1:30``, ``4_0``),
+    which no section accepts for a number.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - of PyYAML
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the values of a mapping."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+                problem = f"the key {quoted(key.value)} is given twice, first in line {lines[key.value]}; keep one of them"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
-@dataclass(frozen=True, slots=True)
+for _name, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(inf|Inf|INF))",
+        list("-+.0123456789"),
+    ),
+    ("float", r"\.(nan|NaN|NAN)", ["."]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+@dataclass(frozen=True)
 class Document:
-    """The values of one document and where each came from."""
+    """The values of one file."""
 
-    data: Plain
-    lines: Mapping[KeyPath, int]
-    """Line, counted from 1, of each value by its path of keys and list positions; ``()`` is the document."""
-    source: str
-    """What to call the document in errors, usually the file's path."""
+    data: Any
+    source: Path | str
+    """The file, or what errors call the values if they come from none."""
+    raw: bytes = b""
+    """The YAML text."""
+
+    def place(self, path: KeyPath) -> str:
+        """Return the file and the line of the innermost value on a path; keys that are not in the file are skipped."""
+        if self._root is None:
+            return str(self.source)
+        node, line = self._root, self._root.start_mark.line
+        for part in path:
+            items = list(enumerate(node.value)) if isinstance(node, yaml.SequenceNode) else []
+            if isinstance(node, yaml.MappingNode):
+                items = node.value
+            for key, value in items:
+                if part == getattr(key, "value", key):
+                    node, line = value, getattr(key, "start_mark", value.start_mark).line
+        return f"{self.source}:{line + 1}"
+
+    @cached_property
+    def _root(self) -> yaml.Node | None:
+        return yaml.compose(self.raw, Loader=_Loader) if self.raw else None
 
 
 def find_file(name: Path | str, *, kind: Literal["models", "links"]) -> Path:
@@ -72,18 +104,33 @@ def read_yaml(path: Path) -> Document:
     Raises:
         ConfigError: the file cannot be read, is too large, or breaks a rule of ``parse_yaml``.
     """
-    source = str(path)
     raw = read_limited(path, max_bytes=MAX_BYTES, advice=", the limit for a config. Is it the right file?")
+    return Document(parse_yaml(raw, source=path), path, raw)
+
+
+def parse_yaml(text: bytes | str, *, source: Path | str) -> Any:
+    """Return the values of one YAML document.
+
+    Args:
+        source: what errors call the text; a file is named with the line.
+
+    Raises:
+        ConfigError: the text is not YAML, or has a key twice.
+
+    >>> parse_yaml("lr: 1e-4", source="x.yaml")
+    {'lr': 0.0001}
+    """
     try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{source}:{line}: not UTF-8 text (byte {error.start}). Save the file as UTF-8.") from None
-    return parse_yaml(text, source=source)
+        return _Loader(text).get_single_data()
+    except (yaml.YAMLError, ValueError, IndexError, OverflowError, RecursionError) as error:
+        # Malformed escapes make PyYAML's scanner fail in Python's own terms.
+        mark = getattr(error, "problem_mark", None)
+        place = f"{source}:{mark.line + 1}" if mark is not None and isinstance(source, Path) else source
+        raise ConfigError(f"{place}: not valid YAML: {printable(getattr(error, 'problem', None) or str(error))}") from None
 
 
-def read_json(path: Path, *, max_bytes: int, what: str) -> Document:
-    """Return the values of a JSON file, which has no lines to point to.
+def read_json(path: Path, *, max_bytes: int, what: str) -> Any:
+    """Return the values of a JSON file.
 
     Args:
         what: the file is, for errors, with its article.
@@ -91,12 +138,10 @@ def read_json(path: Path, *, max_bytes: int, what: str) -> Document:
     Raises:
         ConfigError: the file cannot be read, is larger than ``max_bytes``, or is not JSON.
     """
-    source = str(path)
-    raw = read_limited(path, max_bytes=max_bytes, advice=f", the limit for {what}")
     try:
-        return Document(json.loads(raw), {}, source)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: not valid JSON: {printable(str(error))}") from None
+        return json.loads(read_limited(path, max_bytes=max_bytes, advice=f", the limit for {what}"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {printable(str(error))}") from None
 
 
 def read_limited(path: Path, *, max_bytes: int, advice: str) -> bytes:
@@ -129,119 +174,3 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def parse_yaml(text: str, *, source: str, flow_only: bool = False) -> Document:
-    """Parse one YAML document into plain values.
-
-    Numbers and booleans follow YAML 1.2: ``1e-4`` is a float, ``yes`` is text, and spellings that YAML versions read
-    differently (``010``, ``1:30``, ``4_0``) are refused. So are anchors, aliases, tags, several documents, keys that are not
-    text, and a key given twice.
-
-    Args:
-        source: what errors call the text.
-        flow_only: accept scalars, ``[...]`` and ``{...}`` only, as fits a value on a command line; errors tell no line.
-
-    Raises:
-        ConfigError: the text is not such a document; the message starts with ``source:line``.
-
-    >>> parse_yaml("lr: 1e-4", source="x.yaml").data
-    {'lr': 0.0001}
-    """
-    lines: dict[KeyPath, int] = {}
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-        if flow_only and isinstance(node, yaml.CollectionNode) and not node.flow_style:
-            problem = "only a plain value, [...] or {...} can stand here; quote text that contains ': ' or '- '"
-            raise _Refusal(node.start_mark, problem)
-        return Document(None if node is None else _plain(node, (), lines), MappingProxyType(lines), source)
-    except yaml.YAMLError as error:
-        line, problem = _problem(error, text)
-    except RecursionError:
-        line, problem = None, "not valid YAML: nested too deeply"
-    except (ValueError, IndexError, OverflowError) as error:
-        # Malformed escapes make PyYAML's scanner fail in Python's own terms.
-        line, problem = None, f"not valid YAML: {type(error).__name__}: {printable(str(error))}"
-    place = source if flow_only or line is None else f"{source}:{line}"
-    raise ConfigError(f"{place}: {problem}")
-
-
-class _Refusal(yaml.MarkedYAMLError):
-    """Something that is YAML, but has no place in a config."""
-
-    def __init__(self, mark: yaml.Mark, problem: str) -> None:
-        super().__init__(problem=problem, problem_mark=mark)
-
-
-class _Loader(yaml.SafeLoader):
-    """Composes the nodes of one document without anchors, aliases and tags."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node: one value, in one place, of the type that its text says."""
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        is_alias = isinstance(event, yaml.AliasEvent)
-        if is_alias:
-            raise _Refusal(event.start_mark, f"the alias {quoted(event.anchor)} is not allowed; write the value out")
-        if event.anchor is not None:
-            problem = f"the anchor {quoted(event.anchor)} is not allowed; write the value out where it is used"
-            raise _Refusal(event.start_mark, problem)
-        if event.tag is not None:
-            raise _Refusal(event.start_mark, f"the tag {quoted(event.tag)} is not allowed; write the plain value")
-        return super().compose_node(parent, index)
-
-
-def _plain(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Plain:
-    """Return the value of a node, and note the lines of all values inside it."""
-    lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(item, (*path, index), lines) for index, item in enumerate(node.value)]
-    if not isinstance(node, yaml.MappingNode):
-        return _scalar(node)
-    values: dict[str, Plain] = {}
-    for key_node, value_node in node.value:
-        mark = key_node.start_mark
-        if isinstance(key_node, yaml.CollectionNode):
-            raise _Refusal(mark, "a key must be text, not a list or a mapping")
-        key = _scalar(key_node)
-        if not isinstance(key, str):
-            raise _Refusal(mark, f"a key must be text; quote {quoted(key_node.value)} if it is a name")
-        key_path = (*path, key)
-        if key in values:
-            first = lines[key_path]
-            raise _Refusal(mark, f"the key {quoted(key)} is given twice, first in line {first}; keep one of them")
-        lines[key_path] = mark.line + 1  # a value may stand lines below its key; the key is what a reader looks for
-        values[key] = _plain(value_node, key_path, lines)
-    return values
-
-
-def _scalar(node: yaml.Node) -> bool | int | float | str | None:
-    text: str = node.value
-    is_quoted = getattr(node, "style", None) is not None
-    if is_quoted or len(text) > _MAX_NUMBER_CHARS:
-        return text
-    if text in _WORDS:
-        return _WORDS[text]
-    if _AMBIGUOUS.fullmatch(text):
-        raise _Refusal(
-            node.start_mark,
-            f"{quoted(text)} is a different number, or text, depending on the YAML version; write plain decimal digits, "
-            "or quote it if it is text",
-        )
-    if _INT.fullmatch(text):
-        return int(text)
-    if _FLOAT.fullmatch(text):
-        return float(text)
-    not_finite = _NOT_FINITE.fullmatch(text)
-    return float(not_finite[1] + not_finite[2]) if not_finite else text
-
-
-def _problem(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
-    """Return the line, where PyYAML knows it, and what is wrong there."""
-    if isinstance(error, yaml.reader.ReaderError):
-        character = text[error.position : error.position + 1]
-        return text.count("\n", 0, error.position) + 1, f"not valid YAML: the character {character!r} is not allowed"
-    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark or error.context_mark) is None:
-        return None, f"not valid YAML: {printable(str(error))}"
-    if isinstance(error, _Refusal):
-        return mark.line + 1, str(error.problem)
-    return mark.line + 1, f"not valid YAML: {printable(str(error.problem or error.context))}"

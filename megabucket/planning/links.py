@@ -1,10 +1,10 @@
-"""Links: what one collective costs in seconds, as a formula or as a measured table. Pure arithmetic, no torch.
+"""Links: the ``link`` section of a config, which says what one collective costs in seconds. Pure arithmetic, no torch.
 
 ``n`` ranks and a full buffer of ``S`` bytes. The formulas are those of bandwidth-optimal ring algorithms (Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009): ``n - 1`` steps for a reduce-scatter, an
 all-gather or a pipelined broadcast, twice as many for an all-reduce, ``S / n`` bytes in each.
 
-A collective without bytes is not the business of a link: the simulator sends none.
+The simulator sends no collective without bytes, so a link is not asked for one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from megabucket.errors import ConfigError
+import annotated_types as at
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from megabucket.config.ddp import NonNegative, Positive, PositiveCount, Section, read_tuple
+from megabucket.errors import ConfigError, printable
+from megabucket.planning.documents import find_file, read_yaml, write_text
+from megabucket.planning.load import explain_validation_error
 from megabucket.trace import CollectiveKind
 
 Point: TypeAlias = tuple[float, float]
@@ -27,12 +34,17 @@ Point: TypeAlias = tuple[float, float]
 TableKey: TypeAlias = tuple[CollectiveKind, str]
 """Operation and dtype that a table was measured for."""
 
-MIN_POINTS: Final = 2
-"""Points a table needs: one point says nothing about how time grows with size."""
+Fact: TypeAlias = bool | int | float | str | None
+
+_Pairs: TypeAlias = Annotated[
+    tuple[Annotated[tuple[NonNegative, NonNegative], BeforeValidator(read_tuple)], ...],
+    BeforeValidator(read_tuple),
+    at.MaxLen(10_000),
+]
 
 
 class Affine(NamedTuple):
-    """A cost that is exactly ``latency_s + seconds_per_byte * payload_bytes``."""
+    """A cost of ``latency_s + seconds_per_byte * payload_bytes``."""
 
     latency_s: float
     seconds_per_byte: float
@@ -42,101 +54,97 @@ class Affine(NamedTuple):
         return self.latency_s + self.seconds_per_byte * payload_bytes
 
 
-class Link(Protocol):
+class Link(Section):
     """What the simulator and the partitioner ask."""
 
-    def collective_s(self, kind: CollectiveKind, payload_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
-        """Return the seconds of one collective; ``payload_bytes`` is the full buffer, as in ``CollectiveRecord``.
+    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:
+        """Return the cost as a straight line: exact where ``is_affine``, else fitted.
 
         Raises:
             ConfigError: the link cannot say: an operation or a number of ranks that it knows nothing about.
         """
-        ...
-
-    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine | None:
-        """Return latency and slope when the cost is exactly affine in the bytes, else ``None``."""
-        ...
-
-
-class _AffineLink:
-    """A link that is a formula: ``affine`` says all."""
-
-    __slots__ = ()
+        raise NotImplementedError
 
     def collective_s(self, kind: CollectiveKind, payload_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
-        """Return the seconds of one collective.
+        """Return the seconds of one collective; ``payload_bytes`` is the full buffer, as in ``CollectiveRecord``.
 
         Raises:
             ConfigError: the link cannot say.
         """
         return self.affine(kind, num_ranks, dtype)(payload_bytes)
 
-    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:
-        """Return latency and slope."""
-        raise NotImplementedError
+    def least(self, kind: CollectiveKind, num_ranks: int, dtype: str, most_bytes: float) -> Affine:  # noqa: ARG002 - of tables
+        """Return a line that the cost of any set of collectives of ``most_bytes`` in all is never below."""
+        return self.affine(kind, num_ranks, dtype)
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether every cost is exactly affine in the bytes."""
+        return True
 
 
-@dataclass(frozen=True, slots=True)
-class FlatLink(_AffineLink):
-    """``T = latency_s + seconds_per_byte * payload_bytes`` for any operation and any number of ranks.
+class FlatLink(Link):
+    """Latency and slope, the same for every operation and any number of ranks. The default: ``kind`` may be left out."""
 
-    >>> FlatLink(latency_s=1.4e-3, seconds_per_byte=0.95e-9 / 4).collective_s(CollectiveKind.ALL_REDUCE, 4_000_000, 8)
-    0.00235
-    """
+    kind: Literal["flat"] = "flat"
+    """Chooses this form of the section."""
 
-    latency_s: float
-    seconds_per_byte: float
+    latency_s: NonNegative
+    """Seconds of a collective before its first byte."""
 
-    def __post_init__(self) -> None:
-        _check_not_negative("FlatLink", latency_s=self.latency_s, seconds_per_byte=self.seconds_per_byte)
+    seconds_per_byte: NonNegative
+    """Seconds that each byte of the full buffer adds."""
 
-    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:  # noqa: ARG002 - the protocol's
-        """Return the two constants."""
-        check_question(kind, num_ranks)
+    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:  # noqa: ARG002 - of other links
+        """Return the two constants.
+
+        >>> FlatLink(latency_s=1.4e-3, seconds_per_byte=0.95e-9 / 4).collective_s(CollectiveKind.ALL_REDUCE, 4_000_000, 8)
+        0.00235
+        """
         return Affine(self.latency_s, self.seconds_per_byte)
 
 
-@dataclass(frozen=True, slots=True)
-class RingLink(_AffineLink):
-    """``n`` ranks on a ring: ``latency_s`` for each step, ``bytes_per_s`` from each rank to the next.
+class RingLink(Link):
+    """A ring of ranks: ``2 (n-1) latency + 2 S (n-1)/n / bandwidth`` for an all-reduce of ``S`` bytes, half for the others."""
 
-    All-reduce ``2 (n-1) latency + 2 S (n-1)/n / bandwidth``; reduce-scatter, all-gather and broadcast half of it. One rank has
-    nobody to talk to: 0.
+    kind: Literal["ring"] = "ring"
+    """Chooses this form of the section."""
 
-    >>> ring = RingLink(latency_s=0.0, bytes_per_s=150e9)
-    >>> round(ring.collective_s(CollectiveKind.ALL_REDUCE, 7e9 * 2, 1024), 3)  # 7B parameters in bfloat16: 28 GB on the wire
-    0.186
-    """
+    latency_s: NonNegative
+    """Seconds from one rank to the next, before the first byte."""
 
-    latency_s: float
-    bytes_per_s: float
+    bytes_per_s: Positive
+    """Bytes per second from one rank to the next."""
 
-    def __post_init__(self) -> None:
-        _check_not_negative("RingLink", latency_s=self.latency_s)
-        _check_positive("RingLink", bytes_per_s=self.bytes_per_s)
+    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:  # noqa: ARG002 - of other links
+        """Return the latency of all steps and the seconds per byte of the full buffer; nothing for one rank.
 
-    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:  # noqa: ARG002 - the protocol's
-        """Return the latency of all steps and the seconds per byte of the full buffer."""
-        check_question(kind, num_ranks)
+        >>> ring = RingLink(latency_s=0.0, bytes_per_s=150e9)
+        >>> round(ring.collective_s(CollectiveKind.ALL_REDUCE, 7e9 * 2, 1024), 3)  # 7B parameters in bfloat16
+        0.186
+        """
         steps = (num_ranks - 1) * (2 if kind is CollectiveKind.ALL_REDUCE else 1)
         return Affine(steps * self.latency_s, steps / num_ranks / self.bytes_per_s)
 
 
-@dataclass(frozen=True, slots=True)
-class TwoLevelLink(_AffineLink):
-    """Ranks in equal nodes: one ring inside each node, and one ring between nodes for each position in a node.
+class TwoLevelLink(Link):
+    """Equal nodes: a ring inside each, and rings between them, used by hierarchical algorithms.
 
-    The hierarchical algorithms: an all-reduce is a reduce-scatter inside, an all-reduce of ``S / ranks_per_node`` between and
-    an all-gather inside; a reduce-scatter or an all-gather leaves one half of that out.
+    An all-reduce is a reduce-scatter inside, an all-reduce of ``S / ranks_per_node`` between and an all-gather inside; a
+    reduce-scatter or an all-gather leaves one half of that out.
     """
 
-    inside: RingLink
-    between: RingLink
-    ranks_per_node: int
+    kind: Literal["two_level"] = "two_level"
+    """Chooses this form of the section."""
 
-    def __post_init__(self) -> None:
-        if isinstance(self.ranks_per_node, bool) or not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
-            raise ConfigError(f"TwoLevelLink: ranks_per_node must be an integer >= 1, got {self.ranks_per_node!r}")
+    inside: RingLink
+    """The ring of the ranks of one node."""
+
+    between: RingLink
+    """The ring of one rank of each node. Bandwidth is that of one rank: the share it has of its node's network."""
+
+    ranks_per_node: PositiveCount
+    """Ranks in a node."""
 
     def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:
         """Return latency and slope of both levels together.
@@ -144,7 +152,6 @@ class TwoLevelLink(_AffineLink):
         Raises:
             ConfigError: the ranks do not fill their nodes.
         """
-        check_question(kind, num_ranks)
         per_node = min(num_ranks, self.ranks_per_node)
         if num_ranks % per_node:
             raise ConfigError(
@@ -156,8 +163,7 @@ class TwoLevelLink(_AffineLink):
         return Affine(inside.latency_s + between.latency_s, inside.seconds_per_byte + between.seconds_per_byte / per_node)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicatedLink:
+class ReplicatedLink(Link):
     """A grid of replicas, each of ``num_ranks`` shards: a reduce-scatter inside, then an all-reduce of the shard over replicas.
 
     An all-gather stays inside; an all-reduce and a broadcast go over all ranks. Ranks of one replica are neighbours, so two
@@ -173,11 +179,9 @@ class ReplicatedLink:
         Raises:
             ConfigError: the link cannot say.
         """
-        if kind is CollectiveKind.ALL_GATHER:
-            return self.link.collective_s(kind, payload_bytes, num_ranks, dtype)
+        inside_s = self.link.collective_s(kind, payload_bytes, self._inside(kind, num_ranks), dtype)
         if kind is not CollectiveKind.REDUCE_SCATTER:
-            return self.link.collective_s(kind, payload_bytes, num_ranks * self.num_instances, dtype)
-        inside_s = self.link.collective_s(kind, payload_bytes, num_ranks, dtype)
+            return inside_s
         return inside_s + self.over_replicas_s(payload_bytes / num_ranks, num_ranks, dtype)
 
     def over_replicas_s(self, shard_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
@@ -188,152 +192,39 @@ class ReplicatedLink:
         """
         return self._over(num_ranks).collective_s(CollectiveKind.ALL_REDUCE, shard_bytes, self.num_instances, dtype)
 
-    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine | None:
-        """Return latency and slope when the cost is exactly affine in the bytes, else ``None``."""
+    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:
+        """Return latency and slope of both collectives together."""
+        inside = self.link.affine(kind, self._inside(kind, num_ranks), dtype)
         if kind is not CollectiveKind.REDUCE_SCATTER:
-            return self.link.affine(kind, num_ranks * (1 if kind is CollectiveKind.ALL_GATHER else self.num_instances), dtype)
-        inside = self.link.affine(kind, num_ranks, dtype)
+            return inside
         over = self._over(num_ranks).affine(CollectiveKind.ALL_REDUCE, self.num_instances, dtype)
-        if inside is None or over is None:
-            return None
         return Affine(inside.latency_s + over.latency_s, inside.seconds_per_byte + over.seconds_per_byte / num_ranks)
+
+    def _inside(self, kind: CollectiveKind, num_ranks: int) -> int:
+        """Return the ranks that take part in the first collective."""
+        is_in_replica = kind in {CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER}
+        return num_ranks if is_in_replica else num_ranks * self.num_instances
 
     def _over(self, num_ranks: int) -> Link:
         """Return the link between ranks that are ``num_ranks`` apart."""
         if not isinstance(self.link, TwoLevelLink):
             return self.link
-        return replace(self.link, ranks_per_node=max(1, self.link.ranks_per_node // num_ranks))
+        return self.link.model_copy(update={"ranks_per_node": max(1, self.link.ranks_per_node // num_ranks)})
 
 
-@dataclass(frozen=True)
-class MeasuredLink:
-    """Measured times: linear between the points of a table, the first point's time below it, the last slope beyond it.
-
-    Args:
-        tables: points of each operation and dtype, by increasing bytes. A dtype that was not measured takes the times of one
-            that was: bytes are bytes.
-        num_ranks: how many ranks measured; the link says nothing about other numbers.
-
-    >>> link = MeasuredLink({(CollectiveKind.ALL_REDUCE, "float32"): ((1000, 1e-3), (3000, 2e-3))}, num_ranks=2)
-    >>> [link.collective_s(CollectiveKind.ALL_REDUCE, size, 2) for size in (8, 2000, 5000)]
-    [0.001, 0.0015, 0.003]
-    """
-
-    tables: Mapping[TableKey, tuple[Point, ...]]
-    num_ranks: int
-
-    def __post_init__(self) -> None:
-        if not self.tables:
-            raise ConfigError("a measured link needs at least one table of points, got none")
-        check_question(next(iter(self.tables))[0], self.num_ranks)
-        for (kind, dtype), points in self.tables.items():
-            check_question(kind, self.num_ranks)
-            check_points(points, what=f"the table of {kind.value}, {dtype}")
-
-    def collective_s(self, kind: CollectiveKind, payload_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
-        """Return the seconds of one collective.
-
-        Raises:
-            ConfigError: the operation, or this number of ranks, was not measured.
-        """
-        check_question(kind, num_ranks)
-        if num_ranks != self.num_ranks:
-            raise ConfigError(
-                f"this link was measured on {self.num_ranks} ranks and says nothing about {num_ranks}; calibrate there, or "
-                "give a ring or two_level link, which are formulas"
-            )
-        return _interpolate(self.points(kind, dtype), payload_bytes)
-
-    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> None:
-        """Return ``None``: a table is flat below its first point."""
-
-    def points(self, kind: CollectiveKind, dtype: str = "float32") -> tuple[Point, ...]:
-        """Return the measured points of an operation, in the dtype or one that stands in for it.
-
-        Raises:
-            ConfigError: the operation was not measured.
-        """
-        table = self.tables.get((kind, dtype)) or self._by_kind.get(kind)
-        if table is None:
-            measured = ", ".join(sorted({known.value for known, _ in self.tables}))
-            raise ConfigError(f"this link has no table for {kind.value}; it was measured for {measured}. Calibrate that too")
-        return table
-
-    @cached_property
-    def _by_kind(self) -> dict[CollectiveKind, tuple[Point, ...]]:
-        """Return the table that stands in for dtypes without one: float32's, else the first."""
-        ordered = sorted(self.tables, key=lambda key: key[1] != "float32")
-        return {kind: self.tables[kind, dtype] for kind, dtype in reversed(ordered)}
+# Measured tables #
 
 
-def check_question(kind: object, num_ranks: object) -> None:
-    """Refuse what no link can answer.
+class AffineFit(Section):
+    """A straight line through a table."""
 
-    Raises:
-        ConfigError: not an operation of the communicator port, or not a number of ranks.
-    """
-    if not isinstance(kind, CollectiveKind):
-        known = ", ".join(each.value for each in CollectiveKind)
-        raise ConfigError(f"unknown operation {kind!r}; a link knows {known} (as CollectiveKind)")
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ConfigError(f"num_ranks={num_ranks!r} is not a number of ranks; give an integer >= 1")
+    latency_s: NonNegative
+    """Seconds at no bytes."""
 
+    seconds_per_byte: NonNegative
+    """Seconds that each byte of the full buffer adds."""
 
-def check_points(points: tuple[Point, ...], *, what: str) -> None:
-    """Refuse a table that no time can be read from.
-
-    Raises:
-        ConfigError: fewer than two points, sizes or times that are negative or not finite, sizes that do not increase.
-    """
-    if len(points) < MIN_POINTS:
-        raise ConfigError(
-            f"{what} has {len(points)} point{'' if len(points) == 1 else 's'}; at least {MIN_POINTS} sizes are needed to tell "
-            "latency from bandwidth"
-        )
-    for size, seconds in points:
-        if not (math.isfinite(size) and size >= 0 and math.isfinite(seconds) and seconds >= 0):
-            raise ConfigError(f"{what}: ({size!r} bytes, {seconds!r} s) is not a size and a time, finite and not negative")
-    for (size, _), (following, _) in itertools.pairwise(points):
-        if following <= size:
-            problem = "twice" if following == size else "not in increasing order"
-            raise ConfigError(f"{what}: {following!r} bytes after {size!r}: sizes are given {problem}; sort them, each once")
-
-
-def _interpolate(points: tuple[Point, ...], payload_bytes: float) -> float:
-    if payload_bytes <= points[0][0]:
-        return points[0][1]
-    # The segment that holds the size; beyond the last point the last segment, whose slope noise must not turn negative.
-    right = min(bisect.bisect_left(points, (payload_bytes, -math.inf)), len(points) - 1)
-    (size, seconds), (next_size, next_seconds) = points[right - 1], points[right]
-    slope = (next_seconds - seconds) / (next_size - size)
-    if payload_bytes > next_size:
-        return next_seconds + max(slope, 0.0) * (payload_bytes - next_size)
-    return seconds + slope * (payload_bytes - size)
-
-
-def _check_not_negative(what: str, **values: float) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise ConfigError(f"{what}: {name} must be a finite number >= 0, got {value!r}")
-
-
-def _check_positive(what: str, **values: float) -> None:
-    _check_not_negative(what, **values)
-    for name, value in values.items():
-        if value == 0:
-            raise ConfigError(f"{what}: {name} must be more than 0, got {value!r}")
-
-
-# A straight line through measured collectives #
-
-
-@dataclass(frozen=True, slots=True)
-class AffineFit:
-    """``seconds = latency_s + seconds_per_byte * payload_bytes``, and how far the points are from it."""
-
-    latency_s: float
-    seconds_per_byte: float
-    residual: float
+    residual: NonNegative
     """Median of ``|fitted - measured| / measured`` over the points."""
 
     @property
@@ -342,55 +233,213 @@ class AffineFit:
         return Affine(self.latency_s, self.seconds_per_byte)
 
 
+class LinkTable(Section):
+    """Measured times of one operation and dtype."""
+
+    operation: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+    """The collective."""
+
+    dtype: Annotated[str, at.Len(1, 40)] = "float32"
+    """Dtype of the buffers."""
+
+    points: Annotated[_Pairs, at.MinLen(2)]
+    """At least two pairs of bytes (of the full buffer) and seconds, by increasing bytes."""
+
+    fit: AffineFit | None = None
+    """The line that ``megabucket calibrate`` fitted to the points. Shown, never used."""
+
+    spread_s: _Pairs = ()
+    """Lower and upper quartile of the repetitions behind each point. Shown, never used."""
+
+    @model_validator(mode="after")
+    def _sizes_increase(self) -> Self:
+        for (size, _), (following, _) in itertools.pairwise(self.points):
+            if following <= size:
+                raise ValueError(f"points: {following!r} bytes after {size!r}; sort them by bytes, each size once")
+        return self
+
+
+class MeasuredLink(Link):
+    """Measured times: linear between the points of a table, the first point's time below it, the last slope beyond it.
+
+    ``megabucket calibrate`` writes such a section as ``link.yaml``.
+    """
+
+    kind: Literal["table"] = "table"
+    """Chooses this form of the section."""
+
+    num_ranks: PositiveCount
+    """Ranks that measured; nothing is said about other numbers."""
+
+    tables: Annotated[tuple[LinkTable, ...], BeforeValidator(read_tuple), at.Len(1, 100)]
+    """One table for each operation and dtype. A dtype that was not measured takes the times of one that was."""
+
+    facts: Annotated[dict[str, Fact], at.MaxLen(100)] = Field(default_factory=dict)
+    """Where it was measured: device, backend, versions. Shown, never used."""
+
+    @classmethod
+    def of(cls, points: Mapping[TableKey, Sequence[Point]], num_ranks: int) -> Self:
+        """Return the link of tables that have nothing but points.
+
+        >>> link = MeasuredLink.of({(CollectiveKind.ALL_REDUCE, "float32"): ((1000, 1e-3), (3000, 2e-3))}, num_ranks=2)
+        >>> [link.collective_s(CollectiveKind.ALL_REDUCE, size, 2) for size in (8, 2000, 5000)]
+        [0.001, 0.0015, 0.003]
+        """
+        tables = [LinkTable(operation=kind.value, dtype=dtype, points=tuple(each)) for (kind, dtype), each in points.items()]
+        return cls(num_ranks=num_ranks, tables=tuple(tables))
+
+    @model_validator(mode="after")
+    def _one_table_each(self) -> Self:
+        names = [f"{table.operation}, {printable(table.dtype)}" for table in self.tables]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"tables has {twice[0]} twice; keep one of them")
+        return self
+
+    @property
+    def is_affine(self) -> bool:
+        """A table is flat below its first point."""
+        return False
+
+    def points(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> tuple[Point, ...]:
+        """Return the measured points of an operation, in the dtype or one that stands in for it: float32, else the first.
+
+        Raises:
+            ConfigError: the operation, or this number of ranks, was not measured.
+        """
+        if num_ranks != self.num_ranks:
+            raise ConfigError(
+                f"this link was measured on {self.num_ranks} ranks and says nothing about {num_ranks}; calibrate there, or "
+                "give a ring or two_level link, which are formulas"
+            )
+        tables = [table for table in self.tables if table.operation == kind.value]
+        if not tables:
+            measured = ", ".join(sorted({table.operation for table in self.tables}))
+            raise ConfigError(f"this link has no table for {kind.value}; it was measured for {measured}. Calibrate that too")
+        return min(tables, key=lambda table: (table.dtype != dtype, table.dtype != "float32")).points
+
+    def collective_s(self, kind: CollectiveKind, payload_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
+        """Return the seconds of one collective.
+
+        Raises:
+            ConfigError: the operation, or this number of ranks, was not measured.
+        """
+        points = self.points(kind, num_ranks, dtype)
+        if payload_bytes <= points[0][0]:
+            return points[0][1]
+        # The segment that holds the size; beyond the last point the last segment, whose slope noise must not turn negative.
+        right = min(bisect.bisect_left(points, (payload_bytes, -math.inf)), len(points) - 1)
+        (size, seconds), (next_size, next_seconds) = points[right - 1], points[right]
+        slope = (next_seconds - seconds) / (next_size - size)
+        if payload_bytes > next_size:
+            return next_seconds + max(slope, 0.0) * (payload_bytes - next_size)
+        return seconds + slope * (payload_bytes - size)
+
+    def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:
+        """Return the fitted line."""
+        return fit_affine(self.points(kind, num_ranks, dtype)).line
+
+    def least(self, kind: CollectiveKind, num_ranks: int, dtype: str, most_bytes: float) -> Affine:
+        """Return the best rate at which so many bytes can be sent.
+
+        Between two points time per byte is largest or smallest at one of them, so the best rate is at a point.
+        """
+        sizes = [size for size, _ in self.points(kind, num_ranks, dtype) if 0 < size <= most_bytes]
+        rates = [self.collective_s(kind, size, num_ranks, dtype) / size for size in (*sizes, most_bytes) if size]
+        return Affine(0.0, min(rates, default=0.0))
+
+
 def fit_affine(points: Sequence[Point]) -> AffineFit:
     """Return the line with the least squared relative error, its latency and its slope not negative.
 
     Relative, because the points span orders of magnitude: with absolute errors the largest size alone would decide, and the
     latency would be noise.
 
-    Raises:
-        ConfigError: no table of at least two points with increasing sizes.
-
     >>> fit_affine([(0, 1e-3), (1000, 2e-3), (3000, 4e-3)])
     AffineFit(latency_s=0.001, seconds_per_byte=1e-06, residual=0.0)
     """
-    points = tuple((float(size), float(seconds)) for size, seconds in points)
-    check_points(points, what="a table to fit")
-    timed = [(size, seconds) for size, seconds in points if seconds > 0]
+    timed = [(float(size), float(seconds)) for size, seconds in points if seconds > 0]
     if not timed:
-        return AffineFit(0.0, 0.0, 0.0)
-    candidates = [(0.0, _ratio(timed)), (_constant(timed), 0.0)]
-    line = _line(timed)
-    if line is not None and min(line) >= 0:
-        candidates.append(line)
-    # The sum of squares is convex, so with a bound that binds the optimum lies on that bound.
-    latency_s, slope = min(candidates, key=lambda pair: _squared_error(timed, *pair))
-    errors = [abs(latency_s + slope * size - seconds) / seconds for size, seconds in timed]
-    return AffineFit(latency_s, slope, statistics.median(errors))
-
-
-def _squared_error(timed: Sequence[Point], latency_s: float, slope: float) -> float:
-    return sum(((latency_s + slope * size) / seconds - 1) ** 2 for size, seconds in timed)
-
-
-def _line(timed: Sequence[Point]) -> Point | None:
-    """Return the unconstrained optimum: the normal equations of ``a / t + b * s / t = 1``."""
-    aa = sum(1 / t**2 for _, t in timed)
+        return AffineFit(latency_s=0.0, seconds_per_byte=0.0, residual=0.0)
+    # The normal equations of ``latency / t + slope * s / t = 1``, and of each term alone.
+    aa, a1 = sum(1 / t**2 for _, t in timed), sum(1 / t for _, t in timed)
+    bb, b1 = sum((s / t) ** 2 for s, t in timed), sum(s / t for s, t in timed)
     ab = sum(s / t**2 for s, t in timed)
-    bb = sum((s / t) ** 2 for s, t in timed)
-    a1, b1 = sum(1 / t for _, t in timed), sum(s / t for s, t in timed)
-    determinant = aa * bb - ab * ab
-    if determinant <= 0:
-        return None
-    return (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant
+    candidates = [(0.0, b1 / bb if bb else 0.0), (a1 / aa, 0.0)]
+    if (determinant := aa * bb - ab * ab) > 0:
+        candidates.append(((a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant))
+    # The sum of squares is convex, so with a bound that binds the optimum lies on that bound.
+    latency_s, slope = min(
+        (pair for pair in candidates if min(pair) >= 0),
+        key=lambda pair: sum(((pair[0] + pair[1] * s) / t - 1) ** 2 for s, t in timed),
+    )
+    errors = [abs(latency_s + slope * size - seconds) / seconds for size, seconds in timed]
+    return AffineFit(latency_s=latency_s, seconds_per_byte=slope, residual=statistics.median(errors))
 
 
-def _ratio(timed: Sequence[Point]) -> float:
-    """Return the best slope without latency."""
-    squares = sum((s / t) ** 2 for s, t in timed)
-    return sum(s / t for s, t in timed) / squares if squares else 0.0
+# The section, and files #
 
 
-def _constant(timed: Sequence[Point]) -> float:
-    """Return the best latency without slope."""
-    return sum(1 / t for _, t in timed) / sum(1 / t**2 for _, t in timed)
+class FileLink(Section):
+    """A link described in another file: a ``link`` section of any kind, at the top or under the key ``link``.
+
+    ``link: infiniband-400g`` is short for this section with that path.
+    """
+
+    kind: Literal["file"] = "file"
+    """Chooses this form of the section; may be left out."""
+
+    path: Annotated[str, at.Len(1, 4_096)]
+    """The YAML file, relative to the working directory, or the name of a shipped link, such as ``infiniband-400g``."""
+
+
+def _imply_kind(value: Any) -> Any:
+    """Say the kind of a link that does not say it itself: text and a ``path`` are a ``file``, any other is ``flat``."""
+    if isinstance(value, str):
+        return {"kind": "file", "path": value}
+    if not isinstance(value, Mapping) or "kind" in value:
+        return value
+    return {"kind": "file" if "path" in value else "flat", **value}
+
+
+LinkConfig: TypeAlias = Annotated[
+    Annotated[FlatLink | RingLink | TwoLevelLink | MeasuredLink | FileLink, Field(discriminator="kind")],
+    BeforeValidator(_imply_kind),
+]
+
+
+class _LinkFile(Section):
+    link: LinkConfig
+
+
+def read_link(name: Path | str) -> Link:
+    """Read a link from a YAML file: a ``link`` section at the top of the file or under the key ``link``.
+
+    Args:
+        name: the file, or the name of a shipped link.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no link.
+    """
+    path = find_file(name, kind="links")
+    document = read_yaml(path)
+    data = document.data
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a link is a mapping such as {{kind: ring, latency_s: 1e-5, bytes_per_s: 2e10}}")
+    data = {"link": data.get("link", data)}
+    try:
+        link = _LinkFile.model_validate(data).link
+    except ValidationError as error:
+        raise explain_validation_error(error, data=data, document=document) from None
+    if isinstance(link, FileLink):
+        raise ConfigError(f"{path}: names another file ({printable(link.path)}); name that one instead")
+    return link
+
+
+def write_link(path: Path, link: MeasuredLink) -> None:
+    """Write a measured link so that ``read_link`` gives it back unchanged.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    data = link.model_dump(mode="json", exclude_none=True)
+    write_text(path, yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None))

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
 from megabucket.config.ddp import Count, PositiveCount, Section, read_tuple
-from megabucket.planning.documents import Plain, find_file, read_yaml
+from megabucket.planning.documents import find_file, read_yaml
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16", "float64"]
 """Dtypes that a buffer can hold."""
@@ -282,7 +282,7 @@ class HfConfig(Section):
     """Dtype of the parameters; ``None``: what the file says (``torch_dtype`` or ``dtype``), else float32."""
 
 
-def model_section(text: str) -> dict[str, Plain] | None:
+def model_section(text: str) -> dict[str, Any] | None:
     """Return the section of a model that is named by a ``config.json`` or by ``module:function``, or ``None``."""
     if text.endswith(".json"):
         return {"kind": "hf_config", "path": text}

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import annotated_types as at
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from megabucket.config.ddp import DistributedDataParallelConfig, NonNegative, PositiveCount, Section
+from megabucket.config.ddp import DistributedDataParallelConfig, NonNegative, Positive, PositiveCount, Section, read_tuple
 from megabucket.errors import ConfigError, name_list
 from megabucket.layout import ParamSpec
+from megabucket.planning.links import LinkConfig
 from megabucket.planning.load import load_run
 from megabucket.planning.model_config import ArchitectureConfig
-from megabucket.planning.simulation_config import FabricConfig, LinkConfig, SweepConfig, WorkloadConfig
-
-_MODES: Final = ("all_reduce", "reduce_scatter")
-_SECTIONS: Final = frozenset({"model", "ddp", "optimizer", "program", "link", "workload", "sweep", "group_sizes"})
+from megabucket.planning.workload import WorkloadConfig
 
 Decay = Annotated[NonNegative, at.Lt(1)]
 
@@ -41,6 +39,30 @@ class OptimizerConfig(Section):
         if self.momentum and self.name != "sgd":
             raise ValueError(f"momentum={self.momentum} is read by name='sgd' only, but name={self.name!r}; drop one of them")
         return self
+
+
+class FabricConfig(Section):
+    """An emulated alpha-beta link between the ranks of one machine, in place of gloo or NCCL.
+
+    See docs/emulated-fabric.md.
+    """
+
+    latency_s: NonNegative
+    """Seconds of each step of a ring: ``2 (n-1)`` steps in an all-reduce of ``n`` ranks, half of that in other collectives."""
+
+    bytes_per_s: Positive
+    """Bytes per second from each rank to the next."""
+
+    moves_data: bool = True
+    """``False``: only the time passes, and gradients and parameters stay where they are (docs/emulated-fabric.md). The numbers
+    are wrong then, but communication takes no time of the CPU that computes."""
+
+
+class SweepConfig(Section):
+    """Which plans ``megabucket simulate`` compares."""
+
+    bucket_numel: Annotated[tuple[PositiveCount, ...], BeforeValidator(read_tuple), at.Len(1, 1_000)] | None = None
+    """Bucket sizes in elements. ``None``: some 20 sizes from the smallest tensor to everything in one bucket."""
 
 
 class RunConfig(Section):
@@ -86,12 +108,19 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, data: Any) -> Any:
-        """Complete what one field says about another; contradictions are left for ``_fields_agree``."""
+        """Complete ``ddp`` by ``mode``, unless it says itself which mode it is; ``_fields_agree`` reports contradictions."""
         if not isinstance(data, Mapping):
             return data
         # A section whose lines are all commented out is null in YAML and means the defaults.
-        filled = {key: value for key, value in data.items() if not (value is None and key in _SECTIONS)}
-        filled.update(_spread_mode(filled))
+        filled = {key: value for key, value in data.items() if value is not None}
+        ddp = filled.get("ddp", {})
+        if isinstance(ddp, Section):
+            ddp = ddp.model_dump(exclude_unset=True)
+        if isinstance(ddp, Mapping) and "use_distributed_optimizer" not in ddp:
+            if filled.get("mode") == "reduce_scatter":
+                filled["ddp"] = {**ddp, "use_distributed_optimizer": True}
+            elif filled.get("mode") == "all_reduce":
+                filled["ddp"] = {**ddp, "use_distributed_optimizer": False, "overlap_param_gather": False}
         return filled
 
     @model_validator(mode="after")
@@ -151,20 +180,3 @@ def load_config(source: Path | str | None, overrides: Sequence[str] = ()) -> Run
         ConfigError: anything wrong with the source, an override or a value.
     """
     return load_run(source, overrides, RunConfig)
-
-
-def _spread_mode(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``ddp`` section with the fields that ``mode`` stands for, unless it says itself which mode it is."""
-    ddp = _as_mapping(data.get("ddp", {}))
-    if data.get("mode") not in _MODES or ddp is None or "use_distributed_optimizer" in ddp:
-        return {}
-    if data["mode"] == "reduce_scatter":
-        return {"ddp": {**ddp, "use_distributed_optimizer": True}}
-    return {"ddp": {**ddp, "use_distributed_optimizer": False, "overlap_param_gather": False}}
-
-
-def _as_mapping(value: Any) -> Mapping[str, Any] | None:
-    """Return what a section says as a mapping; ``None`` for what cannot be a section."""
-    if isinstance(value, Section):
-        return value.model_dump(exclude_unset=True)
-    return value if isinstance(value, Mapping) else None

@@ -6,6 +6,7 @@ one the workload's tensors are all there is: buckets hold plain numbers of eleme
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,13 +16,11 @@ from typing import Any, Final
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ModelLayout, ParamSpec, build_layout
-from megabucket.planning import RunConfig
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.cuts import BucketPlan, cuts_by_buffer, per_tensor_plan, plan_of_layout, uniform_plan
-from megabucket.planning.inputs import link_of, workload_of
-from megabucket.planning.links import FlatLink, Link, MeasuredLink, ReplicatedLink
+from megabucket.planning.links import FileLink, FlatLink, Link, MeasuredLink, ReplicatedLink, read_link
 from megabucket.planning.partition import lower_bound_s, optimal_plan
-from megabucket.planning.run_config import group_sizes_of, shard_counts
+from megabucket.planning.run_config import RunConfig, group_sizes_of, shard_counts
 from megabucket.planning.simulate import (
     FENCE,
     GRAD_NORM,
@@ -32,7 +31,7 @@ from megabucket.planning.simulate import (
     simulate_step_s,
     simulate_steps,
 )
-from megabucket.planning.workload import Workload
+from megabucket.planning.workload import Workload, workload_of
 from megabucket.trace import StepTrace
 
 SIZE_FIELDS: Final = ("bucket_size", "bucket_cap_mb", "num_buckets", "bucket_cuts")
@@ -59,7 +58,7 @@ class Setting:
         group_sizes: ranks of the reduction groups that have another number of them, by name.
         num_instances: replicas among the ranks of each group; gradients are reduced inside them, then over them.
         has_grad_norm: whether a distributed optimizer computes the gradient norm, as it does by default.
-        host: what the host adds to a step; nothing when not given.
+        host: the costs of the host in a step; nothing when not given.
     """
 
     workload: Workload
@@ -75,7 +74,7 @@ class Setting:
     @property
     def mode(self) -> Mode:
         """How gradients travel."""
-        return Mode.REDUCE_SCATTER if self.ddp.use_distributed_optimizer else Mode.ALL_REDUCE
+        return Mode.of(self.ddp)
 
     @property
     def overlap_grad_reduce(self) -> bool:
@@ -89,7 +88,7 @@ class Setting:
 
     @property
     def step_collectives(self) -> tuple[StepCollective, ...]:
-        """What the wrapper and the optimizer send after the buckets; nothing without a model."""
+        """The collectives of the wrapper and the optimizer after the buckets; none without a model."""
         if self.specs is None or self.dp_size == 1:
             return ()
         sends_norm = self.ddp.use_distributed_optimizer and self.has_grad_norm
@@ -222,7 +221,7 @@ class Setting:
 
     @property
     def _grid(self) -> Link:
-        return self.link if self.num_instances == 1 else ReplicatedLink(self.link, self.num_instances)
+        return self.link if self.num_instances == 1 else ReplicatedLink(link=self.link, num_instances=self.num_instances)
 
     @property
     def _sync(self) -> SyncOptions:
@@ -248,18 +247,18 @@ def setting_of(run: RunConfig, *, dp_size: int | None = None, expert_dp_size: in
     """
     if run.link is None:
         raise ConfigError(
-            "link is required: what does a collective cost? Give link.latency_s and link.seconds_per_byte, a ring or two_level "
-            "link, or link.path with what `megabucket calibrate` wrote"
+            "link is required: what does a collective cost? Name a shipped link (link=infiniband-400g), or the file that "
+            "`megabucket calibrate` wrote (link=link.yaml), or give a link section"
         )
-    link = link_of(run.link)
+    link = read_link(run.link.path) if isinstance(run.link, FileLink) else run.link
     specs = tuple(param_specs(run.model)) if run.model is not None else None
-    workload = workload_of(run, specs)
     group_sizes = group_sizes_of(run, specs or (), expert_dp_size=expert_dp_size)
     if dp_size is None:
         if not isinstance(link, MeasuredLink | FlatLink):
             raise ConfigError("the cost of a collective on this link depends on the number of ranks; give --dp-size")
         dp_size = link.num_ranks if isinstance(link, MeasuredLink) else 1
-    return Setting(workload, link, run.ddp, dp_size, specs, group_sizes, run.num_distributed_optimizer_instances)
+    num_instances = run.num_distributed_optimizer_instances
+    return Setting(workload_of(run, specs), link, run.ddp, dp_size, specs, group_sizes, num_instances)
 
 
 # Figures #
@@ -290,19 +289,19 @@ class ScalingRow:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a step would take."""
+    """All figures of a setting."""
 
     setting: Setting
     no_overlap_s: float
     """One collective for each tensor, all of them after backward."""
     lower_bound_s: float
-    """What no plan with buckets in ready order can beat."""
+    """Seconds that no plan with buckets in ready order can beat."""
     rows: tuple[SweepRow, ...]
     """One for each bucket size."""
     default: SweepRow | None
     """The default bucket size; only with a model, whose wrapper has a default."""
     configured: SweepRow | None
-    """What the config's ``ddp`` section says itself."""
+    """The plan of the config's own ``ddp`` section."""
     optimal: SweepRow
     cuts: tuple[str, ...]
     """The tensors that close the optimal buckets, in the order in which gradients become ready."""
@@ -319,20 +318,13 @@ class Outlook:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON: seconds, and elements where a name says ``numel``."""
         setting, workload = self.setting, self.setting.workload
-        names = (
-            "dp_size",
-            "expert_dp_size",
-            "group_sizes",
-            "num_instances",
-            "mode",
-            "overlap_grad_reduce",
-            "overlap_param_gather",
-        )
+        of_setting = ("dp_size", "expert_dp_size", "group_sizes", "num_instances", "mode")
+        overlaps = ("overlap_grad_reduce", "overlap_param_gather")
         of_workload = ("numel", "num_microbatches", "forward_s", "backward_s", "optimizer_s", "compute_s")
         optimal = asdict(self.optimal)
         del optimal["bucket_numel"]
         return {
-            **{name: getattr(setting, name) for name in names},
+            **{name: getattr(setting, name) for name in (*of_setting, *overlaps)},
             "num_tensors": len(workload.tensors),
             **{name: getattr(workload, name) for name in of_workload},
             "no_overlap_s": self.no_overlap_s,
@@ -350,7 +342,7 @@ def outlook_of(setting: Setting, sizes: Sequence[int] | None = None, *, has_scal
 
     Args:
         sizes: bucket sizes in elements to compare; ``None``: some between the smallest tensor and everything, with the default.
-        has_scaling: whether other numbers of ranks are looked at, too.
+        has_scaling: whether to look at other numbers of ranks as well.
 
     Raises:
         ConfigError: the link cannot say what a collective costs, or the workload is of another model.
@@ -408,11 +400,8 @@ def scaling(setting: Setting, ranks: Iterable[int] = RANKS) -> tuple[ScalingRow,
     """
     rows = []
     for count in ranks:
-        there = setting.on(count)
-        try:
-            rows.append(scaling_row(there, lambda at: at.optimal_plan))
-        except ConfigError:
-            continue
+        with contextlib.suppress(ConfigError):
+            rows.append(scaling_row(setting.on(count), lambda at: at.optimal_plan))
     return tuple(rows)
 
 
@@ -420,7 +409,7 @@ def scaling_row(setting: Setting, plan_of: Callable[[Setting], BucketPlan]) -> S
     """Return the step on the ranks of the setting in numbers.
 
     Args:
-        plan_of: gives the plan. Not asked for one rank, which sends nothing whatever a link would charge for it.
+        plan_of: returns the plan. Not called for one rank, which sends nothing whatever a link would charge for it.
 
     Raises:
         ConfigError: the link cannot say what a collective costs on so many ranks.

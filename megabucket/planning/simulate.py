@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Final, TypeAlias
 
 from typing_extensions import Required, TypedDict, Unpack
 
+from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.planning.cuts import BucketPlan
 from megabucket.planning.links import Link, ReplicatedLink
@@ -48,6 +49,11 @@ class Mode(str, enum.Enum):
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
+
+    @classmethod
+    def of(cls, ddp: DistributedDataParallelConfig) -> Mode:
+        """Return how a config sends gradients."""
+        return cls.REDUCE_SCATTER if ddp.use_distributed_optimizer else cls.ALL_REDUCE
 
     @property
     def reduce_kind(self) -> CollectiveKind:
@@ -164,13 +170,15 @@ class _Walk:
         host: HostCosts | None = None,
     ) -> None:
         _check_plan(workload, plan)
+        if num_ranks < 1:
+            raise ConfigError(f"num_ranks={num_ranks} is not a number of ranks; give 1 or more")
         self.now_s = 0.0
         """Where the thread is."""
         self.notes: list[Interval] | None = None
         """What the lanes did, when anybody wants to know."""
         self._workload, self._plan, self._host = workload, plan, host or HostCosts()
         self._mode, self._num_ranks = Mode(mode), num_ranks
-        self._overlaps_gathers, self._lane_free_s = overlap_param_gather, 0.0
+        self._overlaps_gathers = overlap_param_gather
         count = len(plan.buckets)
         self._group_sizes = plan.num_ranks or (num_ranks,) * count
         self._grad_bytes = plan.grad_sizes_bytes(workload)
@@ -201,29 +209,21 @@ class _Walk:
         return [min([index for index in bucket if tensors[index].numel] or bucket) for bucket in self._plan.buckets]
 
     def records(self) -> tuple[CollectiveRecord, ...]:
-        """Return what a step launches, in order."""
-        reduced, gathered = (
-            [
-                CollectiveRecord(kind, f"{name} {index}", 1, size, ranks)
-                for index, (size, ranks) in enumerate(zip(sizes, self._group_sizes, strict=True))
-                if size
-            ]
-            for kind, name, sizes in (
-                (self._mode.reduce_kind, "bucket", self._grad_bytes),
-                (CollectiveKind.ALL_GATHER, "param gather", self._param_bytes),
-            )
-        )
-        small = (
-            CollectiveRecord(kind, f"step collective {index}", 1, size, self._num_ranks * self._num_instances)
-            for index, (kind, size, _) in enumerate(self._step_collectives)
-        )
-        return (*(each for record in reduced for each in self._with_replicas(record)), *small, *reversed(gathered))
-
-    def _with_replicas(self, record: CollectiveRecord) -> Iterator[CollectiveRecord]:
-        yield record
-        if self._num_instances > 1:
-            size, label = record.payload_bytes // record.num_ranks, f"{record.label} over replicas"
-            yield CollectiveRecord(CollectiveKind.ALL_REDUCE, label, 1, size, self._num_instances)
+        """Return the launches of a step, in order."""
+        records, num_instances = [], self._num_instances
+        for index, (size, ranks) in enumerate(zip(self._grad_bytes, self._group_sizes, strict=True)):
+            if size:
+                records.append(CollectiveRecord(self._mode.reduce_kind, f"bucket {index}", 1, size, ranks))
+            if size and num_instances > 1:
+                label = f"bucket {index} over replicas"
+                records.append(CollectiveRecord(CollectiveKind.ALL_REDUCE, label, 1, size // ranks, num_instances))
+        for index, (kind, size, _) in enumerate(self._step_collectives):
+            records.append(CollectiveRecord(kind, f"step collective {index}", 1, size, self._num_ranks * num_instances))
+        for index in reversed(range(len(self._param_bytes))):
+            size, ranks = self._param_bytes[index], self._group_sizes[index]
+            if size:
+                records.append(CollectiveRecord(CollectiveKind.ALL_GATHER, f"param gather {index}", 1, size, ranks))
+        return tuple(records)
 
     def step(self, *, finds_gathers: bool) -> None:
         """Walk from the start of a forward to the start of the next.

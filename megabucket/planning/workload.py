@@ -1,7 +1,11 @@
-"""``Workload``: what a step computes and sends, tensor by tensor, as data. No torch.
+"""``Workload``: what a step computes and sends, tensor by tensor, and the ``workload`` section of a config. No torch.
 
-Written by ``megabucket profile`` from a real step, derived from a model and a rate by ``planning.inputs``, or typed into a
-config. Read by the simulator, the partitioner and the report.
+``megabucket profile`` writes one from a real step. Without a profile, when gradients become ready is guessed from a list of
+parameters and a rate, by the rule of Kaplan et al. ("Scaling Laws for Neural Language Models", 2020, section 2.1): a parameter
+takes 2 operations per token in forward and 4 in backward. Attention's own products and all memory-bound work are left out, so
+``flops_per_s`` is the rate a step reaches as a whole. A look-up in an embedding multiplies nothing: embeddings take no time,
+and a tied one takes its time where it serves as the output projection, at the end of forward and the beginning of backward. An
+expert computes its share of the tokens.
 """
 
 from __future__ import annotations
@@ -9,19 +13,44 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, Final
+from itertools import accumulate, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
+import annotated_types as at
+from pydantic import BeforeValidator, ValidationError, model_validator
+
+from megabucket.config import DistributedDataParallelConfig
+from megabucket.config.ddp import Count, NonNegative, Positive, PositiveCount, Section, read_tuple
+from megabucket.config.resolve import resolve_grad_dtype
 from megabucket.errors import ConfigError, name_list, printable
 from megabucket.layout import ParamSpec
+from megabucket.planning.architecture import decoder_of
+from megabucket.planning.documents import Document, read_json, write_text
+from megabucket.planning.load import explain_validation_error
+from megabucket.planning.model_config import ArchitectureConfig, MoeConfig
+from megabucket.units import dtype_bytes
+
+if TYPE_CHECKING:
+    from megabucket.planning.run_config import RunConfig
 
 SCHEMA: Final = "megabucket.workload"
 SCHEMA_VERSION: Final = 1
 
+MAX_WORKLOAD_BYTES: Final = 64 * 1024 * 1024
+"""Bytes of a workload file: 100,000 tensors take a sixth of it."""
+
+FORWARD_FLOPS: Final = 2
+"""Operations per parameter and token in forward: a multiplication and an addition."""
+
+BACKWARD_FLOPS: Final = 4
+"""Operations per parameter and token in backward: the same for the input's gradient and for the weight's."""
+
 _DTYPE_OF_BYTES: Final = {8: "float64", 4: "float32", 2: "bfloat16"}
+_FIELDS: Final = ("bytes_per_element", "param_bytes_per_element", "optimizer_s", "num_microbatches", "ready_order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,55 +172,8 @@ class Workload:
         return replace(self, tensors=tensors, ready_order=order)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, ready for JSON; ``planning.inputs.read_workload`` gives the workload back unchanged."""
-        return {
-            "schema": SCHEMA,
-            "version": SCHEMA_VERSION,
-            "bytes_per_element": self.bytes_per_element,
-            "param_bytes_per_element": self.param_bytes_per_element,
-            "optimizer_s": self.optimizer_s,
-            "num_microbatches": self.num_microbatches,
-            "ready_order": None if self.ready_order is None else list(self.ready_order),
-            "tensors": [{name: getattr(tensor, name) for name in TensorWork.__slots__} for tensor in self.tensors],
-        }
-
-
-def check_workload_matches(workload: Workload, specs: Sequence[ParamSpec], *, fingerprint: str | None = None) -> None:
-    """Return if the workload has the trainable parameters of a model: names, order and elements.
-
-    Args:
-        specs: the trainable parameters, in registration order.
-        fingerprint: what ``model_fingerprint`` gave for the model that was profiled, to compare shapes, too.
-
-    Raises:
-        ConfigError: it is a workload of another model; the text names what differs.
-    """
-    found = [(tensor.name, tensor.numel) for tensor in workload.tensors]
-    wanted = [(spec.name, spec.numel) for spec in specs]
-    if found == wanted and fingerprint in (None, model_fingerprint(specs)):
-        return
-    names, own_names = dict(found), dict(wanted)
-    differences = []
-    if missing := [name for name in own_names if name not in names]:
-        differences.append(f"it lacks {name_list(missing)}")
-    if extra := [name for name in names if name not in own_names]:
-        differences.append(f"the model has no {name_list(extra)}")
-    if not differences:
-        moved = (
-            f"parameter {position} is {printable(name)!r} with {numel} elements instead of {printable(own)!r} with {own_numel}"
-            for position, ((name, numel), (own, own_numel)) in enumerate(zip(found, wanted, strict=True))
-            if (name, numel) != (own, own_numel)
-        )
-        differences.append(next(moved, "some parameters have other shapes (the fingerprints of names and shapes differ)"))
-    raise ConfigError(
-        f"this workload ({len(found)} tensors) is from another model ({len(wanted)} trainable parameters): "
-        f"{'; '.join(differences)}. Profile this model, or describe the one that was profiled."
-    )
-
-
-def model_fingerprint(specs: Sequence[ParamSpec]) -> str:
-    """Return the SHA-256 of names and shapes, in registration order, as hexadecimal digits."""
-    return hashlib.sha256(json.dumps([[spec.name, list(spec.shape)] for spec in specs]).encode()).hexdigest()
+        """Return plain data, ready for JSON; ``read_workload`` gives the workload back unchanged."""
+        return {"schema": SCHEMA, "version": SCHEMA_VERSION, **asdict(self)}
 
 
 def _check_order(order: Sequence[int], count: int) -> None:
@@ -200,3 +182,256 @@ def _check_order(order: Sequence[int], count: int) -> None:
             f"workload.ready_order must name each of the {count} tensors once, by its index from 0 to {count - 1}; got "
             f"{printable(repr(list(order)), 80)}"
         )
+
+
+def check_workload_matches(workload: Workload, specs: Sequence[ParamSpec], *, fingerprint: str | None = None) -> None:
+    """Return if the workload has the trainable parameters of a model: names, order and elements.
+
+    Args:
+        specs: the trainable parameters, in registration order.
+        fingerprint: of the model that was profiled, as ``model_fingerprint`` returns it, to compare shapes as well.
+
+    Raises:
+        ConfigError: it is a workload of another model; the text names the first difference.
+    """
+    found = [(tensor.name, tensor.numel) for tensor in workload.tensors]
+    wanted = [(spec.name, spec.numel) for spec in specs]
+    if found == wanted and fingerprint in (None, model_fingerprint(specs)):
+        return
+    difference = "some parameters have other shapes (the fingerprints of names and shapes differ)"
+    for position, pair in enumerate(zip_longest(found, wanted)):
+        if pair[0] != pair[1]:
+            own, other = (f"{printable(each[0])!r} with {each[1]} elements" if each else "nothing" for each in pair)
+            difference = f"parameter {position} is {own} instead of {other}"
+            break
+    raise ConfigError(
+        f"this workload ({len(found)} tensors) is from another model ({len(wanted)} trainable parameters): {difference}. "
+        "Profile this model, or describe the one that was profiled."
+    )
+
+
+def model_fingerprint(specs: Sequence[ParamSpec]) -> str:
+    """Return the SHA-256 of names and shapes, in registration order, as hexadecimal digits."""
+    return hashlib.sha256(json.dumps([[spec.name, list(spec.shape)] for spec in specs]).encode()).hexdigest()
+
+
+# The section, and files #
+
+
+class TensorConfig(Section):
+    """One tensor of a workload."""
+
+    name: Annotated[str, at.Len(1, 1_000)]
+    """Unique in the list."""
+
+    numel: Count
+    """Elements."""
+
+    backward_s: NonNegative = 0.0
+    """Seconds of backward between the gradient before it and its own."""
+
+    forward_s: NonNegative = 0.0
+    """Seconds of forward from the moment this tensor is first needed to the moment the next one is."""
+
+
+class WorkloadConfig(Section):
+    """What a step computes: tensors, or a file, or a rate at which the ``model`` is computed."""
+
+    tensors: Annotated[tuple[TensorConfig, ...], BeforeValidator(read_tuple), at.MinLen(1)] | None = None
+    """The tensors in forward order."""
+
+    path: Annotated[str, at.Len(1, 4_096)] | None = None
+    """A ``workload.json`` of ``megabucket profile``, relative to the working directory."""
+
+    tokens_per_microbatch: PositiveCount | None = None
+    """Tokens that one rank computes in one forward and backward. With ``flops_per_s`` and a ``model``: a parameter takes 2
+    operations per token in forward and 4 in backward."""
+
+    flops_per_s: Positive | None = None
+    """Floating-point operations per second that one rank really reaches."""
+
+    bytes_per_element: Annotated[PositiveCount, at.Le(8)] | None = None
+    """Bytes of a gradient element on the wire. ``None``: what the file or the model says, else 4."""
+
+    param_bytes_per_element: Annotated[PositiveCount, at.Le(8)] | None = None
+    """Bytes of a parameter element on the wire. ``None``: what the file or the model says, else 4."""
+
+    optimizer_s: NonNegative | None = None
+    """Seconds of the optimizer in a step. ``None``: what the file says, else 0."""
+
+    num_microbatches: PositiveCount | None = None
+    """Forward and backward passes in a step; the last one sends. ``None``: what the file says, else 1."""
+
+    ready_order: Annotated[tuple[Count, ...], BeforeValidator(read_tuple)] | None = None
+    """Positions in ``tensors`` in the order in which gradients become ready. ``None``: last tensor first."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> WorkloadConfig:
+        if (self.tokens_per_microbatch is None) != (self.flops_per_s is None):
+            raise ValueError("tokens_per_microbatch and flops_per_s belong together; give both, or neither")
+        given = [name for name in ("tensors", "path", "flops_per_s") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} all say what is computed; keep one of them")
+        if self.ready_order is not None and self.tensors is None:
+            raise ValueError("ready_order gives positions in tensors; with a model, give ddp.bucket_order instead")
+        return self
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are those of a ``Workload`` as well, as far as they are given."""
+        return {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}
+
+    def listed(self) -> Workload:
+        """Return the workload of ``tensors``."""
+        return Workload(tuple(TensorWork(**dict(each)) for each in self.tensors or ()), **self.given)
+
+
+def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Workload:
+    """Return the workload that a config describes: its tensors, its file, or its model at a rate.
+
+    Args:
+        run: the config; its ``workload`` section decides.
+        specs: the trainable parameters of ``run.model`` in registration order; needed for a rate. A file must be of them.
+
+    Raises:
+        ConfigError: no workload, a file that cannot be read or is of another model, or values that make none.
+    """
+    config = run.workload or WorkloadConfig()
+    if config.tensors is not None:
+        workload = config.listed()
+        if specs is not None:
+            check_workload_matches(workload, specs)
+        return workload
+    if config.path is not None:
+        return replace(read_workload(Path(config.path), specs), **config.given)
+    if config.tokens_per_microbatch is None or config.flops_per_s is None or specs is None or run.model is None:
+        raise ConfigError(
+            "there is nothing to simulate: give workload.tensors, or workload.path, or a model section with "
+            "workload.tokens_per_microbatch and workload.flops_per_s"
+        )
+    second = config.tokens_per_microbatch / config.flops_per_s
+    return replace(workload_of_specs(specs, run.ddp, flop_s=second, model=run.model), **config.given)
+
+
+def read_workload(path: Path, specs: Sequence[ParamSpec] | None = None) -> Workload:
+    """Read a ``workload.json``, which must be of a model with these trainable parameters, if they are given.
+
+    Raises:
+        ConfigError: the file cannot be read, is larger than 64 MiB, or is no workload of the model.
+    """
+    data = read_json(path, max_bytes=MAX_WORKLOAD_BYTES, what="a workload")
+    workload = workload_from_dict(data, source=str(path))
+    if specs is not None:
+        facts = data.get("facts")
+        fingerprint = facts.get("model_fingerprint") if isinstance(facts, dict) else None  # as ``megabucket profile`` writes it
+        check_workload_matches(workload, specs, fingerprint=fingerprint)
+    return workload
+
+
+def workload_from_dict(data: Any, *, source: str = "workload") -> Workload:
+    """Return the workload whose ``to_dict`` gave these data. Keys of other tools may stand beside ours, not inside tensors.
+
+    Raises:
+        ConfigError: not such data; the text names ``source`` and the field.
+    """
+    if not isinstance(data, dict) or not isinstance(data.get("tensors"), list | tuple):
+        raise ConfigError(f"{source}: a workload is a mapping with a list of tensors under the key 'tensors'")
+    if (data.get("schema", SCHEMA), data.get("version", SCHEMA_VERSION)) != (SCHEMA, SCHEMA_VERSION):
+        raise ConfigError(f"{source}: not {SCHEMA} version {SCHEMA_VERSION}. Profile again with this version of megabucket")
+    fields = {name: data[name] for name in ("tensors", *_FIELDS) if name in data}
+    try:
+        return WorkloadConfig.model_validate(fields).listed()
+    except ValidationError as error:
+        raise explain_validation_error(error, data=fields, document=Document(fields, source)) from None
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def write_workload(path: Path, workload: Workload, *, facts: Mapping[str, Any] | None = None) -> None:
+    """Write a workload so that ``read_workload`` gives it back unchanged, with facts about its origin beside it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    data = {**workload.to_dict(), "facts": dict(facts or {})}
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+# A model at a rate #
+
+
+def is_lookup(name: str) -> bool:
+    """Return whether a parameter is an embedding table by its name: a part contains ``embed``, or is ``wte`` or ``wpe``.
+
+    Output projections called ``unembed`` or ``embed_out`` are none.
+
+    >>> [is_lookup(name) for name in ("model.embed_tokens.weight", "wpe.weight", "lm_head.weight", "embed_out.weight")]
+    [True, True, False, False]
+    """
+    parts = name.lower().split(".")
+    return any(
+        part in {"wte", "wpe"} or ("embed" in part and "unembed" not in part and "out" not in part.split("_")) for part in parts
+    )
+
+
+def workload_of_specs(
+    specs: Sequence[ParamSpec],
+    ddp: DistributedDataParallelConfig,
+    *,
+    flop_s: float,
+    model: ArchitectureConfig | None = None,
+) -> Workload:
+    """Return the workload of a model.
+
+    Args:
+        flop_s: seconds of one operation on each token of a microbatch.
+        specs: trainable parameters in registration order, tied ones once.
+        ddp: decides the gradients' dtype, and the ready order if it has one.
+        model: says whether the token embedding is also the output projection, and how many of the experts a token passes.
+
+    Raises:
+        ConfigError: no parameters, ``ddp.bucket_order`` names others, or the model's ``config.json`` cannot be read.
+    """
+    decoder = decoder_of(model) if model is not None else None
+    routed = decoder.num_experts_per_token / decoder.num_experts if isinstance(decoder, MoeConfig) else 1.0
+    tensors = []
+    for spec in specs:
+        numel = 0.0 if is_lookup(spec.name) else spec.numel * (routed if spec.group == "expert" else 1.0)
+        tensors.append(TensorWork(spec.name, spec.numel, BACKWARD_FLOPS * numel * flop_s, FORWARD_FLOPS * numel * flop_s))
+    if decoder is not None and decoder.tied_embeddings:
+        # The output projection comes last: the gradient of the last parameter has to wait until it was passed.
+        numel, last = max(spec.numel for spec in specs if is_lookup(spec.name)), tensors[-1]
+        backward_s = last.backward_s + BACKWARD_FLOPS * numel * flop_s
+        tensors[-1] = replace(last, backward_s=backward_s, forward_s=last.forward_s + FORWARD_FLOPS * numel * flop_s)
+    wire = wire_bytes(specs, ddp)
+    return Workload(
+        tuple(tensors),
+        bytes_per_element=wire.gradient,
+        param_bytes_per_element=wire.parameter,
+        ready_order=_ready_order(specs, ddp),
+    )
+
+
+class WireBytes(NamedTuple):
+    """Bytes of an element on the wire."""
+
+    parameter: int
+    gradient: int
+
+
+def wire_bytes(specs: Sequence[ParamSpec], ddp: DistributedDataParallelConfig) -> WireBytes:
+    """Return the bytes of a parameter and of a gradient element, in the dtype most elements have."""
+    numel_of: Counter[str] = Counter()
+    for spec in specs:
+        numel_of[spec.dtype] += spec.numel
+    dtype = numel_of.most_common(1)[0][0] if numel_of else "float32"
+    return WireBytes(dtype_bytes(dtype), dtype_bytes(resolve_grad_dtype(ddp, dtype)))
+
+
+def _ready_order(specs: Sequence[ParamSpec], ddp: DistributedDataParallelConfig) -> tuple[int, ...] | None:
+    if ddp.bucket_order is None:
+        return None
+    index_of = {spec.name: index for index, spec in enumerate(specs)}
+    if set(ddp.bucket_order) != set(index_of):
+        raise ConfigError("ddp.bucket_order does not name exactly the trainable parameters of the model; record it anew")
+    return tuple(index_of[name] for name in ddp.bucket_order)

@@ -1,6 +1,6 @@
 """The report: figures of one config on one group, and the page, the JSON and the Chrome traces that show them. No torch.
 
-``collect`` computes, ``write_report`` writes. Everything that the page shows comes from here; it computes nothing itself.
+``collect`` computes, ``write_report`` writes. The page draws these figures and computes none itself.
 """
 
 from megabucket.report.chrome import chrome_trace, write_chrome_trace

@@ -1,182 +1,145 @@
-"""``--measured``: step times from a file, to be shown beside the simulated ones. No torch.
+"""``--measured``: step times from a file, shown beside the simulated ones. No torch.
 
-Three kinds of files are understood:
+Two kinds of files are read:
 
-* JSON lines of ``StepTraceLog`` (``kind: step_trace``): steps of the plan that the config gives;
-* JSON lines of the demo (``kind: step``): the same;
-* one JSON object with a list of ``candidates``, each with ``name`` and ``measured_s`` and, if known, ``predicted_s``,
-  ``bucket_numel`` (of a uniform size), ``low_s`` and ``high_s``.
+* JSON lines of ``StepTraceLog`` (``kind: step_trace``) or of the demo (``kind: step``): steps of the config's plan;
+* one JSON object with a list of ``candidates``, whose fields are those of ``MeasuredPlan``.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeVar
+
+import pydantic
+from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from megabucket.errors import ConfigError, printable
-from megabucket.planning.documents import read_limited
-from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepTrace
+from megabucket.planning.documents import Document, read_limited
+from megabucket.planning.load import explain_validation_error
+from megabucket.trace import Interval, Lane, StepTrace
+from megabucket.trace.step_trace import LaunchTimes
 
 MAX_BYTES: Final = 64 * 1024 * 1024
-"""Of a file of measurements: 100,000 steps with 100 launches each do not fit, and need not."""
+"""Of a file of measurements; 100,000 steps with 100 launches each do not fit."""
 
-_STEP_TIME: Final = {"step_trace": "duration_s", "step": "step_s"}
-_CANDIDATE_TIMES: Final = ("low_s", "high_s", "exposed_s", "predicted_s")
 _ADVICE: Final = (
     "give the JSON lines of StepTraceLog or of the demo, or a JSON object with candidates: [{name, measured_s, ...}]"
 )
 
+_Read = TypeVar("_Read")
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 
-@dataclass(frozen=True, slots=True)
+
+@pydantic.dataclasses.dataclass(frozen=True)
 class MeasuredPlan:
-    """Measured steps of one plan."""
+    """Measured steps of one plan. Times are seconds of a step."""
 
     name: str
-    measured_s: float
+    measured_s: _Seconds
     """Median."""
-    low_s: float | None = None
+    low_s: _Seconds | None = None
     """First quartile, or whatever the file calls low."""
-    high_s: float | None = None
-    exposed_s: float | None = None
+    high_s: _Seconds | None = None
+    exposed_s: _Seconds | None = None
     """Median."""
-    predicted_s: float | None = None
-    """What the file says was predicted; ``None``: the report simulates the config's plan."""
-    bucket_numel: int | None = None
+    predicted_s: _Seconds | None = None
+    """The file's prediction; ``None``: the report simulates ``bucket_numel``, or the config's plan without it."""
+    bucket_numel: Annotated[int, Field(gt=0, strict=True)] | None = None
     num_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a file says about measured steps."""
+    """The measured steps of a file."""
 
     source: str
     plans: tuple[MeasuredPlan, ...]
     traces: tuple[StepTrace, ...] = ()
-    """The steps themselves, when the file tells when collectives ran."""
+    """The steps themselves, if the file says when collectives ran."""
+
+
+def _unless_only_planned(entry: Any) -> Any:
+    is_planned = isinstance(entry, dict) and entry.get("measured_s") is None
+    return None if is_planned else entry
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    candidates: tuple[Annotated[MeasuredPlan | None, BeforeValidator(_unless_only_planned)], ...]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One line of a log."""
+
+    kind: str
+    duration_s: Annotated[_Seconds, Field(validation_alias=AliasChoices("step_s", "duration_s"))]
+    exposed_s: _Seconds | None = None
+    step: int = 0
+    rank: int = 0
+    start_s: float = 0.0
+    launches: tuple[LaunchTimes, ...] = ()
+
+    def trace(self) -> StepTrace:
+        """Return when collectives were under way and what the thread waited for."""
+        intervals = []
+        for launch in self.launches:
+            times = ((Lane.COMM, launch.launched_s, launch.done_s), (Lane.WAIT, launch.wait_start_s, launch.wait_stop_s))
+            for lane, begun_s, ended_s in times:
+                if begun_s is not None and ended_s is not None:
+                    start_s = self.start_s + max(0.0, begun_s)
+                    intervals.append(Interval(lane, launch.label, start_s, max(start_s, self.start_s + ended_s)))
+        return StepTrace(self.step, self.rank, self.start_s, self.start_s + self.duration_s, tuple(intervals))
 
 
 def read_measured(path: Path) -> Measured:
     """Read measured step times.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, holds no steps, or numbers that are no times.
+        ConfigError: the file cannot be read, holds no steps, or numbers that are no times.
     """
-    text = _read_text(path)
-    if not text.strip():
-        raise ConfigError(f"{path}: is empty, so there is nothing to compare with; {_ADVICE}, or leave --measured out")
-    try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError):
-        whole = None
-    if isinstance(whole, Mapping) and "candidates" in whole:
-        return Measured(path.name, _read_candidates(path, whole["candidates"]))
-    if whole is not None and not (isinstance(whole, Mapping) and "kind" in whole):
-        raise ConfigError(f"{path}: is JSON without a list of candidates; {_ADVICE}")
-    return _read_lines(path, text.splitlines())
-
-
-def _read_text(path: Path) -> str:
     raw = read_limited(path, max_bytes=MAX_BYTES, advice="; keep some thousand steps of it")
     try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text: {error.reason} at byte {error.start}") from None
-
-
-def _read_candidates(path: Path, entries: object) -> tuple[MeasuredPlan, ...]:
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise ConfigError(f"{path}: candidates must be a list with at least one measured plan; {_ADVICE}")
-    plans = []
-    for index, entry in enumerate(entries):
-        where = f"{path}: candidates[{index}]"
-        if not isinstance(entry, Mapping):
-            raise ConfigError(f"{where} must be a mapping with name and measured_s")
-        if entry.get("measured_s") is None:
-            continue  # planned, not run
-        numel = entry.get("bucket_numel")
-        if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel < 1):
-            raise ConfigError(
-                f"{where}.bucket_numel must be a number of elements, at least 1; got {printable(repr(numel), 80)}"
-            )
-        seconds: dict[str, Any] = {
-            key: _seconds(entry[key], f"{where}.{key}") for key in _CANDIDATE_TIMES if entry.get(key) is not None
-        }
-        measured_s = _seconds(entry["measured_s"], f"{where}.measured_s")
-        plans.append(MeasuredPlan(str(entry.get("name", f"plan {index}")), measured_s, bucket_numel=numel, **seconds))
-    if not plans:
-        raise ConfigError(f"{path}: none of the candidates has a measured_s; {_ADVICE}")
-    return tuple(plans)
-
-
-def _read_lines(path: Path, lines: Sequence[str]) -> Measured:
-    steps: list[Mapping[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+        whole = json.loads(raw)
+    except (ValueError, RecursionError):
+        whole = None
+    if isinstance(whole, dict) and "candidates" in whole:
+        plans = tuple(plan for plan in _read(_Candidates, whole, str(path)).candidates if plan is not None)
+        if not plans:
+            raise ConfigError(f"{path}: none of the candidates has a measured_s; {_ADVICE}")
+        return Measured(path.name, plans)
+    steps = []
+    for number, line in enumerate(raw.splitlines(), start=1):
         try:
-            entry = json.loads(line)
+            entry = json.loads(line) if line.strip() else None
         except (ValueError, RecursionError) as error:
-            cut = " (the last line; was the run cut off? remove it)" if number == len(lines) and number > 1 else ""
-            raise ConfigError(f"{path}:{number}: not valid JSON{cut}: {printable(str(error))}; {_ADVICE}") from None
-        if isinstance(entry, Mapping) and entry.get("kind") in _STEP_TIME:
-            steps.append(entry)
-    # A training log with step traces in it tells each step twice.
-    kind = "step_trace" if any(step["kind"] == "step_trace" for step in steps) else "step"
-    steps = [step for step in steps if step["kind"] == kind]
+            raise ConfigError(f"{path}:{number}: not valid JSON: {printable(str(error))}; {_ADVICE}") from None
+        if isinstance(entry, dict) and entry.get("kind") in ("step", "step_trace"):
+            steps.append(_read(_Step, entry, f"{path}:{number}"))
+    # A training log with step traces in it has each step twice.
+    if any(step.kind == "step_trace" for step in steps):
+        steps = [step for step in steps if step.kind == "step_trace"]
     if not steps:
         raise ConfigError(f"{path}: holds no steps (objects of the kind step_trace or step); {_ADVICE}")
-    key = _STEP_TIME[kind]
-    seconds = [_seconds(step.get(key), f"{path}: {key} of step {index}") for index, step in enumerate(steps)]
-    exposed = [
-        _seconds(step["exposed_s"], f"{path}: exposed_s of step {index}")
-        for index, step in enumerate(steps)
-        if step.get("exposed_s") is not None
-    ]
-    low_s, high_s = _quartiles(seconds)
-    plan = MeasuredPlan(
-        name=f"{path.name}, median of {len(steps):,} step{'' if len(steps) == 1 else 's'}",
-        measured_s=statistics.median(seconds),
-        low_s=low_s,
-        high_s=high_s,
-        exposed_s=statistics.median(exposed) if exposed else None,
-        num_steps=len(steps),
-    )
-    traces = tuple(_trace(path, step) for step in steps if step.get("launches"))
-    return Measured(path.name, (plan,), traces)
+    return Measured(path.name, (_summary(path.name, steps),), tuple(step.trace() for step in steps if step.launches))
 
 
-def _quartiles(seconds: Sequence[float]) -> tuple[float, float]:
-    if len(seconds) == 1:
-        return seconds[0], seconds[0]
-    low_s, _, high_s = statistics.quantiles(seconds, n=4, method="inclusive")
-    return low_s, high_s
-
-
-def _trace(path: Path, step: Mapping[str, Any]) -> StepTrace:
-    """Return what a line of ``StepTraceLog`` tells: when collectives were under way, and what the thread waited for."""
+def _read(kind: type[_Read], entry: dict[str, Any], source: str) -> _Read:
     try:
-        start_s, stop_s = float(step["start_s"]), float(step["start_s"]) + float(step["duration_s"])
-        intervals, records = [], []
-        for launch in step["launches"]:
-            label = str(launch["label"])
-            records.append(CollectiveRecord(CollectiveKind(launch["kind"]), label, 1, int(launch["payload_bytes"]), 1))
-            for lane, begun, ended in ((Lane.COMM, "launched_s", "done_s"), (Lane.WAIT, "wait_start_s", "wait_stop_s")):
-                if launch.get(begun) is not None and launch.get(ended) is not None:
-                    begun_s = max(start_s, start_s + float(launch[begun]))
-                    intervals.append(Interval(lane, label, begun_s, max(begun_s, start_s + float(launch[ended]))))
-        return StepTrace(int(step["step"]), int(step.get("rank", 0)), start_s, stop_s, tuple(intervals), tuple(records))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: a step trace lacks or garbles {printable(str(error))}; write it with StepTraceLog of this version"
-        ) from None
+        return TypeAdapter(kind).validate_python(entry)
+    except ValidationError as error:
+        raise explain_validation_error(error, data=entry, document=Document(entry, source)) from None
 
 
-def _seconds(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{what} must be a finite number of seconds >= 0, got {printable(repr(value), 80)}")
-    return float(value)
+def _summary(source: str, steps: Sequence[_Step]) -> MeasuredPlan:
+    seconds = [step.duration_s for step in steps]
+    low_s, measured_s, high_s = statistics.quantiles(seconds * 2 if len(seconds) == 1 else seconds, n=4, method="inclusive")
+    exposed = [step.exposed_s for step in steps if step.exposed_s is not None]
+    name = f"{source}, median of {len(steps):,} step{'' if len(steps) == 1 else 's'}"
+    exposed_s = statistics.median(exposed) if exposed else None
+    return MeasuredPlan(name, measured_s, low_s, high_s, exposed_s, num_steps=len(steps))

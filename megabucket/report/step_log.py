@@ -1,10 +1,11 @@
-"""Figures of steps for files and dashboards: plain data, JSON lines, TensorBoard scalars. Torch only where TensorBoard is."""
+"""Figures of steps for files and dashboards: plain data, JSON lines, TensorBoard scalars. No torch."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final
 
 from typing_extensions import Self
 
@@ -14,36 +15,25 @@ from megabucket.trace.step_trace import LaunchTimes, StepTrace
 SCHEMA: Final = 1
 """Version of the lines; raised when a field changes its meaning or goes away."""
 
-_SCALARS: Final = ("duration_s", "compute_s", "comm_s", "exposed_s", "overlap_fraction")
+_TIMES: Final = ("duration_s", "compute_s", "comm_s", "exposed_s", "overlap_fraction")
+_FIGURES: Final = ("step", "rank", "start_s", *_TIMES, "num_collectives", "payload_bytes", "wire_bytes")
 
 
 def step_figures(trace: StepTrace) -> dict[str, Any]:
     """Return the figures of one step as plain data, ready for JSON.
 
-    ``*_s`` at the top are seconds within the step; those of ``launches`` are seconds since its start, or ``None`` for what did
-    not happen in it or is not known.
+    ``*_s`` at the top are seconds within the step; those of ``launches`` are seconds since its start, or ``None`` for events
+    that did not happen in it or are not known.
     """
-    return {
-        "schema": SCHEMA,
-        "kind": "step_trace",
-        "step": trace.step,
-        "rank": trace.rank,
-        "start_s": trace.start_s,
-        "duration_s": trace.duration_s,
-        "compute_s": trace.compute_s,
-        "comm_s": trace.comm_s,
-        "exposed_s": trace.exposed_s,
-        "overlap_fraction": trace.overlap_fraction,
-        "num_collectives": trace.num_collectives,
-        "payload_bytes": trace.payload_bytes,
-        "wire_bytes": trace.wire_bytes,
-        "launches": launch_figures(trace),
-    }
+    figures = {name: getattr(trace, name) for name in _FIGURES}
+    launches = [_launch(launch, trace.start_s) for launch in trace.launches]
+    return {"schema": SCHEMA, "kind": "step_trace", **figures, "launches": launches}
 
 
-def launch_figures(trace: StepTrace) -> list[dict[str, Any]]:
-    """Return one mapping per launch of the step, its times in seconds since the start of the step."""
-    return [_launch(launch, trace.start_s) for launch in trace.launches]
+def _launch(launch: LaunchTimes, start_s: float) -> dict[str, Any]:
+    data = {**asdict(launch), "kind": launch.kind.value}
+    times = {name: moment_s - start_s for name, moment_s in data.items() if name.endswith("_s") and moment_s is not None}
+    return {**data, **times}
 
 
 class StepTraceLog:
@@ -63,12 +53,10 @@ class StepTraceLog:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open as long as the log is
         except OSError as error:
-            raise ConfigError(
-                f"the step trace log {str(path)!r} cannot be written: {error.strerror}. Name a file in a directory of yours."
-            ) from error
+            raise ConfigError(f"the step trace log {str(path)!r} cannot be written: {error.strerror}") from error
 
     def write(self, trace: StepTrace | None) -> None:
-        """Append a step; nothing when there is none yet, or when it is the one that was written last."""
+        """Append a step; nothing when there is none yet, or when it was the last one written."""
         if self._file is None or trace is None or self._last == (trace.step, trace.start_s):
             return
         self._last = (trace.step, trace.start_s)
@@ -76,7 +64,7 @@ class StepTraceLog:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file; what is written later goes nowhere."""
+        """Close the file; later writes do nothing."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -88,72 +76,21 @@ class StepTraceLog:
         self.close()
 
 
-class ScalarWriter(Protocol):
-    """What is used of TensorBoard's ``SummaryWriter``."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one number of one step."""
-        ...
-
-    def close(self) -> Any:
-        """Write what is left."""
-        ...
-
-
 class TensorBoardLog:
     """Writes the figures of steps as TensorBoard scalars ``megabucket/exposed_s`` and so on.
 
     Args:
-        target: a directory for a ``SummaryWriter`` of its own, or a writer, which is then left open.
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or any object with ``add_scalar(tag, value, step)``.
         prefix: of the tags.
-
-    Raises:
-        ConfigError: a directory is given and TensorBoard is not installed.
     """
 
-    def __init__(self, target: str | Path | ScalarWriter, *, prefix: str = "megabucket") -> None:
-        self._owns_writer = isinstance(target, str | Path)
-        self._writer: ScalarWriter = _open_writer(str(target)) if isinstance(target, str | Path) else target
-        self._prefix = prefix
+    def __init__(self, writer: Any, *, prefix: str = "megabucket") -> None:
+        self._writer, self._prefix = writer, prefix
 
     def write(self, trace: StepTrace | None) -> None:
-        """Write the figures of a step; nothing when there is none yet. What is unknown in it is left out."""
+        """Write the figures of a step; nothing when there is none yet. Unknown figures are left out."""
         if trace is None:
             return
-        figures = step_figures(trace)
-        for name in _SCALARS:
-            if figures[name] is not None:
-                self._writer.add_scalar(f"{self._prefix}/{name}", figures[name], trace.step)
-
-    def close(self) -> None:
-        """Close the writer, if it is our own."""
-        if self._owns_writer:
-            self._writer.close()
-
-
-def _launch(launch: LaunchTimes, start_s: float) -> dict[str, Any]:
-    def since_start(moment_s: float | None) -> float | None:
-        return None if moment_s is None else moment_s - start_s
-
-    return {
-        "label": launch.label,
-        "kind": launch.kind.value,
-        "payload_bytes": launch.payload_bytes,
-        "ready_s": since_start(launch.ready_s),
-        "launched_s": since_start(launch.launched_s),
-        "done_s": since_start(launch.done_s),
-        "wait_start_s": since_start(launch.wait_start_s),
-        "wait_stop_s": since_start(launch.wait_stop_s),
-    }
-
-
-def _open_writer(directory: str) -> ScalarWriter:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "TensorBoard is not installed: run pip install tensorboard, or pass a writer of your own that has "
-            "add_scalar(tag, value, step)."
-        ) from error
-    writer: ScalarWriter = SummaryWriter(directory)
-    return writer
+        for name in _TIMES:
+            if (value := getattr(trace, name)) is not None:
+                self._writer.add_scalar(f"{self._prefix}/{name}", value, trace.step)

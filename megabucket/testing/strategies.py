@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
@@ -207,40 +207,24 @@ _VALID_REDUCTION: Final[tuple[dict[str, Any], ...]] = (
     {"grad_reduction": "sum"},
 )
 
-_INDEPENDENT_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
-    {
-        "grad_reduce_in_fp32": fp32,
-        "param_name_patterns_for_fp32_local_accumulation": patterns,
-        "pad_buckets_for_high_nccl_busbw": busbw,
-        "bucket_groups": bucket_groups,
-        "unused_parameters": unused,
-        "finish": finish,
-        "init_sync": init_sync,
-    }
-    for busbw, (fp32, patterns), bucket_groups, unused, finish, init_sync in product(
-        (False, True),
-        ((True, ()), (False, ()), (False, ("all",))),
-        ("per_bucket", "single"),
-        ("error", "zero"),
-        ("auto", "explicit"),
-        (True, False),
-    )
+_VALID_PRECISION: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"grad_reduce_in_fp32": False},
+    {"grad_reduce_in_fp32": False, "param_name_patterns_for_fp32_local_accumulation": ("all",)},
 )
 
-_SAFETY_SWITCHES: Final[tuple[dict[str, Any], ...]] = tuple(
-    {
-        "nonfinite_gradients": nonfinite,
-        "skipped_forwards": skipped,
-        "fence": fence,
-        "check_model_changes": changes,
-        "check_for_large_grads": large,
-        "step_traces": traces,
-        "profiler_ranges": ranges,
-    }
-    for nonfinite, skipped, fence, changes, large, traces, ranges in product(
-        ("error", "skip_step", "allow"), ("error", "allow"), (True, False), (True, False), *[(False, True)] * 3
-    )
-)
+_DEPENDENT: Final = {"layout", *(name for way in (*_VALID_SYNC, *_VALID_REDUCTION, *_VALID_PRECISION) for name in way)}
+
+
+def _independent_switches() -> dict[str, SearchStrategy[Any]]:
+    """Every flag and every choice of the config that fits with all others, its default first."""
+    switches: dict[str, SearchStrategy[Any]] = {}
+    for name, field in DistributedDataParallelConfig.model_fields.items():
+        values = (False, True) if field.annotation is bool else get_args(field.annotation)
+        if name not in _DEPENDENT and field.default in values:
+            switches[name] = st.sampled_from([field.default, *(value for value in values if value != field.default)])
+    return switches
+
 
 _VALID_TIMES: Final[tuple[dict[str, Any], ...]] = tuple(
     {"heartbeat_s": heartbeat_s, "dead_after_s": dead_after_s, "straggler_warning_s": straggler_warning_s}
@@ -299,8 +283,8 @@ def _boxes(*, max_numel: int, num_dims: int) -> SearchStrategy[tuple[int, ...]]:
 def _switches(layouts: Sequence[str]) -> SearchStrategy[dict[str, Any]]:
     """Every field of the config but the three that size the buckets."""
     shaping = [{"layout": layout} for layout in layouts]
-    parts = (_VALID_SYNC, _VALID_REDUCTION, _INDEPENDENT_SWITCHES, _SAFETY_SWITCHES, _VALID_TIMES, shaping)
-    return st.tuples(*[st.sampled_from(part) for part in parts]).map(_merge)
+    parts = [st.sampled_from(part) for part in (_VALID_SYNC, _VALID_REDUCTION, _VALID_PRECISION, _VALID_TIMES, shaping)]
+    return st.tuples(*parts, st.fixed_dictionaries(_independent_switches())).map(_merge)
 
 
 def _draw_sizing(draw: st.DrawFn, way: str, bounds: _SizeBounds) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from paired import interleave, ratio, timed
 
 import megabucket as mb
 from megabucket.checkpoint.capture import TrainingParts, capture
-from megabucket.checkpoint.file_system import num_file_threads
+from megabucket.checkpoint.file_system import NUM_FILE_THREADS
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.reshard import reshard
@@ -38,7 +38,7 @@ from megabucket.units import MIB
 
 FILE_BYTES = 64 * MIB
 CHUNK_BYTES = MIB
-THREADS = num_file_threads()
+THREADS = NUM_FILE_THREADS
 
 
 def state(total_bytes: int, *, large: int = 2048 * 2048) -> list[Piece]:

@@ -54,7 +54,7 @@ def command(*arguments: str) -> None:
 
 def link_of(workload: Workload) -> FlatLink:
     """Return a link that is busy for 0.9 s if everything goes out at once."""
-    return FlatLink(1e-3, 0.9 / (4 * workload.numel))
+    return FlatLink(latency_s=1e-3, seconds_per_byte=0.9 / (4 * workload.numel))
 
 
 def table_of(link: FlatLink) -> MeasuredLink:
@@ -62,7 +62,7 @@ def table_of(link: FlatLink) -> MeasuredLink:
     points = tuple(
         (2.0**k, (link.latency_s + link.seconds_per_byte * 2.0**k) * (1.05 - 0.1 * (k % 4 > 0))) for k in range(8, 38, 2)
     )
-    return MeasuredLink({(kind, "float32"): points for kind in CollectiveKind}, num_ranks=8)
+    return MeasuredLink.of({(kind, "float32"): points for kind in CollectiveKind}, num_ranks=8)
 
 
 def cut(workload: Workload, link: FlatLink | MeasuredLink, mode: Mode) -> float:

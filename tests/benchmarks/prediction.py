@@ -287,7 +287,7 @@ def start(fabric: str, name: str, scale: float) -> Link:
     if fabric == "gloo":
         dist.init_process_group("gloo")
         return table()
-    ring = RingLink(LINKS[name][0] * scale, LINKS[name][1] / scale)
+    ring = RingLink(latency_s=LINKS[name][0] * scale, bytes_per_s=LINKS[name][1] / scale)
     EmulatedFabric(ring.latency_s, ring.bytes_per_s, moves_data=fabric == "data").init_process_group()
     return SlowerOf(ring, table()) if fabric == "data" else ring
 

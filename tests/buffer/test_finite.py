@@ -81,7 +81,7 @@ def test_without_nan_or_inf_the_largest_gradient_is_the_one_that_leaves_no_headr
 
     test.run()
 
-    assert test.found == (NonFiniteParam("p1", "values of 3e+38, too large to be added up over the ranks"),)
+    assert test.found == (NonFiniteParam("p1", "values of 3e+38, too large to be summed over the ranks"),)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -35,9 +35,8 @@ def test_the_text_names_the_group_both_phases_what_is_allowed_and_the_right_orde
         enter(GradPhase.ACCUMULATING, GradPhase.REDUCED, group=2)
 
     assert str(caught.value) == (
-        "the gradients of bucket group 2 is 'accumulating' and cannot become 'already reduced' (only 'in flight'). The calls "
-        "of a step came in an order that would read or write memory somebody else owns; the order is backward, "
-        "finish_grad_sync, step, zero_grad."
+        "the gradients of bucket group 2 is 'accumulating' and cannot become 'already reduced' (only 'in flight'). This order "
+        "of calls would read or write memory that another owner uses; the order is backward, finish_grad_sync, step, zero_grad."
     )
 
 

@@ -14,8 +14,7 @@ from megabucket.cli.main import app
 from megabucket.measure.profile import ProfilePlan, profile_program
 from megabucket.measure.ranks import Ranks
 from megabucket.planning.architecture import param_specs
-from megabucket.planning.inputs import workload_from_dict
-from megabucket.planning.workload import check_workload_matches
+from megabucket.planning.workload import check_workload_matches, workload_from_dict
 
 DEMO = ("--workload", "examples.bytegpt.workload:workload")
 

@@ -29,11 +29,12 @@ class Gate(FaultyFileSystem):
         self.gate, self.code = threading.Event(), code
         super().__init__(lambda _index, _name: None)
 
-    def sync(self, descriptor):
-        assert self.gate.wait(30)
-        if self.code is not None:
-            raise OSError(self.code, os.strerror(self.code))
-        super().sync(descriptor)
+    def call(self, function, *args):
+        if function is os.fsync:
+            assert self.gate.wait(30)
+            if self.code is not None:
+                raise OSError(self.code, os.strerror(self.code))
+        return super().call(function, *args)
 
 
 def alone(root, files, **options):
@@ -49,13 +50,13 @@ def test_nothing_is_there_before_all_is_written_and_committed(tmp_path):
     writer = alone(tmp_path, files)
 
     assert writer.save(1, sample_of(1))
-    assert writer.step == 1
+    assert writer.is_busy
     assert writer.poll() is None
     files.gate.set()
     path = writer.close()
 
     assert path == tmp_path / "step-00000001"
-    assert writer.step is None
+    assert not writer.is_busy
     assert sample.loaded_step(tmp_path) == 1
 
 
@@ -128,7 +129,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_all_ranks(tmp
         writer.save(2, lambda: sample.snapshot(2, rank=ranks.rank, size=2))
         with pytest.raises(CheckpointNotSavedError) as caught:
             NEXT_CALLS[when](writer)
-        assert writer.step is None
+        assert not writer.is_busy
         files.code = None
         writer.save(3, lambda: sample.snapshot(3, rank=ranks.rank, size=2))
         writer.close()
@@ -187,7 +188,7 @@ def test_a_commit_that_fails_in_the_background_is_an_error_of_all_ranks(tmp_path
         writer.save(2, lambda: sample.snapshot(2, rank=ranks.rank, size=2))
         with pytest.raises(CheckpointNotSavedError) as caught:
             poll_until_done(writer)
-        assert writer.step is None
+        assert not writer.is_busy
         return caught.value
 
     first, second = in_threads(2, act)

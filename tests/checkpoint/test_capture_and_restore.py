@@ -626,24 +626,11 @@ def changed(*path, to):
 
 
 NO_STATE_OF_AN_OPTIMIZER = {
-    "no groups": (changed("groups", to=None), "cannot be read: TypeError"),
-    "no class": (lambda optimizer: optimizer.pop("class"), "cannot be read: KeyError: 'class'"),
-    "no entry": (changed("state", 0, "entries", 0, to=[1]), "cannot be read: ValueError"),
-    "a number in words": (changed("state", 0, "entries", 0, 5, to=["float", "many"]), "cannot be read: ValueError"),
-    "a dtype of no kind": (changed("state", 0, "entries", 1, 2, to="float33"), "cannot be read"),
-    "no state": (
-        changed("state", to=[]),
-        "'optim.state.bias.exp_avg' is in the checkpoint, and its optimizer knows nothing of it",
-    ),
-    "no moment": (
-        lambda optimizer: optimizer["state"][0]["entries"].pop(1),
-        "'optim.state.weight.exp_avg' is in the checkpoint, and its optimizer knows nothing of it",
-    ),
-    "no learning rate": (
-        changed("groups", 0, "hyperparameters", "lr", to=None),
-        "'lr' of group 0 is None in the checkpoint and 0.1",
-    ),
-    "one beta": (changed("groups", 0, "hyperparameters", "betas", to={"!tuple": [0.9]}), r"'betas' of group 0 is \(0.9,\)"),
+    "no groups": (changed("groups", to=None), "its values cannot be read: TypeError"),
+    "no class": (lambda optimizer: optimizer.pop("class"), "its values cannot be read: KeyError: 'class'"),
+    "no entry": (changed("state", 0, "entries", 0, to=[1]), "its values cannot be read: ValueError"),
+    "a number in words": (changed("state", 0, "entries", 0, 5, to=["float", "many"]), "rank 0: ValueError: could not convert"),
+    "a dtype of no kind": (changed("state", 0, "entries", 1, 2, to="float33"), "its values cannot be read: AttributeError"),
 }
 
 
@@ -666,7 +653,7 @@ def test_an_optimizer_that_somebody_else_has_written_is_named_and_nothing_is_loa
     other, other_optimizer = run(1)
     before = [param.detach().clone() for param in other.parameters()]
 
-    with pytest.raises(CheckpointMismatchError, match=text):
+    with pytest.raises(CheckpointError, match=text):
         restore(stored, TrainingParts(other, other_optimizer))
 
     assert all(torch.equal(param, value) for param, value in zip(other.parameters(), before, strict=True))
@@ -689,15 +676,15 @@ def test_switches_that_were_set_otherwise_or_not_at_all_are_taken_over_as_torch_
 
 
 MALFORMED_VALUES = {
-    "no state of others": lambda values: values.pop("stateful"),
-    "a tensor that is not there": changed("data_position", to={"!tensor": "gone"}),
-    "a number of no shape": changed("extras", to={"a": {"!number": ["float32", "x", 1]}}),
-    "no optimizer's": changed("optimizer", to=[1]),
+    "no state of others": (lambda values: values.pop("stateful"), "its values cannot be read: KeyError: 'stateful'"),
+    "no optimizer's": (changed("optimizer", to=[1]), "its values cannot be read: TypeError"),
+    "a tensor that is not there": (changed("data_position", to={"!tensor": "gone"}), "rank 0: KeyError: 'gone'"),
+    "a number of no shape": (changed("extras", to={"a": {"!number": ["float32", "x", 1]}}), "rank 0: TypeError"),
 }
 
 
-@pytest.mark.parametrize("change", MALFORMED_VALUES.values(), ids=MALFORMED_VALUES)
-def test_values_that_somebody_else_has_written_are_named_by_can_load_too(change):
+@pytest.mark.parametrize(("change", "text"), MALFORMED_VALUES.values(), ids=MALFORMED_VALUES)
+def test_values_that_somebody_else_has_written_are_one_error(change, text):
     ddp = DistributedDataParallel(torch.nn.Linear(4, 3), DistributedDataParallelConfig(use_distributed_optimizer=True))
     parts = TrainingParts(ddp, DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.1), ddp))
     stored = KeptInMemory([to_host(capture(parts))])
@@ -705,6 +692,7 @@ def test_values_that_somebody_else_has_written_are_named_by_can_load_too(change)
     stored.values = copy.deepcopy(stored.values)
     change(stored.values)
 
-    assert "cannot be read" in " ".join(mismatches(stored, parts, cast=False))
-    with pytest.raises(CheckpointMismatchError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=text):
         restore(stored, parts)
+    if "cannot be read" in text:
+        assert text in mismatches(stored, parts, cast=False)[0]

@@ -4,6 +4,7 @@ import copy
 import random
 import shutil
 import threading
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -520,7 +521,7 @@ class TestCheckpointer:
             checkpointer.save(1)
             checkpointer.close()
             checkpointer.save(2)
-            checkpointer._writer._thread.join()
+            wait([checkpointer._writer._result])
             barrier.wait()
             if run.rank == 0:
                 for staged in tmp_path.glob(".tmp-*"):

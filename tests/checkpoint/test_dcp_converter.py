@@ -1,7 +1,6 @@
 """To and from ``torch.distributed.checkpoint``, in one process; several ranks and FSDP2: tests/ranks."""
 
 import errno
-import os
 import warnings
 
 import pytest
@@ -187,16 +186,6 @@ def test_a_data_file_that_torch_cannot_read_is_a_named_error_and_changes_nothing
     assert all(torch.equal(param, value) for param, value in zip(ours.ddp.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_a_pipe_in_the_place_of_a_file_is_an_error_at_once(tmp_path, name):
-    save_dcp(tmp_path, *vars_of(Ours(sharded=True)))
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-
-    with pytest.raises(CheckpointError, match=f"{name}: it is no regular file"):
-        load_dcp(tmp_path, *vars_of(Ours(sharded=True)), trusted=True)
-
-
 def test_a_directory_without_such_a_checkpoint_is_an_error_that_says_so(tmp_path):
     with pytest.raises(CheckpointError, match=r"it is no checkpoint of torch\.distributed\.checkpoint: \.metadata is missing"):
         load_dcp(tmp_path / "gone", *vars_of(Ours(sharded=True)), trusted=True)
@@ -244,6 +233,5 @@ def test_a_flat_range_is_a_few_views_and_computes_nothing():
         view = made.__get_tensor_shard__(item.index)
         assert torch.equal(view, whole[box])
         assert view.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-    assert repr(made) == f"FlatRange({len(chunks)} boxes of (2, 3, 2, 2), torch.float32)"
-    with pytest.raises(TypeError, match="only good to be saved or loaded"):
+    with pytest.raises(TypeError, match="can only be saved or loaded"):
         made.clone()

@@ -95,7 +95,8 @@ def test_the_manifest_says_which_parts_of_the_whole_model_there_are(tmp_path, sh
         **{f"experts.{number}.seen": (2,) for number in range(NUM_EXPERTS)},
         "steps": (),
     }
-    blocks = {name: [block.info.box for block in of] for name, of in [*experts.blocks.items(), *cut.blocks.items()]}
+    stored = {**experts.manifest.tensors, **cut.manifest.tensors}
+    blocks = {name: [info.box for info in tensor.infos(name)] for name, tensor in stored.items()}
     assert blocks[f"model.{STACKED}"] == [((0, 2), (0, 3), (0, 4)), ((2, 4), (0, 3), (0, 4))]
     assert blocks["optim.state.embedding.weight.exp_avg"] == [((0, 8), (0, 3)), ((0, 8), (3, 6))]
     assert blocks["optim.state.norm.weight.exp_avg"] == [((0, 6),)]  # copies on all ranks, written once
@@ -115,8 +116,8 @@ def test_reshard_compare_and_export_take_a_cut_tensor_for_the_whole_it_is(tmp_pa
     (path,) = export_weights(two, tmp_path / "exported")
 
     written = mb.open_checkpoint(tmp_path / "written")
-    assert {len(blocks) for blocks in two.blocks.values()} == {1, 2}
-    assert {len(blocks) for blocks in written.blocks.values()} == {1}
+    assert {len(tensor.blocks) for tensor in two.manifest.tensors.values()} == {1, 2}
+    assert {len(tensor.blocks) for tensor in written.manifest.tensors.values()} == {1}
     for first, second in [(one, two), (two, written)]:
         differing = [one.name for one in compare(first, second).tensors if not one.name.startswith("rng.")]
         assert differing == []
@@ -152,7 +153,7 @@ def test_in_the_background_it_is_the_same_checkpoint(tmp_path, sharded):
     run_ranks(4, program, ep=2, sharded=sharded)
 
     kept, fresh = (mb.open_checkpoint(tmp_path / name) for name in ("kept", "fresh"))
-    assert (kept.blocks, kept.files) == (fresh.blocks, fresh.files)
+    assert (kept.manifest.tensors, kept.files) == (fresh.manifest.tensors, fresh.files)
 
 
 # What is missing, or there twice #
@@ -247,8 +248,8 @@ def test_a_rank_that_lacks_only_its_own_expert_is_heard_by_all(tmp_path):
 def test_a_damaged_or_missing_file_of_one_expert_is_named_on_all_ranks(tmp_path, what):
     run_ranks(4, lambda run: run.train(range(1)).save(tmp_path, 1), ep=4, sharded=True)
     stored = mb.open_checkpoint(tmp_path)
-    (block,) = stored.blocks["model.experts.2.up.bias"]
-    victim = stored.path / stored.files[block.ranges[0].file].name
+    (block,) = stored.manifest.tensors["model.experts.2.up.bias"].blocks
+    victim = stored.path / stored.files[block.pieces[0].file].name
     raw = bytearray(victim.read_bytes())
     raw[-1] ^= 1
     victim.unlink() if what == "deleted" else victim.write_bytes(raw)
@@ -353,10 +354,11 @@ def test_of_a_cut_tensor_only_the_files_with_wanted_rows_are_read(tmp_path):
     pieces = [Piece(info, 0, 40, weight[:, info.offset[1] : info.offset[1] + 4].reshape(-1)) for info in infos]
     save_snapshot(tmp_path, 1, Snapshot(pieces, {}), AloneRanks(), SaveSettings(max_file_bytes=80))
     stored = mb.open_checkpoint(tmp_path)
-    for block in stored.blocks["w"]:
-        for part in block.ranges[1:]:
+    blocks = stored.manifest.tensors["w"].blocks
+    for block in blocks:
+        for part in block.pieces[1:]:
             (stored.path / stored.files[part.file].name).unlink()
-    num_rows = min(block.ranges[0].stop for block in stored.blocks["w"]) // 4
+    num_rows = min(block.pieces[0].stop for block in blocks) // 4
     wanted = Piece(TensorInfo("w", "float32", (10, 8), (0, 1)), 3, 8 * num_rows, torch.empty(8 * num_rows - 3))
 
     stored.read([wanted])

@@ -1,7 +1,6 @@
 """Weights as safetensors files, checked with the library that others read them with."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -69,15 +68,6 @@ def test_a_wider_export_takes_the_main_parameters(kept, tmp_path):
     assert found["count"].dtype == torch.int64
 
 
-def test_names_can_be_changed_but_not_made_equal(kept, tmp_path):
-    (path,) = export_weights(kept, tmp_path, rename={"a": "wte.weight"})
-    assert "wte.weight" in load_file(path)
-    assert "a" not in load_file(path)
-
-    with pytest.raises(ConfigError, match="several tensors would be exported under one name: b"):
-        export_weights(kept, tmp_path, rename={"a": "b"})
-
-
 def test_a_model_without_tensors_is_an_empty_file(tmp_path):
     class Nothing(KeptInMemory):
         def __init__(self):
@@ -98,13 +88,5 @@ def test_a_name_that_the_index_has_and_no_file_is_an_error(kept, tmp_path):
     fields["weight_map"]["gone.weight"] = "model-00002-of-00002.safetensors"
     index.write_text(json.dumps(fields))
 
-    with pytest.raises(ConfigError, match=r"model-00002-of-00002.safetensors: 'gone.weight' is not in it, and .* says so"):
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002.safetensors: .* does not contain tensor gone.weight"):
         import_weights(tmp_path / "weights", tmp_path / "run")
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", INDEX_NAME])
-def test_a_pipe_in_the_place_of_a_file_is_an_error_at_once(tmp_path, name):
-    os.mkfifo(tmp_path / name)
-
-    with pytest.raises(ConfigError, match=f"{name}: it is no regular file"):
-        import_weights(tmp_path, tmp_path / "run")

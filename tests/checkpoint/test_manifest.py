@@ -15,6 +15,7 @@ from megabucket.checkpoint.format import (
     StoredBlock,
     StoredFile,
     StoredRange,
+    StoredTensor,
     TensorInfo,
     decode_manifest,
     encode_manifest,
@@ -23,7 +24,6 @@ from megabucket.checkpoint.format import (
 )
 
 DIGEST = "0" * 64
-KEY = b"a key that is long enough"
 INFO = TensorInfo("w", "float32", (2, 3), (0, 1))
 
 
@@ -31,8 +31,13 @@ def manifest_with(*, step=7, world_size=2, files=None, tensors=None, values=None
     if files is None:
         files = (StoredFile("a.safetensors", 100, DIGEST), StoredFile("b.safetensors", 100, DIGEST))
     if tensors is None:
-        tensors = {"w": (StoredBlock(INFO, (StoredRange(0, 0, 4), StoredRange(1, 4, 6))),)}
-    return Manifest(step, world_size, files, tensors, {} if values is None else values)
+        tensors = {"w": stored(INFO, StoredRange(0, 0, 4), StoredRange(1, 4, 6))}
+    return Manifest(step=step, world_size=world_size, files=files, tensors=tensors, values={} if values is None else values)
+
+
+def stored(info, *ranges):
+    """A tensor in one block."""
+    return StoredTensor(info.dtype, info.shape, (StoredBlock(info.offset, info.shape, info.order, ranges),), info.group)
 
 
 def changed(change):
@@ -65,18 +70,18 @@ def manifests(draw):
         )
         edges = sorted({0, info.numel, *draw(st.lists(st.integers(0, info.numel), max_size=2))})
         parts = list(itertools.pairwise(edges)) or [(0, 0)]
-        ranges = tuple(StoredRange(len(file_bytes) + i, *part) for i, part in enumerate(parts))
-        tensors[name] = (StoredBlock(info, ranges),)
+        tensors[name] = stored(info, *(StoredRange(len(file_bytes) + i, *part) for i, part in enumerate(parts)))
         file_bytes += [100 + (stop - start) * ITEM_BYTES[info.dtype] for start, stop in parts]
     files = tuple(StoredFile(f"rank-{i}", size, f"{i:064x}") for i, size in enumerate(file_bytes))
-    return Manifest(draw(st.integers(0, 10**9)), draw(st.integers(1, 4096)), files, tensors, {"v": draw(json_values)})
+    step, world_size = draw(st.integers(0, 10**9)), draw(st.integers(1, 4096))
+    return manifest_with(step=step, world_size=world_size, files=files, tensors=tensors, values={"v": draw(json_values)})
 
 
-@given(manifest=manifests(), key=st.none() | st.just(KEY))
-def test_what_is_written_is_read_again(manifest, key):
-    raw = encode_manifest(manifest, key=key)
+@given(manifest=manifests())
+def test_what_is_written_is_read_again(manifest):
+    raw = encode_manifest(manifest)
 
-    assert decode_manifest(raw, key=key) == replace(manifest, seal=seal_of(raw), signed=key is not None)
+    assert decode_manifest(raw) == replace(manifest, seal=seal_of(raw))
 
 
 @given(data=st.data(), manifest=manifests())
@@ -106,13 +111,14 @@ def test_the_seal_is_the_sha_256_of_the_text_before_it():
 
 
 CHANGES = {
-    "other format": (lambda m: m.update(format="zip"), "it is 'zip' 2; this library reads 'megabucket-checkpoint' up to 2"),
-    "later version": (lambda m: m.update(version=3), "it is 'megabucket-checkpoint' 3; this library reads"),
-    "no values": (lambda m: m.pop("values"), "KeyError: 'values'"),
-    "tensors a list": (lambda m: m.update(tensors=[]), "AttributeError"),
-    "path as name": (lambda m: m["files"][0].update(name="../a"), "is no name for a data file"),
-    "absolute path": (lambda m: m["files"][0].update(name="/a"), "is no name for a data file"),
-    "dots as name": (lambda m: m["files"][0].update(name=".."), "is no name for a data file"),
+    "other format": (lambda m: m.update(format="zip"), "format: Input should be 'megabucket-checkpoint', got 'zip'"),
+    "later version": (lambda m: m.update(version=3), "version: Input should be 1 or 2, got 3"),
+    "no values": (lambda m: m.pop("values"), "values: Field required"),
+    "tensors a list": (lambda m: m.update(tensors=[]), "tensors: Input should be a valid dictionary"),
+    "path as name": (lambda m: m["files"][0].update(name="../a"), "files.0.name: String should match pattern"),
+    "absolute path": (lambda m: m["files"][0].update(name="/a"), "files.0.name: String should match pattern"),
+    "dots as name": (lambda m: m["files"][0].update(name=".."), "files.0.name: String should match pattern"),
+    "line break in a name": (lambda m: m["files"][0].update(name="a\n"), "files.0.name: String should match pattern"),
 }
 
 
@@ -124,7 +130,7 @@ def test_blocks_that_cover_a_tensor_are_read():
 
     raw = changed(change)
 
-    infos = [block.info for block in decode_manifest(raw).tensors["w"]]
+    infos = decode_manifest(raw).tensors["w"].infos("w")
 
     assert [(info.key, info.box) for info in infos] == [("w@0,0", ((0, 2), (0, 2))), ("w@0,2", ((0, 2), (2, 3)))]
 
@@ -150,8 +156,8 @@ def test_a_sealed_manifest_that_makes_no_sense_or_leads_outside_is_refused(case)
     [
         ({"a": float("nan")}, "Out of range float values are not JSON compliant"),
         ({"a": [float("inf")]}, "Out of range float values are not JSON compliant"),
-        ({"a": b"bytes"}, "bytes is nothing that JSON has"),
-        ({"a": {"b": object()}}, "object is nothing that JSON has"),
+        ({"a": b"bytes"}, "Object of type bytes is not JSON serializable"),
+        ({"a": {"b": object()}}, "Object of type object is not JSON serializable"),
     ],
 )
 def test_values_that_json_does_not_have_are_refused_before_they_are_written(values, problem):
@@ -159,37 +165,7 @@ def test_values_that_json_does_not_have_are_refused_before_they_are_written(valu
         encode_manifest(manifest_with(values=values))
 
 
-def test_a_signature_made_with_another_key_is_refused():
-    raw = encode_manifest(manifest_with(), key=KEY)
+def test_a_manifest_that_was_signed_by_an_earlier_version_is_read():
+    raw = encode_manifest(manifest_with()).replace(b"}\n", b',"hmac":"' + b"0" * 64 + b'"}\n')
 
-    with pytest.raises(ValueError, match="its signature was not made with the key that was given"):
-        decode_manifest(raw, key=KEY + b"!")
-
-
-def test_no_signature_is_refused_where_a_key_is_given():
-    raw = encode_manifest(manifest_with())
-
-    with pytest.raises(ValueError, match="it is not signed"):
-        decode_manifest(raw, key=KEY)
-
-
-def test_someone_without_the_key_can_seal_but_not_sign():
-    fields = json.loads(encode_manifest(manifest_with(), key=KEY))
-    signature = fields.pop("hmac")
-    del fields["seal"]
-    fields["step"] = 8
-    forged = seal_body(json.dumps(fields, separators=(",", ":"))[:-1].encode())
-    forged = forged.replace(b"}\n", f',"hmac":"{signature}"}}\n'.encode())
-
-    assert decode_manifest(forged).step == 8  # whole, as far as anybody without the key can tell
-    with pytest.raises(ValueError, match="its signature was not made with the key"):
-        decode_manifest(forged, key=KEY)
-
-
-def test_a_signed_manifest_can_be_read_without_the_key():
-    assert decode_manifest(encode_manifest(manifest_with(), key=KEY)).signed
-
-
-def test_a_short_key_is_refused():
-    with pytest.raises(ValueError, match="a key of 3 bytes; it takes 16 or more"):
-        encode_manifest(manifest_with(), key=b"abc")
+    assert decode_manifest(raw).step == 7

@@ -13,8 +13,6 @@ from megabucket.checkpoint.save import SaveSettings
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import CheckpointInvalidError, CheckpointMissingError
 
-KEY = b"a key that is long enough"
-
 
 @pytest.fixture
 def root(tmp_path):
@@ -248,26 +246,12 @@ def test_a_fallback_without_any_checkpoint_is_missing(tmp_path):
 def test_a_newest_that_vanishes_for_a_newer_one_is_followed(root, monkeypatch):
     """A job that evaluates reads ``latest`` while a job that trains replaces it and removes what it named."""
 
-    def late(path, directory, *, key):
+    def late(path, directory):
         if path.name == "step-00000003":
             save(root, 4)
             shutil.rmtree(path)
-        return read_manifest(path, directory, key=key)
+        return read_manifest(path, directory)
 
     monkeypatch.setattr(megabucket.checkpoint.stored, "read_manifest", late)
 
     assert open_checkpoint(root).step == 4
-
-
-def test_a_signed_checkpoint_opens_with_its_key_only(tmp_path):
-    save(tmp_path, 1, key=KEY)
-
-    assert open_checkpoint(tmp_path, key=KEY).signed
-    assert open_checkpoint(tmp_path).signed
-    with pytest.raises(CheckpointInvalidError, match="its signature was not made with the key"):
-        open_checkpoint(tmp_path, key=KEY[::-1])
-
-
-def test_an_unsigned_checkpoint_is_refused_where_a_key_is_given(root):
-    with pytest.raises(CheckpointInvalidError, match="it is not signed"):
-        open_checkpoint(root, key=KEY)

@@ -78,8 +78,7 @@ def test_only_the_files_that_hold_some_of_it_are_read(in_many_files, monkeypatch
         return read_file(path, max_bytes)
 
     monkeypatch.setattr(megabucket.checkpoint.stored, "read_file", watched)
-    (block,) = stored.blocks["w"]
-    ranges = block.ranges
+    ranges = stored.manifest.tensors["w"].blocks[0].pieces
 
     read(stored, INFO, ranges[1].start + 1, ranges[2].stop - 1)
 

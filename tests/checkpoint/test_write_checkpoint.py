@@ -149,12 +149,13 @@ def test_two_saves_into_one_directory_do_not_meet(tmp_path):
     save(tmp_path, 1)
     first = Save(tmp_path, 2, AloneRanks(), SaveSettings())
     works = first.works(lambda: content_of(sample.snapshot(2, rank=0, size=1), AloneRanks(), 10**6))
-    next(works)()
+    work = next(works)
 
     with pytest.raises(CheckpointNotSavedError, match="another save into this directory is going on"):
         save(tmp_path, 3)
-    for work in works:
-        work()
+    work = works.send(work)
+    with pytest.raises(StopIteration):
+        works.send(work)
 
     assert sample.loaded_step(tmp_path) == 2
 
@@ -217,10 +218,10 @@ def test_tensors_that_ranks_describe_differently_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        (torch.zeros(4, dtype=torch.float64), "'w' 0:4 says float32 and has torch.float64"),
-        (torch.zeros(8)[::2], "'w' 0:4 has values of shape"),
-        (torch.zeros(2, 2), "'w' 0:4 has values of shape"),
-        (torch.zeros(3), "'w' 0:4 has values of shape"),
+        (torch.zeros(4, dtype=torch.float64), "'w' 0:4 of float32 has values of shape .* torch.float64"),
+        (torch.zeros(8)[::2], "'w' 0:4 of float32 has values of shape"),
+        (torch.zeros(2, 2), "'w' 0:4 of float32 has values of shape"),
+        (torch.zeros(3), "'w' 0:4 of float32 has values of shape"),
     ],
 )
 def test_values_that_are_not_what_their_piece_says_are_refused(tmp_path, values, problem):
@@ -269,8 +270,11 @@ class ElsewhereOnRankOne(FaultyFileSystem):
     def __init__(self):
         super().__init__(lambda _index, _name: None)
 
-    def create(self, path):
-        return super().create(path.parent.parent / "elsewhere" / path.parent.name / path.name)
+    def call(self, function, *args):
+        if function is os.open:
+            path, *args = args
+            args = (path.parent.parent / "elsewhere" / path.parent.name / path.name, *args)
+        return super().call(function, *args)
 
 
 def test_ranks_without_a_common_file_system_are_told_so(tmp_path):
@@ -292,10 +296,10 @@ class StuckDirectory(FaultyFileSystem):
     def __init__(self):
         super().__init__(lambda _index, _name: None)
 
-    def rename(self, source, target):
-        if "old" in target.name:
+    def call(self, function, *args):
+        if function is os.rename and "old" in args[1].name:
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-        super().rename(source, target)
+        return super().call(function, *args)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_in_the_log_once(tmp_path, caplog):
@@ -314,8 +318,10 @@ def test_writes_that_take_a_part_at_a_time_are_completed(tmp_path):
     class Slow(FileSystem):
         __slots__ = ()
 
-        def write(self, descriptor, data):
-            return super().write(descriptor, data[:7])
+        def call(self, function, *args):
+            if function is os.write:
+                args = (args[0], args[1][:7])
+            return super().call(function, *args)
 
     sample.save(tmp_path, 1, AloneRanks(), SaveSettings(file_system=Slow()))
 

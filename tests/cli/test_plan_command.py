@@ -243,7 +243,11 @@ def test_control_characters_and_markup_of_names_are_printed_as_text(tmp_path):
             ),
         ),
         ("ddp: {bucket_size: 0}", [], "error: run.yaml:1: ddp.bucket_size: should be greater than 0 (got 0)\n"),
-        ("a: &x 1", [], "error: run.yaml:1: the anchor 'x' is not allowed; write the value out where it is used\n"),
+        (
+            "a: 1\na: 2",
+            [],
+            "error: run.yaml:2: not valid YAML: the key 'a' is given twice, first in line 1; keep one of them\n",
+        ),
         (
             PARAMS,
             ["ddp.bucket_sise=4"],

@@ -207,7 +207,7 @@ def test_a_trace_of_two_steps_of_the_best_plan_is_written(config, tmp_path):
         ("link: {latency_s: 1, seconds_per_byte: 1}", [], "there is nothing to simulate"),
         (SMALL, ["link.latency_s=-1"], "link.latency_s: should be greater than or equal to 0"),
         (SMALL, ["link.latency_s=.nan"], "link.latency_s: should be a finite number"),
-        (SMALL, ["workload.tensors=[]"], "tensors is empty"),
+        (SMALL, ["workload.tensors=[]"], "at least 1 item"),
         (SMALL, ["workload.tensors=[{name: a, numel: 1, backward_s: -2}]"], "backward_s: should be greater than or equal to 0"),
         (SMALL, ["link={kind: ring, latency_s: 0, bytes_per_s: 1}"], "give --dp-size"),
         (SMALL, ["workload.path=missing.json", "workload.tensors=null"], "missing.json: cannot be read"),

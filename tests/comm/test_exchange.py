@@ -164,7 +164,7 @@ class TestAnyLength:
         with mock.patch.object(import_module("megabucket.comm.exchange"), "_MOST_BYTES", 10):
             texts = on_ranks(3, say)
 
-        assert texts == ["names: a rank has 11 bytes to say, and 10 are the limit"] * 3
+        assert texts == ["names: a rank sends 11 bytes; the limit is 10"] * 3
 
     def test_what_ranks_say_never_meets_their_data(self):
         """The first rank has a collective on data under way while they speak; the second one launches it afterwards."""

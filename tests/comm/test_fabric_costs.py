@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megabucket.errors import ConfigError
 from megabucket.planning.links import RingLink
 from megabucket.testing import EmulatedFabric, fabric_lateness
-from megabucket.testing.fabric import group
 from megabucket.trace import CollectiveKind
 
 LATENCIES = st.floats(0, 1)
@@ -26,7 +25,7 @@ SIZES = st.integers(0, 10**10)
     kind=st.sampled_from(CollectiveKind),
 )
 def test_the_fabric_takes_the_time_that_a_ring_link_predicts(latency_s, bytes_per_s, payload_bytes, num_ranks, kind):
-    fabric, link = EmulatedFabric(latency_s, bytes_per_s), RingLink(latency_s, bytes_per_s)
+    fabric, link = EmulatedFabric(latency_s, bytes_per_s), RingLink(latency_s=latency_s, bytes_per_s=bytes_per_s)
 
     seconds = fabric.collective_s(ring_passes=kind.ring_passes, payload_bytes=payload_bytes, num_ranks=num_ranks)
 
@@ -36,9 +35,8 @@ def test_the_fabric_takes_the_time_that_a_ring_link_predicts(latency_s, bytes_pe
 def test_four_ranks_by_hand():
     fabric = EmulatedFabric(latency_s=1e-3, bytes_per_s=1e6)
 
-    # 6 steps of 1 ms, and 2 x 4000 x 3/4 bytes at 1 MB/s; a message: one step, all bytes.
+    # 6 steps of 1 ms, and 2 x 4000 x 3/4 bytes at 1 MB/s.
     assert fabric.collective_s(ring_passes=2, payload_bytes=4000, num_ranks=4) == pytest.approx(6e-3 + 6e-3)
-    assert fabric.message_s(4000) == pytest.approx(1e-3 + 4e-3)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +65,3 @@ def test_timing_only_moves_what_controls_the_program(tensor, is_moved):
 def test_lateness_of_another_back_end_is_not_known():
     with pytest.raises(ConfigError, match="no emulated fabric"):
         fabric_lateness()
-
-
-def test_memory_that_was_filled_is_known_while_it_lives(monkeypatch):
-    monkeypatch.setattr(group, "_MAX_PIECES", 8)
-    filled, buffer = group.FilledMemory(), torch.zeros(20)
-    pieces = [buffer[:10], buffer[10:], buffer]
-
-    assert [filled.remember(piece) for piece in pieces] == [False] * 3
-    for _ in range(30):  # dies each time, and its address may be given to the next
-        assert not filled.remember(torch.zeros(20))
-    assert [filled.remember(piece) for piece in pieces] == [True] * 3
-    assert len(filled._pieces) <= 8

@@ -11,32 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.errors import ConfigError
-from megabucket.testing.fabric import ledger as ledger_module
-from megabucket.testing.fabric.ledger import Ledger, Links, SharedWords, ledger_words, share_words
+from megabucket.testing.fabric.work import NUM_SLOTS, Ledger, Machine, share_memory
 
 MACHINE = 4  # ranks
 
 
-def words(num_words):
+def file_of(num_bytes):
     descriptor, path = tempfile.mkstemp()
     os.unlink(path)  # noqa: PTH108
-    os.ftruncate(descriptor, num_words * 8)
-    return SharedWords(descriptor, num_words)
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
 
 
-def ledgers(groups, timeout_s=5.0):
+def ledgers(groups):
     """Return, for each group, the ledger of each of its members."""
-    links = Links(words(MACHINE))
+    machine = Machine(file_of(8 * MACHINE), MACHINE, rank=0)
     made = []
     for members in groups:
-        shared = words(ledger_words(len(members)))
-        made.append(
-            {
-                machine_rank: Ledger(shared, links, rank=rank, members=members, timeout_s=timeout_s)
-                for rank, machine_rank in enumerate(members)
-            }
-        )
+        file = file_of(Ledger.NUM_BYTES)
+        made.append({rank: Ledger(os.dup(file), machine, members) for rank in members})
+        os.close(file)
     return made
+
+
+def done_s(slot):
+    return float(slot["done_s"]) or None
 
 
 GROUPS = st.lists(
@@ -63,7 +62,7 @@ def play(groups, durations, launches):
     for now_s, (group, rank) in enumerate(launches, start=1):
         number = num_launched.get((group, rank), 0)
         num_launched[group, rank] = number + 1
-        before = [other.done_s for other in arrivals[group][number].values()]
+        before = [done_s(other) for other in arrivals[group][number].values()]
         assert before == [None] * len(before)  # nobody knows the end before the last one has launched
         arrivals[group][number][rank] = made[group][rank].launch(float(now_s), float(durations[group][number]))
         last_launch[group][number] = float(now_s)
@@ -78,48 +77,36 @@ def test_collectives_start_when_all_have_launched_and_no_link_carries_two_at_onc
     spans = []
     for group, members in enumerate(groups):
         for number, duration_s in enumerate(durations[group]):
-            (done_s,) = {arrival.done_s for arrival in arrivals[group][number].values()}  # the same on every rank
-            assert done_s >= last_launch[group][number] + duration_s
-            spans.append((done_s - duration_s, done_s, set(members), last_launch[group][number]))
-    for start_s, done_s, members, launch_s in spans:
-        others = [other for other in spans if other[2] & members and other != (start_s, done_s, members, launch_s)]
-        assert all(done_s <= other[0] or other[1] <= start_s for other in others)
+            (end_s,) = {done_s(arrival) for arrival in arrivals[group][number].values()}  # the same on every rank
+            assert end_s >= last_launch[group][number] + duration_s
+            spans.append((end_s - duration_s, end_s, set(members), last_launch[group][number]))
+    for start_s, end_s, members, launch_s in spans:
+        others = [other for other in spans if other[2] & members and other != (start_s, end_s, members, launch_s)]
+        assert all(end_s <= other[0] or other[1] <= start_s for other in others)
         # No link stands idle: it starts at the last launch, or when something before it ends.
         assert start_s == launch_s or start_s in {other[1] for other in others}
 
 
-def test_a_rank_far_ahead_waits_for_room_and_gives_up_at_the_time_limit(monkeypatch):
-    monkeypatch.setattr(ledger_module, "NUM_SLOTS", 4)
-    ((first, second),) = [tuple(made.values()) for made in ledgers([[0, 1]], timeout_s=0.02)]
-    for number in range(3 * 4):  # the slots are used again and again
-        arrivals = [each.launch(float(number), 1.0) for each in (first, second)]
-        assert arrivals[0].done_s == arrivals[1].done_s
+def test_a_rank_too_far_ahead_is_refused():
+    ((first, second),) = [tuple(made.values()) for made in ledgers([[0, 1]])]
+    for number in range(NUM_SLOTS + 2):  # the slots are used again
+        slots = [each.launch(float(number), 0.5) for each in (first, second)]
+        assert [done_s(slot) for slot in slots] == [number + 0.5] * 2
 
-    for number in range(3):  # the second has not yet said that it has read the last one
-        first.launch(100.0 + number, 1.0)
+    for number in range(NUM_SLOTS):
+        first.launch(float(number), 0.5)
 
-    with pytest.raises(TimeoutError, match=r"Timed out waiting 0\.02 s for a rank that is 4 collectives behind"):
-        first.launch(200.0, 1.0)
-
-
-def test_a_message_occupies_the_senders_link_only():
-    links = Links(words(MACHINE))
-    shared = words(ledger_words(2))
-    pair = [Ledger(shared, links, rank=rank, members=(0, 1), timeout_s=1.0) for rank in range(2)]
-
-    assert links.send(1, from_s=10.0, duration_s=2.0) == 12.0
-    assert links.send(1, from_s=10.0, duration_s=2.0) == 14.0
-    assert links.send(0, from_s=10.0, duration_s=1.0) == 11.0
-    assert [each.launch(10.0, 3.0).done_s for each in pair] == [None, 17.0]  # after both messages of rank 1
+    with pytest.raises(RuntimeError, match="a rank is 8192 collectives behind on the emulated fabric"):
+        first.launch(0.0, 0.5)
 
 
 def test_threads_never_hold_the_lock_together():
-    shared = words(1)
+    shared = Machine(file_of(8), 1, rank=0)
 
     def count():
         for _ in range(300):
             with shared.locked():
-                shared.ints[0] += 1
+                shared.free_s[0] += 1
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
@@ -127,13 +114,13 @@ def test_threads_never_hold_the_lock_together():
     for thread in threads:
         thread.join()
 
-    assert shared.ints[0] == 4 * 300
+    assert shared.free_s[0] == 4 * 300
 
 
 def test_a_rank_waits_for_the_lock_of_another_process():
     descriptor, path = tempfile.mkstemp()
     os.ftruncate(descriptor, 8)
-    shared, order = SharedWords(descriptor, 1), []
+    shared, order = Machine(descriptor, 1, rank=0), []
 
     def take():
         with shared.locked():
@@ -158,7 +145,7 @@ def test_ranks_that_do_not_share_memory_are_refused(tmp_path):
     store.set("opened/0", "")
 
     with pytest.raises(ConfigError, match=r"must run on one machine; 1 of 2 could not: rank 1 on .*No such file or directory"):
-        share_words(store, rank=1, size=2, num_words=4)
+        share_memory(store, rank=1, size=2, num_bytes=4)
 
 
 def test_the_first_rank_hears_that_another_one_has_no_such_memory():
@@ -166,15 +153,16 @@ def test_the_first_rank_hears_that_another_one_has_no_such_memory():
     store.set("opened/1", "rank 1 on elsewhere: no such file")
 
     with pytest.raises(ConfigError, match="must run on one machine; 1 of 2 could not: rank 1 on elsewhere"):
-        share_words(store, rank=0, size=2, num_words=4)
+        share_memory(store, rank=0, size=2, num_bytes=4)
 
     assert not os.path.exists(store.get("file").decode())  # noqa: PTH110
 
 
-def test_what_is_shared_has_no_name_any_more():
+def test_the_shared_file_has_no_name_any_more():
     store = dist.HashStore()
 
-    shared = share_words(store, rank=0, size=1, num_words=4)
+    file = share_memory(store, rank=0, size=1, num_bytes=4)
 
     assert not os.path.exists(store.get("file").decode())  # noqa: PTH110
-    assert list(shared.floats) == [0.0] * 4
+    assert os.read(file, 10) == bytes(4)
+    os.close(file)

@@ -11,7 +11,7 @@ import pytest
 
 from megabucket.comm import samehost
 from megabucket.comm.liveness import identify_this_process
-from megabucket.comm.samehost import get_to_know
+from megabucket.comm.samehost import find_peer_memory
 
 
 def hold_nonce(connection):
@@ -39,16 +39,16 @@ def telling(answers):
     said = iter(answers)
     words = []
 
-    def tell_all(word):
+    def send_to_all(word):
         words.append(word)
         return [word, next(said)]
 
-    return tell_all, words
+    return send_to_all, words
 
 
 def meet(peer, vote=b"yes", **changes):
-    tell_all, words = telling([json.dumps(list({**peer, **changes}.values())).encode(), vote])
-    found = get_to_know(tell_all, rank=0)
+    send_to_all, words = telling([json.dumps(list({**peer, **changes}.values())).encode(), vote])
+    found = find_peer_memory(send_to_all, rank=0)
     assert len(words) == 2  # every rank votes, whatever it has found, so nobody waits for a vote that never comes
     return found, words[1]
 

@@ -31,12 +31,12 @@ def on_ranks(function: Callable[[PeerSockets, int], Any], *, ranks: int, timeout
     have_told = threading.Barrier(ranks, timeout=20)
 
     def on_rank(rank: int) -> Any:
-        def tell_all(word: bytes) -> list[bytes]:
+        def send_to_all(word: bytes) -> list[bytes]:
             told[rank] = word
             have_told.wait()
             return [told[other] for other in range(ranks)]
 
-        sockets = PeerSockets(tell_all, rank=rank, size=ranks, timeout_s=timeout_s)
+        sockets = PeerSockets(send_to_all, rank=rank, size=ranks, timeout_s=timeout_s)
         try:
             return function(sockets, rank)
         finally:
@@ -106,10 +106,10 @@ def test_ranks_that_say_more_than_others_have_launched_something_else():
 
     errors = on_ranks(say, ranks=2)
 
-    assert "rank 1 has launched something else than rank 0" in errors
+    assert "rank 1 has launched another batch than rank 0" in errors
     assert set(errors) <= {
-        "rank 1 has launched something else than rank 0",
-        "rank 0 has launched something else than rank 1",
+        "rank 1 has launched another batch than rank 0",
+        "rank 0 has launched another batch than rank 1",
         "Connection closed by peer",  # the other one was first
     }
 
@@ -160,13 +160,13 @@ def test_a_stranger_is_turned_away():
         names: SimpleQueue[bytes] = SimpleQueue()
         others: list[Any] = []
 
-        def tell_all(word: bytes) -> list[bytes]:
+        def send_to_all(word: bytes) -> list[bytes]:
             """Knock before the other rank does."""
             stranger.connect(word)
             others.append(second.submit(PeerSockets, lambda own: names.put(own) or [word, own], rank=1, size=2, timeout_s=20.0))
             return [word, names.get(timeout=20)]
 
-        first = PeerSockets(tell_all, rank=0, size=2, timeout_s=20.0)
+        first = PeerSockets(send_to_all, rank=0, size=2, timeout_s=20.0)
         other = others[0].result()
 
         heard = second.submit(other.exchange, [1], never)

@@ -29,8 +29,8 @@ TEXTS = {
     "RanksDisagreeError": "text",
     "LayoutMismatchError": (
         "the model is not the same on all ranks: entry 3: rank 0 has a, rank 1 has b; and 3 more (4 of 9 entries "
-        "differ). Gradients of one parameter would be added to those of another. Build the same module in the "
-        "same order on every rank, with the same dtypes, trainability, config and versions. No rank was wrapped."
+        "differ). Values that do not belong together would be mixed. Give every rank the same model, optimizer, state, "
+        "config and versions, in the same order. No rank was wrapped."
     ),
     "CallMismatchError": (
         "step 3: ranks are in different calls: save() on rank 0; step() on rank 1. Each of them needs every rank: make it on "

@@ -93,7 +93,7 @@ def test_a_wide_gradient_that_cannot_be_summed_is_refused_before_it_is_sent(dtyp
     first, second = ranks.run(program)
     assert first == second
     assert first[0].startswith(
-        "step 0: the gradient of 'a' on rank 1 (bucket 0 of 1, counted from 0) has values of 1.7e+38, too large to be added up "
+        "step 0: the gradient of 'a' on rank 1 (bucket 0 of 1, counted from 0) has values of 1.7e+38, too large to be summed "
         "over the ranks. Reduced, it would reach every rank."
     )
     assert first[1] == ""  # 2 * 2**126 is finite

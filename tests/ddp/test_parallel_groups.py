@@ -22,7 +22,6 @@ from megabucket.errors import (
     NonFiniteGradientError,
     PeerFailedError,
     ReplicasDivergedError,
-    UnsupportedParameterError,
     UnusedParameterError,
 )
 from megabucket.layout import ParamIdentity
@@ -340,12 +339,12 @@ def test_another_expert_on_one_rank_of_a_group_is_named_on_all_ranks():
     ("odd", "text"),
     [
         pytest.param(
-            {"ranks": [3]}, "rank 1 has expert: ranks [1, 3], divisor=None.*, rank 3 has expert: ranks [3], div", id="ranks"
+            {"ranks": [3]}, "expert: .*ranks 1, 3, divisor=None.* on rank 1; rank 3, divisor=None.* on rank 3", id="ranks"
         ),
-        pytest.param({"ranks": None}, "rank 1 has expert: ranks [1, 3].*, rank 3 has no group expert", id="name"),
-        pytest.param({"divisor": 2}, "rank 1 has expert.*divisor=None.*, rank 3 has expert.*divisor=2", id="divisor"),
+        pytest.param({"ranks": None}, "expert: .*ranks 1, 3,.* on rank 1; nothing on rank 3", id="name"),
+        pytest.param({"divisor": 2}, "expert: .*divisor=None.* on rank 1; .*divisor=2.* on rank 3", id="divisor"),
         pytest.param(
-            {"unused_parameters": "error"}, "rank 3 has expert: ranks [1, 3].*unused_parameters='error'", id="unused parameters"
+            {"unused_parameters": "error"}, "ranks 1, 3,.*unused_parameters='error'.* on rank 3", id="unused parameters"
         ),
     ],
 )
@@ -365,7 +364,7 @@ def test_a_group_that_is_another_one_on_one_rank_is_named_on_all_ranks(odd, text
     errors = wrap_error(world, wrap)
     assert [type(error) for error in errors] == [LayoutMismatchError] * 4
     assert len(set(map(str, errors))) == 1
-    assert re.search(text.replace("[", r"\["), str(errors[0]))
+    assert re.search(text, str(errors[0]))
 
 
 def test_a_tensor_parallel_group_that_is_another_one_on_one_rank_is_named_on_all_ranks():
@@ -380,7 +379,7 @@ def test_a_tensor_parallel_group_that_is_another_one_on_one_rank_is_named_on_all
 
     texts = set(map(str, wrap_error(world, wrap)))
     assert len(texts) == 1
-    assert "rank 2 has copies 'tp': ranks [2, 3], rank 3 has copies 'tp': ranks [3]" in texts.pop()
+    assert re.search("copies 'tp': ranks 0, 1 .* on ranks 0, 1; ranks 2, 3 .* on rank 2; rank 3 .* on rank 3", texts.pop())
 
 
 def test_a_parameter_that_one_rank_puts_into_two_groups_is_named_on_all_ranks():
@@ -458,7 +457,7 @@ def test_groups_may_be_given_in_another_order_on_each_rank():
 
 
 def test_an_expert_without_a_group_is_refused_by_name():
-    with pytest.raises(UnsupportedParameterError, match=r"'expert.0.weight'.*groups="):
+    with pytest.raises(ConfigError, match=r"'expert.0.weight'.*groups="):
         DistributedDataParallel(Moe(0))
 
 
@@ -533,32 +532,6 @@ def test_the_state_of_an_optimizer_with_experts_is_that_of_plain_torch():
             moment = state["state"][index]["exp_avg"]
             torch.testing.assert_close(moment, expected[rank][name] * 0.1)
             torch.testing.assert_close(again["state"][index]["exp_avg"], moment, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("seeds", "names"),
-    [
-        ({"dense": [0, 0], "expert": [0, 0]}, []),
-        ({"dense": [0, 1], "expert": [0, 1]}, []),
-        ({"dense": [0, 0], "expert": [0, 1]}, ["'expert.weight', 'expert.bias'"]),
-    ],
-)
-def test_experts_that_nobody_has_marked_are_named_when_they_are_made_equal(seeds, names, caplog):
-    world = LoopbackWorld(2)
-
-    def model_of(rank):
-        model = torch.nn.ModuleDict()
-        for name, of_rank in seeds.items():
-            torch.manual_seed(of_rank[rank])
-            model[name] = torch.nn.Linear(3, 3)
-        return model
-
-    models = [model_of(rank) for rank in range(2)]
-    world.run(lambda rank: DistributedDataParallel(models[rank], communicator=world.communicator(rank)))
-
-    texts = [record.getMessage() for record in caplog.records if "replaced" in record.getMessage()]
-    assert [text.split("] ")[1].split(" differed")[0] for text in texts] == names
-    assert all("[rank 1]" in text for text in texts)
 
 
 def test_a_broadcast_makes_values_equal_inside_each_group_alone():

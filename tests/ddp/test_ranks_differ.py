@@ -449,9 +449,9 @@ class TestMakingTheOptimizer:
         assert error.phase == "DistributedOptimizer()"
         assert str(error) == (
             "the optimizer is not the same on all ranks: entry 0: rank 0 has a in group 0, rank 1 has a in group 1; entry 1: "
-            "rank 0 has b in group 1, rank 1 has b in group 0 (2 of 21 entries differ). Each rank would update its shards in "
-            "its own way. Build it with the same groups and hyperparameters on every rank; load its state on all ranks or on "
-            "none. The optimizer was changed on no rank."
+            "rank 0 has b in group 1, rank 1 has b in group 0 (2 of 21 entries differ). Values that do not belong together "
+            "would be mixed. Give every rank the same model, optimizer, state, config and versions, in the same order. The "
+            "optimizer was changed on no rank."
         )
 
     @pytest.mark.parametrize(

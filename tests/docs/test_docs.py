@@ -32,7 +32,8 @@ ON_FOUR_RANKS = [
     pytest.param(ROOT / "examples" / name, 4, marks=pytest.mark.nightly) for name in ("hsdp.py", "moe.py", "tensor_parallel.py")
 ]
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#{1,3} (.*)$", re.MULTILINE)
 
 
 def page_id(value: Path | int) -> str:
@@ -67,11 +68,19 @@ def test_the_loop_of_the_readme_runs_as_it_is_pasted(launcher, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_no_relative_link_is_broken(page):
-    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target and not target.startswith("mailto:")]
+    links = [link for link in LINK.findall(page.read_text()) if "://" not in link[0] and not link[0].startswith("mailto:")]
+    targets = [(page.parent / path if path else page, anchor) for path, anchor in links]
 
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    assert [str(path) for path, _ in targets if not path.exists()] == []
+    assert [f"{path}#{anchor}" for path, anchor in targets if anchor and anchor not in anchors_of(path)] == []
 
 
 @pytest.mark.dist

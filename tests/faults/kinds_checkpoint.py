@@ -34,7 +34,7 @@ _GOOD, _NEXT = 1, 2
 _NOTICE_DEAD_S = 1.0
 _CALLS = {
     "data": ("write", 0),
-    "sync": ("sync", 0),
+    "sync": ("fsync", 0),
     "manifest": ("sync_directory", 0),
     "rename": ("rename", 0),
     "latest": ("rename", 1),

@@ -13,7 +13,7 @@ from megabucket.optim import DistributedOptimizer
 from megabucket.planning.links import FlatLink
 
 COST = st.floats(0, 1e-2)
-LINK = FlatLink(1e-4, 1e-9)
+LINK = FlatLink(latency_s=1e-4, seconds_per_byte=1e-9)
 FENCE_S = 1e-4 + 144e-9
 
 

@@ -72,13 +72,14 @@ def test_the_lower_quartile_of_the_shorter_kind_counts_and_no_point_is_lost():
         Timing(Cell(*reduce, 1024), (1000.0, 1000.0)),
         Timing(Cell(*reduce, 2048), (1000.0, 1000.0)),
     ]
-    calibration = Calibration(num_ranks=2, timings=tuple(timings), facts={})
+    calibration = Calibration.of(timings, 2, {})
 
     results = world.run(lambda rank: pipelined_link(calibration, world.communicator(rank), device=torch.device("cpu")))
 
     assert results[0] == results[1]
     assert results[0].num_ranks == 2
-    sizes = {key: [size for size, _ in points] for key, points in results[0].tables.items()}
+    points = {key: results[0].points(key[0], 2, key[1]) for key in (gather, reduce)}
+    sizes = {key: [size for size, _ in each] for key, each in points.items()}
     assert sizes == {gather: [1024, 4096], reduce: [1024, 2048]}
-    assert results[0].tables[gather][0] == (1024, 1e-12)
-    assert all(0 < seconds < 1000 for _, seconds in (*results[0].tables[reduce], results[0].tables[gather][1]))
+    assert points[gather][0] == (1024, 1e-12)
+    assert all(0 < seconds < 1000 for _, seconds in (*points[reduce], points[gather][1]))

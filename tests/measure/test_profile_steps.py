@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megabucket.errors import PhaseError
 from megabucket.layout import ParamSpec
 from megabucket.measure.profile_steps import Event, EventKind, reduce_steps, split_steps
-from megabucket.planning.inputs import WireBytes
+from megabucket.planning.workload import WireBytes
 
 TICKS = st.integers(0, 9)
 ROOT = 0

@@ -13,8 +13,7 @@ from megabucket.errors import ConfigError, PhaseError
 from megabucket.layout import ParamSpec
 from megabucket.measure.profile import choose_rank
 from megabucket.measure.profile_steps import WorkloadProfile
-from megabucket.planning.inputs import workload_from_dict
-from megabucket.planning.workload import TensorWork, Workload, check_workload_matches, model_fingerprint
+from megabucket.planning.workload import TensorWork, Workload, check_workload_matches, model_fingerprint, workload_from_dict
 from megabucket.testing import LoopbackWorld
 
 SHORT_S, LONG_S = 0.004, 0.012

@@ -234,13 +234,13 @@ def sum_not_tested(patch):
 
 
 def skip_not_heard(patch):
-    original = GradSync._take_verdict
+    original = GradSync._resolve_fence
 
-    def take_verdict(self):
+    def resolve_fence(self):
         original(self)
         self.skip_reason = ""
 
-    patch.setattr(GradSync, "_take_verdict", take_verdict)
+    patch.setattr(GradSync, "_resolve_fence", resolve_fence)
 
 
 def no_unused_report(patch):

@@ -211,7 +211,7 @@ def test_settings_out_of_range_are_refused_by_name(settings):
 def test_a_step_that_the_wrapper_skips_lowers_the_scale_also_where_the_sum_is_finite(is_sharded):
     def program(rank, ddp, optimizer):
         scaler = DynamicGradScaler(2.0, hysteresis=1)
-        # 2 * 2**126 is "too large to be added up" on rank 1, and yet 2**127 + 2 is a float32.
+        # 2 * 2**126 is "too large to be summed" on rank 1, and yet 2**127 + 2 is a float32.
         updated = step(scaler, ddp, optimizer, 2.0**126 if rank == 1 else 1.0)
         return updated, scaler.get_scale(), ddp.module.weight.unique().tolist()
 

@@ -18,7 +18,7 @@ from megabucket.testing import LoopbackWorld
 
 MODES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 
-SHAPES = {"a": (100,), "b": (7, 9), "c": (), "d": (0, 3), "e": (2, 3, 2, 2), "f": (5,)}
+SHAPES = {"a": (100,), "b": (7, 9), "c": (), "d": (1, 3), "e": (2, 3, 2, 2), "f": (5,)}
 DECAYED = "bc"
 
 OPTIMIZERS = {
@@ -150,7 +150,7 @@ class TestFormat:
         (state_dict, weights), _ = run_ranks(2, program, sharded=True, dtype=torch.bfloat16)
 
         own = state_dict["megabucket"]
-        # Group 0 holds b and c, group 1 a, d, e and f; d is empty, f frozen: 0 b, 1 c, 2 a, 3 d, 4 e, 5 f.
+        # Group 0 holds b and c, group 1 a, d, e and f; f is frozen: 0 b, 1 c, 2 a, 3 d, 4 e, 5 f.
         mains = dict(zip("bcade", (own["main_params"][index] for index in range(5)), strict=True))
         assert own["computed_in"] == {**dict.fromkeys(range(5), "float32"), 5: "bfloat16"}
         assert all(main.dtype == torch.float32 for main in mains.values())

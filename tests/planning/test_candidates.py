@@ -6,6 +6,7 @@ import statistics
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from timing_cases import flat
 
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
@@ -21,7 +22,6 @@ from megabucket.planning.candidates import (
     size_grid,
 )
 from megabucket.planning.cuts import plan_of_layout
-from megabucket.planning.links import FlatLink
 from megabucket.planning.simulate import FENCE, GRAD_NORM, HostCosts, Mode, simulate_step_s
 from megabucket.planning.workload import TensorWork, Workload
 
@@ -36,7 +36,7 @@ def models(draw):
     return [ParamSpec(tensor.name, (tensor.numel,)) for tensor in tensors], Workload(tensors, ready_order=order)
 
 
-LINKS = st.builds(FlatLink, st.floats(0, 1e-3), st.floats(0, 1e-8))
+LINKS = st.builds(flat, st.floats(0, 1e-3), st.floats(0, 1e-8))
 DEFAULTS = st.builds(
     DistributedDataParallelConfig,
     use_distributed_optimizer=st.booleans(),
@@ -110,7 +110,7 @@ def test_another_ready_order_is_tried_as_bucket_order():
         specs,
         DistributedDataParallelConfig(),
         {Mode.ALL_REDUCE: Measured(workload, HostCosts())},
-        FlatLink(1e-5, 1e-7),
+        flat(1e-5, 1e-7),
         num_ranks=2,
     )
 
@@ -145,7 +145,7 @@ def test_those_that_run_are_the_default_and_the_best_predicted():
         specs,
         DistributedDataParallelConfig(),
         {Mode.ALL_REDUCE: Measured(workload, HostCosts())},
-        FlatLink(1e-4, 1e-8),
+        flat(1e-4, 1e-8),
         num_ranks=2,
     )
 

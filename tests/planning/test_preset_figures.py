@@ -34,8 +34,8 @@ def test_a_shipped_model_has_the_recorded_steps(model, link, dp_size, mode):
     figures = step_figures(model, link, dp_size, mode)
 
     assert figures["lower_bound_s"] <= figures["optimal_s"]
-    # Exact for formulas; on a table the search is a heuristic, and a better plan than the recorded one is welcome.
-    tolerance = 1e-9 if link != MEASURED_LINK else 1e-3
+    # Exact for formulas. A table is cut by its fitted line and uniform sizes: docs/plan-and-simulate.md shows the cost.
+    tolerance = 1e-9 if link != MEASURED_LINK else 1e-2
     assert figures["optimal_s"] <= recorded["optimal_s"] * (1 + tolerance)
     for name in ("configured_s", "no_overlap_s", "lower_bound_s"):
         assert figures[name] == pytest.approx(recorded[name], rel=1e-9)

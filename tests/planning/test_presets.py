@@ -13,7 +13,8 @@ from megabucket.errors import ConfigError
 from megabucket.layout import build_layout
 from megabucket.planning import load_config, param_specs
 from megabucket.planning.documents import find_file
-from megabucket.planning.inputs import read_link, workload_of
+from megabucket.planning.links import read_link
+from megabucket.planning.workload import workload_of
 from megabucket.trace import CollectiveKind
 
 # Counts that others have published: the safetensors totals of the released models, or the sum of the shapes in a paper.

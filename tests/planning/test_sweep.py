@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from timing_cases import AFFINE_LINKS, workloads
+from timing_cases import AFFINE_LINKS, flat, ring, workloads
 
 from examples.ladder_counts import ladder
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
 from megabucket.planning import RunConfig, load_config
-from megabucket.planning.links import FlatLink, RingLink
 from megabucket.planning.memory import memory_by_mode
 from megabucket.planning.setting import Setting, outlook_of, scaling, setting_of, sizes_to_sweep
 from megabucket.planning.workload import TensorWork, Workload
@@ -42,7 +41,7 @@ def test_what_follows_the_buckets_depends_on_mode_fence_and_ranks():
 
     def kinds(dp_size, has_grad_norm=True, **fields):
         config, more = DistributedDataParallelConfig(**fields), {"specs": specs, "has_grad_norm": has_grad_norm}
-        setting = Setting(workload, FlatLink(1.0, 0.0), config, dp_size=dp_size, **more)
+        setting = Setting(workload, flat(1.0, 0.0), config, dp_size=dp_size, **more)
         return [size for _, size in setting.step_collectives]
 
     assert kinds(2) == [144]
@@ -50,12 +49,17 @@ def test_what_follows_the_buckets_depends_on_mode_fence_and_ranks():
     assert kinds(2, use_distributed_optimizer=True, has_grad_norm=False) == [144]
     assert kinds(2, fence=False) == []
     assert kinds(1, use_distributed_optimizer=True) == []
-    assert Setting(workload, FlatLink(1.0, 0.0), RS, dp_size=2).step_collectives == ()
+    assert Setting(workload, flat(1.0, 0.0), RS, dp_size=2).step_collectives == ()
 
 
 def test_one_group_of_all_buckets_goes_out_after_backward():
     workload = Workload((TensorWork("a", 1, 1.0), TensorWork("b", 1, 1.0)))
-    single = Setting(workload, FlatLink(1.0, 0.0), DistributedDataParallelConfig(bucket_groups="single"), dp_size=2)
+    single = Setting(
+        workload,
+        flat(1.0, 0.0),
+        DistributedDataParallelConfig(bucket_groups="single"),
+        dp_size=2,
+    )
 
     assert not single.overlap_grad_reduce
     assert single.step_s(single.plan_of_size(1)) == 2.0 + 2 * 1.0
@@ -65,7 +69,7 @@ def test_experts_are_reduced_over_their_own_ranks():
     specs = (ParamSpec("dense", (8,)), ParamSpec("expert", (8,), group="expert"))
     workload = Workload((TensorWork("dense", 8), TensorWork("expert", 8)))
     sizes = {"group_sizes": {"expert": 2}, "specs": specs}
-    setting = Setting(workload, RingLink(1.0, 1e9), DistributedDataParallelConfig(), dp_size=8, **sizes)
+    setting = Setting(workload, ring(1.0, 1e9), DistributedDataParallelConfig(), dp_size=8, **sizes)
 
     trace = setting.traces(setting.plan_of_size(None), num_steps=1)[0]
 
@@ -113,7 +117,7 @@ OVERTAKING = Workload(  # the bucket of t1 is closed, and sent, while the one th
 
 
 @settings(max_examples=60)
-@example(OVERTAKING, FlatLink(0.0, 1e-3), False, ["dense", "a", *["dense"] * 5], {"a": 2, "b": 4})
+@example(OVERTAKING, flat(0.0, 1e-3), False, ["dense", "a", *["dense"] * 5], {"a": 2, "b": 4})
 @given(
     workloads(),
     AFFINE_LINKS,
@@ -147,7 +151,7 @@ def test_a_size_for_a_group_without_parameters_is_refused_by_name(tmp_path):
 def test_efficiency_is_that_of_one_rank_alone_over_that_of_many():
     # All-reduce of 400 bytes on a ring of 100 bytes/s: 8 (n-1)/n s after 10 s of backward.
     workload = Workload((TensorWork("a", 100, 10.0),))
-    setting = Setting(workload, RingLink(0.0, 100.0), DistributedDataParallelConfig(), dp_size=2)
+    setting = Setting(workload, ring(0.0, 100.0), DistributedDataParallelConfig(), dp_size=2)
 
     rows = scaling(setting, ranks=(1, 2, 4))
 
@@ -192,7 +196,7 @@ def test_an_empty_bucket_holds_up_those_behind_it_like_any_other():
     specs = (ParamSpec("first", (1,)), ParamSpec("empty", (0,)))
     config = DistributedDataParallelConfig(layout="megatron", fence=False, bucket_cuts=("empty",))
 
-    setting = Setting(workload, FlatLink(0.0, 1.0), config, dp_size=4, specs=specs)
+    setting = Setting(workload, flat(0.0, 1.0), config, dp_size=4, specs=specs)
 
     assert [len(bucket) for bucket in setting.configured_plan.buckets] == [1, 1]
     assert setting.step_s(setting.configured_plan) == setting.traces(setting.configured_plan)[-1].duration_s == 5.0
@@ -246,7 +250,7 @@ def test_a_ladder_without_tensors_is_refused():
 def test_simulated_collectives_are_those_of_the_ladder():
     numels = [4, 9, 2, 9, 1]
     workload = Workload(tuple(TensorWork(f"t{i}", numel) for i, numel in enumerate(numels)), bytes_per_element=4)
-    setting = Setting(workload, FlatLink(1.0, 0.0), DistributedDataParallelConfig(), dp_size=2)
+    setting = Setting(workload, flat(1.0, 0.0), DistributedDataParallelConfig(), dp_size=2)
 
     buckets = ladder(numels, bytes_per_element=4, bucket_cap_bytes=40)[4].collectives_per_sync
 

@@ -14,8 +14,7 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.planning.cuts import per_tensor_plan, plan_of_layout, single_plan, uniform_plan
-from megabucket.planning.inputs import read_workload, workload_from_dict, write_workload
-from megabucket.planning.workload import TensorWork, Workload
+from megabucket.planning.workload import TensorWork, Workload, read_workload, workload_from_dict, write_workload
 
 THREE = Workload((TensorWork("a", 5, 1.0, 0.5), TensorWork("b", 0, 2.0, 0.25), TensorWork("c", 7, 4.0, 1.0)))
 
@@ -75,7 +74,7 @@ TENSOR = {"name": "a", "numel": 3}
         ([], "a workload is a mapping with a list of tensors"),
         ({}, "a list of tensors under the key 'tensors'"),
         ({"tensors": "abc"}, "a list of tensors"),
-        ({"tensors": []}, "tensors is empty"),
+        ({"tensors": []}, "at least 1 item"),
         ({"tensors": [TENSOR], "schema": "other"}, "not megabucket.workload version 1"),
         ({"tensors": [TENSOR], "version": 2}, "not megabucket.workload version 1"),
         ({"tensors": [7]}, r"tensors.0: should be a section"),

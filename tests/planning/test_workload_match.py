@@ -35,8 +35,8 @@ def test_a_model_that_lacks_a_parameter_or_has_it_elsewhere_is_another_model(spe
 @pytest.mark.parametrize(
     ("specs", "text"),
     [
-        (SPECS[:2], "the model has no 'head.bias'"),
-        ([*SPECS, ParamSpec("more", (1,))], "it lacks 'more'"),
+        (SPECS[:2], f"parameter 2 is 'head.bias' with {SPECS[2].numel} elements instead of nothing"),
+        ([*SPECS, ParamSpec("more", (1,))], "parameter 3 is nothing instead of 'more' with 1 elements"),
         (
             [SPECS[0], ParamSpec("head.weight", (4, 5)), SPECS[2]],
             "parameter 1 is 'head.weight' with 12 elements instead of 'head.weight' with 20",

@@ -54,6 +54,14 @@ def plan_of(workload, is_cut_after):
     return BucketPlan(tuple(buckets))
 
 
+def flat(latency_s, seconds_per_byte):
+    return FlatLink(latency_s=latency_s, seconds_per_byte=seconds_per_byte)
+
+
+def ring(latency_s, bytes_per_s):
+    return RingLink(latency_s=latency_s, bytes_per_s=bytes_per_s)
+
+
 FLAT = st.builds(FlatLink, latency_s=TIMES, seconds_per_byte=st.integers(0, 20).map(lambda n: n / 1000))
 RING = st.builds(RingLink, latency_s=TIMES, bytes_per_s=st.integers(1, 1000).map(float))
 POINTS = st.lists(st.tuples(st.integers(0, 400), TIMES), min_size=2, max_size=5, unique_by=lambda point: point[0]).map(
@@ -61,7 +69,7 @@ POINTS = st.lists(st.tuples(st.integers(0, 400), TIMES), min_size=2, max_size=5,
 )
 KINDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER)
 MEASURED = st.tuples(POINTS, POINTS, POINTS).map(
-    lambda tables: MeasuredLink({(kind, "float32"): table for kind, table in zip(KINDS, tables, strict=True)}, num_ranks=4)
+    lambda tables: MeasuredLink.of({(kind, "float32"): table for kind, table in zip(KINDS, tables, strict=True)}, num_ranks=4)
 )
 AFFINE_LINKS = FLAT | RING
 LINKS = AFFINE_LINKS | MEASURED

@@ -209,7 +209,7 @@ def collectives(rank: Rank) -> dict[str, Any]:
     work = dist.all_reduce(seen["integers"], group=group, async_op=True)
     seen["future"] = work.get_future().wait()
     seen["functional"] = funcol.all_reduce(ramp(), "sum", group) + 1
-    return {name: plain(value) for name, value in {**seen, **shards(rank), **messages(rank)}.items()}
+    return {name: plain(value) for name, value in {**seen, **shards(rank)}.items()}
 
 
 def plain(value: Any) -> Any:
@@ -240,27 +240,7 @@ def shards(rank: Rank) -> dict[str, Any]:
     return seen | {"mask": mask, "pair": pair}
 
 
-def messages(rank: Rank) -> dict[str, Any]:
-    other, received = 1 - rank.index, [torch.zeros(2) for _ in range(4)]
-    swap = [
-        dist.P2POp(dist.isend, torch.full((2,), rank.index + 1.0), group=rank.group, group_peer=other),
-        dist.P2POp(dist.irecv, received[0], group=rank.group, group_peer=other),
-    ]
-    for work in dist.batch_isend_irecv(swap):
-        work.wait()
-    if rank.index == 0:
-        sent = [dist.isend(torch.full((2,), 10.0 * tag), group_dst=1, group=rank.group, tag=tag) for tag in (1, 2)]
-        for work in sent:
-            work.wait()
-        dist.send(torch.full((2,), 30.0), group_dst=1, group=rank.group)
-    else:
-        for tag in (2, 1):  # in another order than they were sent
-            dist.recv(received[tag], group_src=0, group=rank.group, tag=tag)
-        dist.recv(received[3], group_src=0, group=rank.group)
-    return {"received": received}
-
-
-def test_every_collective_and_message_gives_what_gloo_gives(pool):
+def test_every_collective_gives_what_gloo_gives(pool):
     on_gloo = pool.run(collectives, ranks=RANKS)
 
     on_fabric = run(pool, collectives, QUICK)
@@ -336,7 +316,13 @@ def test_a_rank_that_waits_does_not_need_the_others_to_wait(pool, how):
 
 def not_offered(rank: Rank) -> list[str]:
     texts = []
-    for call in (lambda: dist.recv(torch.zeros(2), group=rank.group), lambda: rank.group.split_group([0, 1])):
+    other, group = 1 - rank.index, rank.group
+    for call in (
+        lambda: dist.send(torch.zeros(2), group_dst=other, group=group),
+        lambda: dist.recv(torch.zeros(2), group_src=other, group=group),
+        lambda: dist.recv(torch.zeros(2), group=group),
+        lambda: group.split_group([0, 1]),
+    ):
         with pytest.raises(RuntimeError) as caught:
             call()
         texts.append(str(caught.value))
@@ -344,12 +330,9 @@ def not_offered(rank: Rank) -> list[str]:
 
 
 def test_what_would_pass_the_link_by_is_refused(pool):
-    texts = [
-        "the emulated fabric receives from a rank that is named; give dist.recv() its source",
-        "a group on the emulated fabric cannot be split; call dist.new_group() on all ranks",
-    ]
+    text = "the emulated fabric has no messages and no split_group: use collectives, and dist.new_group()"
 
-    assert run(pool, not_offered, QUICK) == [texts] * 2
+    assert run(pool, not_offered, QUICK) == [[text] * 4] * 2
 
 
 # Time #
@@ -376,12 +359,6 @@ def timed(rank: Rank) -> dict[str, tuple[float, float]]:
     works = [dist.all_reduce(full, group=rank.group, async_op=True) for _ in range(3)]
     works[-1].get_future().wait()
     seen["three in a row"] = (start_s, time.monotonic())
-    start_s = time.monotonic()
-    if rank.index == 0:
-        dist.send(full, group_dst=1, group=rank.group)
-    else:
-        dist.recv(full, group_src=0, group=rank.group)
-    seen["message"] = (start_s, time.monotonic())
     assert fabric_lateness(rank.group).num_done > 0
     return seen
 
@@ -405,7 +382,6 @@ def test_nothing_is_done_before_the_link_delivers(pool, moves_data):
     for name, duration_s in DURATIONS_S.items():
         last_launch_s = max(first[name][0], second[name][0])
         assert min(first[name][1], second[name][1]) >= last_launch_s + duration_s, name
-    assert second["message"][1] >= first["message"][0] + 10e-3 + 4000 / 1e6  # 4000 bytes, once, in one step
 
 
 def cpu_while_waiting(rank: Rank) -> float:

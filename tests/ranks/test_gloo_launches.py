@@ -80,7 +80,7 @@ def launch_unprepared(rank: Rank, records: bool) -> list[int]:
     try:
         for _ in range(100):
             tensor, full = torch.ones(10), torch.ones(10 * rank.size)
-            calls = (AllReduce(tensor), Broadcast(tensor), AllGather(full, full.view(rank.size, -1)[rank.index]))
+            calls = (AllReduce(tensor), Broadcast(tensor), AllGather(full, full.data.view(rank.size, -1)[rank.index]))
             for kind, call in enumerate(calls):
                 communicator.launch([call], label="passing").wait()
                 num_held[kind] += tensor._use_count() > 1 or full._use_count() > 1  # type: ignore[attr-defined]

@@ -380,12 +380,12 @@ def ways(rank: Rank, blind: int | None, calls_of: str) -> bool:
     reads_nonce = (lambda *_: False) if rank.index == blind else samehost._reads_nonce
     with mock.patch.object(samehost, "_reads_nonce", reads_nonce):
         communicator = copying(rank.group)
-    full = torch.ones(12 * rank.size)
+    full, narrow = torch.ones(12 * rank.size), torch.ones(12 * rank.size, dtype=torch.bfloat16)
     calls: dict[str, list[Call]] = {
         "sum": [AllReduce(full)],
         "largest": [AllReduce(full, ReduceOp.MAX)],
         "integers": [AllReduce(torch.ones(4, dtype=torch.int64))],
-        "in float32": [ReduceScatter(part_of(full.bfloat16(), rank), full.bfloat16(), in_fp32=True)],
+        "in float32": [ReduceScatter(part_of(narrow, rank), narrow, in_fp32=True)],
     }
     with copying_anything():
         batch = communicator.prepare(calls[calls_of])

@@ -21,6 +21,7 @@ workload:
 """
 STEP = {"kind": "step_trace", "step": 3, "rank": 0, "start_s": 1.0, "duration_s": 0.25}
 LAUNCH = {"label": "bucket 0", "kind": "all_reduce", "payload_bytes": 8, "launched_s": 0.1, "done_s": 0.2}
+LAUNCH |= dict.fromkeys(("ready_s", "wait_start_s", "wait_stop_s"))
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_measured_steps_get_a_trace_of_their_own(config, tmp_path):
     ("arguments", "said"),
     [
         (["--out", "report.json"], "the page is called something.html"),
-        (["--measured", "empty"], "is empty, so there is nothing to compare with"),
+        (["--measured", "empty"], "holds no steps"),
         (["link=null"], "link is required"),
         (["workload=null"], "there is nothing to simulate"),
         (["link.latency_s=-1"], "link.latency_s"),

@@ -11,8 +11,7 @@ import pytest
 from report_cases import HOSTILE, book, model_run, report, small, tensors, zero
 
 from megabucket.planning import RunConfig
-from megabucket.planning.inputs import write_workload
-from megabucket.planning.workload import TensorWork, Workload
+from megabucket.planning.workload import TensorWork, Workload, write_workload
 from megabucket.report import Measured, render_page, write_report
 from megabucket.report.measured import MeasuredPlan
 
@@ -330,7 +329,7 @@ def test_a_hundred_thousand_tensors_fit(site, many_report):
     page.get_by_role("slider", name="Bucket size").focus()
     page.keyboard.press("Home")
 
-    assert len(html.encode()) < 200_000
+    assert len(html.encode()) < 1_000_000
     assert "too many buckets to draw" in page.locator("#timeline").text_content()
     page.keyboard.press("End")
     assert stats(page)["Buckets"] == "1"

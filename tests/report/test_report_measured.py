@@ -83,24 +83,23 @@ def test_candidates_that_were_run_are_read(path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is empty, so there is nothing to compare with"),
-        (" \n\n", "is empty"),
+        (" \n\n", "holds no steps"),
         ('{"kind": "eval"}', "holds no steps"),
-        ("[]", "is JSON without a list of candidates"),
-        ('{"steps": []}', "is JSON without a list of candidates"),
-        ('{"candidates": []}', "must be a list with at least one"),
-        ('{"candidates": "abc"}', "must be a list with at least one"),
-        ('{"candidates": [3]}', r"candidates\[0\] must be a mapping"),
+        ("[]", "holds no steps"),
+        ('{"steps": []}', "holds no steps"),
+        ('{"candidates": []}', "none of the candidates has a measured_s"),
+        ('{"candidates": "abc"}', "candidates: .*list"),
+        ('{"candidates": [3]}', r"candidates\.0: "),
         ('{"candidates": [{"name": "a"}]}', "none of the candidates has a measured_s"),
-        ('{"candidates": [{"measured_s": -1}]}', r"measured_s must be a finite number of seconds >= 0, got -1"),
-        ('{"candidates": [{"measured_s": NaN}]}', "finite number of seconds >= 0, got nan"),
-        ('{"candidates": [{"measured_s": true}]}', "got True"),
-        ('{"candidates": [{"measured_s": 1, "bucket_numel": 0}]}', "bucket_numel must be a number of elements, at least 1"),
-        (step_line("soon"), "duration_s of step 0 must be a finite number"),
-        (step_line(1.0) + "\n" + step_line(1.0)[:30], "not valid JSON .the last line; was the run cut off"),
+        ('{"candidates": [{"measured_s": -1}]}', r"candidates\.0\.measured_s: .*-1"),
+        ('{"candidates": [{"measured_s": NaN}]}', r"measured_s: .*nan"),
+        ('{"candidates": [{"measured_s": true}]}', r"measured_s: .*True"),
+        ('{"candidates": [{"measured_s": 1, "bucket_numel": 0}]}', "bucket_numel: .*0"),
+        (step_line("soon"), r":1: (duration_s|step_s): "),
+        (step_line(1.0) + "\n" + step_line(1.0)[:30], ":2: not valid JSON"),
         ("a,b\n1,2", ":1: not valid JSON"),
-        (step_line(1.0, launches=[{"label": "x"}]), "lacks or garbles"),
-        (step_line(1.0, launches=[{"label": "x", "kind": "gossip", "payload_bytes": 1}]), "lacks or garbles"),
+        (step_line(1.0, launches=[{"label": "x"}]), r"launches\.0\.kind"),
+        (step_line(1.0, launches=[{"label": "x", "kind": "gossip", "payload_bytes": 1}]), r"launches\.0\.kind"),
     ],
 )
 def test_other_files_are_refused_with_their_name_and_what_to_give(path, text, said):
@@ -116,5 +115,5 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.json: cannot be read: No such file"):
         read_measured(tmp_path / "none.json")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is not UTF-8"):
+    with pytest.raises(ConfigError, match="not valid JSON"):
         read_measured(tmp_path / "bytes")

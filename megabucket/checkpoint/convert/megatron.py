@@ -1,6 +1,6 @@
 """From Megatron-Core: the state of its ``DistributedOptimizer`` in bucket space (``dp_zero_gather_scatter``), by name.
 
-No file is read here. The caller reads it, and of what that gives only tensors and numbers are taken.
+No file is read here. The caller reads it; only tensors and numbers of the result are used.
 
 Per buffer and kind of value there is one flat float32 tensor: the buckets of the buffer one after the other, without their
 padded tails. Gaps between parameters are there, and are zero::
@@ -8,7 +8,7 @@ padded tails. Gaps between parameters are there, and are zero::
     layout  |  head  gap  norm  | tail |  block  | tail |    a buffer of two buckets
     state   |  head  gap  norm  |  block  |
 
-Nothing in it says which parameter lies where. The layout does, and is checked as far as the state allows.
+The state does not say which parameter lies where. The layout does, and is checked as far as the state allows.
 """
 
 from __future__ import annotations
@@ -17,18 +17,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
 from megabucket.buffer import dtype_name, dtype_named
-from megabucket.checkpoint.canonical import (
-    GlobalNames,
-    canonical_name,
-    flat,
-    in_shape,
-    whole_piece,
-)
+from megabucket.checkpoint.canonical import GlobalNames, canonical_name, flat, in_shape, whole_piece
 from megabucket.checkpoint.capture import (
     MAIN_PREFIX,
     MODEL_PREFIX,
@@ -47,7 +41,7 @@ from megabucket.checkpoint.stored import Stored, copy_checked
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout import BufferLayout, ModelLayout
-from megabucket.optim.state_dict import Description, StateEntry, describe_number
+from megabucket.optim.state_dict import StateEntry, describe_number
 
 _SOURCE: Final = "the state of Megatron's DistributedOptimizer"
 _PARAM: Final = "param"
@@ -59,26 +53,21 @@ Groups = Sequence[tuple[Sequence[str], Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DpZeroState:
-    """What one rank of Megatron's model-parallel group has saved of its optimizer, and what it takes to understand it.
+    """The optimizer state that one rank of Megatron's model-parallel group saved, and the layout that explains it.
 
     Args:
-        param_state: what ``get_parameter_state_dp_zero()`` gave, or the list of those of dense parameters and of experts.
+        param_state: the result of ``get_parameter_state_dp_zero()``, or the list of those of dense parameters and of experts.
         layout: of Megatron's buffers: ``layout="megatron"``, its bucket settings, its data-parallel size. The buffers of
             several model chunks follow each other.
         step: how often the optimizer has stepped: ``"step"`` of the groups in Megatron's ``optimizer.state_dict()``.
-        weights: what an optimizer's state does not hold: frozen parameters and module buffers. Weights that it does hold may
-            be left out; those that are given are compared with their main parameters, which also proves the layout.
+        weights: tensors that an optimizer's state does not hold: frozen parameters and module buffers. Trained weights may be
+            left out; given ones are compared with their main parameters, which also proves the layout.
     """
 
     param_state: Any
     layout: ModelLayout
     step: float
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def buffers(self) -> list[BufferLayout]:
-        """The buffers in Megatron's order: experts have an optimizer of their own, after that of the dense parameters."""
-        return sorted(self.layout.buffers, key=lambda buffer: buffer.key.group != "dense")
 
     @property
     def params(self) -> list[str]:
@@ -89,54 +78,79 @@ class DpZeroState:
     def values(self) -> Iterator[tuple[str, torch.dtype, dict[str, torch.Tensor]]]:
         """Return each parameter with its dtype, its main parameter and its moments, in its shape: views of the state.
 
-        Only where ``problems`` has found none.
+        Raises:
+            CheckpointMismatchError: state and layout differ.
         """
-        for held, buffer in zip(_held_in(self.param_state), self.buffers, strict=True):
-            (flats,) = held.values()
-            for name, start in _places(buffer):
-                slot = buffer.params[name]
-                stop = start + slot.numel
-                of_param = {key: flats[key][start:stop].view(slot.shape) for key in (_PARAM, *_MOMENTS)}
-                yield canonical_name(name), dtype_named(buffer.key.param_dtype), of_param
-
-    def problems(self) -> list[str]:
-        """Return everything in which state and layout differ, and whatever else cannot be used."""
-        if type(self.step) not in (int, float) or not 0 <= self.step == self.step // 1:
-            return [f"the step is {self.step!r}, and must be a whole number of 0 or more"]
-        if twice := [name for name, count in Counter(self.params).items() if count > 1]:
-            return [f"the layout has several parameters of one name: {name_list(twice)}"]
-        parts = _parts_of(self.param_state)
-        if not parts or not all(isinstance(part, Mapping) and part.get("buckets_coalesced") is True for part in parts):
-            what = "a dict with 'buckets_coalesced', as it is since 2024, or a list of such dicts"
-            return [f"it is not what get_parameter_state_dp_zero() gives: {what}"]
-        no_tensors = [name for name, weight in self.weights.items() if not isinstance(weight, torch.Tensor)]
-        if no_tensors:
-            return [f"of the weights, {name_list(no_tensors)} are no tensors; leave them out"]
-        held, buffers = _held_in(self.param_state), self.buffers
+        states = list(self.param_state) if isinstance(self.param_state, list | tuple) else [self.param_state]
+        if not all(isinstance(state, Mapping) and state.get("buckets_coalesced") is True for state in states):
+            _refuse(
+                "it is not the result of get_parameter_state_dp_zero(): a dict with 'buckets_coalesced', as it is since 2024, "
+                "or a list of such dicts"
+            )
+        held = [state[index] for state in states for index in sorted(key for key in state if type(key) is int)]
+        # Experts have an optimizer of their own, after that of the dense parameters.
+        buffers = sorted(self.layout.buffers, key=lambda buffer: buffer.key.group != "dense")
         if len(held) != len(buffers):
             keys = ", ".join(str(buffer.key) for buffer in buffers)
-            return [f"it has {len(held)} buffers, and the layout has {len(buffers)}: {keys}"]
-        return [
-            f"buffer {index} ({buffer.key}): {problem}"
-            for index, (of_buffer, buffer) in enumerate(zip(held, buffers, strict=True))
-            for problem in _buffer_problems(of_buffer, buffer)
-        ]
+            _refuse(f"it has {len(held)} buffers, and the layout has {len(buffers)}: {keys}")
+        for of_buffer, buffer in zip(held, buffers, strict=True):
+            flats = _checked(of_buffer, buffer)
+            for name, start in _places(buffer):
+                slot = buffer.params[name]
+                of_param = {key: flat[start : start + slot.numel].view(slot.shape) for key, flat in flats.items()}
+                yield canonical_name(name), dtype_named(buffer.key.param_dtype), of_param
+
+
+def _checked(held: Any, buffer: BufferLayout) -> dict[str, torch.Tensor]:
+    """Return the flat tensors of a buffer."""
+    wanted = (dtype_named(buffer.key.param_dtype), dtype_named(buffer.key.grad_dtype))
+    if list(held) != [wanted]:
+        found = ", ".join(map(str, held))
+        _refuse(f"{buffer.key}: the state has {found} instead of {wanted}, the dtypes of parameters and gradients")
+    numels = [bucket.numel_unpadded for bucket in buffer.buckets]
+    flats = {key: held[wanted].get(key) for key in (_PARAM, *_MOMENTS)}
+    for key, values in flats.items():
+        if not isinstance(values, torch.Tensor) or (values.dtype, values.shape) != (torch.float32, (sum(numels),)):
+            found = (
+                f"{dtype_name(values.dtype)} {tuple(values.shape)}"
+                if isinstance(values, torch.Tensor)
+                else type(values).__name__
+            )
+            _refuse(
+                f"{buffer.key}: {key!r} is {found}, and the layout has a flat float32 tensor of {sum(numels)} elements, in "
+                f"buckets of {', '.join(map(str, numels[:5]))}{', ...' if len(numels) > 5 else ''}"
+            )
+        stop = 0
+        for name, start in _places(buffer):
+            if values[stop:start].any():
+                _refuse(f"{buffer.key}: {key!r} is not zero in {stop}:{start}, where the layout has no parameter")
+            stop = start + buffer.params[name].numel
+    return flats
+
+
+def _places(buffer: BufferLayout) -> Iterator[tuple[str, int]]:
+    """Return the parameters of a buffer and where in the state they begin, in this order."""
+    offset = 0
+    for bucket in buffer.buckets:
+        for name in bucket.params:
+            yield name, offset + buffer.params[name].start - bucket.start
+        offset += bucket.numel_unpadded
 
 
 def load_dp_zero(
     found: DpZeroState, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None = None, *, cast: bool = False
 ) -> LoadedCheckpoint:
-    """Put the state into a run of any number of ranks and any buckets. A collective call, between two steps.
+    """Load the state into a run of any number of ranks and any buckets. A collective call, between two steps.
 
-    Every rank passes the same state and takes its shards out of it. Hyperparameters stay as they are here, and so do frozen
+    Every rank passes the same state and takes its shards of it. The run keeps its hyperparameters, and frozen
     parameters and module buffers that are not among ``found.weights``.
 
     Args:
-        optimizer: torch's Adam or AdamW, plain or in a ``DistributedOptimizer``; None to take the weights only.
-        cast: floating-point tensors may be converted to what they are here.
+        optimizer: torch's Adam or AdamW, plain or in a ``DistributedOptimizer``; None to load weights only.
+        cast: convert floating-point tensors to the dtypes of this run.
 
     Raises:
-        CheckpointMismatchError: state, layout and run do not fit; the text names everything that does not.
+        CheckpointMismatchError: state, layout and run do not fit.
         MegabucketError: as ``load_checkpoint``; in any case nothing was changed.
     """
     stored = together(GroupRanks(ddp, "loading a checkpoint"), lambda: _for_run(found, ddp, optimizer))
@@ -153,11 +167,11 @@ def import_dp_zero(
     """Write the state as a checkpoint of a run with AdamW, and return its directory. Needs neither a model nor other ranks.
 
     Args:
-        groups: as a torch optimizer takes them, with names under ``"params"``; hyperparameters that they do not give stay
-            what they are in the run that loads the checkpoint. When left out: one group of all parameters.
+        groups: as a torch optimizer takes them, with names under ``"params"``; the run that loads the checkpoint keeps its
+            hyperparameters that they do not give. Left out: one group of all parameters.
 
     Raises:
-        CheckpointMismatchError: state, layout and groups do not fit; the text names everything that does not.
+        CheckpointMismatchError: state, layout and groups do not fit.
         CheckpointNotSavedError: the checkpoint cannot be written.
     """
     given = [{"params": found.params}] if groups is None else groups
@@ -167,7 +181,7 @@ def import_dp_zero(
 
 
 class _HeldSnapshot(Stored):
-    """A snapshot that is whole on this rank, as a checkpoint that was opened."""
+    """A snapshot that is whole on this rank, read like a checkpoint."""
 
     def __init__(self, snapshot: Snapshot, step: int) -> None:
         super().__init__(Path(_SOURCE), step, 1, {piece.info.name: piece.info for piece in snapshot.pieces}, snapshot.values)
@@ -193,7 +207,7 @@ def _for_run(found: DpZeroState, ddp: DistributedDataParallel, optimizer: torch.
     kind = type(inner).__name__
     is_adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     if not is_adam or any(group["amsgrad"] for group in inner.param_groups):
-        _refuse([f"the optimizer here is {kind}, and the state is that of Adam or AdamW without amsgrad"])
+        _refuse(f"the optimizer here is {kind}, and the state is that of Adam or AdamW without amsgrad")
     groups = list(zip(members_by_name(optimizer, names), optimizer.param_groups, strict=True))
     return _HeldSnapshot(_snapshot(found, groups, kind, others), int(found.step))
 
@@ -209,110 +223,52 @@ def _snapshot(found: DpZeroState, groups: Groups | None, kind: str, others: Mapp
     Raises:
         CheckpointMismatchError: state, layout and groups do not fit.
     """
+    if type(found.step) not in (int, float) or not 0 <= found.step == found.step // 1:
+        _refuse(f"the step is {found.step!r}, and must be a whole number of 0 or more")
+    if no_tensors := [name for name, weight in found.weights.items() if not isinstance(weight, torch.Tensor)]:
+        _refuse(f"of the weights, {name_list(no_tensors)} are no tensors; leave them out")
     given = {canonical_name(name): weight for name, weight in found.weights.items()}
     rest = {**others, **given}
-    _refuse([*found.problems(), *([] if groups is None else _group_problems(found.params, groups, rest))])
+    if groups is not None:
+        _check_groups(groups, found.params, rest)
     tensors = {f"{MODEL_PREFIX}{name}": weight for name, weight in rest.items()}
-    problems: list[str] = []
     for name, dtype, values in found.values():
         weight = values[_PARAM].to(dtype)
-        problems += _weight_problems(name, given.get(name), weight)
+        if name in given:
+            _check_weight(name, given[name], weight)
         tensors[f"{MODEL_PREFIX}{name}"] = weight
         if groups is not None:
             tensors |= {state_name(name, key): values[key] for key in _MOMENTS}
             tensors |= {f"{MAIN_PREFIX}{name}": values[_PARAM]} if dtype != torch.float32 else {}
-    _refuse(problems)
     optimizer = None
     if groups is not None:
-        described = dict.fromkeys(found.params, _description(found.step))
-        optimizer = optimizer_values(kind, groups, described, dict.fromkeys(found.params, "float32"), tensors.__setitem__)
+        count = describe_number("step", torch.tensor(float(found.step)), torch.device("cpu"))
+        description = (count, *(StateEntry(key, "elements", "float32") for key in _MOMENTS))
+        described, computed_in = dict.fromkeys(found.params, description), dict.fromkeys(found.params, "float32")
+        optimizer = optimizer_values(kind, groups, described, computed_in, tensors.__setitem__)
     pieces = [whole_piece(name, tensor) for name, tensor in sorted(tensors.items())]
     return Snapshot(pieces, values_of_state(optimizer))
 
 
-def _description(step: float) -> Description:
-    count = describe_number("step", torch.tensor(float(step), dtype=torch.float32), torch.device("cpu"))
-    return (count, *(StateEntry(key, "elements", "float32") for key in _MOMENTS))
+def _refuse(problem: str) -> NoReturn:
+    raise CheckpointMismatchError(path=_SOURCE, problems=[problem])
 
 
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        raise CheckpointMismatchError(path=_SOURCE, problems=problems)
+def _check_groups(groups: Groups, params: Sequence[str], rest: Mapping[str, torch.Tensor]) -> None:
+    here = Counter(name for names, _ in groups for name in names if name in params or name not in rest)
+    missing, surplus = list(Counter(params) - here), list(here - Counter(params))
+    if missing:
+        _refuse(f"the layout has {name_list(missing)}, and no group of the optimizer has")
+    if surplus:
+        _refuse(f"the groups of the optimizer have {name_list(surplus)} twice, or the layout has not")
 
 
-def _group_problems(params: Sequence[str], groups: Groups, rest: Mapping[str, torch.Tensor]) -> list[str]:
-    counts = Counter(name for names, _ in groups for name in names)
-    missing = [name for name in params if not counts[name]]
-    unknown = sorted(counts.keys() - set(params) - rest.keys())
-    twice = [name for name, count in counts.items() if count > 1]
-    return [
-        *([f"the layout has {name_list(missing)}, and no group of the optimizer has"] if missing else []),
-        *([f"the groups of the optimizer have {name_list(unknown)}, and the layout has not"] if unknown else []),
-        *([f"the groups of the optimizer have {name_list(twice)} more than once"] if twice else []),
-    ]
-
-
-def _weight_problems(name: str, given: torch.Tensor | None, weight: torch.Tensor) -> list[str]:
-    """Return how a weight that was given differs from what the state says it is."""
-    if given is None:
-        return []
+def _check_weight(name: str, given: torch.Tensor, weight: torch.Tensor) -> None:
     if (given.dtype, given.shape) != (weight.dtype, weight.shape):
         form, own = (f"{dtype_name(one.dtype)} {tuple(one.shape)}" for one in (given, weight))
-        return [f"the weight {name!r} is {form}, and {own} in the layout"]
-    if torch.equal(given.detach().cpu(), weight):
-        return []
-    reasons = "one of the two is of another step, or the layout is another"
-    remedy = "If you are sure of the layout, leave the weight out: what the main parameter rounds to is taken"
-    return [f"the weight {name!r} is not what its main parameter rounds to: {reasons}. {remedy}"]
-
-
-def _parts_of(param_state: Any) -> list[Any]:
-    """Return the states of single optimizers."""
-    return list(param_state) if isinstance(param_state, list | tuple) else [param_state]
-
-
-def _held_in(param_state: Any) -> list[Any]:
-    """Return what is held for each buffer."""
-    parts = _parts_of(param_state)
-    return [part[index] for part in parts for index in sorted(key for key in part if type(key) is int)]
-
-
-def _places(buffer: BufferLayout) -> Iterator[tuple[str, int]]:
-    """Return the parameters of a buffer and where in the state they begin, in this order."""
-    offset = 0
-    for bucket in buffer.buckets:
-        for name in bucket.params:
-            yield name, offset + buffer.params[name].start - bucket.start
-        offset += bucket.numel_unpadded
-
-
-def _gaps(buffer: BufferLayout) -> Iterator[tuple[int, int]]:
-    """Return the ranges of the state that belong to no parameter. Behind the last one there is none."""
-    stop = 0
-    for name, start in _places(buffer):
-        if stop < start:
-            yield stop, start
-        stop = start + buffer.params[name].numel
-
-
-def _buffer_problems(held: Any, buffer: BufferLayout) -> list[str]:
-    wanted = (dtype_named(buffer.key.param_dtype), dtype_named(buffer.key.grad_dtype))
-    if not isinstance(held, Mapping) or list(held) != [wanted] or not isinstance(held[wanted], Mapping):
-        found = ", ".join(map(str, held)) if isinstance(held, Mapping) else type(held).__name__
-        return [f"the state has {found or 'nothing'} instead of {wanted}, the dtypes of parameters and gradients"]
-    numels = [bucket.numel_unpadded for bucket in buffer.buckets]
-    numel, flats, problems = sum(numels), held[wanted], []
-    here = f"the layout has {numel}, in buckets of {', '.join(map(str, numels[:5]))}{', ...' if len(numels) > 5 else ''}"
-    if flats.get("numel_unpadded", numel) != numel:
-        problems.append(f"it has {flats['numel_unpadded']} elements without padding, and {here}")
-    for key in (_PARAM, *_MOMENTS):
-        flat = flats.get(key)
-        if not isinstance(flat, torch.Tensor) or flat.dtype != torch.float32 or flat.dim() != 1:
-            found = f"{dtype_name(flat.dtype)} {tuple(flat.shape)}" if isinstance(flat, torch.Tensor) else type(flat).__name__
-            problems.append(f"{key!r} is {found}, and must be a flat float32 tensor")
-        elif flat.numel() != numel:
-            problems.append(f"{key!r} has {flat.numel()} elements, and {here}")
-        else:
-            full = [f"{start}:{stop}" for start, stop in _gaps(buffer) if flat[start:stop].any()]
-            problems += [f"{key!r} is not zero in {name_list(full)}, where the layout has no parameter"] if full else []
-    return problems
+        _refuse(f"the weight {name!r} is {form}, and {own} in the layout")
+    if not torch.equal(given.detach().cpu(), weight):
+        _refuse(
+            f"the weight {name!r} is not the rounded main parameter: one of the two is of another step, or the layout is "
+            "another. If you are sure of the layout, leave the weight out; the rounded main parameter takes its place"
+        )

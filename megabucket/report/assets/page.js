@@ -9,14 +9,16 @@ const page = (() => {
   const planOf = key => named.find(plan => plan.key === key);
   const configured = planOf("config") || planOf("default"), optimal = planOf("optimal");
   const reduceName = data.mode === "all_reduce" ? "all-reduce" : "reduce-scatter";
-  const lanes = ["compute", "wait", "comm"], kinds = ["forward", "backward", "optimizer", "reduce", "gather", "step"];
+  const kindOf = {bucket: "reduce", "param gather": "gather", "step collective": "step"};
   const slider = byId("size");
   let shown = null, parts = [], chosen = -1;
   let redrawTimeline = () => {}, redrawSweep = () => {};
 
   // One step #
-  const partsOf = plan => (plan.parts || []).map(([lane, kind, bucket, start, stop]) => ({lane: lanes[lane], kind: kinds[kind], bucket,
-    start: start / data.ticks * plan.step_s, stop: stop / data.ticks * plan.step_s}));
+  const partsOf = plan => (plan.parts || []).map(([lane, label, start, stop]) => {
+    const [, name, number] = label.match(/^(.*?) ?(\d*)$/);
+    return {lane, kind: kindOf[name] || name, bucket: number === "" ? -1 : Number(number), start: start * plan.step_s, stop: stop * plan.step_s};
+  });
   const isWait = part => part.lane === "wait";
   const ofBucket = part => (part.kind === "reduce" ? reduceName : "all-gather") + (part.bucket < 0 ? " of several buckets" : " of bucket " + part.bucket);
   const nameOf = part => part.lane === "compute" ? part.kind
@@ -132,12 +134,12 @@ const page = (() => {
   // Step over bucket size #
   const markOf = {default: "diamond", config: "square", uniform: "circle"};
   const startSweep = () => {
-    const measured = data.measured ? data.measured.plans.filter(plan => plan.x_numel !== null) : [];
+    const measured = data.measured ? data.measured.plans.filter(plan => plan.bucket_numel !== null) : [];
     // A size beyond everything is everything in one bucket.
     const largest = Math.max(...sized.map(plan => plan.bucket_numel)), xOf = numel => Math.min(numel, largest);
     const placed = named.filter(plan => plan.bucket_numel !== null && markOf[plan.key]);
     const cutByName = named.filter(plan => plan.key === "config" && plan.bucket_numel === null);
-    const xs = [...sized.map(plan => plan.bucket_numel), ...measured.map(plan => xOf(plan.x_numel)), ...placed.map(plan => xOf(plan.bucket_numel))];
+    const xs = [...sized.map(plan => plan.bucket_numel), ...measured.map(plan => xOf(plan.bucket_numel)), ...placed.map(plan => xOf(plan.bucket_numel))];
     const ys = [...data.plans.map(plan => plan.step_s), data.lower_bound_s, ...measured.map(plan => plan.measured_s)];
     let [low, high] = [Math.min(...xs), Math.max(...xs)];
     if (low === high) [low, high] = [low / 2, high * 2];
@@ -161,7 +163,7 @@ const page = (() => {
         svg.append(draw("line", {class: "now", x1: xNow, x2: xNow, y1: margin.top, y2: 300 - margin.bottom}), chart.mark("now", xNow, yNow));
       }
       for (const plan of placed) svg.append(chart.mark(markOf[plan.key], sx(xOf(plan.bucket_numel)), sy(plan.step_s)));
-      for (const plan of measured) svg.append(chart.mark("cross", sx(xOf(plan.x_numel)), sy(plan.measured_s)));
+      for (const plan of measured) svg.append(chart.mark("cross", sx(xOf(plan.bucket_numel)), sy(plan.measured_s)));
       byId("sweep").replaceChildren(svg);
     });
     const glyph = kind => chart.swatch(chart.mark(kind, 11, 8));
@@ -198,12 +200,12 @@ const page = (() => {
     return owners;
   };
   const startBuckets = () => {
-    const all = data.bucket_count, isSharded = data.buckets.some(([, entry]) => entry.owners.length);
+    const all = data.bucket_count, isSharded = data.buckets.some(entry => entry.owners.length);
     byId("buckets-text").textContent = "The layout that the config gives, in launch order, padding included."
       + (data.buckets.length < all ? ` The first and the last of ${exact(all)} buckets; the JSON file beside this page has all.` : "")
       + (data.mode === "all_reduce" ? " With all-reduce every rank owns, that is updates, all elements." : "");
-    const rows = data.buckets.map(([index, entry]) => [
-      exact(index), make("div", {}, ...nameRange(entry.first_param, entry.last_param, entry.num_params), entry.num_params > 1 ? muted(` (${exact(entry.num_params)})`) : null),
+    const rows = data.buckets.map(entry => [
+      exact(entry.index), make("div", {}, ...nameRange(entry.first_param, entry.last_param, entry.num_params), entry.num_params > 1 ? muted(` (${exact(entry.num_params)})`) : null),
       make("span", {}, exact(entry.numel), make("br"), muted(bytes(entry.grad_bytes))),
       make("span", {}, exact(entry.padding_numel), make("br"), muted(percent(entry.numel ? entry.padding_numel / entry.numel : 0))),
       ...(isSharded ? [exact(entry.owners.length ? entry.shard_numel : entry.numel), ownersOf(entry)] : []), entry.closed_by]);
@@ -214,9 +216,9 @@ const page = (() => {
   // Memory and scaling #
   const palette = ["#4c86c6", "#e59b2f", "#35a88a", "#8ec7ea", "#c07fb0", "#9aa1a9", "#d2603a", "#d9c545"];
   const startMemory = () => {
-    const categories = [...new Set(data.memory.flatMap(row => [...Object.keys(row.all_reduce), ...Object.keys(row.reduce_scatter)]))]
+    const categories = Object.keys(data.memory[0].all_reduce)
       .filter(name => data.memory.some(row => row.all_reduce[name] || row.reduce_scatter[name]));
-    const label = name => name.replace(/_/g, " ") + (name.endsWith("s") || name.endsWith("padding") || name.endsWith("scratch") ? "" : "s");
+    const label = name => name.replace(/_bytes$/, "").replace(/_/g, " ");
     const sum = values => categories.reduce((all, name) => all + (values[name] || 0), 0);
     const top = Math.max(1, ...data.memory.map(row => Math.max(sum(row.all_reduce), sum(row.reduce_scatter)))) * 1.05;
     let mode = data.mode;
@@ -251,7 +253,7 @@ const page = (() => {
     const rows = data.scaling, name = configured.name;
     byId("scaling-gaps").replaceChildren(...data.scaling_gaps.map(gap => make("p", {class: "note"}, "Points are missing: " + gap)));
     if (!rows.length) return;
-    const values = rows.flatMap(row => [row.config_efficiency, row.optimal_efficiency]).filter(value => value !== null);
+    const values = rows.flatMap(row => [row.config.efficiency, row.optimal.efficiency]);
     let [low, high] = [rows[0].num_ranks, rows[rows.length - 1].num_ranks];
     if (low === high) [low, high] = [low / 2, high * 2];
     const bottom = Math.min(0.9, Math.floor(10 * Math.min(1, ...values)) / 10);
@@ -259,19 +261,19 @@ const page = (() => {
       const y = {low: bottom, high: 1.02, ticks: chart.ticks(bottom, 1, 5), format: tick => Math.round(100 * tick) + " %"};
       const x = {low, high, log: true, ticks: chart.powers(low, high, 2, width / 55), format: exact, label: "ranks, logarithmic"};
       const {svg, sx, sy, margin} = chart.plot({width, height: 280, x, y, label: "Scaling efficiency over the number of ranks; the table below has the figures"});
-      for (const [key, look] of [["config_efficiency", ""], ["optimal_efficiency", " two"]]) {
-        const points = rows.filter(row => row[key] !== null).map(row => [sx(row.num_ranks), sy(row[key])]);
+      for (const [key, look] of [["config", ""], ["optimal", " two"]]) {
+        const points = rows.map(row => [sx(row.num_ranks), sy(row[key].efficiency)]);
         svg.append(draw("path", {class: "curve" + look, d: chart.path(points)}), ...points.map(([cx, cy]) => draw("circle", {class: "dot" + look, cx, cy, r: 3})));
       }
-      const here = sx(data.ranks);
+      const here = sx(data.dp_size);
       svg.append(draw("line", {class: "mark dotted", x1: here, x2: here, y1: margin.top, y2: 280 - margin.bottom}));
       byId("scaling").replaceChildren(svg);
     });
     chart.legend(byId("scaling-legend"), [[chart.lineSwatch("curve"), name], [chart.lineSwatch("curve two"), "optimal cuts"],
-      [chart.lineSwatch("mark dotted"), `${exact(data.ranks)} ranks, of which the rest of the page speaks`]]);
+      [chart.lineSwatch("mark dotted"), `${exact(data.dp_size)} ranks, as in the other sections`]]);
     byId("scaling-table").replaceChildren(chart.table("Step and efficiency over the number of ranks",
       [["Ranks", true], [`Step, ${name}`, true], ["Efficiency", true], ["Step, optimal cuts", true], ["Efficiency", true]],
-      rows.map(row => [exact(row.num_ranks), seconds(row.config_s), percent(row.config_efficiency), seconds(row.optimal_s), percent(row.optimal_efficiency)])));
+      rows.map(row => [exact(row.num_ranks), seconds(row.config.step_s), percent(row.config.efficiency), seconds(row.optimal.step_s), percent(row.optimal.efficiency)])));
   };
 
   // Predicted against measured #
@@ -299,8 +301,7 @@ const page = (() => {
     chart.legend(byId("measured-legend"), [[chart.swatch(chart.mark("circle", 11, 8)), "predicted"], [chart.swatch(chart.mark("cross", 11, 8)), "measured"],
       [chart.lineSwatch("mark"), "from the lower to the upper quartile, or what the file gives"]]);
     const orDash = value => value === null ? "–" : seconds(value);
-    const more = data.measured.count > plans.length ? `; the first ${plans.length} of ${exact(data.measured.count)}` : "";
-    byId("measured-table").replaceChildren(chart.table("From " + data.measured.source + more, [["Row", true], ["Plan", false, "names"], ["Predicted", true], ["Measured", true],
+    byId("measured-table").replaceChildren(chart.table("From " + data.measured.source, [["Row", true], ["Plan", false, "names"], ["Predicted", true], ["Measured", true],
       ["Error", true], ["Low", true], ["High", true], ["Exposed", true]], plans.map((plan, index) => [index + 1, plan.name,
       seconds(plan.predicted_s), seconds(plan.measured_s), plan.measured_s > 0 ? chart.change(plan.predicted_s / plan.measured_s - 1) : "–", orDash(plan.low_s), orDash(plan.high_s), orDash(plan.exposed_s)])));
   };
@@ -310,8 +311,7 @@ const page = (() => {
     byId("title").textContent = data.title;
     document.title = data.title + ": megabucket report";
     byId("lead").append(make("strong", {}, data.summary[0]), " " + data.summary.slice(1).join(" "));
-    byId("facts").replaceChildren(...data.facts.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
-    byId("notes").replaceChildren(...data.notes.map(text => make("p", {class: "note"}, text)));
+    byId("facts").replaceChildren(...Object.entries(data.facts).flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
     chart.startTheme(byId("theme"));
   };
 

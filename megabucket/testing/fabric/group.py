@@ -6,9 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megabucket.comm.torch import FABRIC
-from megabucket.testing.fabric.ledger import Ledger, Links, ledger_words, share_words
-from megabucket.testing.fabric.work import Endpoint, FabricWork, FixedClock, HeaderClock, Lateness, Nic
+from megabucket.testing.fabric.work import Endpoint, FabricWork, Lateness, Ledger, Machine, share_memory
 
 if TYPE_CHECKING:
     from megabucket.testing.fabric.settings import EmulatedFabric
@@ -27,16 +24,6 @@ Tensors = list[torch.Tensor]
 # As Any: the stubs know overloads that no caller of a Python group uses, and not all that gloo has.
 _ProcessGroup: Any = dist.ProcessGroup
 _ProcessGroupGloo: Any = c10d.ProcessGroupGloo
-_MAX_PIECES: Final = 1024
-"""Pieces of memory remembered before dead ones are looked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What all groups of a process share: the links, and the thread that completes futures."""
-
-    links: Links
-    nic: Nic
 
 
 class FabricGroup(_ProcessGroup):  # type: ignore[misc]
@@ -56,27 +43,24 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self.fabric = fabric
         self._rank, self._size = rank, size
-        timeout_s = options.timeout.total_seconds()
-        # A group may have had the same name and store before, and what it left there is not ours.
+        # A group may have had the same name and store before, and its old keys must not be read.
         store = c10d.PrefixStore(str(options.store.add(f"groups/{rank}", 1)), options.store)
-        share = partial(share_words, rank=rank, size=size)
         members = options.global_ranks_in_group if machine is not None else None
         self._owns_machine = machine is None
         if machine is None:
-            links = Links(share(c10d.PrefixStore("links", store), num_words=size))
-            machine = Machine(links, Nic(f"megabucket-nic-{rank}"))
-            # Also when the program ends, or nobody destroys the group.
+            links = share_memory(c10d.PrefixStore("links", store), rank=rank, size=size, num_bytes=8 * size)
+            machine = Machine(links, size, rank=rank)
+            # Also when the program ends without destroying the group.
             weakref.finalize(self, machine.nic.stop)
         self.machine = machine
-        self._members = tuple(members or range(size))
-        words = share(c10d.PrefixStore("ledger", store), num_words=ledger_words(size))
-        self._ledger = Ledger(words, machine.links, rank=rank, members=self._members, timeout_s=timeout_s)
-        self._endpoint = Endpoint(timeout_s, machine.nic, Lateness())
+        slots = share_memory(c10d.PrefixStore("ledger", store), rank=rank, size=size, num_bytes=Ledger.NUM_BYTES)
+        self._ledger = Ledger(slots, machine, members or range(size))
+        self._endpoint = Endpoint(options.timeout.total_seconds(), machine.nic, Lateness())
         self._gloo = _ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, timeout=options.timeout)
         # In the group that torch sees behind the methods here: its flight recorder asks there, from 2.15 on.
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._filled = FilledMemory()
+        self._filled: dict[tuple[int, int, int], StorageWeakRef] = {}
         self._launching = threading.RLock()
 
     # What torch asks a group #
@@ -199,29 +183,11 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # Messages #
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        # Otherwise torch would use plain gloo, past the link.
+        raise RuntimeError("the emulated fabric has no messages and no split_group: use collectives, and dist.new_group()")
 
-    def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
-        """Send one tensor to one rank."""
-        duration_s = self.fabric.message_s(_bytes(tensors))
-        done_s = self.machine.links.send(self._members[self._rank], from_s=time.monotonic(), duration_s=duration_s)
-        header = torch.tensor([done_s], dtype=torch.float64)
-        works = [self._gloo.send([header], dst, tag), self._gloo.send(tensors, dst, tag)]
-        return FabricWork(self._endpoint, FixedClock(done_s), works, result=tensors, is_message=True)
-
-    def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
-        """Receive one tensor from one rank."""
-        clock = HeaderClock()
-        works = [self._gloo.recv([clock.header], src, tag), self._gloo.recv(tensors, src, tag)]
-        return FabricWork(self._endpoint, clock, works, result=tensors, is_message=True)
-
-    def recv_anysource(self, *_: Any) -> dist.Work:
-        """Refuse: the header of a message and the message itself could come from two ranks."""
-        raise RuntimeError("the emulated fabric receives from a rank that is named; give dist.recv() its source")
-
-    def split_group(self, *_: Any, **__: Any) -> dist.ProcessGroup:
-        """Refuse: torch would make a group of plain gloo."""
-        raise RuntimeError("a group on the emulated fabric cannot be split; call dist.new_group() on all ranks")
+    send = recv = recv_anysource = split_group = _refuse
 
     # Launching #
 
@@ -251,15 +217,15 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         with self._launching:  # data and times of two threads must not be launched in two orders
             works = start()
             duration_s = self.fabric.collective_s(ring_passes=ring_passes, payload_bytes=_bytes(tensors), num_ranks=self._size)
-            clock = self._ledger.launch(launch_s, duration_s) if self._size > 1 else FixedClock(launch_s)
-        return FabricWork(self._endpoint, clock, works, result=result, finish=finish)
+            slot = self._ledger.launch(launch_s, duration_s)
+        return FabricWork(self._endpoint, slot, duration_s=duration_s, works=works, result=result, finish=finish)
 
     def _gather(self, outputs: Tensors, inputs: Tensors) -> list[dist.Work]:
         """Broadcast each rank's shard, unless only time passes and what the other ranks sent before is good enough."""
         moves = any(self.fabric.moves(tensor) for tensor in inputs)
         works: list[dist.Work] = []
         for output, own in zip(outputs, inputs, strict=True):
-            is_filled = not moves and self._filled.remember(output)
+            is_filled = not moves and self._remember(output)
             parts = self._parts(output)
             if parts[self._rank].data_ptr() != own.data_ptr():
                 parts[self._rank].copy_(own.detach().reshape(-1))
@@ -271,26 +237,17 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         flat = full.detach().view(-1)
         return list(flat.chunk(self._size)) if flat.numel() else [flat] * self._size
 
+    def _remember(self, tensor: torch.Tensor) -> bool:
+        """Return whether the memory of a tensor was gathered into before.
 
-class FilledMemory:
-    """Which pieces of memory hold something that was gathered.
-
-    Ranks run the same program, so they all give the same answers: a storage is known while it lives, wherever it lies.
-    """
-
-    def __init__(self) -> None:
-        self._pieces: dict[tuple[int, int, int], StorageWeakRef] = {}
-
-    def remember(self, tensor: torch.Tensor) -> bool:
-        """Return whether the memory of a tensor is known, and know it from now on."""
+        Ranks run the same program, so they all give the same answers: a storage is known while it lives, wherever it lies.
+        """
+        self._filled = {key: storage for key, storage in self._filled.items() if not storage.expired()}
         reference = StorageWeakRef(tensor.untyped_storage())
-        key = (int(reference.cdata), int(tensor.storage_offset()), tensor.nbytes)
         # A weak reference keeps its address from being given to another storage, so an equal address is the same storage.
-        is_known = key in self._pieces
-        if not is_known:
-            if len(self._pieces) >= _MAX_PIECES:
-                self._pieces = {key: piece for key, piece in self._pieces.items() if not piece.expired()}
-            self._pieces[key] = reference
+        key = (int(reference.cdata), int(tensor.storage_offset()), tensor.nbytes)
+        is_known = key in self._filled
+        self._filled.setdefault(key, reference)
         return is_known
 
 

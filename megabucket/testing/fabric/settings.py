@@ -22,8 +22,8 @@ class EmulatedFabric:
     """A network of one machine that takes the time of a slower one: the data moves, an alpha-beta link says when it is there.
 
     ``n`` ranks, ``S`` bytes of the full buffer: an all-reduce takes ``2 (n-1) latency + 2 S (n-1)/n / bandwidth`` from the
-    moment the last rank has launched it and the link of every member is free; every other collective half of that. A message
-    takes ``latency + S / bandwidth``. A rank that waits sleeps.
+    moment the last rank has launched it and the link of every member is free; every other collective half of that. A rank that
+    waits sleeps.
 
     Args:
         latency_s: of each step, seconds; 0 or more.
@@ -77,10 +77,6 @@ class EmulatedFabric:
         """
         wire_bytes = payload_bytes * (num_ranks - 1) / num_ranks
         return ring_passes * ((num_ranks - 1) * self.latency_s + wire_bytes / self.bytes_per_s)
-
-    def message_s(self, num_bytes: int) -> float:
-        """Return how long a message takes on a free link."""
-        return self.latency_s + num_bytes / self.bytes_per_s
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """Whether the data of a tensor is moved: always, or when it controls the program more than it fills the wire."""

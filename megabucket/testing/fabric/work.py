@@ -1,72 +1,53 @@
 """``torch.distributed.Work`` of the emulated fabric: done when the data has moved and the link would have delivered it.
 
-Waits sleep in the caller's thread. Futures are completed by one thread for all groups of a process.
+A rank notes the moment of its launch in memory that the ranks of a machine share. The last rank to launch knows when the
+collective can start: when it has launched, and when the link ("NIC") of every member is free. It writes the end for all to
+read, and occupies the links until then::
+
+    done = max(last launch, latest link of a member free) + duration
+
+So collectives are served in the order in which they become complete, one at a time on each link, across all groups. Waits
+sleep in the caller's thread; futures are completed by one thread for all groups of a process.
+
+Launch times must reach the other ranks within microseconds, also when all cores are busy, which a message of gloo does not.
+``time.monotonic`` reads the same clock in all processes of a machine.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
+import fcntl
+import mmap
 import os
+import platform
+import queue
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
+from megabucket.errors import ConfigError
+
+NUM_SLOTS: Final = 8192
+"""Collectives of a group that a rank may be ahead of the slowest one."""
+
+_SLOT: Final = np.dtype([("number", "i8"), ("num_launched", "i8"), ("launch_s", "f8"), ("duration_s", "f8"), ("done_s", "f8")])
 _NO_LIMIT: Final = timedelta(0)
 _SHORTEST_PAUSE_S: Final = 100e-6
 _LONGEST_PAUSE_S: Final = 20e-3
-_PATIENCE: Final = 0.02  # after a second of waiting, a look may come twenty milliseconds late
+_PAUSE_FRACTION: Final = 0.02  # after a second of waiting, a look may come twenty milliseconds late
 _JOIN_S: Final = 1.0
 _DESTROYED: Final = "the process group of the emulated fabric was destroyed"
-
-
-class Clock(Protocol):
-    """Says when the link delivers."""
-
-    @property
-    def duration_s(self) -> float:
-        """How long a free link takes."""
-        ...
-
-    @property
-    def done_s(self) -> float | None:
-        """Moment on ``time.monotonic``; ``None`` while it is not known, and then not before now plus ``duration_s``."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedClock:
-    """An end that is known from the beginning."""
-
-    done_s: float
-    duration_s: float = 0.0
-
-
-class HeaderClock:
-    """The end of a message, which its sender knows and tells in a message of its own ahead of it.
-
-    A message leaves when the sender's link is free, and needs no receiver to do so.
-    """
-
-    duration_s = 0.0
-
-    def __init__(self) -> None:
-        self.header = torch.zeros(1, dtype=torch.float64)
-        self._launch_s = time.monotonic()
-
-    @property
-    def done_s(self) -> float | None:
-        """Moment the message arrives; ``None`` before the header has."""
-        told_s = self.header.item()
-        return max(told_s, self._launch_s) if told_s else None
 
 
 @dataclass(slots=True)
@@ -74,10 +55,10 @@ class Lateness:
     """How far completions came after the moments they were meant for.
 
     Attributes:
-        num_done: collectives and messages that completed.
+        num_done: collectives that completed.
         total_s: sum of their delays, seconds.
         worst_s: the longest delay.
-        num_slow_data: how many were late because the data was not there yet, so that moving was measured, not the link.
+        num_slow_data: how many were late because the data had not moved yet, so that moving was measured, not the link.
     """
 
     num_done: int = 0
@@ -85,22 +66,114 @@ class Lateness:
     worst_s: float = 0.0
     num_slow_data: int = 0
 
-    @property
-    def mean_s(self) -> float:
-        """Mean delay in seconds; 0 when nothing completed."""
-        return self.total_s / self.num_done if self.num_done else 0.0
 
-    def note(self, late_s: float, *, is_data: bool) -> None:
-        """Count one completion."""
-        self.num_done += 1
-        self.total_s += late_s
-        self.worst_s = max(self.worst_s, late_s)
-        self.num_slow_data += is_data
+def share_memory(store: Store, *, rank: int, size: int, num_bytes: int) -> int:
+    """Return a file of zeros that all ranks of a group can map. All ranks call it with the same store.
+
+    Raises:
+        ConfigError: on every rank, if one of them cannot open the file: it runs on another machine.
+    """
+    path, file, failure = "", -1, ""
+    try:
+        if rank == 0:
+            # A file in memory where that is known; it has no name as soon as all have opened it.
+            directory = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None  # noqa: S108 - made by mkstemp
+            file, path = tempfile.mkstemp(prefix="megabucket-fabric-", dir=directory)
+            os.ftruncate(file, num_bytes)
+        else:
+            file = os.open(store.get("file").decode(), os.O_RDWR)
+    except OSError as error:
+        failure = f"rank {rank} on {platform.node()}: {error}"
+    if rank == 0:
+        store.set("file", path)
+    store.set(f"opened/{rank}", failure)
+    failures = [text for other in range(size) if (text := store.get(f"opened/{other}").decode())]
+    if path:
+        Path(path).unlink()
+    if failures:
+        if file >= 0:
+            os.close(file)
+        raise ConfigError(
+            "the ranks of an emulated fabric share memory, so all of them must run on one machine; "
+            f"{len(failures)} of {size} could not: {failures[0]}"
+        )
+    return file
+
+
+class Machine:
+    """The links of the ranks of a machine, and the thread that completes futures: shared by all groups of a process.
+
+    Args:
+        file: of ``share_memory``; 8 bytes for each rank.
+    """
+
+    def __init__(self, file: int, size: int, *, rank: int) -> None:
+        self._file = file
+        self._threads = threading.Lock()  # locks of files do not keep threads of one process apart
+        self.free_s = np.frombuffer(mmap.mmap(file, 8 * size), dtype="f8")  # when each link is free
+        self.nic = Nic(f"megabucket-nic-{rank}")
+        weakref.finalize(self, os.close, file)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep all other ranks and threads out. The system releases the lock of a rank that dies."""
+        with self._threads:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+class Ledger:
+    """The collectives of one group, by their place in the order in which each rank launches them.
+
+    The caller launches from one thread at a time.
+
+    Args:
+        file: of ``share_memory``, ``NUM_BYTES`` long. It is closed here.
+        members: positions of the group's ranks among the links.
+    """
+
+    NUM_BYTES: Final = NUM_SLOTS * _SLOT.itemsize
+
+    def __init__(self, file: int, machine: Machine, members: Sequence[int]) -> None:
+        self._slots = np.frombuffer(mmap.mmap(file, self.NUM_BYTES), dtype=_SLOT)
+        os.close(file)
+        self._machine, self._members = machine, list(members)
+        self._num_launched = 0
+
+    def launch(self, launch_s: float, duration_s: float) -> Any:
+        """Note a launch of this rank and return its slot, whose ``done_s`` is 0 until all ranks have launched.
+
+        Args:
+            launch_s: when, on ``time.monotonic``.
+            duration_s: on a free link; if the ranks differ, the longest counts.
+
+        Raises:
+            RuntimeError: another rank is ``NUM_SLOTS`` collectives behind.
+        """
+        number, slot = self._num_launched, self._slots[self._num_launched % NUM_SLOTS]
+        self._num_launched += 1
+        with self._machine.locked():
+            if slot["num_launched"] == 0:
+                slot["number"], slot["launch_s"], slot["duration_s"], slot["done_s"] = number, 0.0, 0.0, 0.0
+            if slot["number"] != number:
+                raise RuntimeError(f"a rank is {NUM_SLOTS} collectives behind on the emulated fabric; wait for some of them")
+            slot["num_launched"] += 1
+            slot["launch_s"] = max(slot["launch_s"], launch_s)
+            slot["duration_s"] = max(slot["duration_s"], duration_s)
+            if slot["num_launched"] == len(self._members):
+                slot["num_launched"] = 0
+                free_s = self._machine.free_s
+                slot["done_s"] = max(slot["launch_s"], free_s[self._members].max()) + slot["duration_s"]
+                free_s[self._members] = slot["done_s"]
+        return slot
 
 
 @dataclass(slots=True)
 class Endpoint:
-    """What all works of a group share: its time limit, the thread that completes futures, and how late they were."""
+    """A group as its works see it."""
 
     timeout_s: float
     nic: Nic
@@ -108,34 +181,35 @@ class Endpoint:
 
 
 class FabricWork(dist.Work):
-    """One launched collective or message.
+    """One launched collective.
 
     Args:
-        clock: when the link delivers.
+        slot: of the ledger.
+        duration_s: on a free link.
         works: of gloo, which move the data; none when nothing is moved.
-        result: what a future holds.
+        result: of the future.
         finish: puts the data where the caller wants it; called once, when all has arrived.
-        is_message: sent or received. Gloo tells whether such a work is done only to a caller that waits for it.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
-        clock: Clock,
-        works: Sequence[dist.Work],
+        slot: Any,
         *,
+        duration_s: float,
+        works: Sequence[dist.Work],
         result: Any,
         finish: Callable[[], None] | None = None,
-        is_message: bool = False,
     ) -> None:
         super().__init__()
-        self._endpoint, self._clock, self._works = endpoint, clock, works
-        self._result, self._finish, self._is_message = result, finish, is_message
+        self._endpoint, self._slot, self._duration_s = endpoint, slot, duration_s
+        self._works, self._result, self._finish = works, result, finish
         self._launch_s = time.monotonic()
+        self._done_s = 0.0
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
         self._failure: BaseException | None = None
-        self._is_done = self._is_data_late = self._is_awaited = False
+        self._is_done = self._is_data_late = False
 
     # What torch asks a work #
 
@@ -153,8 +227,8 @@ class FabricWork(dist.Work):
                 work.wait()
             else:
                 work.wait(timedelta(seconds=max(end_s - time.monotonic(), 1e-3)))
-        self._is_awaited = True
-        if self._works and time.monotonic() > max(self._clock.done_s or math.inf, start_s) + _SHORTEST_PAUSE_S:
+        done_s = self._known_done_s()
+        if self._works and done_s is not None and time.monotonic() > max(done_s, start_s) + _SHORTEST_PAUSE_S:
             self._is_data_late = True
         while (next_s := self.next_look_s(now_s := time.monotonic())) is not None:
             if now_s >= end_s:
@@ -193,34 +267,36 @@ class FabricWork(dist.Work):
         """Return a future that the thread of the process completes."""
         with self._lock:
             if self._future is None:
-                if self._is_message:
-                    raise RuntimeError("a message has no future, as with gloo: wait() for it")
                 self._future = torch.futures.Future()
                 self._endpoint.nic.promise(self)
             return self._future
 
     # What completes it #
 
+    def _known_done_s(self) -> float | None:
+        """Return the moment the link delivers, on ``time.monotonic``; ``None`` while another rank has not launched."""
+        # One aligned word, written once: there is nothing to lock.
+        if not self._done_s:
+            self._done_s = float(self._slot["done_s"])
+        return self._done_s or None
+
     def next_look_s(self, now_s: float) -> float | None:
         """Return the moment before which nothing can be done, or ``None`` when there is nothing to wait for any more."""
         if self._is_done or self._failure is not None:
             return None
-        done_s = self._clock.done_s
+        done_s = self._known_done_s()
         if done_s is None:
-            if self._has_failed():
-                return None
-            return now_s + max(self._clock.duration_s, _pause_s(now_s - self._launch_s))
+            # An end that is not known yet cannot come before the duration has passed.
+            return None if self._has_failed() else now_s + max(self._duration_s, _pause_s(now_s - self._launch_s))
         if now_s < done_s:
             return done_s
-        if self._is_awaited if self._is_message else all(work.is_completed() for work in self._works):
+        if all(work.is_completed() for work in self._works):
             return None
         self._is_data_late = True
         return now_s + _pause_s(now_s - done_s)
 
     def _has_failed(self) -> bool:
         """Whether gloo has given up, so that the other ranks may never come."""
-        if self._is_message:
-            return False
         try:
             for work in self._works:
                 if work.is_completed():
@@ -233,7 +309,7 @@ class FabricWork(dist.Work):
         """Take the result over; ``next_look_s`` has returned ``None``. Idempotent.
 
         Args:
-            since_s: when a caller began to wait; nobody missed a completion before.
+            since_s: when the caller began to wait; a completion is not late before.
 
         Raises:
             RuntimeError: gloo failed.
@@ -244,33 +320,36 @@ class FabricWork(dist.Work):
             if self._is_done:
                 return
             try:
-                if not self._is_message:  # a second wait for a message would wait for the next one
-                    for work in self._works:
-                        work.wait()
+                for work in self._works:
+                    work.wait()
                 if self._finish is not None:
                     self._finish()
             except BaseException as error:
                 self._failure = error
                 raise
-            late_s = time.monotonic() - max(self._clock.done_s or self._launch_s, since_s)
-            self._endpoint.lateness.note(late_s, is_data=self._is_data_late)
+            late_s = time.monotonic() - max(self._done_s, since_s)
+            lateness = self._endpoint.lateness
+            lateness.num_done += 1
+            lateness.total_s += late_s
+            lateness.worst_s = max(lateness.worst_s, late_s)
+            lateness.num_slow_data += self._is_data_late
             self._is_done = True
             self._works, self._finish = (), None
 
-    def keep_promise(self, *, since_s: float) -> None:
+    def keep_promise(self) -> None:
         """Complete the future; ``next_look_s`` has returned ``None``."""
         future = self.get_future()
         try:
-            self._settle(since_s=since_s)
-        except BaseException as error:  # it belongs to whoever waits for the future
+            self._settle(since_s=self._launch_s)
+        except BaseException as error:  # it belongs to the caller that waits for the future
             future.set_exception(error)
         else:
             future.set_result(self._result)
 
 
 def _pause_s(waited_s: float) -> float:
-    """Return how long to sleep before looking again for something that may come at any moment."""
-    return min(max(_SHORTEST_PAUSE_S, _PATIENCE * waited_s), _LONGEST_PAUSE_S)
+    """Return how long to sleep before looking again for an event that may come at any moment."""
+    return min(max(_SHORTEST_PAUSE_S, _PAUSE_FRACTION * waited_s), _LONGEST_PAUSE_S)
 
 
 class Nic:
@@ -278,31 +357,23 @@ class Nic:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition()
-        self._promises: list[tuple[float, int, float, FabricWork]] = []  # a heap: when to look, number, since when, work
-        self._numbers = itertools.count()
+        self._promised: queue.SimpleQueue[FabricWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
 
     def promise(self, work: FabricWork) -> None:
         """Complete the future of ``work`` when it is done."""
-        with self._changed:
-            if self._is_stopped:
-                raise RuntimeError(_DESTROYED)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            now_s = time.monotonic()
-            promise = (work.next_look_s(now_s) or 0.0, next(self._numbers), now_s, work)
-            heapq.heappush(self._promises, promise)
-            if self._promises[0] is promise:  # otherwise the thread is to wake up earlier anyway
-                self._changed.notify()
+        if self._is_stopped:
+            raise RuntimeError(_DESTROYED)
+        self._promised.put(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
         """End the thread; futures that are not complete fail. Idempotent."""
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify()
+        self._is_stopped = True
+        self._promised.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
@@ -310,26 +381,22 @@ class Nic:
         # A network card needs no turn on a core. The lowest real-time priority, where the system allows it.
         with suppress(AttributeError, OSError):
             os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
-        while (promise := self._next()) is not None:
-            _, number, since_s, work = promise
-            look_s = work.next_look_s(time.monotonic())
-            if look_s is None:
-                work.keep_promise(since_s=since_s)
-            else:
-                with self._changed:
-                    heapq.heappush(self._promises, (look_s, number, since_s, work))
-        for *_, work in self._promises:
+        pending: list[FabricWork] = []
+        pause_s: float | None = None
+        while True:
+            with suppress(queue.Empty):
+                work = self._promised.get(timeout=pause_s)
+                if work is None:
+                    break
+                pending.append(work)
+            now_s = time.monotonic()
+            looks_s = [(work.next_look_s(now_s), work) for work in pending]
+            for look_s, work in looks_s:
+                if look_s is None:
+                    work.keep_promise()
+            pending = [work for look_s, work in looks_s if look_s is not None]
+            pause_s = (
+                max(min(look_s for look_s, _ in looks_s if look_s is not None) - time.monotonic(), 0.0) if pending else None
+            )
+        for work in pending:
             work.get_future().set_exception(RuntimeError(_DESTROYED))
-        self._promises.clear()
-
-    def _next(self) -> tuple[float, int, float, FabricWork] | None:
-        """Return the next promise that is due, or ``None`` when the thread shall end."""
-        with self._changed:
-            while not self._is_stopped:
-                if not self._promises:
-                    self._changed.wait()
-                elif (rest_s := self._promises[0][0] - time.monotonic()) > 0:
-                    self._changed.wait(rest_s)
-                else:
-                    return heapq.heappop(self._promises)
-        return None

@@ -41,7 +41,7 @@ def profile_bare(system: System, take: Callable[[int], Any], *, steps: int) -> W
 def settings(workload: Workload, module: torch.nn.Module, link: LinkCase) -> dict[str, Setting]:
     """Return the planner's view of both modes, everything overlapped. A sharded optimizer takes its share of the time."""
     specs = tuple(ParamSpec(name, tuple(param.shape)) for name, param in module.named_parameters())
-    ring, ranks = RingLink(link.latency_s, link.bytes_per_s), dist.get_world_size()
+    ring, ranks = RingLink(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s), dist.get_world_size()
     sharded = replace(workload, optimizer_s=workload.optimizer_s / ranks)
     both = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
     return {
