@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 import torch
 
@@ -18,6 +18,7 @@ from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.step import CALLING, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list
+from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
 from megabucket.optim.state_dict import pack
@@ -68,12 +69,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             clip, and to find what is not finite where the gradient sync does not (``nonfinite_gradients="allow"``,
             ``fence=False``, reduce-scattered float16). It saves a pass over the gradients and, with shards, the wait
             for a small collective before each update.
+        kernels: ``"apex"`` takes L2 norms and clips with NVIDIA apex's ``amp_C`` on CUDA devices, in float32: the last bits of
+            a norm then depend on how the gradients are cut, and a norm above 1.8e19 is infinite.
 
     Every rank makes one at the same time: they compare groups, hyperparameters and state.
 
     Raises:
         OptimizerParametersError: the optimizer's parameters are not the wrapper's, or its state does not fit into shards.
-        ConfigError: an argument is out of range, or the optimizer cannot work on flat shards; or a
+        ConfigError: an argument is out of range, the kernels are not there, or the optimizer cannot work on flat shards; or a
             norm is asked for and the wrapper does not know which ranks hold the other parts of the model.
         LayoutMismatchError: the optimizer is not the same on all ranks.
         PeerFailedError: another rank could not make its own.
@@ -92,6 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grad_norm_skip_threshold: float = math.inf,
         returns_grad_norm: bool = True,
         returns_num_zeros: bool = False,
+        kernels: Literal["torch", "apex"] = "torch",
     ) -> None:
         # No super().__init__(): this object forwards to torch_optimizer, which owns groups, state and defaults.
         self.torch_optimizer = torch_optimizer
@@ -105,6 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "grad_norm_skip_threshold": grad_norm_skip_threshold,
             "returns_grad_norm": bool(returns_grad_norm),
             "returns_num_zeros": bool(returns_num_zeros),
+            "kernels": kernels,
         }
         self.sharding.shard(self._settings, label="DistributedOptimizer()")
         self.clip_grad = float(clip_grad)
@@ -124,6 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _begin_on_shards(self) -> None:
         policy, grads = self.ddp.policy, [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
         self._has_norm = self.sharding.check_norm(is_wanted=False)
+        self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
         self.global_norm = self._norm_of_type(self._settings["norm_type"])
         # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
         has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
@@ -136,7 +142,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ranks, device = self.ddp.ranks, self.ddp.param_and_grad_buffers[0].grad_data.device
         # Without a norm it still finds what is not finite, on which ranks that hold other parts of the model must agree.
         is_whole = ranks.norm is None and not self._is_sharded and self._has_norm
-        return GlobalNorm(ranks.norm or ranks.step, device=device, is_whole=is_whole, norm_type=norm_type)
+        kernel = self._kernels.l2_norm
+        return GlobalNorm(ranks.norm or ranks.step, device=device, is_whole=is_whole, norm_type=norm_type, l2_norm=kernel)
 
     # Rebuilding #
 
@@ -358,7 +365,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             num_zeros = self.global_norm.num_zeros(self._counted(grads), numel=numel)
         try:
             if max_norm > 0:
-                clip_by_norm(grads, norm=norm, max_norm=max_norm)
+                clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
             for shard in self.sharding.stepped:
                 shard.main.grad = shard.grad
             self.torch_optimizer.step()
@@ -464,7 +471,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grads, over_ranks = self._take_grads(), self._norm_of_type(kind)
             norm = over_ranks.of(map(over_ranks.of_grad, self._counted(grads)))
             if math.isfinite(norm):
-                clip_by_norm(grads, norm=norm, max_norm=max_norm)
+                clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
             self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)), ("its norm_type", float(kind)))
         return torch.tensor(norm, dtype=torch.float32)
 
