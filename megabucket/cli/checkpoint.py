@@ -14,7 +14,7 @@ from megabucket.cli.workload import ConfigFile, WorkloadName, open_workload
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from megabucket.checkpoint.compare import Comparison
+    from megabucket.checkpoint.offline import Comparison
     from megabucket.checkpoint.stored import StoredCheckpoint
 
 app = typer.Typer(help="Inspect, verify, compare and rewrite checkpoints.", no_args_is_help=True, rich_markup_mode=None)
@@ -61,7 +61,7 @@ def verify(path: _Path, step: _Step = None, json: _Json = False) -> None:
     stored = _open(path, step)
     total_bytes = sum(file.num_bytes for file in stored.files)
     with notice_when_slow(f"reading {len(stored.files)} files, {_size(total_bytes)}"):
-        problems = stored.problems()
+        problems = [f"{error.file}: {error.problem}" for error in stored.damage()]
     if json:
         answer = {"path": str(stored.path), "step": stored.step, "files": len(stored.files), "bytes": total_bytes}
         print_json({**answer, "problems": problems})
@@ -83,7 +83,7 @@ def diff(
     json: _Json = False,
 ) -> None:
     """Compare two checkpoints bit by bit, however many ranks wrote them; exit with 1 when they differ."""
-    from megabucket.checkpoint.compare import compare
+    from megabucket.checkpoint.offline import compare
     from megabucket.cli.output import notice_when_slow, print_json, print_lines
 
     with notice_when_slow("comparing the checkpoints"):
@@ -110,7 +110,7 @@ def reshard(
     json: _Json = False,
 ) -> None:
     """Write a checkpoint again for another number of ranks. Any number can load any; this saves reading."""
-    from megabucket.checkpoint.reshard import reshard as run
+    from megabucket.checkpoint.offline import reshard as run
     from megabucket.checkpoint.save import SaveSettings
     from megabucket.cli.output import notice_when_slow
     from megabucket.units import MIB
