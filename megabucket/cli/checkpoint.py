@@ -114,9 +114,15 @@ def reshard(
 def convert(
     source: Annotated[Path, typer.Argument(help="a checkpoint, or with --to megabucket a file or directory of weights")],
     out: Annotated[Path, typer.Argument(help="the directory to write into")],
-    to: Annotated[Literal["safetensors", "megabucket"], typer.Option(help="weights as safetensors files that transformers loads, or from such files")],
+    to: Annotated[
+        Literal["safetensors", "megabucket"],
+        typer.Option(help="weights as safetensors files that transformers loads, or from such files"),
+    ],
     step: Annotated[int | None, typer.Option(min=0, help="the step to read; with --to megabucket the one to write (0)")] = None,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="convert floating-point weights; only with --to safetensors")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="convert floating-point weights; only with --to safetensors"),
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Convert the weights of a checkpoint to safetensors files as Hugging Face has them, or the other way round."""
