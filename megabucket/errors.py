@@ -702,6 +702,6 @@ class CheckpointUnavailableError(MegabucketError, RuntimeError):
         self.optimizer, self.method, self.rank, self.num_shards = optimizer, method, rank, num_shards
         super().__init__(
             f"[rank {rank}] {method} of the {optimizer} inside a DistributedOptimizer would treat flat shards (1 of "
-            f"{num_shards} on this rank) as the state of the model. Call {method} of the DistributedOptimizer on every rank: it "
-            "has whole parameters, in torch's format."
+            f"{num_shards} on this rank) as the state of the model. Call {method} of the DistributedOptimizer on every rank: "
+            "it has whole parameters, in torch's format."
         )
