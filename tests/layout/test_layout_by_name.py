@@ -132,7 +132,7 @@ def test_an_order_that_leaves_parameters_out_is_refused():
         layout_of(bucket_order=["d", "b"])
 
     assert str(caught.value) == (
-        "bucket_order leaves out 'a', 'c' (2 of 4 trainable parameters), so these would have no place in a buffer. It fits one "
+        "bucket_order leaves out 'a', 'c' (2 of 4 trainable parameters), which would have no place in a buffer. It fits one "
         "model only: record the order of this model, or drop bucket_order. For a module that has changed since it was wrapped, "
         "give the config that fits now to ddp.rebuild(config)."
     )
