@@ -19,8 +19,8 @@ WITHHELD = (
 )
 TOUCHED = (
     "the gradient of a flat shard ('a') was cleared or replaced between two steps, to no effect: a DistributedOptimizer steps "
-    "on the reduced gradients in the buffers. Call its own zero_grad(), not that of the torch optimizer in it; set gradients of "
-    "the model's parameters, before the sync."
+    "on the reduced gradients in the buffers. Call its own zero_grad(), not that of the torch optimizer in it; set gradients "
+    "of the model's parameters, before the sync."
 )
 
 
