@@ -6,9 +6,8 @@ import json as json_format
 import math
 import os
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,15 +16,9 @@ from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.report import Progress, describe_summary, jsonable
 from examples.bytegpt.train import run_training
 from megabucket.cli.exit_codes import ExitCode, reports_errors
-from megabucket.measure.ranks import read_launch
+from megabucket.measure.ranks import joined_ranks
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-
-class Reference(str, Enum):
-    """What ``--compare`` can train with."""
-
-    TORCH_DDP = "torch-ddp"
 
 
 @app.command()
@@ -34,16 +27,16 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example mode=all_reduce")] = None,
     config: Annotated[Path, typer.Option("-c", "--config", help="YAML file")] = Path("configs/bytegpt.yaml"),
     compare: Annotated[
-        Reference | None, typer.Option(help="train the same with this afterwards and print the weight difference")
+        Literal["torch-ddp"] | None, typer.Option(help="train the same with this afterwards and print the weight difference")
     ] = None,
     resume: Annotated[str, typer.Option(help="auto, never or a step: where to begin", metavar="WHERE")] = "",
     json: Annotated[bool, typer.Option("--json", help="print the closing figures as JSON on stdout")] = False,
 ) -> None:
     """Train on bytes of source code; start several ranks with torchrun -m examples.bytegpt ..."""
-    launch = read_launch(os.environ)
-    is_first = launch.rank == 0
     run = load_demo_config(config, [*(overrides or []), *([f"checkpoint.resume={resume}"] if resume else [])])
-    report = run_training(run, launch=launch, progress=Progress(is_shown=is_first), compares=compare is not None)
+    with joined_ranks(os.environ, run.fabric) as ranks:
+        is_first = ranks.rank == 0
+        report = run_training(run, ranks, progress=Progress(is_shown=is_first), compares=compare is not None)
     if is_first and json:
         typer.echo(json_format.dumps(jsonable(asdict(report)), indent=2))
     elif is_first and report.summary is not None:

@@ -88,7 +88,7 @@ def compare_with_torch(
         max_abs_difference_at=at,
         max_abs_weight=max(float(weight.abs().max()) for weight in theirs.values()),
         held_out_bits=(ours["held_out_bits_after"], task.held_out_bits(module)),
-        steps_per_s=(ours["steps_per_s"], loop.totals.num_steps / train_s),
+        steps_per_s=(ours["steps_per_s"], loop.totals["num_steps"] / train_s),
         note="" if task.model.dtype == "float32" else _ROUNDING,
     )
 

@@ -1,4 +1,4 @@
-"""What a run tells: lines while it trains, a log of JSON lines, and the figures at its end. Only rank 0 tells."""
+"""The output of a run: progress lines, a log of JSON lines, and the closing figures. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -45,7 +45,7 @@ class Progress:
 
 def describe_step(figures: Mapping[str, Any]) -> str:
     """Return one step in a few words."""
-    # Torch's own wrapper tells nobody when it communicates, and one rank does not communicate.
+    # Torch's own wrapper does not say when it communicates, and one rank does not communicate.
     exposed = f" exposed {format_seconds(figures['exposed_s'])}" if figures.get("comm_s") else ""
     skipped = "" if figures["updated"] else f" NOT UPDATED: {figures['reason']}"
     return f"{figures['bits_per_byte']:.3f} bits/byte {figures['tokens_per_s']:,.0f} tokens/s{exposed}{skipped}"
@@ -107,42 +107,32 @@ def jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclass(slots=True)
-class Totals:
-    """Sums over the steps of a run."""
+def totals_of(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a step that are added up over a run."""
+    hidden_s = figures.get("comm_s", 0.0) * (figures.get("overlap_fraction") or 0.0)
+    counts = {"num_steps": 1, "num_skipped": int(not figures["updated"]), "hidden_s": hidden_s}
+    return {**counts, **{name: figures.get(name, 0) for name in _PER_STEP}}
 
-    num_steps: int = 0
-    num_skipped: int = 0
-    """Steps whose gradients were not finite, so that nothing was updated."""
-    hidden_s: float = 0.0
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PER_STEP, 0.0))
 
-    def add(self, figures: Mapping[str, Any]) -> None:
-        """Count one step."""
-        self.num_steps += 1
-        self.num_skipped += not figures["updated"]
-        self.hidden_s += figures.get("comm_s", 0.0) * (figures.get("overlap_fraction") or 0.0)
-        for name in _PER_STEP:
-            self.sums[name] += figures.get(name, 0)
+def summarize(totals: Counter[str], train_s: float, *, tokens_per_step: int) -> dict[str, Any]:
+    """Return means over the steps, and speeds.
 
-    def summarize(self, train_s: float, *, tokens_per_step: int) -> dict[str, Any]:
-        """Return means over the steps, and speeds.
-
-        Args:
-            train_s: wall time of all steps, without the evaluations.
-            tokens_per_step: over all ranks.
-        """
-        comm_s = self.sums["comm_s"]
-        return {
-            "train_s": train_s,
-            "num_steps": self.num_steps,
-            "num_skipped": self.num_skipped,
-            "steps_per_s": self.num_steps / train_s,
-            "tokens_per_s": self.num_steps / train_s * tokens_per_step,
-            **{f"{name}_per_step": value / self.num_steps for name, value in self.sums.items()},
-            # The share of the communication time in which this rank did not stand still.
-            "overlap_fraction": self.hidden_s / comm_s if comm_s > 0 else None,
-        }
+    Args:
+        totals: sums of ``totals_of``.
+        train_s: wall time of all steps, without the evaluations.
+        tokens_per_step: over all ranks.
+    """
+    num_steps = totals["num_steps"]
+    return {
+        "train_s": train_s,
+        "num_steps": num_steps,
+        "num_skipped": totals["num_skipped"],
+        "steps_per_s": num_steps / train_s,
+        "tokens_per_s": num_steps / train_s * tokens_per_step,
+        **{f"{name}_per_step": totals[name] / num_steps for name in _PER_STEP},
+        # The share of the communication time in which this rank did not wait for it.
+        "overlap_fraction": totals["hidden_s"] / totals["comm_s"] if totals["comm_s"] > 0 else None,
+    }
 
 
 def describe_summary(summary: Mapping[str, Any]) -> str:
@@ -165,9 +155,6 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "buckets", str(summary["num_buckets"]), cuts
     if summary["num_skipped"]:
         yield "steps not updated", str(summary["num_skipped"]), "their gradients were not finite"
-    kept = {name.removesuffix("_bytes").replace("_", " "): size for name, size in summary["computed_bytes"].items() if size}
-    total = format_bytes(kept.pop("total"))
-    yield "memory, computed", total, ", ".join(f"{name} {format_bytes(size)}" for name, size in kept.items())
     yield "collectives per step", f"{summary['num_collectives_per_step']:.1f}", "launched by each rank"
     formula = "per step and rank: all-reduce 2S(n-1)/n, others S(n-1)/n"
     yield "bytes on the wire, formula", format_bytes(summary["wire_bytes_per_step"]), formula

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from examples.bytegpt.data import Batch
 from examples.bytegpt.model import next_byte_loss
-from examples.bytegpt.report import MetricsLog, Progress, Totals
+from examples.bytegpt.report import MetricsLog, Progress, totals_of
 from examples.bytegpt.task import NATS_PER_BIT, Task
 from megabucket import StepResult
 from megabucket.report import step_figures
@@ -58,7 +59,7 @@ class StepLoop:
     """All steps of one trainee: runs them, shows and logs each, keeps the totals."""
 
     def __init__(self, task: Task, trainee: Trainee, *, progress: Progress, log: MetricsLog) -> None:
-        self.totals = Totals()
+        self.totals: Counter[str] = Counter()
         self._task, self._trainee, self._progress, self._log = task, trainee, progress, log
 
     def run(self, first_step: int = 0, *, ends_after: Callable[[int], bool] = lambda _: False) -> float:
@@ -72,7 +73,7 @@ class StepLoop:
         for step in range(first_step, num_steps):
             figures = self._run_step(step)
             # Logged before it is saved: whoever is killed later goes on behind the steps that the checkpoint holds.
-            self.totals.add(figures)
+            self.totals.update(totals_of(figures))
             self._log.write("step", figures)
             self._progress.show(self._trainee.title, figures, num_steps=num_steps)
             if ends_after(step + 1):

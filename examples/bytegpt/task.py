@@ -138,17 +138,13 @@ def make_optimizer(config: OptimizerConfig, params: Iterable[torch.nn.Parameter]
     """
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": config.weight_decay}, {"params": [], "weight_decay": 0.0}]
     for param in params:
-        groups[group_of(config, param)]["params"].append(param)
+        is_undecayed = config.weight_decay > 0 and param.ndim <= 1
+        groups[is_undecayed]["params"].append(param)
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=config.fused or None)
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused or None)
-
-
-def group_of(config: OptimizerConfig, param: torch.nn.Parameter) -> int:
-    """Return the group that ``make_optimizer`` puts a parameter into; groups that stay empty are counted."""
-    return int(config.weight_decay > 0 and param.ndim <= 1)
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, num_steps: int) -> float:

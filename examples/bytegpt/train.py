@@ -14,12 +14,11 @@ import megabucket as mb
 from examples.bytegpt.checkpoints import RunSaver, resume
 from examples.bytegpt.compare import Comparison, check_comparable, compare_with_torch
 from examples.bytegpt.config import DemoConfig
-from examples.bytegpt.report import MetricsLog, Progress
+from examples.bytegpt.report import MetricsLog, Progress, summarize
 from examples.bytegpt.steps import StepLoop, Trainee
-from examples.bytegpt.task import Task, group_of, make_optimizer, make_task, trainable_model
+from examples.bytegpt.task import Task, make_optimizer, make_task, trainable_model
 from megabucket.errors import ConfigError
-from megabucket.measure.ranks import Launch, joined_ranks
-from megabucket.planning.memory import exchange_memory, rank_memory
+from megabucket.measure.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +44,11 @@ class Report:
     stopped: Stopped | None = None
 
 
-def run_training(config: DemoConfig, *, launch: Launch, progress: Progress, compares: bool = False) -> Report:
-    """Train as ``config`` says and return the figures. Every process of the run calls it.
+def run_training(config: DemoConfig, ranks: Ranks, *, progress: Progress, compares: bool = False) -> Report:
+    """Train as ``config`` says and return the figures. Every rank calls it.
 
     Args:
         config: all sections.
-        launch: which process this is.
         progress: shows something on the first rank only.
         compares: train the same task with torch's own wrapper afterwards.
 
@@ -62,9 +60,8 @@ def run_training(config: DemoConfig, *, launch: Launch, progress: Progress, comp
     model, log_path = trainable_model(config), config.program.train.log_path
     if compares:
         check_comparable(config)
-    path = Path(log_path) if log_path is not None and launch.rank == 0 else None
-    with closing(MetricsLog(path)) as log, joined_ranks(launch, config.fabric) as ranks:
-        # A function of its own: when the process group ends, no frame holds a wrapper any more, whose groups are its own.
+    path = Path(log_path) if log_path is not None and ranks.rank == 0 else None
+    with closing(MetricsLog(path)) as log:
         return _train(make_task(config, model, ranks), progress, log, compares=compares)
 
 
@@ -103,7 +100,7 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
         train_s = loop.run(start.step) if saver is None else loop.run(start.step, ends_after=saver.ends_after)
         # Gathered from all ranks, so none goes before all have saved.
         signals = task.ranks.gather([] if saver is None else saver.signals)
-    num_steps_done = start.step + loop.totals.num_steps
+    num_steps_done = start.step + int(loop.totals["num_steps"])
     if found := [(names[0], rank) for rank, names in enumerate(signals) if names]:
         stopped = Stopped(*found[0], num_steps_done, str(program.checkpoint.folder))
         log.write("stop", asdict(stopped))
@@ -112,7 +109,7 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
         model.detach()
         return Report(stopped=stopped)
 
-    totals = loop.totals.summarize(train_s, tokens_per_step=task.num_tokens_per_step)
+    totals = summarize(loop.totals, train_s, tokens_per_step=task.num_tokens_per_step)
     summary = {**setup, "held_out_bits_before": before, "held_out_bits_after": evaluate(num_steps_done), **totals}
     log.write("summary", summary)
     # Training ends here: the weights get storages of their own and the buffers go.
@@ -125,19 +122,9 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
 
 
 def _describe_setup(task: Task, model: mb.DistributedDataParallel) -> dict[str, Any]:
-    """Return what is trained, by whom, in which buffers, and the bytes that these take on this rank."""
-    ddp, optimizer, layout, ranks = task.config.ddp, task.config.program.optimizer, model.layout, task.ranks
+    """Return the model, the ranks and the buckets."""
+    ddp, layout, ranks = task.config.ddp, model.layout, task.ranks
     num_params = sum(buffer.params_numel for buffer in layout.buffers)
-    memory = rank_memory(
-        layout,
-        rank=ranks.rank,
-        is_sharded=ddp.use_distributed_optimizer,
-        moments_per_element=optimizer.moments_per_element,
-        has_fence=ranks.num_ranks > 1,
-        group_of={name: group_of(optimizer, param) for param, name in model.param_names.items()},
-    )
-    if ddp.use_distributed_optimizer and ranks.backend == "gloo":
-        memory += exchange_memory(layout)
     return {
         "mode": "reduce_scatter" if ddp.use_distributed_optimizer else "all_reduce",
         "backend": ranks.backend,
@@ -148,7 +135,6 @@ def _describe_setup(task: Task, model: mb.DistributedDataParallel) -> dict[str, 
         "num_buckets": layout.num_buckets,
         "padding_fraction": 1 - num_params / layout.numel,
         "layout_fingerprint": layout.fingerprint,
-        "computed_bytes": {**asdict(memory), "total_bytes": memory.total_bytes},
     }
 
 

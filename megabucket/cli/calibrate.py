@@ -1,14 +1,21 @@
-"""``megabucket calibrate``: measure what collectives cost on these ranks, and write it as a link for the planner."""
+"""``megabucket calibrate``: measure the cost of collectives on these ranks, and write it as a link for the planner."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from megabucket.cli.output import print_answer, progress, text_table
 from megabucket.cli.workload import Overrides
 from megabucket.trace import CollectiveKind
+from megabucket.units import format_bytes, format_seconds, parse_count
+
+if TYPE_CHECKING:
+    from megabucket.measure.calibrate import Calibration
 
 _OPERATIONS: Final = [CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER]
 
@@ -16,9 +23,11 @@ _OPERATIONS: Final = [CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, 
 def calibrate(
     overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option("-c", "--config", help="YAML file; only its fabric section is read")] = None,
-    out: Annotated[Path, typer.Option(help="where the link is written")] = Path("link.yaml"),
-    max_bytes: Annotated[str, typer.Option(help="largest full buffer, for example 64M (decimal)")] = "64M",
-    repetitions: Annotated[int, typer.Option(help="rounds over all sizes and operations")] = 9,
+    out: Annotated[Path, typer.Option(help="file for the link")] = Path("link.yaml"),
+    max_bytes: Annotated[
+        int, typer.Option(parser=parse_count, metavar="N", help="largest full buffer, for example 64M (decimal)")
+    ] = "64M",  # type: ignore[assignment] # read by the parser
+    repetitions: Annotated[int, typer.Option(min=1, help="rounds over all sizes and operations")] = 9,
     operations: Annotated[
         list[CollectiveKind], typer.Option("--operation", help="measure this; may be repeated")
     ] = _OPERATIONS,
@@ -26,28 +35,37 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="print every repetition as JSON on stdout")] = False,
 ) -> None:
     """Measure collectives over sizes; start the ranks with torchrun -m megabucket calibrate ..."""
-    import os
-
-    from megabucket.cli.output import print_json, print_lines, progress, text_table
-    from megabucket.errors import ConfigError
-    from megabucket.measure.calibrate import CalibrationPlan
-    from megabucket.measure.calibrate import calibrate as run
-    from megabucket.measure.ranks import read_launch
+    from megabucket.measure.calibrate import CalibrationPlan, measure_link
+    from megabucket.measure.ranks import check_writable, joined_ranks
+    from megabucket.planning.links import write_link
     from megabucket.planning.run_config import load_config
-    from megabucket.units import parse_count
 
-    settings = load_config(config, overrides or [])
-    try:
-        largest = parse_count(max_bytes)
-    except ValueError as error:
-        raise ConfigError(f"--max-bytes: {error}") from None
-    plan = CalibrationPlan(tuple(operations), tuple(dtypes), max_bytes=largest, repetitions=repetitions)
-    launch = read_launch(os.environ)
-    calibration = run(plan, launch=launch, out=out, fabric=settings.fabric, note=progress())
-    if launch.rank:
+    fabric = load_config(config, overrides or []).fabric
+    plan = CalibrationPlan(tuple(operations), tuple(dtypes), max_bytes, repetitions)
+    with joined_ranks(os.environ, fabric, note=progress()) as ranks:
+        check_writable(ranks, [out])
+        calibration = measure_link(plan, ranks, fabric=fabric)
+    if ranks.rank:
         return
-    if json:
-        print_json(calibration.to_dict())
-        return
-    print_lines([f"wrote {out}; use it with: link: {{path: {out}}}", *calibration.describe(), ""])
-    print_lines(text_table(list(calibration.rows())))
+    write_link(out, calibration.link)
+    print_answer(calibration.to_dict(), _lines(calibration, out), as_json=json)
+
+
+def _lines(calibration: Calibration, out: Path) -> Iterator[str]:
+    from megabucket.measure.calibrate import residuals
+
+    facts = calibration.link.facts
+    yield f"wrote {out}; use it with: link: {{path: {out}}}"
+    yield f"{facts['backend']} on {facts['device']}, {calibration.link.num_ranks} ranks, {facts['repetitions']} repetitions"
+    rows = [("operation", "bytes", "median", "quartiles", "line")]
+    for table in calibration.link.tables:
+        name = f"{table.operation} {table.dtype}"
+        if (fit := table.fit) is not None:
+            bandwidth = f"{1e-9 / fit.seconds_per_byte:.3g} GB/s" if fit.seconds_per_byte else "any bandwidth"
+            yield f"{name}: {format_seconds(fit.latency_s)} + bytes / ({bandwidth}), median {fit.residual:.1%} off"
+        for (size, median_s), spread_s, residual in zip(table.points, table.spread_s, residuals(table), strict=True):
+            quartiles = " ".join(f"{quartile / median_s - 1:+.0%}" for quartile in spread_s)
+            rows.append((name, format_bytes(size), format_seconds(median_s), quartiles, f"{residual:+.0%}"))
+    yield from (str(text) for name, text in facts.items() if name.startswith("remark "))
+    yield ""
+    yield from text_table(rows)

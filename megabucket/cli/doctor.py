@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megabucket.cli.exit_codes import ExitCode
+from megabucket.cli.output import print_answer, progress, text_table
 from megabucket.cli.workload import ConfigFile, Overrides
+from megabucket.errors import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from megabucket.doctor import Report
 
 
@@ -21,31 +23,22 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="print the report as JSON on stdout")] = False,
 ) -> None:
     """Check the ranks, their back-end and the gradients; start the ranks with torchrun -m megabucket doctor ..."""
-    import os
-
-    from megabucket.cli.output import print_json, print_lines, progress
     from megabucket.doctor import run_doctor
-    from megabucket.measure.ranks import joined_ranks, read_launch
+    from megabucket.measure.ranks import joined_ranks
     from megabucket.planning.run_config import load_config
 
     run = load_config(config, overrides or [])
-    with joined_ranks(read_launch(os.environ), run.fabric) as ranks:
-        report = run_doctor(run.ddp, device=ranks.device, note=progress() if ranks.rank == 0 else lambda _: None)
+    with joined_ranks(os.environ, run.fabric, note=progress()) as ranks:
+        report = run_doctor(run.ddp, device=ranks.device, note=ranks.note)
         if ranks.rank == 0:
-            if json:
-                print_json(report.to_dict())
-            else:
-                print_lines(_lines(report))
-        # torchrun ends the other ranks as soon as one has failed; none may leave before the report is out.
+            print_answer(report.to_dict(), _lines(report), as_json=json)
+        # torchrun ends all ranks once one has failed, so all wait here until the report is printed.
         ranks.gather("printed")
     if not report.is_healthy:
         raise typer.Exit(ExitCode.FAILED)
 
 
 def _lines(report: Report) -> Iterator[str]:
-    from megabucket.cli.output import text_table
-    from megabucket.errors import printable
-
     yield f"{report.backend} on {report.device}, {report.num_ranks} rank{'' if report.num_ranks == 1 else 's'}"
     yield report.outcome
     yield ""

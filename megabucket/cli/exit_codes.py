@@ -1,19 +1,18 @@
-"""What a command's exit code means, and the one place that turns errors into exit codes."""
+"""The exit codes, and the one place that turns errors into them."""
 
 from __future__ import annotations
 
 import enum
 import functools
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
 from typing import Final, NoReturn, ParamSpec, TypeVar
 
 import typer
 
 from megabucket import errors
-from megabucket.errors import MegabucketError
+from megabucket.errors import MegabucketError, printable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,13 +31,8 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
     TERMINATED = 143
 
-    @property
-    def meaning(self) -> str:
-        """What the code says, for the table in ``--help``."""
-        return _MEANINGS[self]
 
-
-_MEANINGS: Final = {
+MEANINGS: Final = {
     ExitCode.OK: "done",
     ExitCode.FAILED: "a check did not hold, or an error without a code of its own",
     ExitCode.USAGE: "wrong usage, config or model, or calls in a wrong order",
@@ -50,76 +44,55 @@ _MEANINGS: Final = {
     ExitCode.TERMINATED: "terminated (SIGTERM)",
 }
 
-_CODES: Final = {
-    # A ValueError of ours is about what was given.
-    ExitCode.USAGE: (
-        ValueError,
-        errors.ProcessGroupMissingError,
-        errors.PhaseError,
-        errors.UnusedParameterError,
-        errors.ModelChangedError,
-        errors.PlainOptimizerError,
-    ),
-    ExitCode.MISMATCH: (errors.RanksDisagreeError,),
-    ExitCode.NUMERICAL: (errors.NonFiniteGradientError,),
-    ExitCode.PEER_LOST: (errors.PeerLostError,),
-    ExitCode.CHECKPOINT: (errors.CheckpointError, errors.CheckpointUnavailableError),
+_CODES: Final[dict[type[Exception], ExitCode]] = {
+    ValueError: ExitCode.USAGE,  # our ValueErrors are about the input
+    errors.ProcessGroupMissingError: ExitCode.USAGE,
+    errors.PhaseError: ExitCode.USAGE,
+    errors.UnusedParameterError: ExitCode.USAGE,
+    errors.ModelChangedError: ExitCode.USAGE,
+    errors.PlainOptimizerError: ExitCode.USAGE,
+    errors.RanksDisagreeError: ExitCode.MISMATCH,
+    errors.NonFiniteGradientError: ExitCode.NUMERICAL,
+    errors.PeerLostError: ExitCode.PEER_LOST,
+    errors.CheckpointError: ExitCode.CHECKPOINT,
+    errors.CheckpointUnavailableError: ExitCode.CHECKPOINT,
 }
 
 
 def exit_code_of(error: MegabucketError) -> ExitCode:
     """Return the exit code of a command that ended with ``error``."""
-    return next((code for code, kinds in _CODES.items() if isinstance(error, kinds)), ExitCode.FAILED)
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), ExitCode.FAILED)
 
 
 def exit_code_table() -> str:
     """Return one line per code, for ``--help``."""
-    return "\n".join(f"  {code.value:>3}  {code.meaning}" for code in ExitCode)
+    return "\n".join(f"  {code.value:>3}  {meaning}" for code, meaning in MEANINGS.items())
 
 
-class _Terminated(BaseException):
-    """SIGTERM, as an exception: open files are closed and process groups destroyed on the way out."""
-
-
-@contextmanager
-def _sigterm_raised() -> Iterator[None]:
-    def terminate(*_: object) -> NoReturn:
-        raise _Terminated
-
-    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _terminate(*_: object) -> NoReturn:
+    """Handle SIGTERM: leave through all ``finally`` blocks, which close files and destroy process groups."""
+    sys.exit(ExitCode.TERMINATED)
 
 
 def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Wrap a command: an error of ours becomes its text on stderr and its exit code, without a traceback.
 
-    SIGINT and SIGTERM end a command in good order, with the exit codes shells expect.
+    SIGINT and SIGTERM end a command in good order, with the exit codes that shells expect.
     """
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = signal.signal(signal.SIGTERM, _terminate)
         try:
-            with _sigterm_raised():
-                return command(*args, **kwargs)
+            return command(*args, **kwargs)
         except MegabucketError as error:
-            typer.echo(f"error: {_printable_lines(str(error))}", err=True)
+            # Escapes control characters but keeps line breaks, which our own texts use.
+            lines = [printable(line, sys.maxsize) for line in str(error).split("\n")]
+            typer.echo("error: " + "\n".join(lines), err=True)
             raise typer.Exit(exit_code_of(error)) from None
         except KeyboardInterrupt:
             raise typer.Exit(ExitCode.INTERRUPTED) from None
-        except _Terminated:
-            raise typer.Exit(ExitCode.TERMINATED) from None
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     return wrapper
-
-
-def _printable_lines(text: str) -> str:
-    """Escape what would control the terminal, but keep line breaks, which our own texts use."""
-    return "".join(
-        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode("ascii") for char in text
-    )

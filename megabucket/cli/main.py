@@ -1,4 +1,4 @@
-"""``megabucket``: the commands and what they have in common."""
+"""``megabucket``: the commands and their common options."""
 
 from __future__ import annotations
 
@@ -42,15 +42,9 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Take what stands before the command."""
+    """Handle the options before the command."""
 
 
-app.command()(reports_errors(plan))
-app.command()(reports_errors(explain))
-app.command()(reports_errors(simulate))
-app.command()(reports_errors(report))
-app.command()(reports_errors(calibrate))
-app.command()(reports_errors(profile))
-app.command()(reports_errors(tune))
-app.command()(reports_errors(doctor))
+for command in (plan, explain, simulate, report, calibrate, profile, tune, doctor):
+    app.command()(reports_errors(command))
 app.add_typer(checkpoint, name="checkpoint")

@@ -1,4 +1,4 @@
-"""What commands print: tables, JSON, and progress. The only place that knows how wide the output is."""
+"""Prints tables, JSON and progress. The only place that knows the width of the output."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from io import StringIO
 from textwrap import wrap
 from typing import Any, Final
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 WIDTH_WITHOUT_TERMINAL: Final = 160
 """Columns of output that goes to a file or a pipe; ``COLUMNS`` overrides it."""
@@ -28,14 +24,14 @@ _QUIET_S: Final = 2.0
 
 
 def output_width() -> int:
-    """Return the columns there are."""
+    """Return the columns of the output."""
     return max(shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 24)).columns, _LEAST_WIDTH)
 
 
 def text_table(rows: Sequence[Sequence[str]], *, num_left: int = 1, num_folded: int = 0, indent: int = 0) -> Iterator[str]:
     r"""Yield rows as lines with the cells of a column under each other; the first row is the head.
 
-    Nothing is cut: where the output is too narrow, cells of text go on in the next line. Numbers never do.
+    Nothing is cut: where the output is too narrow, cells of text continue in the next line. Numbers never do.
 
     Args:
         rows: equally long.
@@ -48,6 +44,10 @@ def text_table(rows: Sequence[Sequence[str]], *, num_left: int = 1, num_folded: 
     ring   9.1
     flat  12.0
     """
+    from rich.console import Console  # 0.1 s, for commands that print a table
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, show_header=False)
     least_width = -len(_GAP)
     for index, column in enumerate(zip(*rows, strict=True)):
@@ -56,7 +56,7 @@ def text_table(rows: Sequence[Sequence[str]], *, num_left: int = 1, num_folded: 
         least_width += len(_GAP) + min(max(map(len, column)), _LEAST_TEXT if is_text else sys.maxsize)
     for row in rows:
         table.add_row(*map(Text, row))
-    console = Console(width=max(output_width() - indent, least_width), color_system=None, file=StringIO())
+    console = Console(width=max(output_width() - indent, least_width), color_system=None)
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
@@ -81,7 +81,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines on stdout; a sentence that is longer than the output is wide goes on in the next line."""
+    """Print lines on stdout; one that is wider than the output continues in the next line, indented."""
     width = output_width()
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 2)
@@ -94,9 +94,17 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=2, allow_nan=False))
 
 
+def print_answer(data: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print an answer on stdout: its data as JSON, or its lines."""
+    if as_json:
+        print_json(data)
+    else:
+        print_lines(lines)
+
+
 @contextmanager
 def notice_when_slow(text: str) -> Iterator[None]:
-    """Print on stderr what a command does if the block takes over two seconds."""
+    """Print a text on stderr if the block takes over two seconds."""
     timer = threading.Timer(_QUIET_S, typer.echo, (text,), {"err": True})
     timer.daemon = True
     timer.start()
@@ -107,7 +115,7 @@ def notice_when_slow(text: str) -> Iterator[None]:
 
 
 def progress() -> Callable[[str], None]:
-    """Return a function that prints on stderr what a command does, from its third second on and every two seconds."""
+    """Return a function that prints its text on stderr, from the third second on and at most every two seconds."""
     printed_s = time.monotonic()
 
     def report(text: str) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megabucket.cli.output import print_answer, progress, text_table
 from megabucket.cli.workload import Overrides
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from megabucket.report import Report
 
 
 def report(
     config: Annotated[
-        Path, typer.Option("-c", "--config", help="YAML file with a link and a workload, or a model and its speed")
+        Path, typer.Option("-c", "--config", help="YAML file or preset with a link and a workload, or a model and its speed")
     ],
     overrides: Overrides = None,
     dp_size: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks; needed for ring and two_level links")] = None,
@@ -29,7 +29,6 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="print all figures as JSON on stdout")] = False,
 ) -> None:
     """Write a page with timeline, sweep, buckets, memory and scaling, its figures as JSON, and a Chrome trace."""
-    from megabucket.cli.output import print_json, print_lines, progress
     from megabucket.planning.run_config import load_config
     from megabucket.report import collect, read_measured, write_report
 
@@ -38,15 +37,10 @@ def report(
     figures = collect(run, dp_size=dp_size, expert_dp_size=expert_dp_size, measured=steps, title=config.name, note=progress())
     written = write_report(figures, out)
     typer.echo(f"wrote {', '.join(str(path) for path in written)}", err=True)
-    if json:
-        print_json(figures.to_dict())
-        return
-    print_lines(_lines(figures))
+    print_answer(figures.to_dict(), _lines(figures), as_json=json)
 
 
 def _lines(figures: Report) -> Iterator[str]:
-    from megabucket.cli.output import text_table
-
     yield from figures.summary
     yield ""
     rows = [(plan.name, f"{plan.step_s * 1e3:,.2f}", f"{plan.row.buckets:,}") for plan in figures.plans]

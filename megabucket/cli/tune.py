@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megabucket.cli.output import print_answer, text_table
 from megabucket.cli.workload import ConfigFile, Overrides, WorkloadName, open_workload
+from megabucket.errors import printable
+from megabucket.units import format_seconds
+
+if TYPE_CHECKING:
+    from megabucket.measure.tune import Tuning
 
 
 def tune(  # noqa: PLR0913, PLR0917 - one argument per option
-    workload: WorkloadName,
+    workload: WorkloadName = None,
     overrides: Overrides = None,
     config: ConfigFile = None,
-    out: Annotated[Path, typer.Option(help="where the tuned config is written")] = Path("tuned.yaml"),
-    evidence: Annotated[Path, typer.Option(help="where predictions and measurements are written, as JSON")] = Path("tune.json"),
+    out: Annotated[Path, typer.Option(help="file for the tuned config")] = Path("tuned.yaml"),
+    evidence: Annotated[Path, typer.Option(help="file for predictions and measurements, as JSON")] = Path("tune.json"),
     modes: Annotated[
         Literal["configured", "both"], typer.Option(help="search in the config's mode, or in both")
     ] = "configured",
-    candidates: Annotated[int, typer.Option(help="plans to run besides the default")] = 4,
-    rounds: Annotated[int, typer.Option(help="turns of each plan, paired with the default's")] = 10,
-    steps: Annotated[int, typer.Option(help="steps that count in each turn")] = 2,
-    seconds: Annotated[float, typer.Option(help="begin no round after this time")] = 600.0,
+    candidates: Annotated[int, typer.Option(min=1, help="plans to run besides the default")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of each plan, paired with the default's")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="steps that count in each turn")] = 2,
+    seconds: Annotated[float, typer.Option(min=0, help="begin no round after this time")] = 600.0,
     json: Annotated[bool, typer.Option("--json", help="print the evidence as JSON on stdout")] = False,
 ) -> None:
     """Find the bucket plan with the shortest step, measured; start the ranks with torchrun -m megabucket tune ..."""
-    import os
-
-    from megabucket.cli.output import print_json, print_lines
-    from megabucket.measure.ranks import read_launch
-    from megabucket.measure.tune import TunePlan, describe, tune_program, write_tuning
+    from megabucket.measure.ranks import joined_ranks
+    from megabucket.measure.tune import TunePlan, tune_program, write_tuning
 
     function, run = open_workload(workload, config, overrides)
     plan = TunePlan(candidates, rounds, steps, max_s=seconds, all_modes=modes == "both")
-    launch = read_launch(os.environ)
-    note = partial(typer.echo, err=True)  # it takes minutes, so each part is told
-    tuning = tune_program(function, run, plan, launch=launch, outputs=(out, evidence), note=note)
-    if launch.rank:
+    note = partial(typer.echo, err=True)  # it takes minutes, so every activity is printed
+    with joined_ranks(os.environ, run.fabric, note=note) as ranks:
+        tuning = tune_program(function, run, plan, ranks=ranks, outputs=(out, evidence))
+    if ranks.rank:
         return
     write_tuning(run, tuning, out=out, evidence=evidence)
-    if json:
-        print_json(tuning.to_dict())
-        return
-    print_lines([*describe(tuning), f"wrote {out} and {evidence}"])
+    print_answer(tuning.to_dict(), [*_lines(tuning), f"wrote {out} and {evidence}"], as_json=json)
+
+
+def _lines(tuning: Tuning) -> Iterator[str]:
+    yield from tuning.summary
+    table = [("plan", "buckets", "predicted", "measured", "error", "gain", "95 % interval", "faster in")]
+    ran = [row for row in tuning.to_dict()["candidates"] if "measured_s" in row]
+    for row in sorted(ran, key=lambda row: row["measured_s"]):
+        gain = interval = faster = ""
+        if "gain" in row:
+            gain = f"{row['gain']:+.1%}"
+            interval = f"{row['gain_low']:+.1%} to {row['gain_high']:+.1%}" if row["gain_low"] > -1 else "too few rounds"
+            faster = f"{row['num_faster']}/{row['num_rounds']}"
+        times = format_seconds(row["predicted_s"]), format_seconds(row["measured_s"]), f"{row['prediction_error']:+.1%}"
+        table.append((printable(row["name"]), str(row["num_buckets"]), *times, gain, interval, faster))
+    yield from text_table(table)

@@ -1,4 +1,4 @@
-"""What several commands are given: a config with overrides, and which training program they measure."""
+"""Arguments of several commands: a config with overrides, and the training program to measure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ if TYPE_CHECKING:
     from megabucket.planning.run_config import RunConfig
 
 WorkloadName = Annotated[
-    str, typer.Option("-w", "--workload", help="package.module:function, which returns a TrainingProgram", show_default=False)
+    str | None, typer.Option("-w", "--workload", help="package.module:function, which returns a TrainingProgram")
 ]
-ConfigFile = Annotated[Path | None, typer.Option("-c", "--config", help="YAML file; the defaults when not given")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("-c", "--config", help="YAML file, preset or config.json; the defaults when not given")
+]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example mode=reduce_scatter")]
 
 
-def open_workload(name: str, config: Path | None, overrides: list[str] | None) -> tuple[WorkloadFunction, RunConfig]:
-    """Return the function of a workload and the config that it is called with."""
+def open_workload(name: str | None, config: Path | None, overrides: list[str] | None) -> tuple[WorkloadFunction, RunConfig]:
+    """Return the function of a workload and its config."""
     import sys
 
     from megabucket.measure.program import load_workload, load_workload_config
 
-    if "" not in sys.path:  # an installed command does not look into the directory it is called in
+    if "" not in sys.path:  # an installed command does not look into its working directory
         sys.path.insert(0, "")
     workload = load_workload(name)
     return workload, load_workload_config(workload, config, overrides or [])

@@ -1,7 +1,7 @@
-"""What collectives cost on the ranks that run: timed through the communicator that the wrapper uses.
+"""Times collectives on the ranks of a run, through the communicator that the wrapper uses.
 
-Every collective is measured several times, in rounds that go through all of them in an order of their own, so that a slow
-moment of the machine hits all sizes alike. What counts is the slowest rank.
+Every collective is measured in several rounds, each through all of them in a different order, so that a slow moment of the
+machine affects all sizes alike. The time of a collective is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any, Final
+from typing import Final
 
+import numpy as np
 import torch
 
 from megabucket.comm import Accelerator, AllGather, AllReduce, Batch, Broadcast, Call, Communicator, ReduceScatter, exchange
@@ -34,7 +33,7 @@ _WARMUPS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One collective that is measured."""
+    """One collective to measure."""
 
     kind: CollectiveKind
     dtype: str
@@ -43,7 +42,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The seconds of one collective on the slowest rank, one number for each repetition."""
+    """Seconds of one collective on the slowest rank, one number for each repetition."""
 
     cell: Cell
     seconds: tuple[float, ...]
@@ -51,27 +50,20 @@ class Timing:
     @property
     def median_s(self) -> float:
         """Median over the repetitions."""
-        return statistics.median(self.seconds)
+        return float(np.median(self.seconds))
 
     @property
     def quartiles_s(self) -> tuple[float, float]:
         """Lower and upper quartile over the repetitions."""
-        if len(self.seconds) == 1:
-            return self.seconds[0], self.seconds[0]
-        lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return lower, upper
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return size and times as plain data."""
-        times = {"median_s": self.median_s, "quartiles_s": self.quartiles_s, "seconds": self.seconds}
-        return {"bytes": self.cell.num_bytes, **times}
+        lower, upper = np.quantile(self.seconds, (0.25, 0.75))
+        return float(lower), float(upper)
 
 
 def sizes_up_to(max_bytes: int) -> tuple[int, ...]:
-    """Return the sizes that are measured: 1 KiB and four times as much each time, ending at ``max_bytes`` itself.
+    """Return the sizes to measure: 1 KiB and four times as much each time, ending at ``max_bytes`` itself.
 
     Raises:
-        ConfigError: fewer than two sizes, from which no bandwidth can be told.
+        ConfigError: fewer than two sizes, which do not tell latency from bandwidth.
 
     >>> sizes_up_to(20_000)
     (1024, 4096, 16384, 20000)
@@ -81,20 +73,22 @@ def sizes_up_to(max_bytes: int) -> tuple[int, ...]:
             f"--max-bytes={max_bytes} leaves one size, and two are needed to tell latency from bandwidth; give more than "
             f"{SMALLEST_BYTES}"
         )
-    count = math.ceil(math.log(max_bytes / SMALLEST_BYTES, _SIZE_FACTOR))
-    sizes = [SMALLEST_BYTES * _SIZE_FACTOR**power for power in range(count)]
-    return (*[size for size in sizes if size < max_bytes], max_bytes)
+    sizes = [SMALLEST_BYTES]
+    while sizes[-1] * _SIZE_FACTOR < max_bytes:
+        sizes.append(sizes[-1] * _SIZE_FACTOR)
+    return (*sizes, max_bytes)
 
 
 def cells_of(kinds: Sequence[CollectiveKind], dtypes: Sequence[str], max_bytes: int, num_ranks: int) -> tuple[Cell, ...]:
-    """Return every collective to measure; sizes are rounded to whole elements of equal shards, and each comes once."""
-    cells = []
-    for dtype in dtypes:
-        unit = dtype_bytes(dtype) * num_ranks
-        for kind in kinds:
-            sizes = dict.fromkeys(max(round(size / unit), 1) * unit for size in sizes_up_to(max_bytes))
-            cells += [Cell(kind, dtype, size) for size in sizes]
-    return tuple(cells)
+    """Return every collective to measure once, with sizes rounded to whole elements of equal shards."""
+    cells = [
+        Cell(kind, dtype, max(round(size / unit), 1) * unit)
+        for dtype in dtypes
+        for unit in [dtype_bytes(dtype) * num_ranks]
+        for kind in kinds
+        for size in sizes_up_to(max_bytes)
+    ]
+    return tuple(dict.fromkeys(cells))
 
 
 def time_collectives(
@@ -109,13 +103,13 @@ def time_collectives(
     """Measure collectives. All ranks call it with the same arguments.
 
     Args:
-        cells: what to measure.
+        cells: the collectives.
         communicator: of more than one rank.
-        device: where the buffers lie.
+        device: of the buffers.
         repetitions: rounds; 1 or more.
-        in_flight_bytes: with 0 each collective is waited for before the next. Otherwise up to eight of a kind are launched
-            before the first wait, as many as these bytes hold and one at least; a collective takes its part of the whole.
-        note: called with what happens next.
+        in_flight_bytes: 0: each collective is waited for before the next. Otherwise up to eight of a kind are launched before
+            the first wait, as many as fit into these bytes and at least one; the time is divided by their number.
+        note: called with the next activity.
 
     Returns:
         The timings in the order of ``cells``, equal on all ranks.
@@ -123,43 +117,43 @@ def time_collectives(
     Raises:
         ConfigError: the buffers do not fit into memory.
     """
-    calls = _make_calls(cells, communicator, device, in_flight_bytes)
     accelerator = Accelerator.of(device)
     sync = accelerator.synchronize if accelerator is not None else lambda: None
-    counts = _count_calls(calls, communicator, device, sync)
-    own: list[list[float]] = [[] for _ in cells]
+    batches = _make_batches(cells, communicator, device, in_flight_bytes)
+    own = []
+    for each in batches:
+        _time_launches(each, _WARMUPS, communicator, sync)
+        own.append(_time_launches(each, 1, communicator, sync) * len(each))
+    # A chain of small collectives shows their cost with ranks in step; a single one shows how far apart the ranks were.
+    sample_s = slowest(own, communicator, device=device)
+    counts = [min(max(math.ceil(_SAMPLE_S / max(seconds, 1e-9)), 1), _MAX_CALLS) for seconds in sample_s]
+    rounds = []
     meet = meeting(communicator, device=device)
     for number in range(repetitions):
         note(f"timing {len(cells)} collectives, round {number + 1} of {repetitions}")
         for index in random.Random(number).sample(range(len(cells)), len(cells)):  # noqa: S311 - alike on all ranks
-            meet()  # nobody starts long before the others
-            own[index].append(_time_calls(calls[index], counts[index], communicator, sync))
-    all_s = iter(slowest(list(chain.from_iterable(own)), communicator, device=device))
-    return tuple(Timing(cell, tuple(islice(all_s, repetitions))) for cell in cells)
+            meet()  # no rank starts long before the others
+            own[index] = _time_launches(batches[index], counts[index], communicator, sync)
+        rounds.append(slowest(own, communicator, device=device))
+    return tuple(Timing(cell, seconds) for cell, seconds in zip(cells, zip(*rounds, strict=True), strict=True))
 
 
-def _make_calls(
+def _make_batches(
     cells: Sequence[Cell], communicator: Communicator, device: torch.device, in_flight_bytes: int
 ) -> list[list[Batch]]:
-    """Return each collective as the wrapper launches it, in place, as often as it is in flight; in one buffer of each dtype."""
+    """Return for each collective the batches in flight together: in place, as the wrapper launches them, in one buffer."""
     counts = [min(max(in_flight_bytes // cell.num_bytes, 1), _MAX_IN_FLIGHT) for cell in cells]
-    largest: dict[str, int] = {}
-    for cell, count in zip(cells, counts, strict=True):
-        largest[cell.dtype] = max(largest.get(cell.dtype, 0), count * cell.num_bytes)
-    buffers = {}
+    largest_bytes = max(count * cell.num_bytes for cell, count in zip(cells, counts, strict=True))
     try:
-        for dtype, num_bytes in largest.items():
-            buffers[dtype] = torch.empty(num_bytes // dtype_bytes(dtype), dtype=getattr(torch, dtype), device=device)
+        buffer = torch.empty(largest_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
-        raise ConfigError(f"the buffers ({largest}) do not fit into memory: lower --max-bytes ({error})") from None
-    for buffer in buffers.values():
-        buffer.fill_(1).fill_(0)  # written, because memory that never was is one page, and quick to read; zeros stay zeros
-    calls = []
+        raise ConfigError(f"{largest_bytes} bytes do not fit into memory: lower --max-bytes ({error})") from None
+    buffer.fill_(1).fill_(0)  # memory that was never written is one page and quick to read; a sum of zeros stays zero
+    batches = []
     for cell, count in zip(cells, counts, strict=True):
-        numel = cell.num_bytes // dtype_bytes(cell.dtype)
-        fulls = buffers[cell.dtype][: count * numel].view(count, numel)
-        calls.append([communicator.prepare([_call(cell.kind, full, communicator)]) for full in fulls])
-    return calls
+        fulls = buffer[: count * cell.num_bytes].view(getattr(torch, cell.dtype)).view(count, -1)
+        batches.append([communicator.prepare([_call(cell.kind, full, communicator)]) for full in fulls])
+    return batches
 
 
 def _call(kind: CollectiveKind, full: torch.Tensor, communicator: Communicator) -> Call:
@@ -171,23 +165,8 @@ def _call(kind: CollectiveKind, full: torch.Tensor, communicator: Communicator) 
     return AllGather(full, shard) if kind is CollectiveKind.ALL_GATHER else Broadcast(full)
 
 
-def _count_calls(
-    calls: Sequence[Sequence[Sequence[Call]]], communicator: Communicator, device: torch.device, sync: Callable[[], None]
-) -> list[int]:
-    """Return how often each collective is called in one measurement, so that it takes a few milliseconds.
-
-    A chain of small ones shows what each costs when the ranks are in step, where a single one shows how far they were apart.
-    """
-    own = []
-    for batches in calls:
-        _time_calls(batches, _WARMUPS, communicator, sync)
-        own.append(_time_calls(batches, 1, communicator, sync) * len(batches))
-    slowest_s = slowest(own, communicator, device=device)
-    return [min(max(math.ceil(_SAMPLE_S / max(seconds, 1e-9)), 1), _MAX_CALLS) for seconds in slowest_s]
-
-
-def _time_calls(batches: Sequence[Sequence[Call]], count: int, communicator: Communicator, sync: Callable[[], None]) -> float:
-    """Return the mean seconds of one launch, when ``count`` times all of them are launched and then waited for."""
+def _time_launches(batches: Sequence[Batch], count: int, communicator: Communicator, sync: Callable[[], None]) -> float:
+    """Return the mean seconds of one launch, if all batches are launched and then waited for ``count`` times."""
     sync()
     start_s = time.perf_counter()
     for _ in range(count):
@@ -198,7 +177,7 @@ def _time_calls(batches: Sequence[Sequence[Call]], count: int, communicator: Com
 
 
 def meeting(communicator: Communicator, *, device: torch.device) -> Callable[[], None]:
-    """Return a call that returns when every rank has made it and everything launched before is through."""
+    """Return a call that returns once every rank has made it and all earlier work of the device is done."""
     calls = communicator.prepare([AllReduce(torch.zeros(1, device=device))])
     accelerator = Accelerator.of(device)
 
@@ -211,6 +190,6 @@ def meeting(communicator: Communicator, *, device: torch.device) -> Callable[[],
 
 
 def slowest(own: Sequence[float], communicator: Communicator, *, device: torch.device) -> list[float]:
-    """Return the largest of all ranks' numbers, place by place. Collective call."""
+    """Return the largest number of all ranks at each position. Collective call."""
     payloads = exchange(communicator, json.dumps(own).encode(), device=device, label="timings")
-    return [max(column) for column in zip(*map(json.loads, payloads), strict=True)]
+    return np.max([json.loads(payload) for payload in payloads], axis=0).tolist()  # type: ignore[no-any-return]

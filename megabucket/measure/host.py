@@ -1,8 +1,8 @@
-"""What the host adds to a step, measured phase by phase on a wrapped model and its real group: ``planning.simulate.HostCosts``.
+"""Measures what the host adds to a step, phase by phase on a wrapped model and its real group: ``HostCosts``.
 
-A step is taken apart: gradients are accumulated without being sent, then handed over, finished, stepped on and gathered, each
-phase timed by itself after all ranks have met, when nothing is left on the link. Two plans of the same model, one with few
-buckets and one with many, tell what a bucket costs from what a step costs.
+Gradients are accumulated without being sent, then handed over, finished, stepped on and gathered. Each phase is timed after
+all ranks have met and nothing is left on the link. Two plans of one model, one with few buckets and one with many, separate the
+cost of a bucket from the cost of a step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from megabucket.ddp import DistributedDataParallel
 from megabucket.measure.collectives import meeting, slowest
@@ -22,26 +24,22 @@ from megabucket.planning.simulate import FENCE, HostCosts
 _WARMUPS: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """Seconds of the phases of one step, with nothing else on the link, of the slowest rank.
-
-    Attributes:
-        launch_s: handing all buckets to their collectives.
-        finish_s: taking them over when all are complete, and the fence.
-        step_s: the optimizer's step, until it has launched the gathers; with a vote and the norm in reduce-scatter mode.
-        gather_s: taking the gathered parameters over when all are complete.
-    """
+class Phases(NamedTuple):
+    """Seconds of the phases of one step, with nothing else on the link, of the slowest rank."""
 
     launch_s: float
+    """Hands all buckets to their collectives."""
     finish_s: float
+    """Takes them over once all are complete, and the fence."""
     step_s: float
+    """The optimizer's step, until it has launched the gathers; in reduce-scatter mode with a vote and the norm."""
     gather_s: float
+    """Takes the gathered parameters over once all are complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """The phases with one plan: the median over some steps, and the least, in which no other program counts."""
+    """The phases with one plan: the median over some steps, and the least, which other programs do not disturb."""
 
     typical: Phases
     least: Phases
@@ -60,69 +58,57 @@ def time_phases(
     """
     device = ddp.param_and_grad_buffers[0].grad_data.device
     meet = meeting(ddp.communicator, device=device)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
     rows = []
-    for _ in range(repetitions + _WARMUPS):
+    for _ in range(_WARMUPS + repetitions):
         with ddp.no_sync():
             backward()
-        phases = (ddp.start_grad_sync, ddp.finish_grad_sync, _update(optimizer), ddp.finish_param_sync)
-        rows.append([_timed_after(meet, phase) for phase in phases])
-    columns = list(zip(*rows[_WARMUPS:], strict=True))
+        row = []
+        for phase in (ddp.start_grad_sync, ddp.finish_grad_sync, update, ddp.finish_param_sync):
+            meet()
+            start_s = time.perf_counter()
+            phase()
+            row.append(time.perf_counter() - start_s)
+        rows.append(row)
+    counted = np.array(rows[_WARMUPS:])
     typical, least = (
-        Phases(*slowest([statistic(column) for column in columns], ddp.communicator, device=device))
-        for statistic in (statistics.median, min)
+        Phases(*slowest(own.tolist(), ddp.communicator, device=device))
+        for own in (np.median(counted, axis=0), np.min(counted, axis=0))
     )
-    return PhaseTimes(
-        typical,
-        least,
-        num_buckets=ddp.layout.num_buckets,
-        grad_bytes=sum(buffer.grad_data.nbytes for buffer in ddp.param_and_grad_buffers),
-    )
+    num_bytes = sum(buffer.grad_data.nbytes for buffer in ddp.param_and_grad_buffers)
+    return PhaseTimes(typical, least, ddp.layout.num_buckets, num_bytes)
 
 
 def host_costs(few: PhaseTimes, many: PhaseTimes, link: Link, *, num_ranks: int, is_sharded: bool, wake_s: float) -> HostCosts:
-    """Return what a bucket and a small collective cost the host, from the phases of two plans of one model.
+    """Return the host's cost of a bucket and of a small collective, from the phases of two plans of one model.
 
-    A bucket costs what the least times differ by: it is plain work of the host. A small collective costs what is typical,
-    because it waits for another rank.
+    The cost of a bucket is a difference of least times, because it is plain work of the host. The cost of a small collective is
+    typical, because it waits for another rank.
     """
-    launch_s, finish_s, update_s, gather_s = (
-        _per_bucket(getattr(few.least, name), getattr(many.least, name), many.num_buckets - few.num_buckets)
-        for name in ("launch_s", "finish_s", "step_s", "gather_s")
+    num_more = many.num_buckets - few.num_buckets
+    per_bucket = Phases(
+        *(max(0.0, more - less) / num_more if num_more > 0 else 0.0 for less, more in zip(few.least, many.least, strict=True))
     )
-    fences_s = [times.typical.finish_s - times.num_buckets * finish_s for times in (few, many)]
+    launches_s = max(0.0, few.typical.launch_s - few.num_buckets * per_bucket.launch_s)
+    fence_s = statistics.fmean(times.typical.finish_s - times.num_buckets * per_bucket.finish_s for times in (few, many))
     return HostCosts(
-        launch_s=launch_s,
-        launch_s_per_byte=max(0.0, few.typical.launch_s - few.num_buckets * launch_s) / few.grad_bytes,
-        finish_s=finish_s,
-        update_s=update_s if is_sharded else 0.0,
-        gather_finish_s=gather_s if is_sharded else 0.0,
+        launch_s=per_bucket.launch_s,
+        launch_s_per_byte=launches_s / few.grad_bytes,
+        finish_s=per_bucket.finish_s,
+        update_s=per_bucket.step_s if is_sharded else 0.0,
+        gather_finish_s=per_bucket.gather_s if is_sharded else 0.0,
         wake_s=wake_s,
-        step_collective_s=max(0.0, statistics.fmean(fences_s) - link.collective_s(*FENCE, num_ranks)),
+        step_collective_s=max(0.0, fence_s - link.collective_s(*FENCE, num_ranks)),
     )
 
 
 def optimizer_s(few: PhaseTimes, many: PhaseTimes, host: HostCosts, link: Link, *, num_ranks: int, is_sharded: bool) -> float:
-    """Return the optimizer's seconds on this group without its collectives and what it spends on single buckets."""
+    """Return the optimizer's seconds on this group, without its collectives and its work on single buckets."""
     seconds = min(times.typical.step_s - times.num_buckets * host.update_s for times in (few, many))
     if is_sharded:  # the vote, because the sync was finished before, and the norm
         seconds -= 2 * (link.collective_s(*FENCE, num_ranks) + host.step_collective_s)
     return max(0.0, seconds)
-
-
-def _per_bucket(few_s: float, many_s: float, num_more: int) -> float:
-    return max(0.0, many_s - few_s) / num_more if num_more > 0 else 0.0
-
-
-def _update(optimizer: DistributedOptimizer) -> Callable[[], None]:
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def _timed_after(meet: Callable[[], None], phase: Callable[[], None]) -> float:
-    meet()
-    start_s = time.perf_counter()
-    phase()
-    return time.perf_counter() - start_s

@@ -1,22 +1,22 @@
-"""From moments in some training steps to a ``Workload``: sorting them into steps, and arithmetic on them. No torch.
+"""From recorded moments of training steps to a ``Workload``. No torch.
 
-Moments are medians over microbatches, counted from the start of a forward or the end of it, and differences are taken between
-medians. So the sums, which decide how long a step is, are medians of what was measured, and no difference is negative.
+Moments are medians over microbatches, counted from the start or the end of a forward; times are differences of medians. So the
+sums, which decide how long a step is, are medians of measured times, and no time is negative.
 """
 
 from __future__ import annotations
 
+import enum
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megabucket.errors import ConfigError, PhaseError
+from megabucket.errors import PhaseError
 from megabucket.layout import ParamSpec
-from megabucket.planning.workload import TensorWork, Workload, workload_from_dict, write_workload
-from megabucket.trace.clock import Clock, Stamp
+from megabucket.planning.workload import TensorWork, WireBytes, Workload, workload_from_dict, write_workload
 
 
 @dataclass(frozen=True)
@@ -25,26 +25,23 @@ class WorkloadProfile:
 
     workload: Workload
     facts: Mapping[str, Any]
-    """Plain data: versions, device, model fingerprint, how many steps, what the hooks cost."""
+    """Plain data: versions, device, model fingerprint, number of steps."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the workload as ``Workload.to_dict`` gives it, with the facts beside it under ``facts``."""
+        """Return ``Workload.to_dict`` with the facts beside it under ``facts``."""
         return {**self.workload.to_dict(), "facts": dict(self.facts)}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> WorkloadProfile:
-        """Read what ``to_dict`` wrote.
+        """Return the profile that ``to_dict`` wrote.
 
         Raises:
             ConfigError: not such data.
         """
-        facts = data.get("facts", {})
-        if not isinstance(facts, Mapping):
-            raise ConfigError(f"workload.facts must be a mapping, got {type(facts).__name__}")
-        return WorkloadProfile(workload_from_dict(data), facts)
+        return WorkloadProfile(workload_from_dict(data), data["facts"])
 
     def write(self, path: str | Path) -> None:
-        """Write JSON, making the directory.
+        """Write JSON and make the directory.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -52,151 +49,126 @@ class WorkloadProfile:
         write_workload(Path(path), self.workload, facts=self.facts)
 
 
+class EventKind(enum.Enum):
+    """What a hook records."""
+
+    CALLED = "the forward of a module begins; the index is the module's"
+    FORWARD_END = "the forward of the whole model ends"
+    READY = "a gradient was accumulated; the index is the parameter's"
+    OPTIMIZER = "an optimizer begins to step"
+    OPTIMIZER_END = "an optimizer ends, and with the outermost one the step"
+    HANDING_OVER = "gradients are given to collectives, outside of backward"
+    HANDED_OVER = "all gradients are given to collectives"
+    STEP_END = "the step is over"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One moment, in seconds."""
+
+    kind: EventKind
+    moment_s: float
+    index: int = -1
+
+
 @dataclass(slots=True)
 class Microbatch:
-    """One forward and backward. Moments are stamps of a clock, and seconds once ``StepNotes.steps`` has read them."""
+    """One forward and backward, in seconds of the clock."""
 
-    start: Stamp
-    needed: dict[int, Stamp] = field(default_factory=dict)
-    """By module: when it began, the first time in this microbatch."""
-    end: Stamp | None = None
-    """End of the forward."""
-    ready: dict[int, Stamp] = field(default_factory=dict)
-    """By parameter: when its gradient was complete, the last one if there were several."""
+    start_s: float
+    called_s: dict[int, float] = field(default_factory=dict)
+    """By module: its first call."""
+    end_s: float | None = None
+    ready_s: dict[int, float] = field(default_factory=dict)
+    """By parameter: its last accumulation."""
 
     @property
-    def forward_end(self) -> Stamp:
+    def forward_end_s(self) -> float:
         """End of the forward; the first gradient where the model was never called as a whole."""
-        return self.end if self.end is not None else min(self.ready.values())
+        return self.end_s if self.end_s is not None else min(self.ready_s.values())
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Step:
-    """What was noted from one step to the next."""
+    """The recorded times of one step."""
 
-    microbatches: list[Microbatch] = field(default_factory=list)
-    optimizer: list[tuple[Stamp, Stamp]] = field(default_factory=list)
-    """When optimizers began and ended."""
-    handing_over: list[tuple[Stamp, Stamp]] = field(default_factory=list)
-    """When gradients were handed to collectives, apart from backward."""
-    has_ended: bool = False
+    microbatches: list[Microbatch]
+    optimizer_s: float = 0.0
+    handing_over_s: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of all passes and the optimizer."""
+        passes_s = sum(max(each.ready_s.values()) - each.start_s for each in self.microbatches)
+        return passes_s + self.handing_over_s + self.optimizer_s
 
 
-class StepNotes:
-    """Notes moments and sorts them into steps.
+def split_steps(events: Iterable[Event]) -> list[Step]:
+    """Return the steps, without forwards that no backward follows.
 
-    A step ends with ``end_step``, or where a forward follows an optimizer.
+    A step ends where a forward follows an optimizer or ``STEP_END``. If no step ends, each microbatch is one; otherwise an
+    unfinished step at the end is left out.
     """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._steps = clock, [Step()]
-        self._open: Microbatch | None = None
-        self._num_open_optimizers = 0
-        self._optimizer_began: Stamp | None = None
-
-    def forward(self) -> None:
-        """A training forward of the whole model begins."""
-        self._microbatch()
-
-    def need(self, module: int) -> None:
-        """A module that owns parameters begins."""
-        self._microbatch().needed.setdefault(module, self._clock.stamp())
-
-    def forward_end(self) -> None:
-        """The forward of the whole model ends."""
-        if self._open is not None:
-            self._open.end = self._clock.stamp()
-
-    def ready(self, param: int) -> None:
-        """A gradient was accumulated."""
-        if self._open is not None:
-            if not self._open.ready:
-                self._steps[-1].microbatches.append(self._open)
-            self._open.ready[param] = self._clock.stamp()
-
-    def begin_optimizer(self) -> None:
-        """An optimizer begins to step. One inside of another is a part of it."""
-        self._num_open_optimizers += 1
-        if self._num_open_optimizers == 1:
-            self._optimizer_began = self._clock.stamp()
-
-    def end_optimizer(self) -> None:
-        """An optimizer ends, and with the outermost one the step."""
-        now = self._clock.stamp()
-        self._num_open_optimizers = max(0, self._num_open_optimizers - 1)
-        if self._num_open_optimizers == 0:
-            self._steps[-1].optimizer.append((now if self._optimizer_began is None else self._optimizer_began, now))
-            self.end_step()
-
-    @contextmanager
-    def optimizer(self) -> Iterator[None]:
-        """All that runs inside is the optimizer's."""
-        self.begin_optimizer()
-        try:
-            yield
-        finally:
-            self.end_optimizer()
-
-    @contextmanager
-    def handing_over(self) -> Iterator[None]:
-        """Gradients are handed to collectives inside."""
-        began = self._clock.stamp()
-        yield
-        self._steps[-1].handing_over.append((began, self._clock.stamp()))
-
-    def end_step(self) -> None:
-        """The step is over."""
-        self._steps[-1].has_ended, self._open = True, None
-
-    def _microbatch(self) -> Microbatch:
-        """Return the microbatch of a forward: another one once a backward has come."""
-        if self._open is None or self._open.ready:
-            if self._steps[-1].has_ended:
-                self._steps.append(Step())
-            self._open = Microbatch(self._clock.stamp())
-            self._num_open_optimizers, self._optimizer_began = 0, None  # what has not ended by now has failed
-        return self._open
-
-    def steps(self) -> list[Step]:
-        """Return the steps in seconds, without what belongs to no backward. The clock must know all moments by now.
-
-        Where no step has ended, every microbatch is one; else what comes last without an end is left out.
-        """
-        steps = [_in_seconds(step, self._clock.seconds) for step in self._steps]
-        if not any(step.has_ended for step in steps):
-            return [Step([microbatch]) for step in steps for microbatch in step.microbatches]
-        return [step for step in steps if step.has_ended and step.microbatches]
-
-
-def _in_seconds(step: Step, seconds: Callable[[Stamp], Stamp]) -> Step:
-    def known(moments: dict[int, Stamp]) -> dict[int, Stamp]:
-        return {index: seconds(stamp) for index, stamp in moments.items()}
-
-    def spans(stamps: list[tuple[Stamp, Stamp]]) -> list[tuple[Stamp, Stamp]]:
-        return [(seconds(began), seconds(ended)) for began, ended in stamps]
-
-    microbatches = [
-        Microbatch(seconds(one.start), known(one.needed), None if one.end is None else seconds(one.end), known(one.ready))
-        for one in step.microbatches
+    chunks: list[list[Event]] = [[]]
+    for event in events:
+        if event.kind is EventKind.CALLED and _has_ended(chunks[-1]):
+            chunks.append([])
+        chunks[-1].append(event)
+    steps = [
+        Step(
+            _microbatches(chunk),
+            _spans_s(chunk, EventKind.OPTIMIZER, EventKind.OPTIMIZER_END),
+            _spans_s(chunk, EventKind.HANDING_OVER, EventKind.HANDED_OVER),
+        )
+        for chunk in chunks
+        if _has_ended(chunk)
     ]
-    return Step(microbatches, spans(step.optimizer), spans(step.handing_over), step.has_ended)
+    if not steps:
+        return [Step([microbatch]) for chunk in chunks for microbatch in _microbatches(chunk)]
+    return [step for step in steps if step.microbatches]
+
+
+def _has_ended(events: Sequence[Event]) -> bool:
+    return bool(events) and events[-1].kind in (EventKind.OPTIMIZER_END, EventKind.STEP_END)
+
+
+def _microbatches(events: Iterable[Event]) -> list[Microbatch]:
+    found: list[Microbatch] = []
+    for event in events:
+        if event.kind is EventKind.CALLED:
+            if not found or found[-1].ready_s:
+                found.append(Microbatch(event.moment_s))
+            found[-1].called_s.setdefault(event.index, event.moment_s)
+        elif found and event.kind is EventKind.FORWARD_END:
+            found[-1].end_s = event.moment_s
+        elif found and event.kind is EventKind.READY:
+            found[-1].ready_s[event.index] = event.moment_s
+    return [microbatch for microbatch in found if microbatch.ready_s]
+
+
+def _spans_s(events: Iterable[Event], start: EventKind, stop: EventKind) -> float:
+    """Return the seconds of all outermost spans. A span that has not ended when a forward begins has failed."""
+    total_s, open_s = 0.0, list[float]()
+    for event in events:
+        if event.kind is EventKind.CALLED:
+            open_s.clear()
+        elif event.kind is start:
+            open_s.append(event.moment_s)
+        elif event.kind is stop and open_s:
+            start_s = open_s.pop()
+            total_s += 0.0 if open_s else event.moment_s - start_s
+    return total_s
 
 
 def reduce_steps(
-    steps: Sequence[Step],
-    specs: Sequence[ParamSpec],
-    *,
-    module_params: Sequence[Sequence[int]],
-    grad_bytes: int,
-    param_bytes: int,
+    steps: Sequence[Step], specs: Sequence[ParamSpec], *, owners: Sequence[Sequence[Sequence[int]]], wire: WireBytes
 ) -> WorkloadProfile:
-    """Return the workload of typical steps: medians over all microbatches and steps.
+    """Return the workload of a typical step: medians over all microbatches and steps.
 
     Args:
         specs: trainable parameters in registration order.
-        module_params: by module index: the parameters (by index) that it needs when it begins.
-        grad_bytes: of one gradient element on the wire.
-        param_bytes: of one element of a parameter.
+        owners: for each parameter the modules that hold it, from the owner outwards; several such chains if it is tied.
+        wire: bytes of an element of a gradient and of a parameter.
 
     Raises:
         PhaseError: no step has a backward.
@@ -204,39 +176,35 @@ def reduce_steps(
     microbatches = [microbatch for step in steps for microbatch in step.microbatches]
     if not microbatches:
         raise PhaseError(
-            "no step was profiled: no parameter of the model received a gradient while the hooks were there. Run at least one "
-            "whole step (forward, backward, optimizer) of this very model inside the context, after the steps that warm up."
+            "no step was profiled: no parameter of the model received a gradient inside the context. Run at least one whole "
+            "step (forward, backward, optimizer) of this model there, after the warm-up steps."
         )
-    forward_s, is_in_order = _forward(microbatches, module_params, len(specs))
+    forward_s, is_in_order = _forward(microbatches, owners)
     backward_s, order = _backward(microbatches, len(specs))
     unused = [index for index in range(len(specs)) if index not in set(order)]
-    # In training gradients are handed to collectives within backward; it takes longer for larger ones.
-    handing_over_s = statistics.median(_length_s(step.handing_over) for step in steps)
+    # Training hands gradients to collectives within backward, which takes longer for larger ones.
+    handing_over_s = statistics.median(step.handing_over_s for step in steps)
     total_numel = sum(spec.numel for spec in specs) or 1
+    tensors = [
+        TensorWork(spec.name, spec.numel, backward + handing_over_s * spec.numel / total_numel, forward)
+        for spec, backward, forward in zip(specs, backward_s, forward_s, strict=True)
+    ]
     workload = Workload(
-        tensors=tuple(
-            TensorWork(
-                spec.name,
-                spec.numel,
-                backward_s=backward_s[index] + handing_over_s * spec.numel / total_numel,
-                forward_s=forward_s[index],
-            )
-            for index, spec in enumerate(specs)
-        ),
-        bytes_per_element=grad_bytes,
-        param_bytes_per_element=param_bytes,
-        optimizer_s=statistics.median(_length_s(step.optimizer) for step in steps),
+        tuple(tensors),
+        bytes_per_element=wire.gradient,
+        param_bytes_per_element=wire.parameter,
+        optimizer_s=statistics.median(step.optimizer_s for step in steps),
         num_microbatches=round(statistics.median(len(step.microbatches) for step in steps)),
         ready_order=(*order, *reversed(unused)),
     )
-    steps_s = sorted(_compute_s(step) for step in steps)
+    steps_s = sorted(step.compute_s for step in steps)
     facts = {
         "num_steps": len(steps),
         "num_microbatches_seen": len(microbatches),
         "step_compute_s": {"min": steps_s[0], "median": steps_s[len(steps_s) // 2], "max": steps_s[-1]},
         "forward_s": workload.forward_s,
         "backward_s": workload.backward_s,
-        # The simulator takes parameters to be first needed in the order in which they were registered.
+        # The simulator assumes that parameters are first needed in the order of registration.
         "is_forward_in_registration_order": is_in_order,
         "unused": [specs[index].name for index in unused],
         "handing_over_s_in_backward": handing_over_s,
@@ -244,43 +212,40 @@ def reduce_steps(
     return WorkloadProfile(workload, facts)
 
 
-def _forward(
-    microbatches: Sequence[Microbatch], module_params: Sequence[Sequence[int]], num_params: int
-) -> tuple[list[float], bool]:
-    """Return the forward seconds of each parameter, and whether they are needed in order of registration.
+def _forward(microbatches: Sequence[Microbatch], owners: Sequence[Sequence[Sequence[int]]]) -> tuple[list[float], bool]:
+    """Return the forward seconds of each parameter, and whether parameters are needed in order of registration.
 
-    The time of a module counts for the last of the parameters that it is the first to need: all of them have to be there when
-    it begins. Modules that need nothing new (the other end of a tied weight) lengthen the one before.
+    A parameter is needed when its owner is called, or the nearest module around an owner that is never called. If several are
+    needed at once, the last one has the module's time. A module that needs nothing new lengthens the one before it.
     """
-    first_need: dict[int, list[float]] = {}
-    for one in microbatches:
-        first: dict[int, float] = {}
-        for module, moment_s in sorted(one.needed.items(), key=lambda item: item[1]):
-            for param in module_params[module]:
-                first.setdefault(param, moment_s - one.start)
-        for param, moment_s in first.items():
-            first_need.setdefault(param, []).append(moment_s)
-    moments = {param: statistics.median(known) for param, known in first_need.items()}
+    called = {module for each in microbatches for module in each.called_s}
+    needers = [{next((module for module in chain if module in called), -1) for chain in chains} for chains in owners]
+    moments = _medians(
+        {
+            param: min(each.called_s[module] for module in modules & each.called_s.keys()) - each.start_s
+            for param, modules in enumerate(needers)
+            if modules & each.called_s.keys()
+        }
+        for each in microbatches
+    )
     in_order = sorted(moments, key=lambda param: (moments[param], param))
-    seconds = [0.0] * num_params
-    # What runs before the first parameter is needed belongs to forward as well.
-    starts = [0.0, *(moments[param] for param in in_order[1:])]
-    stops = [*starts[1:], statistics.median(one.forward_end - one.start for one in microbatches)]
-    for param, start_s, stop_s in zip(in_order, starts, stops, strict=False):
+    # The first one also has what runs before it is needed.
+    starts_s = [0.0, *(moments[param] for param in in_order[1:])]
+    stops_s = [*starts_s[1:], statistics.median(each.forward_end_s - each.start_s for each in microbatches)]
+    seconds = [0.0] * len(owners)
+    for param, start_s, stop_s in zip(in_order, starts_s, stops_s, strict=False):
         seconds[param] = max(0.0, stop_s - start_s)
     return seconds, in_order == sorted(in_order)
 
 
 def _backward(microbatches: Sequence[Microbatch], num_params: int) -> tuple[list[float], list[int]]:
-    """Return the backward seconds of each parameter, and the order in which they are ready.
+    """Return the backward seconds of each parameter, and the order in which gradients are ready.
 
-    The first one has all that lies between the end of forward and itself: the loss, too.
+    The first one has all the time from the end of forward to itself, the loss included.
     """
-    ready: dict[int, list[float]] = {}
-    for one in microbatches:
-        for param, moment_s in one.ready.items():
-            ready.setdefault(param, []).append(moment_s - one.forward_end)
-    moments = {param: statistics.median(known) for param, known in ready.items()}
+    moments = _medians(
+        {param: moment_s - each.forward_end_s for param, moment_s in each.ready_s.items()} for each in microbatches
+    )
     order = sorted(moments, key=lambda param: (moments[param], -param))
     seconds, before_s = [0.0] * num_params, 0.0
     for param in order:
@@ -289,10 +254,9 @@ def _backward(microbatches: Sequence[Microbatch], num_params: int) -> tuple[list
     return seconds, order
 
 
-def _length_s(spans: Sequence[tuple[float, float]]) -> float:
-    return sum(stop - start for start, stop in spans)
-
-
-def _compute_s(step: Step) -> float:
-    passes_s = sum(max(one.ready.values()) - one.start for one in step.microbatches)
-    return float(passes_s + _length_s(step.handing_over) + _length_s(step.optimizer))
+def _medians(rows: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    found: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        for key, value in row.items():
+            found[key].append(value)
+    return {key: statistics.median(values) for key, values in found.items()}

@@ -1,67 +1,55 @@
-"""Which process this is and how it talks to the others: the only part of measuring that knows a launcher exists.
+"""The processes of one run: joins them, and exchanges small facts between them.
 
-Reads torchrun's variables from a mapping the command line passes in, starts and ends ``torch.distributed``, and exchanges
-small facts between ranks. One process without torchrun is a run like any other.
+Reads torchrun's variables from a mapping that the command line passes in. A process without torchrun is a run of one.
 """
 
 from __future__ import annotations
 
 import gc
-import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
-# Its functions have dist.group.WORLD as a default argument, which is evaluated on import. torch.optim imports it when the first
-# optimizer is made; imported here, before there is a group, it cannot hold one for ever (joined_ranks says why it must not).
+# Default arguments of its functions hold dist.group.WORLD as it is on import, and torch.optim imports it with the first
+# optimizer. Imported here, before there is a group, it cannot keep one alive (joined_ranks says why nothing may).
 import torch.distributed.nn.functional
 
+from megabucket import __version__
+from megabucket.comm import Accelerator
 from megabucket.errors import ConfigError, log_once
 from megabucket.planning.run_config import FabricConfig
 
 T = TypeVar("T")
 
 Note: TypeAlias = Callable[[str], None]
-"""Is told what happens next."""
+"""Called with the next activity, for the user to see."""
 
 _TIMEOUT: Final = timedelta(minutes=10)
 
 
 def silent(_: str) -> None:
-    """Say nothing: the default ``Note``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What torchrun told this process."""
-
-    rank: int = 0
-    num_ranks: int = 1
-    local_rank: int = 0
-    num_local_ranks: int = 1
-    is_launched: bool = False
-    """Whether a launcher started this process; without one there is no rendezvous to join."""
-    has_own_device: bool = False
-    """Whether the launcher lets this process see one GPU, its own, as SLURM does."""
+    """Do nothing: the default ``Note``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of one run, as each of them sees the others."""
+    """The processes of one run, as one of them sees the others; by default this process alone."""
 
-    rank: int
-    num_ranks: int
-    device: torch.device
-    backend: str
-    """``gloo``, ``nccl``, ``megabucket_fabric``, or ``none`` for one process on its own."""
+    rank: int = 0
+    num_ranks: int = 1
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    backend: str = "none"
+    """``gloo``, ``nccl``, ``megabucket_fabric``, or ``none`` for one process alone."""
     note: Note = silent
-    """Says what happens next, on the first rank."""
+    """Tells the user the next activity, on the first rank."""
 
     def gather(self, value: T) -> list[T]:
         """Return the ``value`` of every rank, in rank order. All ranks must call it."""
@@ -72,73 +60,63 @@ class Ranks:
         return values  # type: ignore[return-value]
 
 
-def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Return what torchrun's variables say, or one process when there are none.
-
-    Raises:
-        ConfigError: a variable is missing, not a number, or out of range.
-    """
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return Launch()
-    rank, num_ranks = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    local_rank, num_local_ranks = _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE")
-    if not (0 <= rank < num_ranks and 0 <= local_rank < num_local_ranks):
-        raise ConfigError(
-            f"the launcher's RANK={rank}, WORLD_SIZE={num_ranks}, LOCAL_RANK={local_rank}, "
-            f"LOCAL_WORLD_SIZE={num_local_ranks} contradict each other; start with torchrun, or unset them all"
-        )
-    has_own_device = environment.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and "CUDA_VISIBLE_DEVICES" in environment
-    return Launch(rank, num_ranks, local_rank, num_local_ranks, is_launched=True, has_own_device=has_own_device)
-
-
-def device_index(launch: Launch, num_devices: int) -> int | None:
-    """Return on which of the GPUs that it sees a process works; ``None``: on the CPU.
-
-    >>> device_index(Launch(local_rank=1, num_local_ranks=2), 4), device_index(Launch(local_rank=1, num_local_ranks=2), 1)
-    (1, None)
-    >>> device_index(Launch(local_rank=1, num_local_ranks=2, has_own_device=True), 1)
-    0
-    """
-    if num_devices >= launch.num_local_ranks:
-        return launch.local_rank
-    if num_devices == 1 and launch.has_own_device:
-        return 0
-    if num_devices:
-        log_once(
-            f"this host runs {launch.num_local_ranks} processes and shows {num_devices} GPUs to this one, so all work on CPUs; "
-            "start as many processes as there are GPUs, or show each its own with CUDA_VISIBLE_DEVICES"
-        )
-    return None
-
-
 @contextmanager
-def joined_ranks(launch: Launch, fabric: FabricConfig | None = None, *, note: Note = silent) -> Iterator[Ranks]:
-    """Join the other processes for the time of the context: NCCL when this host has a GPU for each, else gloo on CPU.
+def joined_ranks(environment: Mapping[str, str], fabric: FabricConfig | None = None, *, note: Note = silent) -> Iterator[Ranks]:
+    """Join the other processes inside the context: over NCCL if this host has a GPU for each, else over gloo on CPU.
 
     The process group is destroyed at the end, also after an error.
 
     Args:
+        environment: has torchrun's variables; without them this process is alone.
         fabric: an emulated link to use instead, on CPU.
-        note: called on the first rank alone.
+        note: called on the first rank only.
 
     Raises:
-        ConfigError: the ranks are not all on one machine, and a fabric is asked for.
+        ConfigError: a variable is missing or not a number, or the ranks are not all on one machine and a fabric is given.
     """
-    index = device_index(launch, torch.cuda.device_count()) if fabric is None and torch.cuda.is_available() else None
-    device = torch.device("cpu") if index is None else torch.device("cuda", index)
-    if index is not None:
-        torch.cuda.set_device(device)
-    if not launch.is_launched:
-        yield Ranks(rank=0, num_ranks=1, device=device, backend="none", note=note)
+    is_launched = "RANK" in environment or "WORLD_SIZE" in environment
+    rank, num_ranks, local_rank, num_local_ranks = (
+        (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        if is_launched
+        else (0, 1, 0, 1)
+    )
+    device = torch.device("cpu")
+    if fabric is None and torch.cuda.is_available():
+        # SLURM shows each process one GPU, its own.
+        has_own = "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
+        index = device_index(local_rank, num_local_ranks, torch.cuda.device_count(), has_own_device=has_own)
+        if index is not None:
+            device = torch.device("cuda", index)
+            torch.cuda.set_device(device)
+    if not is_launched:
+        yield Ranks(device=device, note=note)
         return
     backend = _start_group(fabric, device)
     try:
-        yield Ranks(launch.rank, launch.num_ranks, device, backend, note if launch.rank == 0 else silent)
+        yield Ranks(rank, num_ranks, device, backend, note if rank == 0 else silent)
     finally:
-        # The group's threads live as long as anything holds it, and wrappers are full of reference cycles. A thread that still
-        # releases the tensors of the last collective while the interpreter shuts down would abort the process.
+        # The group's threads live as long as anything refers to it, and wrappers have reference cycles. A thread that releases
+        # the tensors of the last collective while the interpreter shuts down would abort the process.
         gc.collect()
         dist.destroy_process_group()
+
+
+def device_index(local_rank: int, num_local_ranks: int, num_devices: int, *, has_own_device: bool) -> int | None:
+    """Return the index of this process's GPU among those it sees; ``None``: the CPU.
+
+    >>> device_index(1, 2, 4, has_own_device=False), device_index(1, 2, 1, has_own_device=True)
+    (1, 0)
+    """
+    if num_devices >= num_local_ranks:
+        return local_rank
+    if num_devices == 1 and has_own_device:
+        return 0
+    if num_devices:
+        log_once(
+            f"this host runs {num_local_ranks} processes and shows {num_devices} GPUs to this one, so all work on CPUs; start "
+            "as many processes as there are GPUs, or show each its own with CUDA_VISIBLE_DEVICES"
+        )
+    return None
 
 
 def _start_group(fabric: FabricConfig | None, device: torch.device) -> str:
@@ -155,32 +133,42 @@ def _start_group(fabric: FabricConfig | None, device: torch.device) -> str:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name)
-    if text is None or not text.isdecimal():
-        given = "is not set" if text is None else f"is {text!r}"
+    text = environment.get(name, "")
+    if not text.isdecimal():
+        given = f"is {text!r}" if text else "is not set"
         raise ConfigError(f"the launcher's variable {name} {given}, but must be a number; start with torchrun")
     return int(text)
 
 
 def check_writable(ranks: Ranks, paths: Sequence[Path]) -> None:
-    """Look whether the first rank can write files, before minutes of measuring. All ranks must call it.
+    """Check that the first rank can write files, before minutes of measuring. All ranks must call it.
 
     Raises:
         ConfigError: on every rank, if a file cannot be written.
     """
-    found = ranks.gather("".join(_why_not_writable(path) for path in paths) if ranks.rank == 0 else "")[0]
-    if found:
-        raise ConfigError(found)
+    problems = [_why_not_writable(path) for path in paths] if ranks.rank == 0 else []
+    if found := list(filter(None, ranks.gather(problems)[0])):
+        raise ConfigError("\n".join(found))
 
 
-def _why_not_writable(path: Path) -> str:
-    reason = ""
+def _why_not_writable(path: Path) -> str | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            reason = "it is a directory"
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            reason = "permission denied"
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-    return f"--out {path}: cannot be written: {reason}" if reason else ""
+        is_there = path.exists()
+        path.open("ab").close()
+        if not is_there:
+            path.unlink()
+    except OSError as error:
+        return f"--out {path}: cannot be written: {error.strerror}"
+    return None
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """Return the versions and the name of a device, for the files that measurements write."""
+    accelerator = Accelerator.of(device)
+    return {
+        "megabucket": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "device": platform.machine() if accelerator is None else accelerator.name,
+    }

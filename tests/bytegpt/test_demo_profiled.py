@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.workload import workload as demo
 from megabucket.cli.main import app
-from megabucket.errors import ConfigError
 from megabucket.measure.profile import ProfilePlan, profile_program
-from megabucket.measure.ranks import Launch
+from megabucket.measure.ranks import Ranks
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.workload import check_workload_matches, workload_from_dict
 
@@ -82,15 +81,17 @@ def test_two_ranks_write_one_workload(config_path, tmp_path):
 def test_sixteen_bit_parameters_send_four_bytes_per_gradient_and_two_per_parameter(tiny_run):
     config = tiny_run(model={"dtype": "bfloat16"})
 
-    workload = profile_program(demo, config, ProfilePlan(num_steps=1, num_warmup_steps=1), launch=Launch()).workload
+    workload = profile_program(demo, config, ProfilePlan(num_steps=1, num_warmup_steps=1), ranks=Ranks()).workload
 
     assert (workload.bytes_per_element, workload.param_bytes_per_element) == (4, 2)
 
 
-@pytest.mark.parametrize("numbers", [{"num_steps": 0}, {"num_warmup_steps": 0}])
-def test_a_plan_without_steps_is_refused(numbers):
-    with pytest.raises(ConfigError, match="at least one step must count and one must warm up"):
-        ProfilePlan(**numbers)
+@pytest.mark.parametrize("option", ["--steps", "--warmup"])
+def test_a_profile_without_steps_is_refused(option):
+    result = CliRunner().invoke(app, ["profile", *DEMO, option, "0"])
+
+    assert result.exit_code == 2
+    assert option in result.stderr
 
 
 def test_a_model_that_cannot_be_trained_here_is_one_message_and_exit_code_2(tmp_path):

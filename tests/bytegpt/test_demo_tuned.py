@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.workload import workload as demo
 from megabucket.cli.main import app
+from megabucket.cli.tune import _lines
 from megabucket.errors import ConfigError
-from megabucket.measure.ranks import Launch
-from megabucket.measure.tune import TunePlan, Tuning, describe, tune_program, tuned_text, write_tuning
+from megabucket.measure.ranks import Ranks
+from megabucket.measure.tune import TunePlan, Tuning, tune_program, tuned_text, write_tuning
 from megabucket.planning.candidates import DEFAULT, Candidate, decide
 from megabucket.report.measured import read_measured
 
@@ -88,15 +89,28 @@ def test_the_tuned_config_is_the_old_one_with_the_chosen_plan(config_path, tmp_p
     assert tuned.model_copy(update={"ddp": None, "mode": None}) == config.model_copy(update={"ddp": None, "mode": None})
 
 
-def test_the_evidence_stands_in_the_comments_of_the_config(config_path):
+def test_the_decision_stands_in_the_comments_of_the_config(config_path):
     config = load_demo_config(config_path, [])
 
     text = tuned_text(config, tuning_of(config, FASTER, bucket_size=3000))
 
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert "predicted 10.00 ms, measured 10.00 ms (error +0.0%), +100.0% against the default" in "\n".join(comments)
     assert "other is faster than the default by 100.0%" in comments[1]  # after what made it
     assert yaml.safe_load(text)["ddp"]["bucket_size"] == 3000
+
+
+def test_every_plan_that_ran_is_a_row_with_prediction_and_gain(config_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    config = load_demo_config(config_path, [])
+
+    lines = list(_lines(tuning_of(config, FASTER, bucket_size=3000)))
+
+    assert lines[1:] == [
+        "2 ranks, gloo; 2 plans predicted, 2 run",
+        "plan     buckets  predicted  measured  error     gain       95 % interval  faster in",
+        "other          3   10.00 ms  10.00 ms  +0.0%  +100.0%  +100.0% to +100.0%      10/10",
+        "default        1   20.00 ms  20.00 ms  +0.0%",
+    ]
 
 
 def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
@@ -104,7 +118,7 @@ def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
     tuning = tuning_of(config, NOISE, bucket_size=3000)
 
     assert tuning.decision.is_default
-    assert describe(tuning)[0] == "no candidate is better than the default beyond noise; the config stays as it is"
+    assert tuning.summary[0] == "no candidate is better than the default beyond noise; the config stays as it is"
     assert yaml.safe_load(tuned_text(config, tuning)) == config.model_dump(mode="json", exclude_unset=True)
     assert tuning.to_dict()["is_default"]
 
@@ -122,10 +136,12 @@ def test_one_rank_is_refused(config_path):
     assert result.exit_code == 2
     assert "one rank sends nothing" in result.stderr
     with pytest.raises(ConfigError, match="torchrun"):
-        tune_program(demo, load_demo_config(config_path, []), TunePlan(), launch=Launch())
+        tune_program(demo, load_demo_config(config_path, []), TunePlan(), ranks=Ranks())
 
 
-@pytest.mark.parametrize("field", ["num_candidates", "num_rounds", "steps_per_turn", "max_s"])
-def test_a_plan_that_measures_nothing_is_refused(field):
-    with pytest.raises(ConfigError, match="must all be more than 0"):
-        TunePlan(**{field: 0})
+@pytest.mark.parametrize("option", ["--candidates", "--rounds", "--steps"])
+def test_a_plan_that_measures_nothing_is_refused(option):
+    result = CliRunner().invoke(app, ["tune", *DEMO, option, "0"])
+
+    assert result.exit_code == 2
+    assert option in result.stderr

@@ -17,7 +17,7 @@ from examples.bytegpt.report import Progress
 from examples.bytegpt.task import learning_rate
 from examples.bytegpt.train import run_training
 from megabucket.checkpoint.catalog import StepDirectory
-from megabucket.checkpoint.compare import compare
+from megabucket.checkpoint.offline import compare
 from megabucket.checkpoint.save import BackgroundWriter, Save
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import (
@@ -26,10 +26,10 @@ from megabucket.errors import (
     CheckpointNotSavedError,
     ConfigError,
 )
-from megabucket.measure.ranks import Launch
+from megabucket.measure.ranks import Ranks
 from megabucket.planning.model_config import GptConfig
 
-ALONE = Launch()
+ALONE = Ranks()
 STEPS = 12
 SCHEDULE = {"warmup_steps": 3, "final_lr_fraction": 0.1}
 
@@ -95,7 +95,7 @@ def run(tiny_run, tmp_path):
         seed_generators(1 if section["resume"] == "never" or not (tmp_path / name).exists() else 77)
         data = config.model_dump(exclude_unset=True)
         config = type(config).model_validate({**data, "program": {**data["program"], "checkpoint": section}})
-        return run_training(config, launch=ALONE, progress=progress or Progress(), compares=compares)
+        return run_training(config, ALONE, progress=progress or Progress(), compares=compares)
 
     return train
 

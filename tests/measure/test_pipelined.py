@@ -72,7 +72,7 @@ def test_the_lower_quartile_of_the_shorter_kind_counts_and_no_point_is_lost():
         Timing(Cell(*reduce, 1024), (1000.0, 1000.0)),
         Timing(Cell(*reduce, 2048), (1000.0, 1000.0)),
     ]
-    calibration = Calibration(num_ranks=2, timings=tuple(timings), facts={})
+    calibration = Calibration.of(timings, 2, {})
 
     results = world.run(lambda rank: pipelined_link(calibration, world.communicator(rank), device=torch.device("cpu")))
 

@@ -1,7 +1,5 @@
 """The reduction of moments against runs whose times are known because they were made up, in whole ticks."""
 
-import contextlib
-import enum
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -11,59 +9,11 @@ from hypothesis import strategies as st
 
 from megabucket.errors import PhaseError
 from megabucket.layout import ParamSpec
-from megabucket.measure.profile_steps import StepNotes, reduce_steps
+from megabucket.measure.profile_steps import Event, EventKind, reduce_steps, split_steps
+from megabucket.planning.workload import WireBytes
 
 TICKS = st.integers(0, 9)
-
-
-class EventKind(enum.Enum):
-    """What a hook notes, by the method that notes it."""
-
-    FORWARD = "forward"
-    NEED = "need"
-    FORWARD_END = "forward_end"
-    READY = "ready"
-    OPTIMIZER = "begin_optimizer"
-    OPTIMIZER_END = "end_optimizer"
-    STEP_END = "end_step"
-    BUCKETS = "handing_over"
-    BUCKETS_END = "handed_over"
-
-
-@dataclass(frozen=True)
-class Event:
-    """One moment."""
-
-    kind: EventKind
-    moment_s: float
-    index: int = -1
-
-
-class Clock:
-    """Shows the moment of the event that is noted."""
-
-    now_s = 0.0
-
-    def stamp(self):
-        return self.now_s
-
-    def seconds(self, stamp):
-        return stamp
-
-
-def steps_of(events):
-    """The steps that come out when hooks see these events."""
-    clock, open_spans = Clock(), contextlib.ExitStack()
-    notes = StepNotes(clock)
-    for event in events:
-        clock.now_s = event.moment_s
-        if event.kind is EventKind.BUCKETS:
-            open_spans.enter_context(notes.handing_over())
-        elif event.kind is EventKind.BUCKETS_END:
-            open_spans.close()
-        else:
-            getattr(notes, event.kind.value)(*([event.index] if event.index >= 0 else []))
-    return notes.steps()
+ROOT = 0
 
 
 @dataclass
@@ -86,7 +36,11 @@ class Model:
     @property
     def facts(self):
         specs = tuple(ParamSpec(f"p{i}", (i + 1,)) for i in range(self.num_params))
-        return {"specs": specs, "module_params": self.module_params, "grad_bytes": 4, "param_bytes": 2}
+        owners = [
+            [(module, ROOT) for module, params in enumerate(self.module_params, start=1) if param in params]
+            for param in range(self.num_params)
+        ]
+        return {"specs": specs, "owners": owners, "wire": WireBytes(parameter=2, gradient=4)}
 
     def events(self, num_steps, num_microbatches, *, stretched=()):
         """The events of a run. Microbatches whose number is in ``stretched`` take ten times as long everywhere."""
@@ -99,10 +53,10 @@ class Model:
             for _ in range(num_microbatches):
                 slow = 10 if number in stretched else 1
                 number += 1
-                note(EventKind.FORWARD)
+                note(EventKind.CALLED, ROOT)
                 now += self.before * slow
-                for module, ticks in enumerate(self.forward):
-                    note(EventKind.NEED, module)
+                for module, ticks in enumerate(self.forward, start=1):
+                    note(EventKind.CALLED, module)
                     now += ticks * slow
                 note(EventKind.FORWARD_END)
                 now += self.loss * slow
@@ -110,9 +64,9 @@ class Model:
                     now += ticks * slow
                     note(EventKind.READY, param)
                 now += self.gap
-            note(EventKind.BUCKETS)
+            note(EventKind.HANDING_OVER)
             now += self.buckets
-            note(EventKind.BUCKETS_END)
+            note(EventKind.HANDED_OVER)
             note(EventKind.OPTIMIZER)
             now += self.optimizer
             note(EventKind.OPTIMIZER_END)
@@ -140,7 +94,7 @@ def models(draw):
 
 
 def reduced(model, events):
-    return reduce_steps(steps_of(events), **model.facts)
+    return reduce_steps(split_steps(events), **model.facts)
 
 
 @given(models(), st.integers(1, 4), st.integers(1, 3))
@@ -244,7 +198,7 @@ def test_a_step_may_be_ended_by_hand_where_no_optimizer_is_heard_of():
 
 def test_without_any_end_of_a_step_every_microbatch_is_one():
     model = Model([[0]], forward=[1], backward={0: 1})
-    passes = (EventKind.FORWARD, EventKind.NEED, EventKind.FORWARD_END, EventKind.READY)
+    passes = (EventKind.CALLED, EventKind.FORWARD_END, EventKind.READY)
     events = [event for event in model.events(2, 3) if event.kind in passes]
 
     reduction = reduced(model, events)
@@ -263,11 +217,11 @@ def test_an_optimizer_inside_of_another_counts_once_and_one_that_failed_does_not
         later = [
             replace(event, moment_s=event.moment_s + 1_000) for event in (*steps[0], Event(optimizer, now), Event(end, now + 7))
         ]
-        return steps_of([*steps[0], *steps[1], *later])
+        return split_steps([*steps[0], *steps[1], *later])
 
-    assert [sum(stop - start for start, stop in step.optimizer) for step in run(optimizer, optimizer, end, end)] == [30, 7]
-    assert [sum(stop - start for start, stop in step.optimizer) for step in run(optimizer, end, optimizer, end)] == [20, 7]
-    assert [sum(stop - start for start, stop in step.optimizer) for step in run(optimizer)] == [7]
+    assert [step.optimizer_s for step in run(optimizer, optimizer, end, end)] == [30, 7]
+    assert [step.optimizer_s for step in run(optimizer, end, optimizer, end)] == [20, 7]
+    assert [step.optimizer_s for step in run(optimizer)] == [7]
 
 
 def test_a_step_that_was_cut_off_does_not_count():
@@ -280,7 +234,7 @@ def test_a_step_that_was_cut_off_does_not_count():
 
 def test_a_forward_without_a_backward_begins_no_microbatch():
     model = Model([[0]], forward=[1], backward={0: 1})
-    validation = [Event(EventKind.FORWARD, 10), Event(EventKind.NEED, 11, 0), Event(EventKind.FORWARD_END, 12)]
+    validation = [Event(EventKind.CALLED, 10, ROOT), Event(EventKind.CALLED, 11, 1), Event(EventKind.FORWARD_END, 12)]
     later = [replace(event, moment_s=event.moment_s + 10_000) for event in validation]
 
     reduction = reduced(model, model.events(2, 1) + later)
@@ -290,7 +244,11 @@ def test_a_forward_without_a_backward_begins_no_microbatch():
 
 def test_a_model_whose_forward_is_never_called_as_a_whole_is_measured_from_its_modules():
     model = Model([[0], [1]], forward=[2, 3], backward={1: 4, 0: 5}, before=0, loss=0)
-    events = [event for event in model.events(2, 1) if event.kind not in (EventKind.FORWARD, EventKind.FORWARD_END)]
+    events = [
+        event
+        for event in model.events(2, 1)
+        if event.kind is not EventKind.FORWARD_END and (event.kind, event.index) != (EventKind.CALLED, ROOT)
+    ]
 
     workload = reduced(model, events).workload
 
@@ -298,7 +256,7 @@ def test_a_model_whose_forward_is_never_called_as_a_whole_is_measured_from_its_m
     assert [tensor.backward_s for tensor in workload.tensors] == [5, 0]
 
 
-@pytest.mark.parametrize("events", [[], [Event(EventKind.FORWARD, 1.0), Event(EventKind.OPTIMIZER_END, 2.0)]])
+@pytest.mark.parametrize("events", [[], [Event(EventKind.CALLED, 1.0, ROOT), Event(EventKind.OPTIMIZER_END, 2.0)]])
 def test_a_run_without_a_backward_is_refused(events):
     model = Model([[0]], forward=[1], backward={0: 1})
 

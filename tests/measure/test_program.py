@@ -13,8 +13,8 @@ from megabucket.comm import LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.measure.profile import ProfilePlan, profile_program
-from megabucket.measure.program import Trainee, TrainingProgram, load_workload, load_workload_config
-from megabucket.measure.ranks import Launch
+from megabucket.measure.program import Trainee, TrainingProgram, load_workload, load_workload_config, make_program
+from megabucket.measure.ranks import Ranks
 from megabucket.planning import RunConfig
 
 MODULE = """
@@ -66,7 +66,7 @@ def test_a_function_in_the_working_directory_is_profiled_without_a_config(tmp_pa
 def test_a_function_is_profiled_from_python():
     plan = ProfilePlan(num_steps=2, num_warmup_steps=1)
 
-    workload = profile_program(own_workload, RunConfig(), plan, launch=Launch()).workload
+    workload = profile_program(own_workload, RunConfig(), plan, ranks=Ranks()).workload
 
     assert [tensor.name for tensor in workload.tensors] == ["weight", "bias"]
 
@@ -80,10 +80,40 @@ def test_the_config_is_read_with_the_class_that_the_function_asks_for():
     assert load_workload_config(print, None, ["program={a: 1}"]).program == {"a": 1}
 
 
-@pytest.mark.parametrize("name", ["", "nothing_here:workload", "megabucket:nothing", "megabucket", "::"])
+@pytest.mark.parametrize("name", ["nothing_here:workload", "megabucket:nothing", "::"])
 def test_a_function_that_is_not_there_is_named(name):
-    with pytest.raises(ConfigError, match=r"--workload .* cannot be imported"):
+    with pytest.raises(ConfigError, match=r"--workload .* cannot be used: .*Steps are measured in a program of yours"):
         load_workload(name)
+
+
+def test_a_function_of_a_model_is_no_workload():
+    with pytest.raises(ConfigError, match=r"--workload .*:model_factory cannot be used: TypeError: too many positional"):
+        load_workload(f"{__name__}:model_factory")
+
+
+def model_factory():
+    return torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["-c", "gpt2-124m"], "--workload is not given. Steps are measured in a program of yours"),
+        (
+            ["-w", "gpt2-124m"],
+            "--workload gpt2-124m names no function: presets and config.json say which parameters a model has",
+        ),
+        (["-w", "my_program:workload", "-c", "gpt2-124m"], "this workload (2 tensors) is from another model"),
+    ],
+)
+def test_a_model_alone_is_not_measured(arguments, problem, tmp_path, monkeypatch):
+    (tmp_path / "my_program.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+
+    result = CliRunner().invoke(app, ["profile", *arguments])
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {problem}")
 
 
 def test_a_step_has_as_many_microbatches_as_the_program_says_and_data_that_ends_begins_again():
@@ -115,7 +145,7 @@ def test_gradients_are_clipped_as_the_program_says():
 @pytest.mark.parametrize("given", [None, (1, 2), program_of(endless, num_microbatches=0)])
 def test_what_is_no_program_is_refused(given):
     with pytest.raises(ConfigError, match="not a TrainingProgram with microbatches"):
-        Trainee(given, DistributedDataParallelConfig())
+        make_program(lambda *_: given, RunConfig(), Ranks())
 
 
 def test_a_program_without_data_is_refused():

@@ -1,57 +1,37 @@
 import pytest
+import torch
 
 from megabucket.errors import ConfigError
-from megabucket.measure.ranks import Launch, device_index, joined_ranks, read_launch
+from megabucket.measure.ranks import Ranks, device_index, joined_ranks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 def test_without_a_launcher_there_is_one_process_and_no_process_group():
-    launch = read_launch({})
-
-    assert launch == Launch()
-    with joined_ranks(launch) as ranks:
-        assert (ranks.rank, ranks.num_ranks, ranks.backend) == (0, 1, "none")
+    with joined_ranks({}) as ranks:
+        assert ranks == Ranks(0, 1, torch.device("cpu"), "none")
         assert ranks.gather("fact") == ["fact"]
 
 
-def test_the_variables_of_torchrun_say_which_process_this_is():
-    assert read_launch(TORCHRUN) == Launch(rank=3, num_ranks=8, local_rank=1, num_local_ranks=2, is_launched=True)
+@pytest.mark.parametrize(
+    ("num_devices", "has_own", "index"),
+    [(0, False, None), (0, True, None), (1, False, None), (1, True, 0), (2, False, 1), (4, True, 1)],
+)
+def test_a_process_takes_its_own_gpu_or_none(num_devices, has_own, index, caplog):
+    assert device_index(1, 2, num_devices, has_own_device=has_own) == index
 
-
-@pytest.mark.parametrize(("visible", "own"), [(None, False), ("", True), ("3", True), ("0,1", False)])
-def test_a_process_that_sees_one_gpu_of_several_has_its_own(visible, own):
-    shown = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-
-    assert read_launch({**TORCHRUN, **shown}).has_own_device == own
-
-
-def test_fewer_gpus_than_processes_are_not_used_and_that_is_said(caplog):
-    assert device_index(Launch(local_rank=1, num_local_ranks=2), 1) is None
-
-    assert "this host runs 2 processes and shows 1 GPUs to this one, so all work on CPUs" in caplog.text
-
-
-def test_without_a_gpu_nothing_is_said(caplog):
-    assert device_index(Launch(local_rank=1, num_local_ranks=2), 0) is None
-
-    assert caplog.text == ""
+    unused = f"this host runs 2 processes and shows {num_devices} GPUs to this one, so all work on CPUs"
+    assert (unused in caplog.text) == (num_devices > 0 and index is None)
 
 
 @pytest.mark.parametrize("missing", sorted(TORCHRUN))
 def test_a_variable_that_is_missing_is_named(missing):
     environment = {name: value for name, value in TORCHRUN.items() if name != missing}
 
-    with pytest.raises(ConfigError, match=rf"{missing} is not set"):
-        read_launch(environment)
+    with pytest.raises(ConfigError, match=rf"{missing} is not set"), joined_ranks(environment):
+        pass
 
 
 def test_a_variable_that_is_no_number_is_named():
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two'"):
-        read_launch({**TORCHRUN, "WORLD_SIZE": "two"})
-
-
-@pytest.mark.parametrize("wrong", [{"RANK": "8"}, {"LOCAL_RANK": "2"}, {"WORLD_SIZE": "0"}])
-def test_ranks_outside_their_world_are_refused(wrong):
-    with pytest.raises(ConfigError, match="contradict each other"):
-        read_launch({**TORCHRUN, **wrong})
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two'"), joined_ranks({**TORCHRUN, "WORLD_SIZE": "two"}):
+        pass
