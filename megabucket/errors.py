@@ -23,7 +23,7 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
     │   └── ReplicasDivergedError              different optimizer updates, or different weights
     ├── PhaseError (RuntimeError)              an operation in a phase where it is not allowed
     │   ├── LateGradientError                  a gradient for a bucket that was already sent
-    │   ├── DelayedGradientError               a gradient computed apart from backward that is missing, or not told
+    │   ├── DelayedGradientError               a gradient computed outside backward that is missing or unexpected
     │   ├── ConcurrentBackwardError            two backwards of one wrapper at the same time
     │   └── UnreducedGradientsError            an optimizer step without a gradient sync before it
     ├── UnusedParameterError (RuntimeError)    a parameter without a gradient at the gradient sync
@@ -68,7 +68,7 @@ _VALUES_SHOWN: Final = 8
 def log_once(text: str, level: int = logging.WARNING) -> None:
     """Log a notice to the logger ``megabucket``, once per process and text.
 
-    A log record and no Python warning: it must not stop a rank whose program turns warnings into errors while others wait.
+    A log record, not a Python warning: a program that turns warnings into errors must not stop one rank while others wait.
     """
     logging.getLogger("megabucket").log(level, "megabucket: %s", text)
 
@@ -157,7 +157,7 @@ class MegabucketError(Exception):
         return {"error": type(self).__name__, "message": str(self), **self.__dict__}
 
 
-# What is given: configs, models, optimizers, files #
+# Invalid input: configs, models, optimizers, files #
 
 
 class ConfigError(MegabucketError, ValueError):
@@ -212,7 +212,7 @@ class OptimizerParametersError(MegabucketError, ValueError):
 
 
 class ProcessGroupMissingError(MegabucketError, RuntimeError):
-    """More than one process was launched but they cannot talk to each other."""
+    """Several processes were launched without a process group."""
 
     def __init__(self, *, world_size: int) -> None:
         self.world_size = world_size
@@ -278,7 +278,7 @@ _USUAL_CAUSES: Final = {
 
 
 class RanksDisagreeError(MegabucketError, RuntimeError):
-    """The ranks are not doing the same, so a reduction would mix things that do not belong together."""
+    """The ranks differ, so a reduction would mix unrelated values."""
 
 
 class LayoutMismatchError(RanksDisagreeError):
@@ -397,13 +397,13 @@ class LateGradientError(PhaseError):
 
 
 class DelayedGradientError(PhaseError):
-    """A gradient that is computed apart from backward did not come, came too often, or came through autograd."""
+    """A gradient that is computed outside backward is missing, came too often, or came through autograd."""
 
     def __init__(self, *, step: int, rank: int, params: Sequence[str], finding: str) -> None:
         self.step, self.rank, self.params, self.finding = step, rank, tuple(params), finding
         super().__init__(
             f"step {step}: on rank {rank} the delayed gradient of {name_list(self.params)} {finding}. Gradients of parameters "
-            "with skip_backward_post_hook=True are computed apart from backward: call ddp.grad_ready(param) for each once per "
+            "with skip_backward_post_hook=True are computed outside backward: call ddp.grad_ready(param) for each once per "
             "backward, before finish_grad_sync() or the optimizer's step. In backward, let autograd have None for it, or a "
             "dummy with param.grad_added_to_main_grad = True, which is dropped. A layer that leaves its gradients to autograd "
             f"needs the attribute removed before wrapping. {_DROPPED}"
@@ -555,7 +555,7 @@ class PeerFailedError(MegabucketError, RuntimeError):
         super().__init__(f"{where}rank {rank} failed in {phase}: {cause}{'' if cause.endswith('.') else '.'} {consequence}")
 
 
-# Ranks and collectives: what carries the gradients is broken #
+# Lost ranks and broken communication #
 
 
 class PeerLostError(MegabucketError, RuntimeError):
@@ -572,7 +572,7 @@ class PeerLostError(MegabucketError, RuntimeError):
 
 
 class WrapperBrokenError(MegabucketError, RuntimeError):
-    """A rank stopped where the others could not be kept from going on, so the ranks are out of step for good."""
+    """A rank stopped after its fence was sent, so the ranks are permanently out of step."""
 
     def __init__(self, *, step: int, rank: int | None, phase: str, cause: str) -> None:
         self.step, self.rank, self.phase, self.cause = step, rank, phase, cause
@@ -611,7 +611,7 @@ class CollectiveError(MegabucketError, RuntimeError):
     """A collective that cannot give the right result."""
 
 
-# Checkpoints: not written, not whole, not there, not of this model #
+# Checkpoints #
 
 _STEPS_SHOWN = 10
 _PROBLEMS_SHOWN = 20

@@ -77,7 +77,7 @@ TEXTS = {
     ),
     "DelayedGradientError": (
         "step 3: on rank 1 the delayed gradient of 'w' has come 1 times in 2 backwards. Gradients of parameters with "
-        "skip_backward_post_hook=True are computed apart from backward: call ddp.grad_ready(param) for each once per "
+        "skip_backward_post_hook=True are computed outside backward: call ddp.grad_ready(param) for each once per "
         "backward, before finish_grad_sync() or the optimizer's step. In backward, let autograd have None for it, or a "
         "dummy with param.grad_added_to_main_grad = True, which is dropped. A layer that leaves its gradients to autograd "
         "needs the attribute removed before wrapping. The step was dropped on all ranks; its gradients are forgotten, and "
