@@ -571,7 +571,7 @@ class PeerLostError(MegabucketError, RuntimeError):
 
 
 class WrapperBrokenError(MegabucketError, RuntimeError):
-    """A rank stopped where the others could not be kept from going on, so the ranks are out of step for good."""
+    """A rank stopped after its fence was sent, so the ranks are permanently out of step."""
 
     def __init__(self, *, step: int, rank: int | None, phase: str, cause: str) -> None:
         self.step, self.rank, self.phase, self.cause = step, rank, phase, cause

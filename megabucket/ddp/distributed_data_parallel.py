@@ -1,6 +1,6 @@
 """``DistributedDataParallel``: a module whose parameters and gradients live in buffers that are reduced while backward runs.
 
-What a user calls. The parts are put together in ``wrap``; no rule lives here.
+The public interface. ``wrap`` builds the parts; this module holds no rules.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class DistributedDataParallel(torch.nn.Module):
 
     Wrapping moves the trainable parameters into contiguous buffers (values, shapes and memory order stay), makes the replicas
     equal by a broadcast from the first rank, and hooks backward. ``param.main_grad`` is the gradient's place in the buffer;
-    ``param.grad`` is the same view whenever it holds something a plain torch user may read. Frozen parameters stay where
-    they are. Module buffers (running statistics) are made equal once, when wrapping.
+    ``param.grad`` is the same view whenever plain torch code may read it. Frozen parameters stay where they are. Module buffers
+    (running statistics) are made equal once, when wrapping.
 
     Args:
         module: on its final device and in its final dtypes.
         config: the defaults all-reduce with overlap.
-        process_group: the ranks to reduce with; the default group when not given, or this process alone when
-            ``torch.distributed`` is not initialized. Of a device mesh of two dimensions the last one holds
-            the shards of a replica, and the first one the replicas (``ReductionGroup``).
+        process_group: the ranks to reduce over; ``None``: the default group, or this process alone if ``torch.distributed`` is
+            not initialized. The last dimension of a two-dimensional device mesh holds the shards of a replica, the first one
+            the replicas (``ReductionGroup``).
         recorder: receives launches and phases, for traces and tests.
-        communicator: an implementation of the port to use instead of a process group, for instance of a ``LoopbackWorld``.
-        groups: in place of ``process_group``, where parameters are reduced over different ranks, or the model is parallel in
-            another way, too: ``ParallelGroups``, or a dict of its ``reduction`` groups alone.
-        disable_bucketing: one bucket per buffer, whatever the config says of their sizes: for pipeline stages but the first,
-            whose reductions end while the first one still computes. Alike on the ranks of a reduction group.
+        communicator: an implementation of the port instead of a process group, for example of a ``LoopbackWorld``.
+        groups: instead of ``process_group``, if parameters are reduced over different ranks or the model has other kinds of
+            parallelism: ``ParallelGroups``, or a dict of its ``reduction`` groups alone.
+        disable_bucketing: one bucket per buffer, regardless of the config: for all pipeline stages but the first, whose
+            reductions end while the first stage still computes. Must be equal on the ranks of a reduction group.
 
     Raises:
         NoTrainableParametersError: nothing requires a gradient.
@@ -103,14 +103,14 @@ class DistributedDataParallel(torch.nn.Module):
         self.communicator = self.ranks.step
         """Of the ranks that agree on steps."""
         self.num_value_changes = 0
-        """How often parameter values were loaded or broadcast. Optimizers with main parameters of their own compare it."""
+        """Number of loads and broadcasts of parameter values. Optimizers with main parameters compare it."""
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
         self._step_recorder: StepRecorder | None = None
         self._recorders: list[Recorder] = []
         self._wrapping: Wrapping | Detached = Detached()
         self.module = module
-        self.__dict__["module"] = module  # each step reads it; setting another one removes this entry
-        # With the signature of the module's forward: trainers choose by it which fields of a batch to pass.
+        self.__dict__["module"] = module  # for fast access in each step; setting another module removes this entry
+        # With the signature of the module's forward, by which trainers choose the fields of a batch.
         forward = functools.partial(type(self).forward, self)
         self.forward = functools.wraps(module.forward)(forward)  # type: ignore[method-assign]
         try:
@@ -122,7 +122,7 @@ class DistributedDataParallel(torch.nn.Module):
                 self._broadcast()
                 self._broadcast_copies()
         except BaseException:
-            self.detach()  # a module that could not be wrapped is as it was
+            self.detach()  # leaves the module as it was
             raise
 
     def _wrap(self) -> Wrapping:
@@ -135,17 +135,17 @@ class DistributedDataParallel(torch.nn.Module):
             self._recorders.append(self._step_recorder)
         if self.ddp_config.profiler_ranges:
             self._recorders.append(ProfilerRanges(profiler_range(device)))
-        if self._recorders:  # else those of another wrapper on this communicator go on
+        if self._recorders:  # otherwise those of another wrapper on this communicator stay
             moments = [one.note_moment for one in self._recorders if isinstance(one, ProfilerRanges)]
             progress.on_moment = moments[0] if moments else None
             progress.recorders = (*progress.given_recorders, *self._recorders)
 
     def _note_load(self) -> None:
         self.num_value_changes += 1
-        self.sync.settle()  # what is pending belongs to the step before
+        self.sync.settle()  # conclude a step that was given up
         self.sync.counters.note_load()
 
-    # What the wrapping holds #
+    # Parts of the wrapping #
 
     @property
     def layout(self) -> ModelLayout:
@@ -174,7 +174,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def policy(self) -> StepPolicy:
-        """What the config means for each step."""
+        """The config, resolved for each step."""
         return self._wrapping.policy
 
     @property
@@ -198,14 +198,14 @@ class DistributedDataParallel(torch.nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward only accumulates: for all but the last microbatch of a step.
 
-        What counts is where backward runs, not forward. Contexts may be nested.
+        It applies to backwards that run inside, not to forwards. Contexts may be nested.
         """
         return self.sync.no_sync()
 
     def grad_ready(self, param: torch.Tensor) -> None:
-        """Take the gradient of a parameter that is computed apart from backward, perhaps after ``backward()`` has returned.
+        """Take the gradient of a parameter that is computed outside backward, perhaps after ``backward()`` has returned.
 
-        Such a parameter has had the attribute ``skip_backward_post_hook = True`` since before wrapping. Its gradient is in
+        Such a parameter needs the attribute ``skip_backward_post_hook = True`` before wrapping. Its gradient is in
         ``param.grad``, or was added to ``param.main_grad``. Call this once for each backward of a step; a bucket with such a
         parameter is launched when all of its gradients are there.
 
@@ -216,18 +216,18 @@ class DistributedDataParallel(torch.nn.Module):
         self.sync.grad_ready(param)
 
     def start_grad_sync(self) -> None:
-        """Launch the reduction of every bucket that was not launched yet, and return without waiting."""
+        """Launch the reduction of all remaining buckets, and return without waiting."""
         self.sync.start()
 
     def finish_grad_sync(self, *, force_all_reduce: bool = False) -> None:
-        """Leave reduced gradients behind: launch what was not launched, wait for all. A second call does nothing.
+        """Launch the reduction of all remaining buckets, and wait for all of them. A second call does nothing.
 
-        Gradients that the caller wrote into ``main_grad`` without a backward are reduced as they are, if ``zero_grad_buffer``
-        (not ``zero_grad``) has prepared the place for them.
+        Gradients that the caller wrote into ``main_grad`` without a backward are reduced as well, if ``zero_grad_buffer`` (not
+        ``zero_grad``) was called before.
 
         Args:
-            force_all_reduce: with the distributed optimizer, gather what was reduce-scattered, once all ranks have agreed on
-                the step. The attribute ``force_all_reduce`` does so in every step.
+            force_all_reduce: with the distributed optimizer, gather the reduce-scattered gradients once all ranks have agreed
+                on the step. The attribute ``force_all_reduce`` does so in every step.
 
         Raises:
             UnusedParameterError: a parameter had no gradient in the whole step (``unused_parameters="error"``).
@@ -240,22 +240,22 @@ class DistributedDataParallel(torch.nn.Module):
             self.sync.force_all_reduce = before
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a context for one step (forward, backward, optimizer), in which every fault ends alike on all ranks.
+        """Return a context for one step (forward, backward, optimizer), in which every failure is the same error on all ranks.
 
-        Without it, too, an exception on one rank ends the step on all ranks; but that rank sees its own exception, and the
-        others cannot be told the text of one that was raised in backward. Inside, all ranks raise the same ``PeerFailedError``.
+        Also without it an exception on one rank ends the step on all ranks; but that rank sees its own exception, and the text
+        of an exception in backward is unknown to the others. Inside, all ranks raise the same ``PeerFailedError``.
 
         Raises:
-            MegabucketError: the error all ranks agreed on.
+            MegabucketError: the same error on all ranks.
         """
         return self.sync
 
     def abort_step(self, reason: str) -> None:
-        """Give up this step on this rank, for instance because its batch is of no use. All ranks drop the step.
+        """Give up this step, for example because the batch of this rank is unusable. All ranks drop the step.
 
-        Returns at once; the others raise ``PeerFailedError`` with the reason when they come to the end of the step. This rank
-        goes on with the next step. Right after an exception of this rank, with no other call in between, it belongs to the step
-        that has failed; setting ``step_number`` and entering ``step()`` begin another one.
+        Returns at once; the others raise ``PeerFailedError`` with the reason at the end of the step. This rank goes on with the
+        next step. Right after an exception of this rank, with no other call in between, it applies to the failed step; setting
+        ``step_number`` or entering ``step()`` begins another one.
 
         Raises:
             PhaseError: all ranks have agreed on the gradients of this step, and the others update with them.
@@ -264,7 +264,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def step_number(self) -> int | None:
-        """The caller's own number of the step, compared across ranks at the end of each; ``None`` when it gives none."""
+        """The user's number of the step, compared across ranks at the end of each step; ``None``: not used."""
         return None if self.sync.counters.step_number < 0 else self.sync.counters.step_number
 
     @step_number.setter
@@ -275,18 +275,18 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def last_error(self) -> MegabucketError | None:
-        """The error all ranks agreed on for the last step that was dropped; the same text on every rank."""
+        """The error of the last dropped step; the same text on every rank."""
         self.sync.conclude_if_sent()
         return self.sync.last_error
 
     @property
     def last_step_trace(self) -> StepTrace | None:
-        """What the last step that has ended did, and what of its communication was hidden (needs ``step_traces=True``)."""
+        """Trace of the last finished step, with the communication that was hidden (needs ``step_traces=True``)."""
         return None if self._step_recorder is None else self._step_recorder.last()
 
     @property
     def force_all_reduce(self) -> bool:
-        """Whether gradients are all-reduced although the distributed optimizer is on."""
+        """Whether whole gradients are gathered although the distributed optimizer is on."""
         return self.sync.force_all_reduce
 
     @force_all_reduce.setter
@@ -294,13 +294,13 @@ class DistributedDataParallel(torch.nn.Module):
         self.sync.force_all_reduce = value
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply all gradients in place, for instance by one over the number of tokens of the global batch.
+        """Multiply all gradients in place, for example by one over the number of tokens of the global batch.
 
         After the reduction every rank must use the same factor: an optimizer step with different ones is an error. Before it,
-        the factor of a rank is the weight of its gradients.
+        the factor is the weight of this rank's gradients.
 
         Raises:
-            PhaseError: a collective owns some of them.
+            PhaseError: a collective owns some of the gradients.
             ConfigError: the factor is not finite.
         """
         self.sync.check_not_in_flight("scale_gradients()")
@@ -317,13 +317,13 @@ class DistributedDataParallel(torch.nn.Module):
             self.sync.counters.note_grad_scale(value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. The next ones overwrite them, so nothing is zeroed unless ``set_to_none`` is false."""
+        """Forget all gradients. The next ones overwrite them; with ``set_to_none=False`` the buffers are zeroed as well."""
         self.sync.reset()
         if not set_to_none:
             self.zero_grad_buffer()
 
     def zero_grad_buffer(self) -> None:
-        """Fill the gradient buffers with zeros now, and forget all gradients. ``zero_grad`` does less and is enough."""
+        """Forget all gradients, and fill the buffers with zeros. Needed only by code that adds gradients without autograd."""
         self.sync.reset()
         for buffer in self.param_and_grad_buffers:
             buffer.zero_grads()
@@ -333,11 +333,11 @@ class DistributedDataParallel(torch.nn.Module):
     def start_param_sync(self, *, force_sync: bool = False) -> None:
         """Gather updated parameters from the ranks that own them, the first layers first.
 
-        Returns at once with ``overlap_param_gather=True``: forward then waits for each bucket where it is needed. Does
-        nothing without the distributed optimizer.
+        Returns at once with ``overlap_param_gather=True``: forward then waits for each bucket when it needs it. Does nothing
+        without the distributed optimizer.
 
         Args:
-            force_sync: wait in any case.
+            force_sync: always wait.
         """
         wrapping = self._wrapping
         if wrapping.policy.is_sharded:
@@ -350,9 +350,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._wrapping.gather.finish()
 
     def broadcast_params(self) -> None:
-        """Copy parameters (frozen ones too) and module buffers of the group's first rank to all ranks.
+        """Copy parameters, frozen ones included, and module buffers of the group's first rank to all ranks.
 
-        What has no values (meta) is left out.
+        Tensors on the meta device are left out.
 
         Raises:
             ConfigError: a frozen parameter or module buffer is sparse.
@@ -373,7 +373,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.sync.counters.note_broadcast()
 
     def _broadcast_copies(self) -> None:
-        """Make tied weights equal, before an optimizer makes main parameters of them: in the same order on all ranks."""
+        """Make tied weights on different ranks equal, in the same order on all ranks."""
         for param, name in sorted(self.param_names.items(), key=lambda item: self.identities[item[1]].global_name):
             for along in self.identities[name].partial:
                 broadcast_replica(param.data, self.ranks.copies[along])
@@ -381,7 +381,7 @@ class DistributedDataParallel(torch.nn.Module):
     # The wrapper as a module #
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the wrapper lacks from the wrapped module: ``config``, ``generate``, ``save_pretrained`` and the like."""
+        """Return attributes that the wrapper lacks from the wrapped module: ``config``, ``generate``, ``save_pretrained``..."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -392,7 +392,7 @@ class DistributedDataParallel(torch.nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters as ``torch.nn.Module`` does, once they may be read: what averages weights reads them here."""
+        """Return the parameters as ``torch.nn.Module`` does, once they may be read. Code that averages weights calls this."""
         if not isinstance(self._wrapping, Detached):
             self._wrapping.check_is_wrapped(self.module)
             self.finish_param_sync()
@@ -406,8 +406,8 @@ class DistributedDataParallel(torch.nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module. Values are copied into the buffers, so ``assign`` is refused.
 
-        Every rank loads, or every rank calls ``broadcast_params`` afterwards: weights that only some ranks have loaded are an
-        error at the end of the next step.
+        Every rank loads, or every rank calls ``broadcast_params`` afterwards: a load on some ranks only is an error at the end
+        of the next step.
 
         Raises:
             PhaseError: ``assign=True``, which would replace the parameters that live in the buffers.
@@ -415,28 +415,27 @@ class DistributedDataParallel(torch.nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def rebuild(self, config: DistributedDataParallelConfig | None = None) -> None:
-        """Take the module as it is now: after parameters were frozen, unfrozen, added, removed, replaced or moved.
+        """Wrap the module anew, after parameters were frozen, unfrozen, added, removed, replaced or moved.
 
         Every rank calls it between two steps. Layout, buffers and hooks are made anew; ``DistributedOptimizer`` keeps main
-        parameters and moments of every parameter that stays in the module, wherever its shards lie afterwards. Parameters that
-        are trained for the first time must be in a group of the optimizer (``optimizer.add_param_group``). Gradients are
-        dropped.
+        parameters and moments of every parameter that stays in the module. Parameters that are trained for the first time must
+        be in a group of the optimizer (``optimizer.add_param_group``). Gradients are dropped.
 
-        When it fails, nothing is wrapped and nothing is lost: every further use is a ``PhaseError``, until what the error says
-        is repaired and ``rebuild`` is called again.
+        If it fails, nothing is wrapped and nothing is lost: every further use is a ``PhaseError`` until the problem is repaired
+        and ``rebuild`` is called again.
 
         Args:
-            config: from now on buckets are cut as it says. In other fields it must be what the wrapper has.
+            config: with new fields for cutting buckets; all other fields must be unchanged.
 
         Raises:
             ConfigError: ``config`` differs in other fields, or cannot be honoured for the module.
             LayoutMismatchError: the module or the optimizer's groups are not alike on all ranks.
             OptimizerParametersError: a trainable parameter is in no group of the optimizer, or one of a group is not in the
                 module.
-            PhaseError: parameters were moved before their values had arrived; all stays as it was.
-            StepMismatchError: other ranks take a step meanwhile; all stays as it was.
+            PhaseError: parameters were moved before their values had arrived; nothing was changed.
+            StepMismatchError: other ranks take a step meanwhile; nothing was changed.
             PeerFailedError: another rank could not rebuild.
-            MegabucketError: what wrapping raises.
+            MegabucketError: as for wrapping.
         """
         optimizers = list(self._optimizers)
         config = config if config is not None else self.ddp_config
@@ -460,19 +459,19 @@ class DistributedDataParallel(torch.nn.Module):
             raise
 
     def follow_rebuilds(self, optimizer: FollowsRebuild) -> None:
-        """Let an optimizer whose tensors lie in the buffers know before and after they are rebuilt.
+        """Notify an optimizer whose tensors lie in the buffers before and after a rebuild.
 
-        The last one that asks is the one: two cannot own the same shards, and an earlier one that is garbage need not be
-        collected at the same moment on every rank.
+        Only the last caller is notified: two optimizers cannot own the same shards, and an earlier one may be collected at
+        different times on different ranks.
         """
         self._optimizers.clear()
         self._optimizers.add(optimizer)
 
     def check_replicas(self) -> None:
-        """Compare the parameters of all ranks, bit by bit through checksums. A collective call; reads every parameter once.
+        """Compare the parameters of all ranks by checksums of all bits. A collective call; reads every parameter once.
 
-        Finds what no gradient can tell: a flipped bit, a write on one rank only, an update that one rank missed. Compares the
-        copies that ``groups`` describes as well.
+        Finds a flipped bit, a write on one rank only, an update that one rank missed. Also compares the copies that ``groups``
+        describes.
 
         Raises:
             ReplicasDivergedError: some parameter differs; the text names the first.
@@ -486,10 +485,10 @@ class DistributedDataParallel(torch.nn.Module):
             raise failure
 
     def detach(self) -> torch.nn.Module:
-        """Undo the wrapping: give the parameters storages of their own, remove all hooks, and return the module.
+        """Undo the wrapping: give the parameters their own storage, remove all hooks, and return the module.
 
-        Gradients are dropped, and optimizers over the buffers' shards no longer reach the module. The wrapper is of no use any
-        more, and says so to whoever uses it. A second call does nothing.
+        Gradients are dropped, and optimizers over the buffers' shards no longer update the module. Every further use of the
+        wrapper is an error. A second call does nothing.
         """
         wrapping, self._wrapping = self._wrapping, Detached()
         try:
@@ -528,9 +527,9 @@ def _checked(config: DistributedDataParallelConfig | None, *, disable_bucketing:
 
 
 def _warn_without_overlap(communicator: Communicator, config: DistributedDataParallelConfig, layout: ModelLayout) -> None:
-    """Log, on the first rank, why the reduction of gradients will not overlap backward, if it will not.
+    """Log, on the first rank, why the reduction of gradients cannot overlap backward, if it cannot.
 
-    Where overlap was switched off, or one rank runs alone, it is a warning only if figures are wanted.
+    It is a warning only if that is unexpected, or if traces are recorded.
     """
     why = overlap_obstacle(config, dp_size=communicator.size, is_one_bucket=layout.num_buckets == 1)
     if why is not None and communicator.rank == 0:
@@ -540,27 +539,27 @@ def _warn_without_overlap(communicator: Communicator, config: DistributedDataPar
 
 
 class AgreedStop:
-    """Whether the run is to end: asked of any rank, at any time; answered alike on all ranks, after each step.
+    """A request to stop the program, made on any rank at any time, and seen by all ranks after the same step.
 
-    The fence of each step carries the wish, so agreeing costs nothing. Where there is no fence (``fence=False``), ``poll`` is a
-    small collective of its own: every rank calls it after the same steps, as often as that is worth it.
+    The fence of each step carries the request, so agreement costs nothing. Without a fence (``fence=False``) ``poll`` is a
+    small collective: every rank calls it after the same steps.
 
     Args:
-        ddp: the wrapper whose steps are meant.
+        ddp: the wrapper.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp, self._is_requested = ddp, False
 
     def request(self) -> None:
-        """Ask for the end. Notes it and does nothing else, so a signal handler may call it."""
+        """Request a stop. Only sets flags, so a signal handler may call it."""
         self._is_requested = True
         self._ddp.sync.counters.wants_stop = True
 
     def poll(self) -> bool:
-        """Return whether some rank was asked to stop: the same on every rank. A collective call, after a step.
+        """Return whether a stop was requested on any rank: the same on every rank. A collective call, after a step.
 
-        A rank that was asked after its side of the step was sent is heard after the next one.
+        A request that comes after the fence was sent is seen after the next step.
 
         Raises:
             MegabucketError: the step is not whole on some rank.
@@ -570,5 +569,5 @@ class AgreedStop:
         if self._ddp.policy.has_fence or communicator.size == 1:
             return self._ddp.sync.counters.stop_is_wanted
         device = self._ddp.param_and_grad_buffers[0].grad_data.device
-        said = Exchange(communicator, bytes([self._is_requested]), capacity_bytes=1, device=device, label="stop").wait()
-        return any(word != b"\0" for word in said)
+        by_rank = Exchange(communicator, bytes([self._is_requested]), capacity_bytes=1, device=device, label="stop").wait()
+        return any(word != b"\0" for word in by_rank)

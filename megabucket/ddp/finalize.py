@@ -1,13 +1,12 @@
-"""``finalize_grads``: what tensor and pipeline parallelism add to a gradient, in the one order that mixes no partial sums.
+"""``finalize_grads``: completes gradients under tensor and pipeline parallelism, in the only order that mixes no partial sums.
 
 ::
 
     backward -> reduced over data-parallel ranks -> summed over copies -> divided by tokens -> optimizer: norm, clip, update
 
 Copies of a parameter on other ranks (a tied embedding on two pipeline stages, a norm whose sequence is cut over tensor-parallel
-ranks) each have a part of its gradient. With shards a rank owns a piece of it after the reduction, and the rest of its buffer
-means nothing; so it adds up the piece with the ranks that own the same one. That they do was compared when wrapping. The norm
-comes last and counts each element once.
+ranks) each have a part of its gradient. With shards a rank owns a piece of it after the reduction, and sums this piece with the
+ranks that own the same one; wrapping has compared that they do. The norm comes last and counts each element once.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from megabucket.layout.shards import shard_slices
 def finalize_grads(
     chunks: DistributedDataParallel | Iterable[DistributedDataParallel], *, num_tokens: float | torch.Tensor | None = None
 ) -> None:
-    """Leave the gradients of the whole model behind: call it after the last backward of a step, before the optimizer's step.
+    """Complete the gradients of the whole model: call it after the last backward of a step, before the optimizer's step.
 
-    A collective call of all ranks that agree on steps. Reduces what was not reduced yet, then adds up the gradients of
-    parameters that are ``partial`` along one of the wrapper's ``copies``, and divides all by the number of tokens.
+    A collective call of all ranks that agree on steps. Finishes the reduction, then sums the gradients of parameters that are
+    ``partial`` along one of the wrapper's ``copies``, and divides all gradients by the number of tokens.
 
     Args:
-        chunks: the wrapped model, or the wrapped parts of it on this rank.
-        num_tokens: what the losses of this rank were summed over, in all microbatches. Sums over the ranks of ``dense``, and
-            those of the last pipeline stage count if there is ``copies={"pp": ...}``: the others may give any number, but
-            not ``None``. ``None``: nothing is divided.
+        chunks: the wrapped model, or its wrapped parts on this rank.
+        num_tokens: the number of tokens in the losses of this rank, over all microbatches; summed over the ranks of ``dense``.
+            With ``copies={"pp": ...}`` the sum of the last pipeline stage counts: the other stages may give any number, but not
+            ``None``. ``None``: no division.
 
     Raises:
         ConfigError: tokens are given, and the gradients are means over ranks already.
@@ -73,7 +72,7 @@ def _sum_over_copies(ddp: DistributedDataParallel) -> None:
         for piece in _pieces(ddp, along):
             by_dtype.setdefault(piece.dtype, []).append(piece)
         for pieces in by_dtype.values():
-            # Many small ones take one collective; the one large weight that is tied takes no copy.
+            # One collective for many small tensors; no copy for a single large one.
             flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             communicator.launch([AllReduce(flat)], label=f"gradients along {along}").wait()
             if flat is not pieces[0]:
@@ -83,7 +82,7 @@ def _sum_over_copies(ddp: DistributedDataParallel) -> None:
 
 
 def _pieces(ddp: DistributedDataParallel, along: str) -> Iterator[torch.Tensor]:
-    """Yield what this rank has of the gradients that are parts along a dimension, in the order that all ranks have."""
+    """Yield this rank's pieces of gradients that are partial along a dimension, in the same order on all ranks."""
     found: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
     for group in ddp.bucket_groups:
         for bucket in group.buckets:
@@ -103,7 +102,7 @@ def _pieces(ddp: DistributedDataParallel, along: str) -> Iterator[torch.Tensor]:
 def _total_tokens(ddp: DistributedDataParallel, num_tokens: float | torch.Tensor) -> float:
     device = ddp.param_and_grad_buffers[0].grad_data.device
     total = torch.zeros(1, dtype=torch.float64, device=device) + num_tokens
-    for communicator in ddp.ranks.by_name[DENSE].communicators:  # inside each replica, then over them
+    for communicator in ddp.ranks.by_name[DENSE].communicators:  # inside each replica, then over replicas
         result = communicator.launch([AllReduce(total)], label="tokens").read(total)
     if (stages := ddp.ranks.copies.get("pp")) is not None:
         result = stages.launch([Broadcast(total, stages.size - 1)], label="tokens of the last stage").read(total)

@@ -1,11 +1,10 @@
-"""The hooks through which autograd and the module tell the step: a gradient has come, a forward or backward begins or ends.
+"""Hooks of parameters and modules that notify the step of gradients, and of the start and end of forwards and backwards.
 
-The output hooks tell where a backward begins. Reentrant activation checkpointing runs backwards inside the backward, and the
-first parameter hook may well fire in an inner one, whose end is not the end; the outputs of the module belong to the outer one.
+Hooks of the outputs detect the start of a backward. Reentrant activation checkpointing runs backwards inside the backward, and
+the first parameter hook may fire in an inner one; the outputs of the module belong to the outer one.
 
-Autograd runs the callbacks of a backward only when it succeeds, but drops them in any case, and before its exception reaches
-the caller. So a callback that is dropped without having run tells, at the earliest moment, that the backward has failed.
-Autograd does not say why; the caller's traceback does.
+Autograd runs the callbacks of a backward only if it succeeds, but always drops them, before its exception reaches the caller.
+So a callback that is dropped without having run shows, at the earliest moment, that the backward has failed, but not why.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ GradHook = Callable[[torch.Tensor], None]
 def register_hooks(
     module: torch.nn.Module, groups: Sequence[_ParamAndGradBucketGroup], sync: GradSync, on_load: Callable[[], None]
 ) -> tuple[list[RemovableHandle], Callable[..., Any]]:
-    """Hook parameters and module of one wrapper. Return the hooks, and what calls the module when it is compiled.
+    """Hook parameters and module of one wrapper. Return the handles, and a function that calls the compiled module.
 
-    The hooks of the module also keep ``sync`` alive as long as the module: those of the parameters know it weakly.
+    The hooks of the module keep ``sync`` alive as long as the module; those of the parameters refer to it weakly.
 
     Args:
-        on_load: called after a ``load_state_dict`` of the module or of any part of it.
+        on_load: called after a ``load_state_dict`` of the module or of any submodule.
     """
     handles: list[RemovableHandle] = [
         param.register_post_accumulate_grad_hook(hook)
@@ -63,12 +62,12 @@ def register_hooks(
 def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook]:
     """Return the hook of each parameter of a bucket group.
 
-    Parameters whose gradients are computed apart from backward have one that drops the dummy of Megatron's layers.
+    For parameters whose gradients are computed outside backward it drops the dummy of Megatron's layers.
 
-    They know ``sync`` weakly: Python's garbage collector does not see cycles through hooks of tensors. And they are the same
-    few functions for all parameters, not one for each: thousands of functions do not stay in the cache.
+    The hooks refer to ``sync`` weakly, because the garbage collector sees no cycles through hooks of tensors. All parameters
+    share a few functions, because thousands of functions would not stay in the cache.
     """
-    # None of them leads to a parameter.
+    # None of these refers to a parameter.
     reference, index, position_of = weakref.ref(sync), group.index, group.position_of
     staging, streams = group.staging, group.streams
 
@@ -82,7 +81,7 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
         sync.receive(index, position_of[id(param)])
 
     def stage(param: torch.Tensor) -> None:
-        # All that most small gradients cost in Python, so not a call more.
+        # The only Python code for most small gradients, so it makes as few calls as possible.
         if len(staging) < staging.room and not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             staging.append(param)
             staging.grads.append(param.grad)  # type: ignore[arg-type]
@@ -108,10 +107,10 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
 
 
 def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: RankGroups) -> None:
-    """Refuse to reduce gradients at the end of a backward where more is to come, or other ranks wait for what it returns.
+    """Refuse ``finish="auto"`` if gradients may come after backward, or if other ranks wait for the end of backward.
 
     Raises:
-        ConfigError: the config wants that.
+        ConfigError: it cannot work.
     """
     if not policy.finishes_with_backward:
         return
@@ -128,18 +127,18 @@ def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: 
 
 
 def watch_forwards(module: torch.nn.Module, sync: GradSync) -> tuple[list[RemovableHandle], Callable[..., Any]]:
-    """Tell ``sync`` about training forwards of ``module``: those in ``train()`` mode with gradients switched on.
+    """Notify ``sync`` of training forwards of ``module``: those in ``train()`` mode with gradients enabled.
 
     Hooks that ``torch.compile`` traces do nothing, so that the module may be one graph (``fullgraph=True``). The second result
-    calls the module and does what the hooks would do, outside of the graph.
+    calls the module and runs the hooks outside the graph.
     """
     outside = _Outside()
 
     def counts(called: torch.nn.Module) -> bool:
         if torch.compiler.is_compiling() or outside.is_watching:
             return False
-        # A deepcopy of the module shares these hooks, and its training is none of our business. Neither is a forward that
-        # activation checkpointing runs again inside a backward, which may even end in an exception of its own.
+        # Ignore a deepcopy of the module, which shares these hooks, and a forward that activation checkpointing reruns inside a
+        # backward, which may even end in an exception of its own.
         return called is module and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
 
     def before(called: torch.nn.Module, _: Any) -> None:
@@ -150,13 +149,13 @@ def watch_forwards(module: torch.nn.Module, sync: GradSync) -> tuple[list[Remova
         if not counts(called):
             return
         error = sys.exc_info()[1]
-        if error is not None and output is None:  # torch calls this hook also when forward has raised
+        if error is not None and output is None:  # torch also calls this hook after an exception in forward
             if module.training:
                 sync.fail("forward", error)
             return
         note_reached = sync.counters.reached_forward() if module.training else None
         if not _watch_outputs(output, sync, note_reached) and note_reached is not None:
-            note_reached()  # nothing that a backward could start from
+            note_reached()  # no backward can start here
 
     handles = [
         module.register_forward_pre_hook(before, prepend=True),
@@ -167,10 +166,10 @@ def watch_forwards(module: torch.nn.Module, sync: GradSync) -> tuple[list[Remova
 
 @dataclasses.dataclass(slots=True)
 class _Outside:
-    """Calls a module that is compiled, and its hooks around it."""
+    """Calls a compiled module, with its hooks around the call."""
 
     is_watching: bool = False
-    """Whether hooks that run in spite of that do nothing."""
+    """Whether the module's own hooks do nothing."""
 
     def make_call(self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Callable[..., Any]:
         note_begin, note_end = torch.compiler.disable(before), torch.compiler.disable(after)
@@ -190,7 +189,7 @@ class _Outside:
 
 
 def _watch_outputs(output: Any, sync: GradSync, note_reached: Callable[[], None] | None) -> bool:
-    """Let the outputs say when a backward reaches them; return whether there is any that can."""
+    """Hook the outputs, to detect a backward that reaches them; return whether there are any."""
 
     def on_grad(_: torch.Tensor) -> None:
         if note_reached is not None:
@@ -199,7 +198,7 @@ def _watch_outputs(output: Any, sync: GradSync, note_reached: Callable[[], None]
 
     num_watched = 0
     for leaf in _leaves(output):
-        # A tensor without grad_fn (a parameter passed through) outlives this forward and would collect hooks.
+        # A tensor without grad_fn (a parameter that is returned) outlives this forward and would accumulate hooks.
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             leaf.register_hook(on_grad)
             num_watched += 1
@@ -207,7 +206,7 @@ def _watch_outputs(output: Any, sync: GradSync, note_reached: Callable[[], None]
 
 
 def _leaves(output: Any) -> Iterator[Any]:
-    """Return what a forward returned, piece by piece: through containers torch knows and through dataclasses."""
+    """Yield the leaves of an output: through containers that torch knows and through dataclasses."""
     for leaf in tree_leaves(output):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
@@ -217,17 +216,17 @@ def _leaves(output: Any) -> Iterator[Any]:
 
 
 class BackwardWatch:
-    """Follows one backward at a time. Those that activation checkpointing runs inside another one belong to it."""
+    """Follows one backward at a time, including inner backwards of activation checkpointing."""
 
     def __init__(self) -> None:
         self.running: int | None = None
-        """The id that autograd has given the backward that is running."""
+        """Autograd's id of the running backward."""
         self.has_failed = False
-        """Whether autograd has dropped it without an end."""
+        """Whether autograd has dropped it before its end."""
         self._thread = threading.current_thread()
 
     def open(self, follower: GradSync) -> None:
-        """Begin to follow the backward that is running. ``follower`` is known weakly: autograd keeps callbacks in C++."""
+        """Follow the running backward. ``follower`` is referenced weakly, because autograd keeps callbacks in C++."""
         running = torch._C._current_graph_task_id()
         self._thread, self.has_failed = threading.current_thread(), False
         end = _EndOfBackward(self, running, weakref.ref(follower))
@@ -235,14 +234,14 @@ class BackwardWatch:
         self.running = running
 
     def is_gone(self) -> bool:
-        """Whether the backward has failed and the step was not told: an interrupt or its thread kept the destructor from it."""
+        """Return whether the backward has failed without notice, because an interrupt or its thread prevented that."""
         return self.has_failed or (torch._C._current_graph_task_id() < 0 and threading.current_thread() is self._thread)
 
     def check_is_one(self, *, rank: int) -> None:
-        """Refuse another backward than the one that is open.
+        """Refuse a backward other than the open one.
 
-        Threads tell nothing: torch runs all backwards of a device in one, and one backward through outputs on a device and on
-        the host in two.
+        Threads are no criterion: torch runs all backwards of a device in one thread, and one backward through outputs on a
+        device and on the host in two.
 
         Raises:
             ConcurrentBackwardError: it is another one.
@@ -254,7 +253,7 @@ class BackwardWatch:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _EndOfBackward:
-    """What autograd calls at the end of one backward, or only drops."""
+    """A callback that autograd calls at the end of a successful backward, and drops in any case."""
 
     watch: BackwardWatch
     backward: int
@@ -263,13 +262,13 @@ class _EndOfBackward:
     def __call__(self) -> None:
         follower = self.follower()
         if follower is not None and self.watch.running == self.backward:
-            follower.end_backward()  # closes the watch: an interrupt before that leaves the rest to the destructor
+            follower.end_backward()  # ends the watch; after an interrupt before that, the destructor acts
 
     def __del__(self) -> None:
         follower = self.follower()
         if follower is not None and self.watch.running == self.backward:
             self.watch.has_failed = True
-            # In a thread of autograd, which is one of a device and unknown to Python, the caller may have the exception already
-            # and go on: the next call, in the caller's thread, tells the others. See docs/decisions/failed-backwards.md.
+            # In a device thread of autograd, unknown to Python, the caller may already have the exception and go on: its next
+            # call notifies the other ranks. See docs/decisions/failed-backwards.md.
             if not isinstance(threading.current_thread(), threading._DummyThread):
                 follower.abandon_backward()

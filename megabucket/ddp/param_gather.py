@@ -1,12 +1,12 @@
-"""Brings updated parameters from the ranks that own them, before anything reads them.
+"""Gathers updated parameters from the ranks that own them, before they are read.
 
-Gathers are launched in forward order, which is the reverse of the launch order of gradients. With overlap, a module waits for
-the buckets of its own parameters just before its forward, and ``state_dict`` and ``load_state_dict`` of any submodule wait for
-all. Until then a parameter is NaN, so code that reads it in other ways is noticed; such code calls ``finish_param_sync`` first.
+Gathers are launched in forward order, the reverse of the launch order of gradients. With overlap, a module waits for the
+buckets of its own parameters just before its forward, and ``state_dict`` and ``load_state_dict`` of any submodule wait for all
+buckets. Until then a parameter is NaN, so other reads are noticed; such code calls ``finish_param_sync`` first.
 
-Not every module that owns parameters is called: attention reads the weight of its output projection, a list of parameters is
-indexed. Their buckets are waited for by the nearest module around them that is called, as the first forward shows. Until it
-has, every module waits for everything.
+Not every module with parameters is called: attention reads the weight of its output projection, a parameter list is indexed.
+The nearest enclosing module that is called waits for their buckets. The first forward shows which modules are called; until it
+has ended, every module waits for all buckets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ParamGather:
             group.start_param_sync(hides_params=self._overlaps)
 
     def finish(self) -> None:
-        """Return when every group is gathered, launching what was not launched."""
+        """Launch the remaining gathers, and return when every group is gathered."""
         for group in self._groups:
             if group.param_phase is ParamPhase.STALE:
                 self.start()
@@ -47,8 +47,8 @@ class ParamGather:
             group.finish_param_sync()
 
     def _register_hooks(self, module: torch.nn.Module) -> Iterator[RemovableHandle]:
-        # Plain functions, not bound methods: a deepcopy of the module (to average weights) keeps functions as they are,
-        # but would copy the object behind a method, and with it all buffers.
+        # Plain functions, not bound methods: a deepcopy of the module (to average weights) shares functions, but would copy the
+        # object of a method, and with it all buffers.
         def after_first_forward(*_: Any) -> None:
             if self._needed is None:
                 self._needed = self._learn(module)
@@ -67,7 +67,7 @@ class ParamGather:
         for submodule in module.modules():
             yield submodule.register_load_state_dict_pre_hook(before_load)
             if self._overlaps:
-                # First of all hooks, because others (weight normalization) read parameters.
+                # Before all other hooks, because some (weight normalization) read parameters.
                 yield submodule.register_forward_pre_hook(_uncompiled(self._make_forward_hook()), prepend=True)
                 yield submodule.register_state_dict_pre_hook(finish)
         if self._overlaps:
@@ -85,7 +85,7 @@ class ParamGather:
         return before_forward
 
     def _learn(self, root: torch.nn.Module) -> dict[torch.nn.Module, list[_ParamAndGradBucketGroup]]:
-        """Return which groups each module waits for: its own, and those of modules inside that are not called."""
+        """Return the groups that each module waits for: its own, and those of submodules that are not called."""
         group_of = {param: group for group in self._groups for param in group.params}
         needed: dict[torch.nn.Module, set[_ParamAndGradBucketGroup]] = {}
         for name, module in root.named_modules(remove_duplicate=False):
@@ -100,7 +100,7 @@ class ParamGather:
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return the hook as one that ``torch.compile`` leaves alone: waiting for a collective is nothing to trace."""
+    """Exclude a hook from ``torch.compile``: waiting for a collective cannot be traced."""
     reason = "a module waits here for its parameters: use overlap_param_gather=False with fullgraph=True"
     disabled: Callable[..., None] = torch.compiler.disable(hook, reason=reason)
     return disabled

@@ -1,4 +1,4 @@
-"""Replicas hold the same values: made so by a broadcast, and looked after on demand by comparing checksums of all bits."""
+"""Makes replicas equal by broadcasts, and compares checksums of their bits on demand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def unbuffered_state(
     """Return frozen parameters and module buffers that have values, each with its reduction group.
 
     Args:
-        buffered: the parameters that live in buffers, which are sent as a whole.
+        buffered: the parameters in buffers, which are sent as a whole.
 
     Raises:
         ConfigError: one of them is sparse.
@@ -43,7 +43,7 @@ def unbuffered_state(
                 "equal yourself and pass init_sync=False, or use a dense tensor."
             )
         if not tensor.is_meta:
-            # Of an expanded dimension one element is all there is; torch refuses to write through the expanded view.
+            # An expanded dimension has one element in memory; torch refuses to write through the expanded view.
             single = tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
             yield group_of[name], single
 
@@ -57,13 +57,13 @@ def checksum(tensor: torch.Tensor) -> int:
 def find_divergence(
     params: Mapping[str, torch.Tensor], identities: Mapping[str, ParamIdentity], ranks: RankGroups, *, step: int
 ) -> ReplicasDivergedError | None:
-    """Compare parameters over all ranks that hold the same ones, and return what differs first on this rank.
+    """Compare parameters over all ranks that hold the same ones, and return the first difference on this rank.
 
     Args:
-        params: those of the module, by name, frozen ones included.
+        params: of the module, by name, frozen ones included.
     """
     device = next((param.device for param in params.values() if not param.is_meta), torch.device("cpu"))
-    ranks.step.wait_for(device, label="replica checksums")  # which then are read without looking at other ranks
+    ranks.step.wait_for(device, label="replica checksums")  # checksums are then read without watching other ranks
     sums = {name: 0 if param.is_meta or not param.numel() else checksum(param) for name, param in params.items()}
     compare = partial(_compare, step=step, device=device)
     found = []
@@ -74,7 +74,7 @@ def find_divergence(
     for along, communicator in ranks.copies.items():
         copies = [name for name in names if along in identities[name].copies]
         where = f"copies along {along!r}"
-        # Ranks of other pipeline stages have other parameters, so they compare what they hold before its values.
+        # Ranks of other pipeline stages have other parameters, so the lists are compared before the values.
         listed = compare({f"the list of {where},": _crc(identities[name].global_name for name in copies)}, communicator)
         found.append(listed or compare({f"{name!r}, {where},": sums[name] for name in copies}, communicator))
     return next(filter(None, found), None)
@@ -85,7 +85,7 @@ def _crc(values: Iterable[object]) -> int:
 
 
 def _differing(numbers: Sequence[int], communicator: Communicator, *, device: torch.device) -> list[int]:
-    """Return the indices of numbers that are not the same on all ranks: one all-reduce of 16 bytes for each of them."""
+    """Return the indices of numbers that differ between ranks: one all-reduce of 16 bytes per number."""
     extremes = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.int64, device=device).flatten()  # 1D
     handle = communicator.control.launch([AllReduce(extremes, ReduceOp.MAX)], label="replica checksums")
     largest, negated = handle.read(extremes).view(2, -1).tolist()
@@ -98,7 +98,7 @@ def _compare(
     """Return an error if ranks have different checksums.
 
     Args:
-        sums: by what they are of.
+        sums: by name of the parameter or list.
     """
     differing = _differing(list(sums.values()), communicator, device=device)
     if not differing:
