@@ -74,11 +74,6 @@ def uniform_plan(workload: Workload, bucket_numel: int) -> BucketPlan:
     return BucketPlan(tuple(buckets))
 
 
-def single_plan(workload: Workload) -> BucketPlan:
-    """Return the plan of one bucket for everything."""
-    return BucketPlan((workload.order,))
-
-
 def per_tensor_plan(workload: Workload) -> BucketPlan:
     """Return the plan of one bucket for each tensor."""
     return BucketPlan(tuple((index,) for index in workload.order))

@@ -205,14 +205,18 @@ def _flat_optimizer_memory(buffer: BufferLayout, segments: Sequence[Segment], mo
     moment_bytes = moments_per_element * max(param_bytes, _MAIN_BYTES)
     main_bytes = _MAIN_BYTES if is_narrow else 0
     main_grad_bytes = _MAIN_BYTES if is_narrow and grad_bytes < _MAIN_BYTES else 0
-    owned_numel = _owned_numel(buffer, segments)
+    owned_numel = sum(
+        min(buffer.params[name].stop, segment.span.stop) - max(buffer.params[name].start, segment.span.start)
+        for segment in segments
+        for name in segment.params
+    )
     gaps_numel = sum(segment.span.numel for segment in segments) - owned_numel
     return RankMemory(
         optimizer_padding_bytes=gaps_numel * (main_bytes + main_grad_bytes + moment_bytes),
         main_parameter_bytes=owned_numel * main_bytes,
         main_gradient_bytes=owned_numel * main_grad_bytes,
         moment_bytes=owned_numel * moment_bytes,
-        scratch_bytes=len(segments) * _step_count_bytes(moments_per_element),
+        scratch_bytes=len(segments) * _STEP_COUNT_BYTES * (moments_per_element >= 2),
     )
 
 
@@ -220,18 +224,5 @@ def _plain_optimizer_memory(buffer: BufferLayout, moments_per_element: int) -> R
     return RankMemory(
         # SGD's momentum begins as a copy of the gradient; Adam takes no gradients of another dtype than the parameters'.
         moment_bytes=buffer.params_numel * dtype_bytes(buffer.key.grad_dtype) * moments_per_element,
-        scratch_bytes=len(buffer.params) * _step_count_bytes(moments_per_element),
-    )
-
-
-def _step_count_bytes(moments_per_element: int) -> int:
-    return _STEP_COUNT_BYTES if moments_per_element >= 2 else 0
-
-
-def _owned_numel(buffer: BufferLayout, segments: Sequence[Segment]) -> int:
-    """Return the elements of parameters inside the segments."""
-    return sum(
-        min(buffer.params[name].stop, segment.span.stop) - max(buffer.params[name].start, segment.span.start)
-        for segment in segments
-        for name in segment.params
+        scratch_bytes=len(buffer.params) * _STEP_COUNT_BYTES * (moments_per_element >= 2),
     )
