@@ -1,4 +1,4 @@
-"""``megabucket simulate``: what a step would take with each bucket size, and with the optimal cuts, without torch."""
+"""``megabucket simulate``: the predicted step of each bucket size and of the optimal cuts, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``BucketPlan``: which tensors share a collective, and the plans everybody knows. Pure data, no torch."""
+"""``BucketPlan``: which tensors share a collective, and uniform plans. Pure data, no torch."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class RankMemory:
     gradient_bytes: int = 0
     """Gradients in the gradient buffer, and float32 sums of microbatches beside it."""
     padding_bytes: int = 0
-    """What of both buffers belongs to no parameter: alignment gaps and padded bucket ends."""
+    """Elements of both buffers outside of parameters: alignment gaps and padded bucket ends."""
     main_parameter_bytes: int = 0
     """float32 copies of the 16-bit parameters this rank updates."""
     main_gradient_bytes: int = 0
@@ -50,7 +50,7 @@ class RankMemory:
     scratch_bytes: int = 0
     """Small tensors for communication and bookkeeping: fence, gradient norm, a NaN per parameter, Adam's step counts."""
     activation_bytes: int = 0
-    """What the caller says that forward keeps for backward."""
+    """Activations, as given by the caller."""
 
     @property
     def total_bytes(self) -> int:
@@ -85,7 +85,7 @@ def rank_memory(
             their number. Ranks differ: the last ones own padding instead of parameters.
         is_sharded: whether the rank updates its shard only (the distributed optimizer), or everything.
         moments_per_element: tensors of optimizer state: 2 for Adam and AdamW, 1 for SGD with momentum, 0 for SGD. With two,
-            each flat tensor has a step count, too, as torch's Adam keeps it.
+            each flat tensor also has a step count, as in torch's Adam.
         has_main_params: whether ``DistributedOptimizer`` steps, which has float32 main parameters for 16-bit ones in both
             modes. A plain torch optimizer steps on whole parameters instead, with state in the dtype of the gradients.
         has_fence: whether there is more than one rank, so that they agree: on each step, or on calls between steps alone.
@@ -123,7 +123,7 @@ def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives:
     Other ranks' gradients are received in it: see docs/decisions/gloo-exchanges.md.
 
     Args:
-        receives: whether what is sent is received beside the gradients: in reduce-scatter mode.
+        receives: whether parts are received outside of the gradient buffer, as in reduce-scatter mode.
         reads_peers: whether the ranks read each other's memory, bucket by bucket (``read_peer_memory``, all ranks on one host).
             Then only small buckets are received, and a block from each other rank.
     """
@@ -160,7 +160,7 @@ def memory_by_mode(
     moments_per_element: int = 2,
     activation_bytes: int = 0,
 ) -> dict[str, RankMemory]:
-    """Return what the first rank holds with ``DistributedOptimizer``, by mode: ``all_reduce`` and ``reduce_scatter``.
+    """Return the memory of the first rank with ``DistributedOptimizer``, by mode: ``all_reduce`` and ``reduce_scatter``.
 
     No rank holds more than the first one but for gaps: padding lies at the end of buckets, so the last ranks own less.
 
@@ -195,7 +195,7 @@ def _buffers_memory(buffer: BufferLayout) -> RankMemory:
         parameter_bytes=buffer.params_numel * param_bytes,
         gradient_bytes=buffer.params_numel * grad_bytes,
         padding_bytes=(buffer.numel - buffer.params_numel) * (param_bytes + grad_bytes),
-        scratch_bytes=len(buffer.params) * param_bytes,  # what a parameter looks at until it is gathered
+        scratch_bytes=len(buffer.params) * param_bytes,  # the NaN that a parameter shows until it is gathered
     )
 
 
