@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    config: Annotated[Path, typer.Option("-c", "--config", help="YAML file; a model section makes the answer complete")],
+    config: Annotated[Path, typer.Option("-c", "--config", help="YAML file, preset, config.json or module:callable")],
     overrides: Overrides = None,
     dp_size: Annotated[int, typer.Option(min=1, help="data-parallel ranks")] = 1,
     json: Annotated[bool, typer.Option("--json", help="print the values as JSON on stdout")] = False,

@@ -12,7 +12,7 @@ from megabucket.cli.workload import Overrides
 
 def simulate(
     config: Annotated[
-        Path | None, typer.Option("-c", "--config", help="YAML file with a link, and a workload or a model at a rate")
+        Path | None, typer.Option("-c", "--config", help="YAML file, preset, config.json or module:callable")
     ] = None,
     overrides: Overrides = None,
     dp_size: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks; needed for ring and two_level links")] = None,
