@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def explain(
-    config: Annotated[Path, typer.Option("-c", "--config", help="YAML file; a model section makes the answer complete")],
+    config: Annotated[Path, typer.Option("-c", "--config", help="YAML file, preset, config.json or module:callable")],
     overrides: Overrides = None,
     dp_size: Annotated[int, typer.Option(min=1, help="data-parallel ranks")] = 1,
     json: Annotated[bool, typer.Option("--json", help="print the values as JSON on stdout")] = False,
 ) -> None:
-    """Print what the config leaves to the model and the group: each value and its reason."""
+    """Print every value that the config leaves open, with its reason."""
     from megabucket.cli.output import notice_when_slow, print_json, print_lines, text_table
     from megabucket.planning.run_config import load_config
 

@@ -37,7 +37,7 @@ def bucket_lines(rows: Sequence[BucketRow], *, show_all: bool) -> Iterator[str]:
 
 
 def memory_lines(memory: Mapping[str, RankMemory], *, optimizer: str, dp_size: int, chosen: str) -> Iterator[str]:
-    """Yield the table of memory by category, a column per mode; what is zero in all of them is left out.
+    """Yield the table of memory by category, a column per mode; categories that are zero in all of them are left out.
 
     Args:
         chosen: the mode of the config.

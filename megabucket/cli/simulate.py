@@ -1,4 +1,4 @@
-"""``megabucket simulate``: what a step would take with each bucket size, and with the optimal cuts, without torch."""
+"""``megabucket simulate``: the predicted step of each bucket size and of the optimal cuts, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megabucket.cli.workload import Overrides
 
 def simulate(
     config: Annotated[
-        Path | None, typer.Option("-c", "--config", help="YAML file with a link, and a workload or a model at a rate")
+        Path | None, typer.Option("-c", "--config", help="YAML file, preset, config.json or module:callable")
     ] = None,
     overrides: Overrides = None,
     dp_size: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks; needed for ring and two_level links")] = None,

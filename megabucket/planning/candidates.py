@@ -34,8 +34,8 @@ class Measured:
     """What was measured before the search, for one mode.
 
     Attributes:
-        workload: as profiled; ``optimizer_s`` is what one rank spends in this mode.
-        host: what the host adds.
+        workload: as profiled; ``optimizer_s`` is the time of one rank in this mode.
+        host: the costs of the host in a step.
     """
 
     workload: Workload
@@ -78,7 +78,7 @@ def find_candidates(
     *,
     num_ranks: int,
 ) -> tuple[Candidate, ...]:
-    """Return the default and every other plan worth a thought, the shortest predicted step first.
+    """Return the default and all other plans to consider, the shortest predicted step first.
 
     Uniform sizes on a logarithmic grid, numbers of buckets, the library's own default, and optimal cuts, each in the layout's
     order and, where another one was measured, in the order in which gradients became ready. Plans that cut alike come once.
@@ -89,7 +89,7 @@ def find_candidates(
         measured: by mode that may be used.
 
     Raises:
-        ConfigError: the workload is of another model, or the link cannot say what a collective costs.
+        ConfigError: the workload is of another model, or the link does not know the cost of a collective.
     """
 
     def setting(ddp: DistributedDataParallelConfig) -> Setting:
@@ -184,7 +184,7 @@ class Comparison:
 
     @property
     def is_beyond_noise(self) -> bool:
-        """Whether the candidate is faster for sure: the whole interval is."""
+        """Whether the whole interval is above 0."""
         return self.low > 0
 
 

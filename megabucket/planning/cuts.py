@@ -1,4 +1,4 @@
-"""``BucketPlan``: which tensors share a collective, and the plans everybody knows. Pure data, no torch."""
+"""``BucketPlan``: which tensors share a collective, and uniform plans. Pure data, no torch."""
 
 from __future__ import annotations
 
@@ -72,11 +72,6 @@ def uniform_plan(workload: Workload, bucket_numel: int) -> BucketPlan:
     if open_bucket:
         buckets.append(tuple(open_bucket))
     return BucketPlan(tuple(buckets))
-
-
-def single_plan(workload: Workload) -> BucketPlan:
-    """Return the plan of one bucket for everything."""
-    return BucketPlan((workload.order,))
 
 
 def per_tensor_plan(workload: Workload) -> BucketPlan:

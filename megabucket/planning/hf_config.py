@@ -69,12 +69,12 @@ _DEEPSEEK: Final[_Keys] = MappingProxyType(
 
 
 class _Reader(NamedTuple):
-    """How the files of one ``model_type`` say what a decoder is."""
+    """How to read the files of one ``model_type``."""
 
     section: type[GptConfig | LlamaConfig | MoeConfig]
     keys: _Keys
     given: Mapping[str, Any]
-    """What the library's model has, unless the file says otherwise."""
+    """The library's defaults that differ from ours."""
     only: Mapping[str, Any] = MappingProxyType({})
     """Keys of the file with the one value, also its default, for which we know the parameters."""
 
@@ -98,7 +98,7 @@ _READERS: Final[Mapping[str, _Reader]] = MappingProxyType(
 def read_hf_config(config: HfConfig) -> GptConfig | LlamaConfig | MoeConfig:
     """Return the decoder that a ``config.json`` describes.
 
-    What the file says about anything but parameters (positions, quantization, generation) is not looked at. DeepSeek's
+    Keys about anything but parameters (positions, quantization, generation) are not read. DeepSeek's
     multi-token prediction layers and its router's bias, which no gradient trains, are not part of the decoder.
 
     Raises:
@@ -142,7 +142,7 @@ def _fields(values: Mapping[str, Any], keys: _Keys) -> dict[str, Any]:
 
 
 def _problem(detail: Any, keys: _Keys) -> str:
-    """Return what is wrong under the key that the file has."""
+    """Return a problem with the name of the file's key."""
     key: Any = keys
     for name in detail["loc"]:
         key = key.get(name, name) if isinstance(key, Mapping) else name

@@ -55,7 +55,7 @@ class Affine(NamedTuple):
 
 
 class Link(Section):
-    """What the simulator and the partitioner ask."""
+    """The cost of a collective, for the simulator and the partitioner."""
 
     def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:
         """Return the cost as a straight line: exact where ``is_affine``, else fitted.

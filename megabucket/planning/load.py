@@ -1,6 +1,6 @@
 """``load_run``: from a file, a preset or a model, and ``section.field=value`` arguments, to a validated config or one error.
 
-Owns the order of the steps (read, override, validate), the syntax of an override, and the text of what is wrong. Reads no
+Owns the order of the steps (read, override, validate), the syntax of an override, and the text of errors. Reads no
 environment variables.
 """
 
@@ -44,7 +44,7 @@ _MESSAGES: Final = {
 
 
 def load_run(source: Path | str | None, overrides: Sequence[str], schema: type[Config]) -> Config:
-    """Return what a user names as a run, with ``key=value`` overrides applied, validated.
+    """Return a validated run, with ``key=value`` overrides applied.
 
     Args:
         source: a YAML file; the name of a preset (``gpt2-124m``); a Hugging Face ``config.json`` or ``module:function``, which

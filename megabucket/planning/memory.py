@@ -36,7 +36,7 @@ class RankMemory:
     gradient_bytes: int = 0
     """Gradients in the gradient buffer, and float32 sums of microbatches beside it."""
     padding_bytes: int = 0
-    """What of both buffers belongs to no parameter: alignment gaps and padded bucket ends."""
+    """Elements of both buffers outside of parameters: alignment gaps and padded bucket ends."""
     main_parameter_bytes: int = 0
     """float32 copies of the 16-bit parameters this rank updates."""
     main_gradient_bytes: int = 0
@@ -50,7 +50,7 @@ class RankMemory:
     scratch_bytes: int = 0
     """Small tensors for communication and bookkeeping: fence, gradient norm, a NaN per parameter, Adam's step counts."""
     activation_bytes: int = 0
-    """What the caller says that forward keeps for backward."""
+    """Activations, as given by the caller."""
 
     @property
     def total_bytes(self) -> int:
@@ -85,7 +85,7 @@ def rank_memory(
             their number. Ranks differ: the last ones own padding instead of parameters.
         is_sharded: whether the rank updates its shard only (the distributed optimizer), or everything.
         moments_per_element: tensors of optimizer state: 2 for Adam and AdamW, 1 for SGD with momentum, 0 for SGD. With two,
-            each flat tensor has a step count, too, as torch's Adam keeps it.
+            each flat tensor also has a step count, as in torch's Adam.
         has_main_params: whether ``DistributedOptimizer`` steps, which has float32 main parameters for 16-bit ones in both
             modes. A plain torch optimizer steps on whole parameters instead, with state in the dtype of the gradients.
         has_fence: whether there is more than one rank, so that they agree: on each step, or on calls between steps alone.
@@ -123,7 +123,7 @@ def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives:
     Other ranks' gradients are received in it: see docs/decisions/gloo-exchanges.md.
 
     Args:
-        receives: whether what is sent is received beside the gradients: in reduce-scatter mode.
+        receives: whether parts are received outside of the gradient buffer, as in reduce-scatter mode.
         reads_peers: whether the ranks read each other's memory, bucket by bucket (``read_peer_memory``, all ranks on one host).
             Then only small buckets are received, and a block from each other rank.
     """
@@ -160,7 +160,7 @@ def memory_by_mode(
     moments_per_element: int = 2,
     activation_bytes: int = 0,
 ) -> dict[str, RankMemory]:
-    """Return what the first rank holds with ``DistributedOptimizer``, by mode: ``all_reduce`` and ``reduce_scatter``.
+    """Return the memory of the first rank with ``DistributedOptimizer``, by mode: ``all_reduce`` and ``reduce_scatter``.
 
     No rank holds more than the first one but for gaps: padding lies at the end of buckets, so the last ranks own less.
 
@@ -195,7 +195,7 @@ def _buffers_memory(buffer: BufferLayout) -> RankMemory:
         parameter_bytes=buffer.params_numel * param_bytes,
         gradient_bytes=buffer.params_numel * grad_bytes,
         padding_bytes=(buffer.numel - buffer.params_numel) * (param_bytes + grad_bytes),
-        scratch_bytes=len(buffer.params) * param_bytes,  # what a parameter looks at until it is gathered
+        scratch_bytes=len(buffer.params) * param_bytes,  # the NaN that a parameter shows until it is gathered
     )
 
 
@@ -205,14 +205,18 @@ def _flat_optimizer_memory(buffer: BufferLayout, segments: Sequence[Segment], mo
     moment_bytes = moments_per_element * max(param_bytes, _MAIN_BYTES)
     main_bytes = _MAIN_BYTES if is_narrow else 0
     main_grad_bytes = _MAIN_BYTES if is_narrow and grad_bytes < _MAIN_BYTES else 0
-    owned_numel = _owned_numel(buffer, segments)
+    owned_numel = sum(
+        min(buffer.params[name].stop, segment.span.stop) - max(buffer.params[name].start, segment.span.start)
+        for segment in segments
+        for name in segment.params
+    )
     gaps_numel = sum(segment.span.numel for segment in segments) - owned_numel
     return RankMemory(
         optimizer_padding_bytes=gaps_numel * (main_bytes + main_grad_bytes + moment_bytes),
         main_parameter_bytes=owned_numel * main_bytes,
         main_gradient_bytes=owned_numel * main_grad_bytes,
         moment_bytes=owned_numel * moment_bytes,
-        scratch_bytes=len(segments) * _step_count_bytes(moments_per_element),
+        scratch_bytes=len(segments) * _STEP_COUNT_BYTES * (moments_per_element >= 2),
     )
 
 
@@ -220,18 +224,5 @@ def _plain_optimizer_memory(buffer: BufferLayout, moments_per_element: int) -> R
     return RankMemory(
         # SGD's momentum begins as a copy of the gradient; Adam takes no gradients of another dtype than the parameters'.
         moment_bytes=buffer.params_numel * dtype_bytes(buffer.key.grad_dtype) * moments_per_element,
-        scratch_bytes=len(buffer.params) * _step_count_bytes(moments_per_element),
-    )
-
-
-def _step_count_bytes(moments_per_element: int) -> int:
-    return _STEP_COUNT_BYTES if moments_per_element >= 2 else 0
-
-
-def _owned_numel(buffer: BufferLayout, segments: Sequence[Segment]) -> int:
-    """Return the elements of parameters inside the segments."""
-    return sum(
-        min(buffer.params[name].stop, segment.span.stop) - max(buffer.params[name].start, segment.span.start)
-        for segment in segments
-        for name in segment.params
+        scratch_bytes=len(buffer.params) * _STEP_COUNT_BYTES * (moments_per_element >= 2),
     )

@@ -23,7 +23,7 @@ NumLayers = Annotated[PositiveCount, at.Le(100_000)]
 
 
 def _read_scalar(value: Any) -> Any:
-    """Refuse what is not one value here, with one text instead of one per type it could have been."""
+    """Refuse lists and mappings with one text instead of one per possible type."""
     if isinstance(value, bool | int | float | str | None):
         return value
     raise ValueError("should be text, a number, true, false or null")
@@ -57,7 +57,7 @@ class _DecoderConfig(Section):
     """Dtype of the parameters."""
 
     def _problems(self) -> Iterator[str]:
-        """Yield what is wrong with the numbers together, in words."""
+        """Yield contradictions between the numbers."""
         if self.hidden_size % self.num_heads:
             yield f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}"
 
@@ -243,7 +243,7 @@ class FactoryConfig(Section):
     """Keyword arguments of the callable."""
 
     dtype: Dtype | None = None
-    """Dtype of the parameters; ``None``: what the module says."""
+    """Dtype of the parameters; ``None``: the module's own."""
 
     @model_validator(mode="after")
     def _names_a_callable(self) -> FactoryConfig:
@@ -263,7 +263,7 @@ class HfConfig(Section):
     """The file, relative to the working directory."""
 
     dtype: Dtype | None = None
-    """Dtype of the parameters; ``None``: what the file says (``torch_dtype`` or ``dtype``), else float32."""
+    """Dtype of the parameters; ``None``: the file's ``dtype`` or ``torch_dtype``, else float32."""
 
 
 def model_section(text: str) -> dict[str, Any] | None:

@@ -64,7 +64,7 @@ def optimal_plan(
             step on this one is returned; of equally short steps the one with fewer buckets.
 
     Raises:
-        ConfigError: the link cannot say what a collective costs.
+        ConfigError: the link does not know the cost of a collective.
 
     >>> from megabucket.planning.links import FlatLink
     >>> from megabucket.planning.workload import TensorWork
@@ -107,7 +107,7 @@ def lower_bound_s(
             sent, earlier; then each tensor is bounded by its own times only.
 
     Raises:
-        ConfigError: the link cannot say what a collective costs.
+        ConfigError: the link does not know the cost of a collective.
     """
     problem = _Problem(workload, link, is_one_buffer=is_one_buffer, **options)
     ranks = [options["num_ranks"] if ranks_of is None else ranks_of[index] for index in problem.items]

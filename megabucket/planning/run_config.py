@@ -21,7 +21,7 @@ Decay = Annotated[NonNegative, at.Lt(1)]
 
 
 class OptimizerConfig(Section):
-    """Which torch optimizer steps: what it keeps per element is a part of the memory of a rank."""
+    """The torch optimizer, whose state per element is a part of the memory of a rank."""
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """The class in ``torch.optim``: ``AdamW``, ``Adam`` or ``SGD``."""
@@ -91,16 +91,16 @@ class RunConfig(Section):
     number, and gradients are reduced inside a replica first, then over them. Training takes it from its process groups."""
 
     program: Any = None
-    """What the training program reads. Nothing here looks into it: it is handed to the function of ``--workload`` as it is."""
+    """Settings of the training program, passed unread to the function of ``--workload``."""
 
     fabric: FabricConfig | None = None
-    """An emulated link to run over, for commands that start with torchrun. ``None``: what the machine has."""
+    """An emulated link to run over, for commands that start with torchrun. ``None``: the machine's own."""
 
     link: LinkConfig | None = None
-    """What a collective costs, by the ``kind`` of its description, for ``megabucket simulate``."""
+    """The cost of a collective, by the ``kind`` of its description, for ``megabucket simulate``."""
 
     workload: WorkloadConfig | None = None
-    """What a step computes and when gradients become ready."""
+    """The compute of a step and when gradients become ready."""
 
     sweep: SweepConfig = Field(default_factory=SweepConfig)
     """Which bucket sizes are compared."""
@@ -140,7 +140,7 @@ def group_sizes_of(run: RunConfig, specs: Sequence[ParamSpec], *, expert_dp_size
     """Return the ranks of the reduction groups that have another number of them than all, as ``build_layout`` takes them.
 
     Args:
-        expert_dp_size: of the group ``expert``, over what the config says.
+        expert_dp_size: of the group ``expert``, in place of the config's.
 
     Raises:
         ConfigError: the config sizes a group that no parameter is of.
@@ -174,7 +174,7 @@ def shard_counts(dp_size: int, group_sizes: Mapping[str, int], num_instances: in
 
 
 def load_config(source: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return what a user names as a run: ``load_run`` with ``RunConfig``.
+    """Return a run: ``load_run`` with ``RunConfig``.
 
     Raises:
         ConfigError: anything wrong with the source, an override or a value.

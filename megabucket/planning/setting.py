@@ -1,4 +1,4 @@
-"""``Setting``: what one config simulates on one group of ranks; ``Outlook``: all its figures. No torch.
+"""``Setting``: one config on one group of ranks, ready to simulate; ``Outlook``: all its figures. No torch.
 
 With a ``model`` section buckets are those of its layout, padding included, and the small collectives of a step count. Without
 one the workload's tensors are all there is: buckets hold plain numbers of elements, as in a textbook.
@@ -183,7 +183,7 @@ class Setting:
         """Return the simulated seconds of a step.
 
         Raises:
-            ConfigError: the link cannot say what a collective costs.
+            ConfigError: the link does not know the cost of a collective.
         """
         more = self.step_collectives
         return simulate_step_s(self.workload, plan, self._grid, **self._sync, step_collectives=more, host=self.host)
@@ -207,7 +207,7 @@ class Setting:
         """Return simulated steps; all but the first are alike.
 
         Raises:
-            ConfigError: the link cannot say what a collective costs.
+            ConfigError: the link does not know the cost of a collective.
         """
         more = self.step_collectives
         return simulate_steps(self.workload, plan, self._grid, **self._sync, step_collectives=more, num_steps=num_steps)
@@ -234,11 +234,11 @@ class Setting:
 
 
 def setting_of(run: RunConfig, *, dp_size: int | None = None, expert_dp_size: int | None = None) -> Setting:
-    """Return what a config simulates.
+    """Return the setting of a config.
 
     Args:
         dp_size: ranks. ``None``: those that measured a table; any for a flat link, which costs the same on all of them.
-        expert_dp_size: ranks of the reduction group ``expert``, over what the config's ``group_sizes`` say.
+        expert_dp_size: ranks of the reduction group ``expert``, in place of the config's ``group_sizes``.
 
     Raises:
         ConfigError: no link, no workload, no number of ranks where it matters, a group without parameters, or files that
@@ -345,7 +345,7 @@ def outlook_of(setting: Setting, sizes: Sequence[int] | None = None, *, has_scal
         has_scaling: whether to look at other numbers of ranks as well.
 
     Raises:
-        ConfigError: the link cannot say what a collective costs, or the workload is of another model.
+        ConfigError: the link does not know the cost of a collective, or the workload is of another model.
     """
     workload = setting.workload
     is_large = len(workload.tensors) >= MANY_TENSORS
@@ -384,7 +384,7 @@ def sweep_row(setting: Setting, plan: BucketPlan, bucket_numel: int | None = Non
     """Return one plan in numbers.
 
     Raises:
-        ConfigError: the link cannot say what a collective costs.
+        ConfigError: the link does not know the cost of a collective.
     """
     step_s = setting.step_s(plan)
     # Sums in another order may miss zero by a rounding error.
@@ -412,7 +412,7 @@ def scaling_row(setting: Setting, plan_of: Callable[[Setting], BucketPlan]) -> S
         plan_of: returns the plan. Not called for one rank, which sends nothing whatever a link would charge for it.
 
     Raises:
-        ConfigError: the link cannot say what a collective costs on so many ranks.
+        ConfigError: the link does not know the cost of a collective on so many ranks.
     """
     alone_s = setting.workload.compute_s
     step_s = alone_s if setting.dp_size == 1 else setting.step_s(plan_of(setting))

@@ -38,7 +38,7 @@ StepCollective: TypeAlias = tuple[CollectiveKind, int]
 """Operation and bytes of one small collective after the buckets."""
 
 FENCE: Final[StepCollective] = (CollectiveKind.ALL_REDUCE, 144)
-"""What the wrapper's step protocol adds to every step: 18 integers."""
+"""The collective of the wrapper's step protocol: 18 integers."""
 
 GRAD_NORM: Final[StepCollective] = (CollectiveKind.ALL_REDUCE, 8)
 """What ``DistributedOptimizer`` adds in reduce-scatter mode: one float64."""
@@ -80,12 +80,12 @@ class StepOptions(SyncOptions, total=False):
     step_collectives: Sequence[StepCollective]
     """What follows the buckets in every step (default: nothing), for example ``FENCE``; each waits for the one before it."""
     host: HostCosts | None
-    """What the host adds; nothing when not given."""
+    """The costs of the host; nothing when not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Seconds of the host, besides what the model computes and what the link takes.
+    """Seconds of the host, besides the compute of the model and the collectives of the link.
 
     Attributes:
         launch_s: to hand one bucket to its collective, on the thread that runs backward.
@@ -118,7 +118,7 @@ def simulate_step_s(workload: Workload, plan: BucketPlan, link: Link, **options:
     """Return the seconds from the start of a forward to the start of the next, in the steady state.
 
     Raises:
-        ConfigError: the plan is not one of this workload, or the link cannot say what a collective costs.
+        ConfigError: the plan is not one of this workload, or the link does not know the cost of a collective.
     """
     walk = _Walk(workload, plan, link, **options)
     walk.step(finds_gathers=True)
@@ -138,7 +138,7 @@ def simulate_steps(
         num_steps: at least 1; two show the steady state.
 
     Raises:
-        ConfigError: the plan is not one of this workload, or the link cannot say what a collective costs.
+        ConfigError: the plan is not one of this workload, or the link does not know the cost of a collective.
     """
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
         raise ConfigError(f"num_steps={num_steps!r} must be an integer >= 1")
@@ -175,7 +175,7 @@ class _Walk:
         self.now_s = 0.0
         """Where the thread is."""
         self.notes: list[Interval] | None = None
-        """What the lanes did, when anybody wants to know."""
+        """The intervals of both lanes; ``None`` records none."""
         self._workload, self._plan, self._host = workload, plan, host or HostCosts()
         self._mode, self._num_ranks = Mode(mode), num_ranks
         self._overlaps_gathers = overlap_param_gather
@@ -314,7 +314,7 @@ class _Walk:
         if index is not None:
             label = f"{label} {index}"
         elif last is not None and (last.lane, last.label, last.stop_s) == (lane, label, start_s):
-            start_s = self.notes.pop().start_s  # goes on with what it did
+            start_s = self.notes.pop().start_s  # continues the interval before it
         self.notes.append(Interval(lane, label, start_s, stop_s))
 
 

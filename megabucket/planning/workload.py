@@ -54,7 +54,7 @@ _FIELDS: Final = ("bytes_per_element", "param_bytes_per_element", "optimizer_s",
 
 
 class TensorWork(NamedTuple):
-    """One trainable tensor: its size and what it adds to the passes."""
+    """One trainable tensor: its size and its part of the passes."""
 
     name: Annotated[str, at.Len(1, 1_000)]
     """Unique in the workload."""
@@ -216,7 +216,7 @@ def model_fingerprint(specs: Sequence[ParamSpec]) -> str:
 
 
 class WorkloadConfig(Section):
-    """What a step computes: tensors, or a file, or a rate at which the ``model`` is computed."""
+    """The compute of a step: tensors, or a file, or a rate at which the ``model`` is computed."""
 
     tensors: Annotated[tuple[TensorWork, ...], BeforeValidator(read_tuple), at.MinLen(1)] | None = None
     """The tensors in forward order: ``name`` and ``numel`` of each, ``backward_s`` from the gradient before it to its own, and
@@ -233,16 +233,16 @@ class WorkloadConfig(Section):
     """Floating-point operations per second that one rank really reaches."""
 
     bytes_per_element: Annotated[PositiveCount, at.Le(8)] | None = None
-    """Bytes of a gradient element on the wire. ``None``: what the file or the model says, else 4."""
+    """Bytes of a gradient element on the wire. ``None``: as in the file or the model, else 4."""
 
     param_bytes_per_element: Annotated[PositiveCount, at.Le(8)] | None = None
-    """Bytes of a parameter element on the wire. ``None``: what the file or the model says, else 4."""
+    """Bytes of a parameter element on the wire. ``None``: as in the file or the model, else 4."""
 
     optimizer_s: NonNegative | None = None
-    """Seconds of the optimizer in a step. ``None``: what the file says, else 0."""
+    """Seconds of the optimizer in a step. ``None``: as in the file, else 0."""
 
     num_microbatches: PositiveCount | None = None
-    """Forward and backward passes in a step; the last one sends. ``None``: what the file says, else 1."""
+    """Forward and backward passes in a step; the last one sends. ``None``: as in the file, else 1."""
 
     ready_order: Annotated[tuple[Count, ...], BeforeValidator(read_tuple)] | None = None
     """Positions in ``tensors`` in the order in which gradients become ready. ``None``: last tensor first."""

@@ -5,10 +5,10 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from timing_cases import flat, ring
+from timing_cases import flat, ring, single_plan
 
 from megabucket.errors import ConfigError
-from megabucket.planning.cuts import BucketPlan, per_tensor_plan, single_plan, uniform_plan
+from megabucket.planning.cuts import BucketPlan, per_tensor_plan, uniform_plan
 from megabucket.planning.partition import optimal_plan
 from megabucket.planning.simulate import FENCE, GRAD_NORM, HostCosts, Mode, simulate_step_s
 from megabucket.planning.workload import TensorWork, Workload

@@ -10,11 +10,11 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timing_cases import AFFINE_LINKS, CHOICES, FLAT, LINKS, MEASURED, TIMES, flat, plan_of, ring, workloads
+from timing_cases import AFFINE_LINKS, CHOICES, FLAT, LINKS, MEASURED, TIMES, flat, plan_of, ring, single_plan, workloads
 
 from megabucket.errors import ConfigError
 from megabucket.planning import load_config, param_specs
-from megabucket.planning.cuts import single_plan, uniform_plan
+from megabucket.planning.cuts import uniform_plan
 from megabucket.planning.links import Affine, MeasuredLink, read_link
 from megabucket.planning.partition import (
     Side,

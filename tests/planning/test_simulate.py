@@ -9,10 +9,10 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timing_cases import AFFINE_LINKS, CHOICES, LINKS, flat, plans, run_step_by_step, workloads
+from timing_cases import AFFINE_LINKS, CHOICES, LINKS, flat, plans, run_step_by_step, single_plan, workloads
 
 from megabucket.errors import ConfigError
-from megabucket.planning.cuts import BucketPlan, per_tensor_plan, single_plan
+from megabucket.planning.cuts import BucketPlan, per_tensor_plan
 from megabucket.planning.simulate import FENCE, GRAD_NORM, Mode, simulate_step_s, simulate_steps
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.trace import CollectiveKind, Lane

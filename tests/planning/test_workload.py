@@ -8,12 +8,12 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timing_cases import workloads
+from timing_cases import single_plan, workloads
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec, build_layout
-from megabucket.planning.cuts import per_tensor_plan, plan_of_layout, single_plan, uniform_plan
+from megabucket.planning.cuts import per_tensor_plan, plan_of_layout, uniform_plan
 from megabucket.planning.workload import TensorWork, Workload, read_workload, workload_from_dict, write_workload
 
 THREE = Workload((TensorWork("a", 5, 1.0, 0.5), TensorWork("b", 0, 2.0, 0.25), TensorWork("c", 7, 4.0, 1.0)))

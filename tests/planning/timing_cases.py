@@ -54,6 +54,11 @@ def plan_of(workload, is_cut_after):
     return BucketPlan(tuple(buckets))
 
 
+def single_plan(workload):
+    """One bucket for everything."""
+    return BucketPlan((workload.order,))
+
+
 def flat(latency_s, seconds_per_byte):
     return FlatLink(latency_s=latency_s, seconds_per_byte=seconds_per_byte)
 
