@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,13 +72,13 @@ def seed_generators(seed):
 @pytest.fixture
 def nothing_is_pending(monkeypatch):
     """What is done in the background is done when something happens."""
-    begin = BackgroundWriter._do
+    start = BackgroundWriter._start
 
-    def begin_and_wait(writer, act):
-        begin(writer, act)
-        writer._thread.join()
+    def start_and_wait(writer, works, work):
+        start(writer, works, work)
+        wait([writer._result])
 
-    monkeypatch.setattr(BackgroundWriter, "_do", begin_and_wait)
+    monkeypatch.setattr(BackgroundWriter, "_start", start_and_wait)
 
 
 @pytest.fixture
@@ -380,15 +381,15 @@ def test_a_resumed_run_can_be_compared_with_a_reference_that_had_no_break(run):
 @pytest.fixture
 def full_at(monkeypatch):
     """Let the saves of some steps fail as on a full disk."""
-    write = Save._write
+    publish = Save._publish
 
     def fill(*steps):
-        def fail_or_write(save):
-            write(save)
-            if save.step in steps:
+        def fail_or_publish(save, reports):
+            if save._step in steps:
                 raise OSError(28, "No space left on device")
+            return publish(save, reports)
 
-        monkeypatch.setattr(Save, "_write", fail_or_write)
+        monkeypatch.setattr(Save, "_publish", fail_or_publish)
 
     return fill
 
