@@ -6,7 +6,7 @@ project = "megabucket"
 copyright = "the megabucket authors"  # noqa: A001
 release = version = megabucket.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "megabucket"
 pygments_dark_style = "monokai"

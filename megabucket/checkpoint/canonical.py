@@ -1,4 +1,4 @@
-"""Canonical tensors: which names, shapes and orders a model's tensors have in a checkpoint, and which part each rank writes."""
+"""Canonical tensors: the names, shapes and orders of a model's tensors in a checkpoint, and the part that each rank writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRAPPED_IN: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.comp
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name without what wrappers of single modules add to it.
+    """Return a parameter's name without the parts that wrappers of single modules add.
 
     >>> canonical_name("_orig_mod.layers.0.weight")
     'layers.0.weight'
@@ -30,23 +30,20 @@ def canonical_name(name: str) -> str:
 
 def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers that have values, by canonical name; one that is registered twice once."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for prefix, submodule in module.named_modules():
-        for key, buffer in submodule._buffers.items():
-            if buffer is None or buffer.is_meta or key in submodule._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            found[canonical_name(f"{prefix}.{key}" if prefix else key)] = buffer
+    found = {}
+    for name, buffer in module.named_buffers():
+        owner, _, key = name.rpartition(".")
+        if not buffer.is_meta and key not in module.get_submodule(owner)._non_persistent_buffers_set:
+            found[canonical_name(name)] = buffer
     return found
 
 
 class GlobalNames:
-    """Which parts of the whole model this rank of a wrapper holds, under the names that they have there."""
+    """The parts of the whole model that this rank of a wrapper holds, with their names in the whole model."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ranks = ddp.ranks.step
-        """Those that write and read a checkpoint together."""
+        """The ranks that write and read a checkpoint together."""
         given = {canonical_name(name): identity for name, identity in ddp.identities.items()}
         self.local: dict[str, ParamIdentity] = {}
         """By the local name of the parameter."""
@@ -61,22 +58,25 @@ class GlobalNames:
         self._prefixes = _global_prefixes(self.local)
         self.buffers = {self._global(name): buffer for name, buffer in named_buffers(ddp.module).items()}
         """The persistent buffers."""
-        extra = with_extra_state(ddp.module)
+        base = torch.nn.Module.get_extra_state
+        extra = {
+            canonical_name(name): part for name, part in ddp.module.named_modules() if type(part).get_extra_state is not base
+        }
         self.stateful = {self._global(f"{name}.")[:-1] if name else "": module for name, module in extra.items()}
-        """The modules that add something to their ``state_dict`` beside tensors."""
+        """The modules with extra state in their ``state_dict``."""
 
     def of(self, name: str) -> ParamIdentity:
         """Return the identity of a parameter by its local name, as layouts have it."""
         return self.local[canonical_name(name)]
 
     def _global(self, name: str) -> str:
-        """Return the global name of what is not a parameter: its place is that of the parameters beside or around it."""
+        """Return the global name of a buffer or module: it lies where the parameters beside or around it lie."""
         end = max(end for end in _module_ends(name) if name[:end] in self._prefixes or not end)
         return self._prefixes.get(name[:end], "") + name[end:]
 
 
 def _global_prefixes(identities: dict[str, ParamIdentity]) -> dict[str, str]:
-    """Return the global name of each module with its dot, by its local one; the same where that is not clear."""
+    """Return the global name of each module with its dot, by its local one; the local one if that is ambiguous."""
     found: dict[str, str] = {}
     for name, identity in identities.items():
         for local, rest in ((name[:end], name[end:]) for end in _module_ends(name)):
@@ -87,14 +87,8 @@ def _global_prefixes(identities: dict[str, ParamIdentity]) -> dict[str, str]:
 
 
 def _module_ends(name: str) -> list[int]:
-    """Return where the names of the modules around something end, each with its dot."""
+    """Return where the names of the modules in a name end, each with its dot."""
     return [0, *(index + 1 for index, letter in enumerate(name) if letter == ".")]
-
-
-def with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the submodules that add something to their ``state_dict`` beside tensors, by name."""
-    base = torch.nn.Module.get_extra_state
-    return {canonical_name(name): sub for name, sub in module.named_modules() if type(sub).get_extra_state is not base}
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -120,7 +114,7 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
 def info_of(
     name: str, like: torch.Tensor, dtype: torch.dtype | None = None, identity: ParamIdentity | None = None
 ) -> TensorInfo:
-    """Return what a checkpoint says of a tensor in the shape and order of ``like``.
+    """Return the description of a tensor in the shape and order of ``like``.
 
     Args:
         identity: of the parameter that it belongs to.
@@ -149,19 +143,15 @@ def in_shape(values: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -
 
 
 def whole_piece(name: str, tensor: torch.Tensor, identity: ParamIdentity | None = None) -> Piece:
-    """Return all that this rank has of a tensor as a piece."""
+    """Return a tensor as a piece: all of this rank's part."""
     info = info_of(name, tensor, identity=identity)
     return Piece(info, 0, info.numel, flat(tensor, info.order))
 
 
-def empty_piece(info: TensorInfo, start: int, stop: int) -> Piece:
-    """Return a range of a tensor to be filled, on the CPU."""
-    return Piece(info, start, stop, torch.empty(stop - start, dtype=dtype_named(info.dtype)))
-
-
-def meta_piece(info: TensorInfo) -> Piece:
-    """Return all of a tensor as a piece without memory, to be cut."""
-    return Piece(info, 0, info.numel, torch.empty(info.numel, dtype=dtype_named(info.dtype), device="meta"))
+def empty_piece(info: TensorInfo, start: int = 0, stop: int | None = None, device: str = "cpu") -> Piece:
+    """Return a range of a tensor, or all of it, without values; on ``meta`` without memory."""
+    stop = info.numel if stop is None else stop
+    return Piece(info, start, stop, torch.empty(stop - start, dtype=dtype_named(info.dtype), device=device))
 
 
 def split_evenly(pieces: Sequence[Piece], *, rank: int, size: int) -> Iterator[Piece]:
@@ -174,7 +164,7 @@ def split_evenly(pieces: Sequence[Piece], *, rank: int, size: int) -> Iterator[P
     offset = 0
     for piece in pieces:
         numel, item_bytes = piece.values.numel(), piece.values.itemsize
-        # An element belongs to whom its first byte belongs to.
+        # An element belongs to the rank of its first byte.
         start = min(max(-((offset - first) // item_bytes), 0), numel)
         stop = min(max(-((offset - last) // item_bytes), 0), numel)
         offset += numel * item_bytes

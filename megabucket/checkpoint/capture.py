@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, Final, Protocol
@@ -71,33 +71,23 @@ class TrainingParts:
         optimizer: a ``DistributedOptimizer``, or a plain one over the parameters of the wrapped module (all-reduce only); None
             where only weights matter.
         scaler: a ``torch.amp.GradScaler`` or the like.
-        schedulers: by a name of the caller's choice.
+        schedulers: one, several, or several by name.
     """
 
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer | None = None
     scaler: Stateful | None = None
-    schedulers: Mapping[str, Stateful] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer | None,
-        scaler: Stateful | None = None,
-        schedulers: Any = None,
-    ) -> TrainingParts:
-        """Return it with schedulers by name, given as one, as several, or by name."""
-        if isinstance(schedulers, Sequence):
-            schedulers = {str(index): scheduler for index, scheduler in enumerate(schedulers)}
-        elif not isinstance(schedulers, Mapping):
-            schedulers = {} if schedulers is None else {"0": schedulers}
-        return cls(ddp, optimizer, scaler, schedulers)
+    schedulers: Any = None
 
     @property
     def stateful(self) -> dict[str, Stateful]:
-        """Scaler and schedulers by the name under which their state is kept."""
-        found: dict[str, Stateful] = {f"scheduler {name}": scheduler for name, scheduler in self.schedulers.items()}
+        """Scaler and schedulers, by the name of their state."""
+        named = self.schedulers
+        if isinstance(named, Sequence):
+            named = dict(enumerate(named))
+        elif not isinstance(named, Mapping):
+            named = {} if named is None else {0: named}
+        found = {f"scheduler {name}": scheduler for name, scheduler in named.items()}
         return found if self.scaler is None else {"scaler": self.scaler, **found}
 
 
@@ -142,12 +132,21 @@ class WholeModel:
         return cls(groups, {*claims, *chain.from_iterable(summary["buffers"] for summary in by_rank)}, modules)
 
 
-def model_summary(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
+def model_summary(parts: TrainingParts, names: GlobalNames, operation: str) -> dict[str, Any]:
     """Return this rank's part of the model, as plain values; the first of several ranks reports what they share.
 
+    From now on every value may be read, without waiting for other ranks.
+
     Raises:
+        PhaseError: a step is open.
         OptimizerParametersError: the optimizer has parameters that are not the module's.
     """
+    if isinstance(parts.optimizer, DistributedOptimizer):
+        parts.optimizer.sharding.settle(operation)
+    else:
+        parts.ddp.sync.check_between_steps(operation)
+    parts.ddp.finish_param_sync()
+    parts.ddp.communicator.wait_for(parts.ddp.param_and_grad_buffers[0].param_data.device, label=operation)
     claims = {
         own.global_name: [own.global_name, own.offset, list(param.shape), own.global_shape]
         for param, own in names.identities.items()
@@ -159,21 +158,6 @@ def model_summary(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
         "buffers": dict.fromkeys(names.buffers, 0),
         "modules": dict.fromkeys(names.stateful),
     }
-
-
-def settle(parts: TrainingParts, operation: str) -> None:
-    """Wait until every value may be read.
-
-    Raises:
-        PhaseError: a step is open.
-    """
-    if isinstance(parts.optimizer, DistributedOptimizer):
-        parts.optimizer.sharding.settle(operation)
-    else:
-        parts.ddp.sync.check_between_steps(operation)
-    parts.ddp.finish_param_sync()
-    # From now on no read waits for another rank.
-    parts.ddp.communicator.wait_for(parts.ddp.param_and_grad_buffers[0].param_data.device, label=operation)
 
 
 def capture(
@@ -216,8 +200,7 @@ class RunState:
         self._model = WholeModel.of(self._by_rank)
 
     def _summary(self) -> dict[str, Any]:
-        settle(self._parts, "saving a checkpoint")
-        summary, names = model_summary(self._parts, self._names), self._names
+        summary, names = model_summary(self._parts, self._names, "saving a checkpoint"), self._names
         for param, own in names.identities.items():
             if not param.is_meta:
                 self._share(f"{MODEL_PREFIX}{own.global_name}", param.detach(), own)

@@ -1,4 +1,4 @@
-"""Save and load a training run: what a user calls. Which files, in which order, with what faults is the business of others."""
+"""Save and load a training run: the calls that users make."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 import torch
 
-from megabucket.checkpoint.capture import RunState, Stateful, TrainingParts, to_host
-from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, content_of
+from megabucket.checkpoint.capture import RunState, Stateful, TrainingParts, capture, to_host
 from megabucket.checkpoint.format import Snapshot
 from megabucket.checkpoint.ranks import GroupRanks, gather_results, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, mismatches, restore
-from megabucket.checkpoint.save import BackgroundWriter, Save, SaveSettings, WhenBusy
+from megabucket.checkpoint.save import BackgroundWriter, SaveSettings, WhenBusy, save_snapshot
 from megabucket.checkpoint.stored import StoredCheckpoint, open_checkpoint
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointInvalidError
@@ -34,40 +33,30 @@ def save_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
     data_position: Any = None,
     extras: Mapping[str, Any] | None = None,
     keep_last: int | None = 2,
-    max_file_bytes: int = DEFAULT_FILE_BYTES,
     overwrite: bool = False,
 ) -> Path:
-    """Save everything the run needs to go on, and return its directory. A collective call, between two steps.
+    """Save everything that the run needs to continue, and return the directory. A collective call, between two steps.
 
-    The checkpoint is there as a whole or not at all, whatever happens meanwhile, and loads on any number of ranks, in any mode,
+    The checkpoint appears as a whole or not at all, whatever happens meanwhile, and loads on any number of ranks, in any mode,
     with any buckets.
 
     Args:
         root: a directory that all ranks see.
-        optimizer: a ``DistributedOptimizer``, or a plain one in all-reduce mode; without one, weights alone are saved.
-        step: what the directory is called by.
+        optimizer: a ``DistributedOptimizer``, or a plain one in all-reduce mode; without one, only weights are saved.
+        step: names the checkpoint.
         schedulers: one, several, or several by name.
         data_position: plain values that say which data comes next; the same on every rank.
         extras: plain values and tensors by name; the same on every rank.
         keep_last: how many checkpoints stay, this one included; None keeps all.
-        max_file_bytes: bound on the values in one file, which is what a reader verifies at a time.
-        overwrite: whether a step that was saved already may be saved again.
+        overwrite: allow to save a step again.
 
     Raises:
-        CheckpointNotSavedError: nothing was saved, on any rank; what was saved before is there.
+        CheckpointNotSavedError: nothing was saved, on any rank; earlier checkpoints are untouched.
         PhaseError: a step is open.
         OptimizerParametersError: some optimizer state cannot be told apart by parameter.
-        ConfigError: something is no plain value.
+        ConfigError: a value cannot be saved.
     """
-    saver = Checkpointer(
-        root,
-        ddp,
-        optimizer,
-        scaler=scaler,
-        schedulers=schedulers,
-        keep_last=keep_last,
-        max_file_bytes=max_file_bytes,
-    )
+    saver = Checkpointer(root, ddp, optimizer, scaler=scaler, schedulers=schedulers, keep_last=keep_last)
     return saver.save_now(step, data_position=data_position, extras=extras, overwrite=overwrite)
 
 
@@ -83,21 +72,21 @@ def load_checkpoint(  # noqa: PLR0913 - one argument per part of a run and per c
     with_rng: bool = True,
     allow_fallback: bool = False,
 ) -> LoadedCheckpoint:
-    """Put a checkpoint into a run, and return what else it holds. A collective call, between two steps.
+    """Load a checkpoint into a run, and return its other contents. A collective call, between two steps.
 
-    Each rank reads what it needs, and verifies every file before it uses a byte of it. Nothing of the run changes before all
+    Each rank reads the files that it needs, and verifies a file before it uses a byte of it. The run changes only after all
     ranks have read everything.
 
     Args:
-        optimizer: None takes weights alone.
-        cast: floating-point tensors may be converted to what they are here.
-        with_rng: each rank takes its random numbers back, where as many ranks load as have saved.
-        allow_fallback: take the newest whole checkpoint that is older, with a warning, where this one is damaged.
+        optimizer: None loads only weights.
+        cast: convert floating-point tensors to the dtypes of this run.
+        with_rng: restore the random numbers of each rank, if the number of ranks is the same.
+        allow_fallback: if this checkpoint is damaged, load the newest older one that is whole, with a warning.
 
     Raises:
-        CheckpointMissingError: there is no such checkpoint; the text lists those that are there.
-        CheckpointInvalidError: a file is not what was written.
-        CheckpointMismatchError: it does not fit; the text names everything that does not.
+        CheckpointMissingError: there is no such checkpoint; the text lists the steps that are there.
+        CheckpointInvalidError: a file is damaged.
+        CheckpointMismatchError: it does not fit; the text names every difference.
         PhaseError: a step is open.
     """
     loader = Checkpointer(root, ddp, optimizer, scaler=scaler, schedulers=schedulers)
@@ -114,19 +103,18 @@ def can_load(
     schedulers: Any = None,
     cast: bool = False,
 ) -> list[str]:
-    """Return everything that keeps a checkpoint from being loaded into a run; nothing when it can be.
+    """Return everything that keeps a checkpoint from being loaded into a run; nothing if it can be loaded.
 
-    Looks at the manifest alone, on this rank alone, and changes nothing; whether the files are whole, ``megabucket checkpoint
-    verify`` says.
+    Reads only the manifest, on this rank alone, and changes nothing; ``megabucket checkpoint verify`` checks the files.
 
     Raises:
         CheckpointMissingError: there is no such checkpoint.
-        CheckpointInvalidError: its manifest is not what was written.
+        CheckpointInvalidError: its manifest is damaged.
     """
-    return mismatches(open_checkpoint(root, step), TrainingParts.of(ddp, optimizer, scaler, schedulers), cast=cast)
+    return mismatches(open_checkpoint(root, step), TrainingParts(ddp, optimizer, scaler, schedulers), cast=cast)
 
 
-def _open(root: Path, ranks: GroupRanks, *, step: Step, allow_fallback: bool) -> StoredCheckpoint:
+def _open(root: Path, ranks: GroupRanks, step: Step, *, allow_fallback: bool) -> StoredCheckpoint:
     """Open the checkpoint that the first rank finds, on all ranks."""
     opened: list[StoredCheckpoint] = []
 
@@ -151,14 +139,14 @@ class Checkpointer:
     """Saves one run again and again, in the background if wanted, and loads it.
 
     All methods are collective calls, between two steps. A save in the background costs the training thread a copy of the state
-    to host memory. That all have written, and that it is committed, ranks tell one another in the next ``save``, ``poll`` or
-    ``close``, so call ``poll`` now and then, in every step if you like, on every rank. What has failed in the background is
+    to host memory. In the next ``save``, ``poll`` or ``close`` the ranks agree that all have written and that the checkpoint
+    is committed; so call ``poll`` now and then, in every step if you like, on every rank. An error in the background is
     raised there, on every rank.
 
     Args:
         keep_last: how many checkpoints stay.
-        asynchronous: whether files are written in the background.
-        when_busy: whether a save waits for one that is still being written, or is left out.
+        asynchronous: write files in the background.
+        when_busy: a save waits for one that is still being written, or is skipped.
 
     The other arguments are those of ``save_checkpoint``.
 
@@ -166,7 +154,7 @@ class Checkpointer:
         ValueError: ``keep_last`` is less than 1, or ``when_busy`` unknown.
     """
 
-    def __init__(  # noqa: PLR0913 - as save_checkpoint
+    def __init__(
         self,
         root: Path | str,
         ddp: DistributedDataParallel,
@@ -177,29 +165,28 @@ class Checkpointer:
         keep_last: int | None = 2,
         asynchronous: bool = False,
         when_busy: WhenBusy = "wait",
-        max_file_bytes: int = DEFAULT_FILE_BYTES,
     ) -> None:
         self.root = Path(root)
-        self.parts = TrainingParts.of(ddp, optimizer, scaler, schedulers)
-        self._settings = SaveSettings(keep_last=keep_last, max_file_bytes=max_file_bytes)
-        ranks = GroupRanks(ddp, "saving a checkpoint")
-        self._writer = BackgroundWriter(self.root, ranks, self._settings, when_busy=when_busy)
+        self.parts = TrainingParts(ddp, optimizer, scaler, schedulers)
         self._is_asynchronous = asynchronous
+        self._settings, self._ranks = SaveSettings(keep_last=keep_last), GroupRanks(ddp, "saving a checkpoint")
+        self._writer = BackgroundWriter(self.root, self._ranks, self._settings, when_busy=when_busy)
         self._on_host: Snapshot | None = None
         self._loaded_step: int | None = None
 
     def save(
         self, step: int, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, overwrite: bool = False
     ) -> bool:
-        """Save, or begin to. Return whether it was done or begun: not when ``when_busy="skip"`` leaves it out.
+        """Save, or start to. Return False if ``when_busy="skip"`` skips it.
 
-        After ``load``, steps later than the loaded one are saved again where an abandoned run, or damage, has left them.
+        After ``load``, later steps than the loaded one are saved again where an abandoned run, or damage, has left them.
 
         Args:
-            overwrite: whether any other step that was saved already may be saved again, too.
+            overwrite: allow to save any other step again.
 
         Raises:
-            CheckpointNotSavedError: this save, or the one before in the background, has failed; what was saved before is there.
+            CheckpointNotSavedError: this save, or the one before in the background, has failed; earlier checkpoints are
+                untouched.
             MegabucketError: as ``save_checkpoint``.
         """
         if not self._is_asynchronous:
@@ -208,7 +195,7 @@ class Checkpointer:
         state = RunState(self.parts)
 
         def on_host() -> Snapshot:
-            # The writer asks for it when the copy before was written, so its memory is free.
+            # The writer calls this when the copy before is written, so its memory is free.
             snapshot = state.snapshot(data_position=data_position, extras=extras)
             self._on_host = to_host(snapshot, [piece.values for piece in self._on_host.pieces] if self._on_host else ())
             return self._on_host
@@ -219,20 +206,15 @@ class Checkpointer:
         self, step: int, *, data_position: Any = None, extras: Mapping[str, Any] | None = None, overwrite: bool = False
     ) -> Path:
         """Save, not in the background, and return the directory; see ``save``."""
-        state = RunState(self.parts)
+        snapshot = capture(self.parts, data_position=data_position, extras=extras)
         settings = replace(self._settings, overwrite=overwrite or self._is_abandoned(step))
-
-        def content() -> Content:
-            snapshot = state.snapshot(data_position=data_position, extras=extras)
-            return content_of(snapshot, state.ranks, settings.max_file_bytes)
-
-        return Save(self.root, step, state.ranks, settings).run(content)
+        return save_snapshot(self.root, step, snapshot, self._ranks, settings)
 
     def _is_abandoned(self, step: int) -> bool:
         return self._loaded_step is not None and step > self._loaded_step
 
     def poll(self) -> Path | None:
-        """Go on with the save in the background as far as that takes no waiting; return its directory once it is committed.
+        """Continue the save in the background as far as possible without waiting; return its directory once it is committed.
 
         Raises:
             CheckpointNotSavedError: it has failed on some rank.
@@ -250,10 +232,10 @@ class Checkpointer:
     def load(
         self, step: Step = "latest", *, cast: bool = False, with_rng: bool = True, allow_fallback: bool = False
     ) -> LoadedCheckpoint:
-        """Put a checkpoint into the run; see ``load_checkpoint``. A save in the background is committed before."""
+        """Load a checkpoint into the run; see ``load_checkpoint``. Commits a save in the background first."""
         self.close()
         ranks = GroupRanks(self.parts.ddp, "loading a checkpoint")
-        stored = _open(self.root, ranks, step=step, allow_fallback=allow_fallback)
+        stored = _open(self.root, ranks, step, allow_fallback=allow_fallback)
         loaded = restore(stored, self.parts, cast=cast, with_rng=with_rng)
         self._loaded_step = loaded.step
         return loaded
@@ -263,6 +245,6 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Commit what is being saved. After an error of this rank others may not be here, so nothing is waited for."""
+        """Commit the save in the background. After an error of this rank others may not be here, so do not wait for them."""
         if error is None:
             self.close()

@@ -71,12 +71,6 @@ class FileSystem:
             self.call(os.unlink, path)
 
 
-def free_bytes(path: Path) -> int:
-    """Return how much can still be written, quotas not counted; a huge number where the file system cannot tell."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize if found.f_blocks else 2**62
-
-
 def lock(path: Path) -> int:
     """Lock the file ``path`` until the returned descriptor is unlocked or this process ends.
 

@@ -25,7 +25,6 @@ from megabucket.checkpoint.capture import (
     inner_of,
     members_by_name,
     model_summary,
-    settle,
     state_name,
 )
 from megabucket.checkpoint.format import Piece, TensorInfo
@@ -81,7 +80,7 @@ class Staging:
     def want_stored(self, name: str) -> torch.Tensor:
         """Request a whole tensor as it is stored, and return its memory, on the CPU."""
         info = self.stored.tensors[name]
-        piece = empty_piece(info, 0, info.numel)
+        piece = empty_piece(info)
         self.wanted.append(piece)
         return in_shape(piece.values, info.shape, info.order)
 
@@ -129,24 +128,23 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
     """
     ranks = GroupRanks(parts.ddp, "loading a checkpoint")
     names, staging = GlobalNames(parts.ddp), Staging(stored)
-    model = WholeModel.of(gather_results(ranks, lambda: _between_steps(parts, names)))
+    model = WholeModel.of(gather_results(ranks, lambda: model_summary(parts, names, "loading a checkpoint")))
     together(ranks, lambda: _refuse(stored, _mismatches(stored, parts, names, model, cast=cast)))
     found = together(ranks, lambda: _read(staging, parts, names, with_rng=with_rng))
-    undo: list[Callable[[], Any]] = []
     try:
-        together(ranks, lambda: _set_states(staging, undo))
+        together(ranks, lambda: [set_state(state) for set_state, _, state in staging.states])
     except BaseException:
-        for put_back in reversed(undo):
+        for set_state, before, _ in reversed(staging.states):
             with suppress(Exception):  # an object that cannot take its own state back has failed before
-                put_back()
+                set_state(before)
         raise
-    _commit(parts, staging)
+    with torch.no_grad():
+        for target, values in staging.copies:
+            target.copy_(values)
+        parts.ddp.num_value_changes += 1
+        for act in staging.finish:
+            act()
     return found
-
-
-def _between_steps(parts: TrainingParts, names: GlobalNames) -> dict[str, Any]:
-    settle(parts, "loading a checkpoint")
-    return model_summary(parts, names)
 
 
 def _refuse(stored: Stored, problems: list[str]) -> None:
@@ -170,8 +168,8 @@ def _read(staging: Staging, parts: TrainingParts, names: GlobalNames, *, with_rn
             states.append((item.load_state_dict, item.state_dict(), values["stateful"][name]))
     for name, module in names.stateful.items():
         states.append((module.set_extra_state, module.get_extra_state(), values["module_extra_state"][name]))
-    for take, before, value in states:
-        staging.states.append((take, copy.deepcopy(before), decode(value, staging.want_stored)))
+    for set_state, before, value in states:
+        staging.states.append((set_state, copy.deepcopy(before), decode(value, staging.want_stored)))
     has_rng = with_rng and parts.optimizer is not None and values["rng_ranks"] == ranks.size
     if has_rng:
         device, prefix = parts.ddp.param_and_grad_buffers[0].param_data.device, f"{RNG_PREFIX}{ranks.rank}."
@@ -180,21 +178,6 @@ def _read(staging: Staging, parts: TrainingParts, names: GlobalNames, *, with_rn
     position, extras = (decode(values[key], staging.want_stored) for key in ("data_position", "extras"))
     staging.read()
     return LoadedCheckpoint(str(stored.path), stored.step, stored.world_size, position, extras, has_rng)
-
-
-def _set_states(staging: Staging, undo: list[Callable[[], Any]]) -> None:
-    for take, before, state in staging.states:
-        undo.append(partial(take, before))
-        take(state)
-
-
-@torch.no_grad()
-def _commit(parts: TrainingParts, staging: Staging) -> None:
-    for target, values in staging.copies:
-        target.copy_(values)
-    parts.ddp.num_value_changes += 1
-    for act in staging.finish:
-        act()
 
 
 # Differences between a checkpoint and a run

@@ -5,7 +5,7 @@
     every rank   plan ------- write ------------- vote ----- publish -------------------------------- end
     rank 0       lock, stage                                 manifest, fsync, rename, latest, remove old
     exchange            ^                           ^                                                  ^
-                        plans, space                what each rank wrote                               it is there
+                        plans                       what each rank wrote                               it is there
 
 Writing and publishing are not collective and may run in another thread. A failure on a rank is reported in the next
 exchange, so all ranks raise the same error and nothing is committed. A process may die at any call: committed checkpoints are
@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
+import torch
+
+from megabucket.buffer import dtype_name
 from megabucket.checkpoint.catalog import (
     LOCK,
     MAX_STEP,
@@ -35,21 +38,29 @@ from megabucket.checkpoint.catalog import (
     latest_if_any,
     step_directories,
 )
-from megabucket.checkpoint.data_files import DEFAULT_FILE_BYTES, Content, content_of
-from megabucket.checkpoint.file_system import FileSystem, free_bytes, lock, reason_of, unlock
+from megabucket.checkpoint.file_system import NUM_FILE_THREADS, FileSystem, lock, reason_of, unlock
 from megabucket.checkpoint.format import (
+    ITEM_BYTES,
+    Json,
     Manifest,
+    Piece,
     Snapshot,
     StoredBlock,
     StoredFile,
     StoredRange,
     StoredTensor,
     TensorInfo,
+    encode_header,
     encode_manifest,
     json_text,
 )
 from megabucket.checkpoint.ranks import Ranks, gather_results
 from megabucket.errors import CheckpointNotSavedError, MegabucketError
+from megabucket.units import MIB
+
+DEFAULT_FILE_BYTES: Final = 64 * MIB
+# Small enough that a hashed chunk is still in the cache when it is written, large enough that calls cost nothing.
+_CHUNK_BYTES: Final = MIB
 
 WhenBusy = Literal["wait", "skip"]
 
@@ -125,7 +136,7 @@ class Save:
         try:
             plans = self._agree(lambda: self._plan(content))
             self._staging = self._root / plans[0]["staging"]
-            self._check(plans)
+            self._check([plan["same"] for plan in plans])
             written = yield lambda: self._content.write(self._settings.file_system, self._staging)
             reports = self._agree(lambda: self._report(written()))
             published = yield lambda: self._publish(reports)
@@ -158,23 +169,16 @@ class Save:
             self._staging = self._root_directory.stage(self._step)
         self._content = content()
         values = hashlib.sha256(json_text(self._content.values, sort_keys=True).encode()).hexdigest()[:16]
-        return {
-            "staging": self._staging.name,
-            "same": {"step": self._step, "world_size": self._content.num_writers, "values": values},
-            "needs": self._content.num_bytes,
-            "free": free_bytes(self._root) if self._root.exists() else 2**62,  # rank 0 may be making it, or it is elsewhere
-        }
+        same = {"step": self._step, "world_size": self._content.num_writers, "values": values}
+        return {"staging": self._staging.name, "same": same}
 
-    def _check(self, plans: Sequence[Mapping[str, Any]]) -> None:
-        for rank, plan in enumerate(plans):
-            for name, own in plan["same"].items():
-                if own != plans[0]["same"][name]:
-                    reason = f"its {name} {own} and that of rank 0 {plans[0]['same'][name]} differ"
-                    raise self._not_saved(reason, rank=rank, path=self._root)
-        needed, free = sum(plan["needs"] for plan in plans), [plan["free"] for plan in plans]
-        if needed > min(free):
-            reason = f"{needed} bytes are needed and {min(free)} are free"
-            raise self._not_saved(reason, rank=free.index(min(free)), path=self._root)
+    def _check(self, by_rank: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse to save values that ranks do not have in common."""
+        for rank, own in enumerate(by_rank):
+            if differing := [name for name in own if own[name] != by_rank[0][name]]:
+                name = differing[0]
+                reason = f"its {name} {own[name]} and that of rank 0 {by_rank[0][name]} differ"
+                raise self._not_saved(reason, rank=rank, path=self._root)
 
     def _report(self, written: Sequence[StoredFile]) -> list[Any]:
         """Return, for ``merge_reports``, the files of this rank and the pieces in them."""
@@ -340,3 +344,95 @@ def _run(work: Work, result: Future[Any]) -> None:
         result.set_result(work())
     except BaseException as error:
         result.set_exception(error)
+
+
+# Data files, cut to size. To read one element, all of its file is read and hashed, so files are bounded.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """The part of a checkpoint that one process writes.
+
+    Args:
+        values: everything that is not a tensor; the same on every rank.
+        num_writers: how many ranks the files are written for.
+        files: the pieces in each file, by its name.
+        make: returns the pieces with their values when their file is about to be written; left out, they have them already.
+    """
+
+    values: Mapping[str, Json]
+    num_writers: int
+    files: Mapping[str, Sequence[Piece]]
+    make: Callable[[Sequence[Piece]], Sequence[Piece]] = list
+
+    def write(self, file_system: FileSystem, directory: Path) -> list[StoredFile]:
+        """Write the files, and return them when they are on the disk; after a failure the rest is not started."""
+
+        def write(name: str) -> StoredFile:
+            pieces, digest = self.make(self.files[name]), hashlib.sha256()
+
+            def hashed() -> Iterator[memoryview]:
+                for chunk in _chunks(encode_header(pieces), (piece.values for piece in pieces)):
+                    digest.update(chunk)
+                    yield chunk
+
+            num_bytes = file_system.write_file(directory / name, hashed())
+            return StoredFile(name, num_bytes, digest.hexdigest())
+
+        with ThreadPoolExecutor(NUM_FILE_THREADS, "megabucket-save") as pool:
+            return list(pool.map(write, self.files))
+
+
+def content_of(snapshot: Snapshot, ranks: Ranks, max_file_bytes: int) -> Content:
+    """Return the files that this rank writes for its snapshot.
+
+    Raises:
+        ValueError: a piece has a dtype that no file can hold, or other values than it says.
+    """
+    for piece in snapshot.pieces:
+        values, dtype = piece.values, piece.info.dtype
+        is_flat = values.shape == (piece.stop - piece.start,) and values.is_contiguous()
+        if not is_flat or dtype_name(values.dtype) != dtype or dtype not in ITEM_BYTES:
+            raise ValueError(
+                f"{piece.info.name!r} {piece.start}:{piece.stop} of {dtype} has values of shape {tuple(values.shape)}, stride "
+                f"{values.stride()}, {values.dtype}; a file can hold flat values of {', '.join(ITEM_BYTES)}"
+            )
+    return Content(snapshot.values, ranks.size, cut_into_files(ranks.rank, snapshot.pieces, max_file_bytes))
+
+
+def cut_into_files(writer: int, pieces: Iterable[Piece], max_file_bytes: int) -> dict[str, list[Piece]]:
+    """Return the pieces of each file that a rank writes, with the widest dtypes first so that all values are aligned.
+
+    Args:
+        max_file_bytes: bound on the values in a file, unless one element is larger.
+    """
+    files: list[list[Piece]] = []
+    keys: set[str] = set()
+    room = 0
+    for piece in sorted(pieces, key=lambda piece: -ITEM_BYTES[piece.info.dtype]):
+        step = max(1, max_file_bytes // ITEM_BYTES[piece.info.dtype])
+        for start in range(piece.start, max(piece.stop, piece.start + 1), step):
+            stop = min(start + step, piece.stop)
+            part = Piece(piece.info, start, stop, piece.values[start - piece.start : stop - piece.start])
+            if not files or part.num_bytes > room or part.key in keys:
+                files.append([])
+                keys, room = set(), max_file_bytes
+            files[-1].append(part)
+            keys.add(part.key)
+            room -= part.num_bytes
+    return {f"rank-{writer:05d}-{index:05d}.safetensors": parts for index, parts in enumerate(files)}
+
+
+def _chunks(header: bytes, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """Yield header and values in chunks: small tensors together, large ones in slices of their own memory."""
+    gathered = bytearray(header)
+    for of_piece in values:
+        view = of_piece.detach().cpu().view(torch.uint8).numpy().data
+        if len(gathered) + len(view) > _CHUNK_BYTES:
+            yield memoryview(gathered)
+            gathered = bytearray()
+        if len(view) <= _CHUNK_BYTES:
+            gathered += view
+        else:
+            yield from (view[start : start + _CHUNK_BYTES] for start in range(0, len(view), _CHUNK_BYTES))
+    yield memoryview(gathered)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -53,6 +53,10 @@ class _Target(NamedTuple):
     ranges: tuple[StoredRange, ...]
     start: int
     values: torch.Tensor
+
+
+_Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor, str]
+"""The arguments of ``copy_checked``."""
 
 
 class Stored:
@@ -98,23 +102,21 @@ class StoredCheckpoint(Stored):
         Raises:
             CheckpointInvalidError: the first file that is not the one that was written.
         """
-        for error in self._damage():
+        for error in self.damage():
             raise error
 
-    def problems(self) -> list[str]:
-        """Return what is wrong with each file; nothing for a whole checkpoint."""
-        return [f"{error.file}: {error.problem}" for error in self._damage()]
+    def damage(self) -> list[CheckpointInvalidError]:
+        """Read every file, and return an error for each that is not the one that was written."""
 
-    def _damage(self) -> list[CheckpointInvalidError]:
-        def check(file: StoredFile) -> CheckpointInvalidError | None:
+        def check(file: StoredFile) -> list[CheckpointInvalidError]:
             try:
                 self._verified(file)
             except CheckpointInvalidError as error:
-                return error
-            return None
+                return [error]
+            return []
 
         with ThreadPoolExecutor(NUM_FILE_THREADS, "megabucket-load") as pool:
-            return [error for error in pool.map(check, self.files) if error is not None]
+            return [error for errors in pool.map(check, self.files) for error in errors]
 
     def _verified(self, file: StoredFile) -> memoryview:
         """Return the contents of a file, whose SHA-256 is right."""
@@ -149,9 +151,7 @@ class StoredCheckpoint(Stored):
         if problems:
             raise CheckpointMismatchError(path=str(self.path), problems=problems)
         targets: list[_Target] = []
-        rebuilt: dict[TensorInfo, torch.Tensor] = {}
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        converted: list[tuple[torch.Tensor, Piece]] = []
+        copies: list[_Copy] = []
         for piece in (piece for piece in wanted if piece.start < piece.stop):
             tensor = self.manifest.tensors[piece.info.name]
             blocks = [*zip(tensor.infos(piece.info.name), tensor.blocks, strict=True)]
@@ -160,16 +160,13 @@ class StoredCheckpoint(Stored):
                 targets.append(_Target(same[0], same[1].pieces, piece.start, piece.values.detach()))
                 continue
             wider, start = _narrowed(piece)
-            if wider not in rebuilt:
-                rebuilt[wider] = torch.empty(wider.numel, dtype=dtype_named(tensor.dtype))
-                for info, block in blocks:
-                    _copy_common(_Target(info, block.pieces, 0, rebuilt[wider]), wider, targets, copies)
-            converted.append((rebuilt[wider][start : start + len(piece.values)], piece))
+            values = torch.empty(wider.numel, dtype=dtype_named(tensor.dtype))
+            for info, block in blocks:
+                _copy_common(_Target(info, block.pieces, 0, values), wider, targets, copies)
+            copies.append((values[start : start + len(piece.values)], piece.values.detach(), piece.info.name))
         self._fill(targets)
-        for values, source in copies:
-            values.copy_(source)
-        for values, piece in converted:
-            copy_checked(values, piece.values.detach(), piece.info.name)
+        for copy in copies:
+            copy_checked(*copy)
 
     def _fill(self, targets: Sequence[_Target]) -> None:
         by_file: dict[int, list[tuple[str, int, torch.dtype, torch.Tensor]]] = {}
@@ -240,9 +237,7 @@ def _narrowed(piece: Piece) -> tuple[TensorInfo, int]:
     return replace(info, shape=tuple(shape), offset=tuple(offset)), piece.start - first * slice_numel
 
 
-def _copy_common(
-    source: _Target, wanted: TensorInfo, targets: list[_Target], copies: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+def _copy_common(source: _Target, wanted: TensorInfo, targets: list[_Target], copies: list[_Copy]) -> None:
     """Plan to read the elements that a stored block and a wanted one have in common, and to copy them into its values.
 
     Args:
@@ -262,7 +257,7 @@ def _copy_common(
     found = torch.empty(numel, dtype=source.values.dtype)
     targets.append(source._replace(start=first, values=found))
     inside = tuple(slice(a - begin, b - begin) for (a, b), begin in zip(common, wanted.offset, strict=True))
-    copies.append((in_shape(source.values, wanted.shape, wanted.order)[inside], found.as_strided(sizes, strides)))
+    copies.append((found.as_strided(sizes, strides), in_shape(source.values, wanted.shape, wanted.order)[inside], stored.name))
 
 
 def open_checkpoint(

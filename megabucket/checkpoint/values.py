@@ -1,10 +1,7 @@
-"""What a run holds beside the state of its parameters: plain Python values as JSON, and random numbers as bytes.
+"""Plain Python values as JSON, and random numbers as bytes: the state of schedulers, scalers and users, bit by bit.
 
-State dicts of schedulers, scalers and users come back exactly as they were.
-
-JSON has no tuples, no keys but text, no nan; each of them becomes an object with one key that begins with ``!``. Tensors are
-handed to the caller, by name, and only named in the JSON. Values of other kinds are refused: to read them back would mean to
-run code that a file names.
+JSON has no tuples, no keys but text, no nan; each of them becomes an object with one key that begins with ``!``. The JSON only
+names tensors; the caller stores them. Values of other kinds are refused: to read them back would run code that a file names.
 """
 
 from __future__ import annotations
@@ -25,15 +22,15 @@ from megabucket.comm import Accelerator
 from megabucket.errors import ConfigError
 
 RNG_PREFIX: Final = "rng."
-"""Before a rank and a generator. Each rank has its own, so they are read back only by as many ranks as have written them."""
+"""Before a rank and a generator. Each rank has its own, so they are loaded only by the same number of ranks."""
 
 _PLAIN_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 
 Keep = Callable[[str, torch.Tensor], None]
-"""Receives a tensor and its name."""
+"""Stores a tensor under a name."""
 
 Find = Callable[[str], torch.Tensor]
-"""Gives a tensor by its name."""
+"""Returns a tensor by its name."""
 
 
 def encode(value: Any, name: str, keep: Keep) -> Json:
@@ -44,7 +41,7 @@ def encode(value: Any, name: str, keep: Keep) -> Json:
         keep: called with every tensor of more than one element.
 
     Raises:
-        ConfigError: something in it is no plain value; the text says what and where.
+        ConfigError: a part of it is no plain value; the text names it.
 
     >>> encode({"a": (1, float("inf"))}, "x", lambda *_: None)
     {'a': {'!tuple': [1, {'!float': 'inf'}]}}
@@ -96,7 +93,7 @@ def decode(value: Json, find: Find = _no_tensor) -> Any:
     """Return the value that ``encode`` was given; subclasses of ``dict`` become dicts.
 
     Args:
-        find: gives the tensors that ``encode`` gave away, by name.
+        find: returns the tensors that ``encode`` passed to ``keep``.
 
     Raises:
         LookupError: a tensor is missing, or the JSON is not of ``encode``; then also TypeError, ValueError or RuntimeError.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,23 +13,12 @@ from megabucket.cli.workload import ConfigFile, WorkloadName, open_workload
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from megabucket.checkpoint.compare import Comparison
+    from megabucket.checkpoint.offline import Comparison
     from megabucket.checkpoint.stored import StoredCheckpoint
 
 app = typer.Typer(help="Inspect, verify, compare and rewrite checkpoints.", no_args_is_help=True, rich_markup_mode=None)
 
 _SHOWN = 20
-
-
-class _Format(enum.Enum):
-    SAFETENSORS = "safetensors"
-    MEGABUCKET = "megabucket"
-
-
-class _Dtype(enum.Enum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 _Path = Annotated[Path, typer.Argument(help="a run's directory of checkpoints, or one checkpoint in it")]
@@ -41,7 +29,7 @@ _Json = Annotated[bool, typer.Option("--json", help="print the answer as JSON on
 @app.command()
 @reports_errors
 def inspect(path: _Path, step: _Step = None, json: _Json = False) -> None:
-    """Print what a checkpoint holds, from its manifest alone; data files are not read."""
+    """Print the contents of a checkpoint, from its manifest alone; data files are not read."""
     from megabucket.checkpoint.format import manifest_fields
     from megabucket.cli.output import print_json, print_lines
 
@@ -55,13 +43,13 @@ def inspect(path: _Path, step: _Step = None, json: _Json = False) -> None:
 @app.command()
 @reports_errors
 def verify(path: _Path, step: _Step = None, json: _Json = False) -> None:
-    """Read every file of a checkpoint and compare it with its SHA-256; name each that is not what was written."""
+    """Read every file of a checkpoint and compare it with its SHA-256; name each that is damaged."""
     from megabucket.cli.output import notice_when_slow, print_json, print_lines
 
     stored = _open(path, step)
     total_bytes = sum(file.num_bytes for file in stored.files)
     with notice_when_slow(f"reading {len(stored.files)} files, {_size(total_bytes)}"):
-        problems = stored.problems()
+        problems = [f"{error.file}: {error.problem}" for error in stored.damage()]
     if json:
         answer = {"path": str(stored.path), "step": stored.step, "files": len(stored.files), "bytes": total_bytes}
         print_json({**answer, "problems": problems})
@@ -83,7 +71,7 @@ def diff(
     json: _Json = False,
 ) -> None:
     """Compare two checkpoints bit by bit, however many ranks wrote them; exit with 1 when they differ."""
-    from megabucket.checkpoint.compare import compare
+    from megabucket.checkpoint.offline import compare
     from megabucket.cli.output import notice_when_slow, print_json, print_lines
 
     with notice_when_slow("comparing the checkpoints"):
@@ -110,7 +98,7 @@ def reshard(
     json: _Json = False,
 ) -> None:
     """Write a checkpoint again for another number of ranks. Any number can load any; this saves reading."""
-    from megabucket.checkpoint.reshard import reshard as run
+    from megabucket.checkpoint.offline import reshard as run
     from megabucket.checkpoint.save import SaveSettings
     from megabucket.cli.output import notice_when_slow
     from megabucket.units import MIB
@@ -126,21 +114,27 @@ def reshard(
 def convert(
     source: Annotated[Path, typer.Argument(help="a checkpoint, or with --to megabucket a file or directory of weights")],
     out: Annotated[Path, typer.Argument(help="the directory to write into")],
-    to: Annotated[_Format, typer.Option(help="weights as safetensors files that transformers loads, or from such files")],
+    to: Annotated[
+        Literal["safetensors", "megabucket"],
+        typer.Option(help="weights as safetensors files that transformers loads, or from such files"),
+    ],
     step: Annotated[int | None, typer.Option(min=0, help="the step to read; with --to megabucket the one to write (0)")] = None,
-    dtype: Annotated[_Dtype | None, typer.Option(help="convert floating-point weights; only with --to safetensors")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="convert floating-point weights; only with --to safetensors"),
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Convert the weights of a checkpoint to safetensors files as Hugging Face has them, or the other way round."""
     from megabucket.cli.output import notice_when_slow
     from megabucket.errors import ConfigError
 
-    if to is _Format.SAFETENSORS:
+    if to == "safetensors":
         import torch
 
         from megabucket.checkpoint.convert.huggingface import export_weights
 
-        wanted = None if dtype is None else getattr(torch, dtype.value)
+        wanted = None if dtype is None else getattr(torch, dtype)
         with notice_when_slow("writing the weights"):
             written = export_weights(_open(source, step), out, dtype=wanted)
         _print_written(written, json=json)

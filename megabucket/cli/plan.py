@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from megabucket.cli.exit_codes import ExitCode
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megabucket.planning.describe import BucketRow, LayoutTotals
-    from megabucket.planning.memory import RankMemory
-
 _GIB = 1024**3
 
 
 def plan(
-    config: Annotated[Path | None, typer.Option("-c", "--config", help="YAML file with a model section")] = None,
+    config: Annotated[
+        Path | None, typer.Option("-c", "--config", help="YAML file, preset, config.json or module:callable")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example model=config.json")] = None,
     dp_size: Annotated[int, typer.Option(min=1, help="data-parallel ranks that buckets are cut for")] = 1,
     expert_dp_size: Annotated[int | None, typer.Option(min=1, help="ranks that expert buckets are cut for")] = None,
@@ -41,8 +38,8 @@ def plan(
     run = load_config(config, overrides or [])
     if run.model is None:
         raise ConfigError(
-            f"{config or 'command line'}: model is required to plan; describe one in a config, for example "
-            "model: {kind: gpt, ...}, or give model=path/config.json of Hugging Face, or model=module:callable"
+            f"{config or 'command line'}: model is required to plan; give a preset (-c gpt2-124m), a "
+            "config.json of Hugging Face, module:callable, or a YAML file with a model section"
         )
     num_instances = run.num_distributed_optimizer_instances
     with notice_when_slow("laying out the model"):
@@ -66,7 +63,8 @@ def plan(
         experts = group_sizes.get("expert")
         head = {"dp_size": dp_size, "expert_dp_size": experts, "group_sizes": group_sizes, "mode": chosen}
         head |= {"num_instances": num_instances, "fingerprint": layout.fingerprint}
-        print_json({**head, **_data(rows, totals, memory)})
+        of_modes = {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()}
+        print_json({**head, "totals": asdict(totals), "memory": of_modes, "buckets": [asdict(row) for row in rows]})
     else:
         print_lines(total_lines(totals, layout.fingerprint))
         print_lines(memory_lines(memory, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen))
@@ -75,12 +73,3 @@ def plan(
         text = f"error: padding is {totals.padding_fraction:.4%} of the buffers, more than --max-padding {max_padding:.4%}"
         typer.echo(text, err=True)
         raise typer.Exit(ExitCode.FAILED)
-
-
-def _data(rows: tuple[BucketRow, ...], totals: LayoutTotals, memory: Mapping[str, RankMemory]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    buckets = [{**asdict(row), "padding_fraction": row.padding_fraction} for row in rows]
-    summary = {**asdict(totals), "padding_fraction": totals.padding_fraction}
-    of_modes = {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()}
-    return {"totals": summary, "memory": of_modes, "buckets": buckets}

@@ -1,90 +1,38 @@
-"""Gradients whose values tell which ranks are in them, through the real wrapper and real optimizer steps.
+"""The last question: gradients whose values tell which ranks are in them, through the real wrapper and real optimizer steps.
 
-Each rank's gradients are its ``contribution`` to a known sum. The parameters after an update are compared with it bit by bit,
-and wrong sums are decoded into the ranks that are missing or counted twice.
+The parameters after an update are compared with the right ones bit by bit; wrong changes are decoded into the ranks that are
+missing or counted twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
+from megabucket.doctor.questions import OWN, Bench, read_sum
 from megabucket.doctor.report import Fact, Status
-from megabucket.errors import rank_list
 from megabucket.optim import DistributedOptimizer
 
-_OWN: Final = 5
-"""A rank's addend to its own elements. Small and whole, and a mean of it is not exact for most numbers of ranks."""
-_TOLERANCE: Final = 0.1
-"""In counts of a rank: more than a mean in 16 bits is rounded by."""
 _MICROBATCHES: Final = (1, 2)
 """Of each step. The second step must not see the first one's gradients."""
 _MOST_BUCKETS: Final = 4
 """A small model can be cut into."""
 
 
-def contribution(rank: int, size: int, numel: int) -> torch.Tensor:
-    """Return the addend of ``rank`` to a sum of ``numel`` elements, in float64.
-
-    >>> contribution(1, 3, 6).tolist()
-    [0.0, 5.0, 0.0, 0.0, 5.0, 0.0]
-    """
-    return _OWN * (torch.arange(numel) % size == rank).double()
-
-
-def read_sum(sums: torch.Tensor, size: int, *, times: int = 1) -> tuple[str, tuple[int, ...]]:
-    """Return what is wrong with sums of contributions, empty if they are exact, and the ranks at fault if that can be told.
-
-    Args:
-        sums: 1D.
-        times: how often every rank should be counted.
-
-    >>> read_sum(contribution(1, 2, 6), size=2)
-    ('rank 0 is missing', (0,))
-    """
-    counts = sums.double().cpu() / _OWN  # how often the rank is counted that an element belongs to
-    if bool((counts == times).all()):
-        return "", ()
-    if not counts.isfinite().all():
-        return "values are not finite", ()
-    wrong = (counts - times).abs() > _TOLERANCE
-    if not wrong.any():
-        return "sums of whole numbers are rounded", ()
-    if len(counts) >= size > 1 and bool((counts - counts[0]).abs().max() < 1e-3):
-        return f"every value is {counts[0].item() / times:.3g} times the right one", ()
-    is_whole = ((counts - counts.round()).abs() <= _TOLERANCE) & (counts.round() >= 0) & (counts <= 4 * times)
-    for index in (wrong & ~is_whole).nonzero().flatten().tolist():
-        text = f"element {index} is {_OWN * counts[index].item():g} instead of {_OWN * times}"
-        return f"not a sum of ranks: {text}", ()
-    owners = (torch.arange(len(counts)) % size)[wrong].tolist()
-    count_of = dict(sorted(zip(owners, counts[wrong].round().int().tolist(), strict=True)))
-    texts = []
-    for count in dict.fromkeys(count_of.values()):
-        ranks = [rank for rank in count_of if count_of[rank] == count]
-        how = "missing" if count == 0 else f"counted {count}x instead of {times}x"
-        texts.append(f"{rank_list(ranks)} {'is' if len(ranks) == 1 else 'are'} {how}")
-    return "; ".join(texts), tuple(count_of)
-
-
-def train_and_compare(
-    config: DistributedDataParallelConfig, *, rank: int, size: int, device: torch.device, **ranks: Any
-) -> Fact:
-    """Train a small model for two steps; return the first difference of this rank's parameters from the right ones.
-
-    Args:
-        ranks: the wrapper's ``process_group`` or ``communicator``.
-    """
+def gradients(bench: Bench) -> Fact:
+    """Train a small model for two steps; return the first difference of this rank's parameters from the right ones."""
+    config, model = bench.config, _Model(bench)
     if config.num_buckets is not None:  # a large model's number of buckets may be more than the small one has elements
         config = config.model_copy(update={"num_buckets": min(config.num_buckets, _MOST_BUCKETS)})
-    model = _Model(rank, size, device)
-    ddp = DistributedDataParallel(model, config, **ranks)
+    # As in training: over a process group the wrapper makes a communicator of its own, with heartbeats.
+    communicator = bench.communicator if bench.group is None else None
+    ddp = DistributedDataParallel(model, config, process_group=bench.group, communicator=communicator)
     try:
         # Both steps: a rank that stopped at its first difference would leave the others in the next step.
-        facts = list(_train(ddp, model, size))
+        facts = list(_train(ddp, model, bench.size))
     finally:
         ddp.detach()
     return next(fact for status in reversed(Status) for fact in facts if fact.status is status)
@@ -93,17 +41,16 @@ def train_and_compare(
 class _Model(torch.nn.Module):
     """Parameters of several dtypes and shapes, all zero, whose gradients are this rank's contributions."""
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, bench: Bench) -> None:
         super().__init__()
-        unit = 16 + size  # so that every rank has elements of its own
+        unit = 16 + bench.size  # so that every rank has elements of its own
         shapes = ((3 * unit + 1,), (5, unit), (unit + 7,), ())
         self._coefficients: dict[str, torch.Tensor] = {}
         for dtype in ("float32", "bfloat16", "float16"):
             for index, shape in enumerate(shapes):
-                param = torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype), device=device))
+                param = torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype), device=bench.device))
                 self.register_parameter(f"{dtype}_{index}", param)
-                coefficients = contribution(rank, size, param.numel()).float().view(shape)
-                self._coefficients[f"{dtype}_{index}"] = coefficients.to(device)
+                self._coefficients[f"{dtype}_{index}"] = bench.contribution(param.numel(), torch.float32).view(shape)
 
     def forward(self) -> torch.Tensor:
         """Return a number whose derivative by each parameter is its coefficient."""
@@ -111,7 +58,7 @@ class _Model(torch.nn.Module):
 
 
 def _train(ddp: DistributedDataParallel, model: _Model, size: int) -> Iterator[Fact]:
-    """Yield what the parameters say after each step. SGD's learning rate is 1, so their changes are the gradients."""
+    """Yield the result of each step. SGD's learning rate is 1, so the changes of parameters are the gradients."""
     divisor = 1 if ddp.ddp_config.grad_reduction == "sum" else size
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), ddp)
     right = {name: torch.zeros(param.numel()) for name, param in model.named_parameters()}  # float32, as the optimizer's
@@ -128,7 +75,7 @@ def _train(ddp: DistributedDataParallel, model: _Model, size: int) -> Iterator[F
         optimizer.zero_grad()
 
         # Whole numbers, divided and rounded once.
-        value = torch.tensor(_OWN * times / divisor, dtype=torch.float64)
+        value = torch.tensor(OWN * times / divisor, dtype=torch.float64)
         for buffer in ddp.param_and_grad_buffers:
             for name in buffer.params:
                 right[name] -= value.to(buffer.grad_data.dtype).float()

@@ -1,4 +1,4 @@
-"""The ten questions. Each one looks at this rank's results and returns a ``Fact``; ``report.line_of`` joins those of all ranks.
+"""The first nine questions, and the bench that all use. Each looks at this rank's results and returns a ``Fact``.
 
 In sums each rank adds a number to elements of its own and zero to all others, so a wrong sum says which rank is missing::
 
@@ -26,17 +26,21 @@ from megabucket import __version__
 from megabucket.comm import Accelerator, AllGather, AllReduce, Broadcast, Call, Communicator, ReduceOp, ReduceScatter
 from megabucket.comm.samehost import LEAST_BYTES, SameHostCommunicator
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.doctor.gradients import contribution, read_sum, train_and_compare
-from megabucket.doctor.report import Fact, Question, Status
+from megabucket.doctor.report import Fact, Status
+from megabucket.errors import rank_list
 from megabucket.optim.kernels import about_apex
 
+OWN: Final = 5
+"""A rank's addend to its own elements. Small and whole, and a mean of it is not exact for most numbers of ranks."""
+_TOLERANCE: Final = 0.1
+"""In counts of a rank: more than a mean in 16 bits is rounded by."""
 _LARGE: Final = 2**62
 _NUMELS: Final = (1, 7, 1_000, 65_537)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What the questions are asked on."""
+    """The communicator, device and config that the questions use."""
 
     communicator: Communicator
     device: torch.device
@@ -79,6 +83,49 @@ class Bench:
         total = inputs[self.rank].to(self.device, dtype, copy=True)
         self.launch(AllReduce(total))
         return total.cpu(), inputs
+
+
+def contribution(rank: int, size: int, numel: int) -> torch.Tensor:
+    """Return the addend of ``rank`` to a sum of ``numel`` elements, in float64.
+
+    >>> contribution(1, 3, 6).tolist()
+    [0.0, 5.0, 0.0, 0.0, 5.0, 0.0]
+    """
+    return OWN * (torch.arange(numel) % size == rank).double()
+
+
+def read_sum(sums: torch.Tensor, size: int, *, times: int = 1) -> tuple[str, tuple[int, ...]]:
+    """Return what is wrong with sums of contributions, empty if they are exact, and the ranks at fault if that can be told.
+
+    Args:
+        sums: 1D.
+        times: how often every rank should be counted.
+
+    >>> read_sum(contribution(1, 2, 6), size=2)
+    ('rank 0 is missing', (0,))
+    """
+    counts = sums.double().cpu() / OWN  # how often the rank is counted that an element belongs to
+    if bool((counts == times).all()):
+        return "", ()
+    if not counts.isfinite().all():
+        return "values are not finite", ()
+    wrong = (counts - times).abs() > _TOLERANCE
+    if not wrong.any():
+        return "sums of whole numbers are rounded", ()
+    if len(counts) >= size > 1 and bool((counts - counts[0]).abs().max() < 1e-3):
+        return f"every value is {counts[0].item() / times:.3g} times the right one", ()
+    is_whole = ((counts - counts.round()).abs() <= _TOLERANCE) & (counts.round() >= 0) & (counts <= 4 * times)
+    for index in (wrong & ~is_whole).nonzero().flatten().tolist():
+        text = f"element {index} is {OWN * counts[index].item():g} instead of {OWN * times}"
+        return f"not a sum of ranks: {text}", ()
+    owners = (torch.arange(len(counts)) % size)[wrong].tolist()
+    count_of = dict(sorted(zip(owners, counts[wrong].round().int().tolist(), strict=True)))
+    texts = []
+    for count in dict.fromkeys(count_of.values()):
+        ranks = [rank for rank in count_of if count_of[rank] == count]
+        how = "missing" if count == 0 else f"counted {count}x instead of {times}x"
+        texts.append(f"{rank_list(ranks)} {'is' if len(ranks) == 1 else 'are'} {how}")
+    return "; ".join(texts), tuple(count_of)
 
 
 def versions(bench: Bench) -> Fact:
@@ -190,24 +237,3 @@ def precision(bench: Bench) -> Fact:
     worst = (error / bound).max().item() if bench.size > 1 else error.max().item()
     # The reference in float64 has an error of its own, some 1e-9 of the bound.
     return Fact(f"worst error {worst:.2g} times the bound", Status.HOLDS if worst <= 1 + 1e-6 else Status.FINDING)
-
-
-def gradients(bench: Bench) -> Fact:
-    """Train a small model through the wrapper for two steps and compare its parameters with the right ones."""
-    # As in training: over a process group the wrapper makes a communicator of its own, with heartbeats.
-    ranks = {"communicator": bench.communicator} if bench.group is None else {"process_group": bench.group}
-    return train_and_compare(bench.config, rank=bench.rank, size=bench.size, device=bench.device, **ranks)
-
-
-QUESTIONS: Final = (
-    Question("ranks and versions", versions, "wrapping refuses ranks with different versions"),
-    Question("config", config, "wrapping refuses ranks with different configs"),
-    Question("all-gather", all_gather, "updated parameters and error reports reach every rank this way"),
-    Question("all-reduce MAX of integers", maximum, "the fence: ranks agree on every step this way"),
-    Question("broadcast of bytes", broadcast, "replicas are made equal this way"),
-    Question("all-reduce SUM", all_reduce, "gradients are summed this way with mode=all_reduce"),
-    Question("reduce-scatter in place", reduce_scatter, "mode=reduce_scatter sums gradients this way", is_required=False),
-    Question("all ranks hold the same bits", same_bits, "otherwise replicas drift apart without an error"),
-    Question("float32 sums are precise", precision, "otherwise gradients lose digits on the way"),
-    Question("gradients as configured", gradients, "two steps with this config, through wrapper and optimizer"),
-)

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from megabucket.comm import Communicator, Exchange, ProcessGroupCommunicator, discover_communicator, with_same_host_copies
 from megabucket.comm.torch import backend_of
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.doctor.questions import QUESTIONS, Bench
+from megabucket.doctor import questions
+from megabucket.doctor.gradients import gradients
+from megabucket.doctor.questions import Bench
 from megabucket.doctor.report import Fact, Question, Report, Status, line_of
 from megabucket.errors import CollectiveError, ConfigError
 
@@ -34,6 +36,21 @@ _ERROR_CHARS: Final = 300
 _REFUSED: Final = "refused: "
 _DIGITS: Final = re.compile(r"\d+")
 """Ranks and ports differ where the refusal is the same."""
+
+QUESTIONS: Final = (
+    Question("ranks and versions", questions.versions, "wrapping refuses ranks with different versions"),
+    Question("config", questions.config, "wrapping refuses ranks with different configs"),
+    Question("all-gather", questions.all_gather, "updated parameters and error reports reach every rank this way"),
+    Question("all-reduce MAX of integers", questions.maximum, "the fence: ranks agree on every step this way"),
+    Question("broadcast of bytes", questions.broadcast, "replicas are made equal this way"),
+    Question("all-reduce SUM", questions.all_reduce, "gradients are summed this way with mode=all_reduce"),
+    Question(
+        "reduce-scatter in place", questions.reduce_scatter, "mode=reduce_scatter sums gradients this way", is_required=False
+    ),
+    Question("all ranks hold the same bits", questions.same_bits, "otherwise replicas drift apart without an error"),
+    Question("float32 sums are precise", questions.precision, "otherwise gradients lose digits on the way"),
+    Question("gradients as configured", gradients, "two steps with this config, through wrapper and optimizer"),
+)
 
 
 def run_doctor(
@@ -103,9 +120,9 @@ def _bench(given: Bench) -> Iterator[Bench]:
         yield Bench(communicator, given.device, given.config, group)
     finally:
         communicator.close()
+        # Wrappers are full of reference cycles, and a group that one of them still holds would live on in its threads.
+        gc.collect()
         if is_world:
-            # Wrappers are full of reference cycles, and a group that one of them still holds would live on in its threads.
-            gc.collect()
             dist.destroy_process_group(group)
 
 

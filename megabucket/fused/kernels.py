@@ -1,8 +1,8 @@
-"""The product of a linear layer's weight gradient, added to what is there, in the widest way that is at hand.
+"""The product of a linear layer's weight gradient, added to the gradient buffer without rounding in between.
 
-Three ways, tried in this order: a product in the gradient's own dtype; torch's product of 16-bit factors with a float32 result,
-where the device has one; NVIDIA apex's extension, known by its module alone. Where there is none (a CPU), the factors are
-widened first, which gives what the kernels give and costs memory.
+Tried in this order: a product in the gradient's own dtype; torch's product of 16-bit factors with a float32 result, where the
+device has one; NVIDIA apex's extension, known by its module alone. Elsewhere (a CPU) the factors are widened first, which gives
+the same result and costs memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def add_weight_grad(main_grad: torch.Tensor, inputs: torch.Tensor, grad_out: tor
         main_grad: 2D, out features x in features.
         inputs: 2D, rows x in features, the dtype of ``grad_out``.
         grad_out: 2D, rows x out features.
-        keep: 0 or 1. With 0 nothing is read of what is there, not even nan.
+        keep: 0 or 1. With 0 the old values are not read, so nan goes as well.
     """
     can_widen = main_grad.dtype == torch.float32 and Accelerator.of(main_grad.device) is not None
     if inputs.dtype == main_grad.dtype:

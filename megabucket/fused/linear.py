@@ -51,12 +51,8 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _slot_of(weight: torch.Tensor) -> GradSlot | None:
-    find: Callable[[], GradSlot | None] = getattr(weight, "main_grad_slot", _nothing)
-    return find()
-
-
-def _nothing() -> None:
-    return None
+    find: Callable[[], GradSlot | None] | None = getattr(weight, "main_grad_slot", None)
+    return None if find is None else find()
 
 
 class _AddingLinear(torch.autograd.Function):

@@ -1,7 +1,4 @@
-"""Adapters for training frameworks, one file each, imported only by whoever names them.
-
-They use the package as any user would; nothing else in it knows them.
-"""
+"""Adapters for training frameworks, one file each. They use the package as any user would, and nothing imports them."""
 
 from __future__ import annotations
 
@@ -18,13 +15,14 @@ from megabucket.errors import ConfigError
 from megabucket.optim import DistributedOptimizer
 
 SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True)
+NO_CLIP_BY_VALUE = "gradients are clipped by norm only: no rank holds all values of a sharded gradient. Clip by norm instead."
 
 
 def config_for(given: DistributedDataParallelConfig | None, scaler: object | None) -> DistributedDataParallelConfig:
-    """Return the config of an adapter that was given this one, or none: then the optimizer is sharded.
+    """Return the given config, or by default one with a sharded optimizer.
 
     Args:
-        scaler: what scales losses, if anything does: it takes care of gradients that are not finite.
+        scaler: the loss scaler, if there is one: it tests for gradients that are not finite.
     """
     if given is not None:
         return given
@@ -32,7 +30,7 @@ def config_for(given: DistributedDataParallelConfig | None, scaler: object | Non
 
 
 class Framework(NamedTuple):
-    """A framework, and the versions that an adapter was tested with: from ``first`` up to, but not including, ``beyond``."""
+    """A framework and the tested versions: from ``first`` up to, but not including, ``beyond``."""
 
     name: str
     first: tuple[int, int]
@@ -40,7 +38,7 @@ class Framework(NamedTuple):
 
 
 def require(*frameworks: Framework, adapter: str, extra: str) -> None:
-    """Check that the frameworks of an adapter are installed, and warn where a version was not tested.
+    """Check that the frameworks of an adapter are installed; warn about versions that were not tested.
 
     Raises:
         ImportError: one is missing; the text says how to install it.
@@ -69,10 +67,10 @@ def wrapper_of(
     """Return the wrapper that holds the parameters of an optimizer.
 
     Args:
-        remedy: what the caller does about it if there is none.
+        remedy: of the error.
 
     Raises:
-        ConfigError: none of them does.
+        ConfigError: no wrapper does.
     """
     params = {param for group in optimizer.param_groups for param in group["params"]}
     for wrapper in wrappers:
@@ -82,7 +80,7 @@ def wrapper_of(
 
 
 class FrameworkOptimizer(DistributedOptimizer):
-    """A ``DistributedOptimizer`` whose ``clip_grad`` holds for one step: frameworks ask for it anew before each."""
+    """A ``DistributedOptimizer`` whose ``clip_grad`` holds for one step: frameworks set it before each."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step as ``DistributedOptimizer`` does."""

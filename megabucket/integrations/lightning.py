@@ -15,7 +15,7 @@ import torch
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError, MegabucketError
-from megabucket.integrations import Framework, FrameworkOptimizer, config_for, require, wrapper_of
+from megabucket.integrations import NO_CLIP_BY_VALUE, Framework, FrameworkOptimizer, config_for, require, wrapper_of
 
 require(Framework("lightning", (2, 6), (2, 7)), adapter=__name__, extra="lightning")
 
@@ -33,13 +33,11 @@ class MegabucketStrategy(DDPStrategy):
 
     ``Trainer(gradient_clip_val=)`` and ``self.clip_gradients`` clip by the norm of the whole gradient. Checkpoints are
     Lightning's: complete, in one file, for any number of devices and for ``strategy="ddp"``. After ``fit`` the module and its
-    optimizer are plain ones.
+    optimizer are plain ones, with complete state.
 
     Args:
         config: shards the optimizer's state if not given.
-        keeps_optimizer_state: whether ``fit`` ends with a complete optimizer on each rank, so that ``trainer.save_checkpoint``
-            works after it. ``False`` saves the memory; the trainer's checkpoints during ``fit`` are complete in any case.
-        **ddp_strategy: arguments of Lightning's ``DDPStrategy``, without those that it passes on to torch DDP.
+        **ddp_strategy: arguments of Lightning's ``DDPStrategy``, except those of torch DDP.
 
     Raises:
         ConfigError: an argument is meant for torch DDP.
@@ -47,13 +45,10 @@ class MegabucketStrategy(DDPStrategy):
 
     optimizers: list[Any]  # a property of Lightning's
 
-    def __init__(
-        self, config: DistributedDataParallelConfig | None = None, *, keeps_optimizer_state: bool = True, **ddp_strategy: Any
-    ) -> None:
+    def __init__(self, config: DistributedDataParallelConfig | None = None, **ddp_strategy: Any) -> None:
         super().__init__(**ddp_strategy)
         _refuse_arguments_of_torch_ddp(self._ddp_kwargs)
         self.config = config
-        self._keeps_optimizer_state = keeps_optimizer_state
         self._wrapper: DistributedDataParallel | None = None
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -77,22 +72,18 @@ class MegabucketStrategy(DDPStrategy):
                 "all parameters into groups of one optimizer."
             )
         self.optimizers = [FrameworkOptimizer(self.optimizers[0], self.model)]
-        # Whoever clips by norm (the trainer, self.clip_gradients, a plugin) ends here, and would see one rank's shards.
+        # The trainer, self.clip_gradients and plugins clip through these two, which would clip by one rank's shards.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         self.precision_plugin.clip_grad_by_value = self._refuse_clip_by_value
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        self._sharded_optimizer().clip_grad = float(clip_val)  # step() takes the norm, once and of the whole gradient
+        self.optimizers[0].clip_grad = float(clip_val)  # step() takes the norm, once and of the whole gradient
 
     def _refuse_clip_by_value(self, optimizer: Any, clip_val: float) -> None:
-        raise ConfigError(_NO_CLIP_BY_VALUE)
-
-    def _sharded_optimizer(self) -> FrameworkOptimizer:
-        optimizer: FrameworkOptimizer = self.optimizers[0]
-        return optimizer
+        raise ConfigError(NO_CLIP_BY_VALUE)
 
     def teardown(self) -> None:
-        """Leave a plain module, and a plain optimizer where that was asked for and nothing has failed."""
+        """Restore a plain module, and a plain optimizer with complete state unless training has failed."""
         wrapper, self._wrapper = self._wrapper, None
         if wrapper is not None:
             self.model = self.lightning_module
@@ -100,30 +91,26 @@ class MegabucketStrategy(DDPStrategy):
                 self.precision_plugin.__dict__.pop(name, None)
             trainer = self.lightning_module._trainer
             if trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED:
-                with suppress(MegabucketError):  # the first error is the one to see
+                with suppress(MegabucketError):  # the first error must stay visible
                     wrapper.detach()
             else:
-                self._leave(wrapper)
+                optimizer: FrameworkOptimizer = self.optimizers[0]
+                optimizer.zero_grad()  # a last batch may not have been stepped on
+                optimizer.before_rebuild()
+                self.optimizers = [optimizer.torch_optimizer]
+                wrapper.detach()
         super().teardown()
-
-    def _leave(self, wrapper: DistributedDataParallel) -> None:
-        if self._keeps_optimizer_state:
-            optimizer = self._sharded_optimizer()
-            optimizer.zero_grad()  # a batch may be left that no step has taken
-            optimizer.before_rebuild()
-            self.optimizers = [optimizer.torch_optimizer]
-        wrapper.detach()
 
 
 class MegabucketFabricStrategy(FabricDDPStrategy):
     """Train with ``Fabric`` through megabucket's buffers and its sharded optimizer.
 
-    ``fabric.setup(model, optimizer)`` wraps both. ``fabric.clip_gradients(model, optimizer, max_norm=)`` returns the norm of
-    the whole gradient and clips in the next step. ``fabric.save`` writes complete state. Every rank makes these calls.
+    ``fabric.setup(model, optimizer)`` wraps both. ``fabric.clip_gradients(model, optimizer, max_norm=)`` clips by the norm of
+    the whole gradient and returns it. ``fabric.save`` writes complete state. Every rank makes these calls.
 
     Args:
         config: shards the optimizer's state if not given.
-        **ddp_strategy: arguments of Fabric's ``DDPStrategy``, without those that it passes on to torch DDP.
+        **ddp_strategy: arguments of Fabric's ``DDPStrategy``, except those of torch DDP.
 
     Raises:
         ConfigError: an argument is meant for torch DDP.
@@ -159,16 +146,16 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Return the norm of the whole gradient, and clip to ``max_norm`` in the step that follows.
+        """Clip to ``max_norm`` by the norm of the whole gradient, and return that norm.
 
         Raises:
             ConfigError: ``norm_type`` is below 1.
-            RuntimeError: the norm is not finite, and that is an error.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         """
         self.precision.unscale_gradients(optimizer)
         norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm, norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(f"the gradient norm is {norm.item()}; with error_if_nonfinite=False the step leaves it out")
+            raise RuntimeError(f"the gradient norm is {norm.item()}; with error_if_nonfinite=False the step is skipped")
         return norm
 
     def clip_gradients_value(self, module: torch.nn.Module, optimizer: Any, clip_val: float) -> None:
@@ -177,33 +164,27 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(_NO_CLIP_BY_VALUE)
+        raise ConfigError(NO_CLIP_BY_VALUE)
 
     def teardown(self) -> None:
-        """Make plain modules of those that were set up. Fabric does not call it: call ``fabric.strategy.teardown()``."""
+        """Restore plain modules. Fabric does not call it: call ``fabric.strategy.teardown()``."""
         while self._wrappers:
             self._wrappers.pop().detach()
         super().teardown()
 
 
 class _NoSync(_BackwardSyncControl):
-    """What ``fabric.no_backward_sync`` asks."""
+    """Implements ``fabric.no_backward_sync``."""
 
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()
 
 
-_NO_CLIP_BY_VALUE = (
-    "gradients are clipped by norm only: a sharded step has no place where all ranks see single values. "
-    'Use gradient_clip_algorithm="norm".'
-)
-
-
 def _refuse_arguments_of_torch_ddp(given: dict[str, Any]) -> None:
-    """Refuse what Lightning would pass on to torch DDP.
+    """Refuse arguments that Lightning would pass on to torch DDP.
 
     Raises:
-        ConfigError: there is something.
+        ConfigError: there are some.
     """
     if given:
         raise ConfigError(

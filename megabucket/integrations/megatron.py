@@ -1,7 +1,6 @@
-"""Megatron-Core: its wrapper and its optimizer by their names and calls, over megabucket's buffers and shards.
+"""Megatron-Core's wrapper and optimizer, with its names and calls, over megabucket's buffers and shards.
 
-Megatron's schedules, ``finalize_model_grads`` and training loop drive both. Neither has a mechanism of its own.
-Docs: ``docs/megatron-core.md``.
+Megatron's schedules, ``finalize_model_grads`` and training loop drive both. Docs: ``docs/megatron-core.md``.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class DistributedDataParallel(_BaseDataParallel):
             self._register_delayed()
 
     def _register_delayed(self) -> None:
-        """Let layers that compute weight gradients apart from backward say when one is there."""
+        """Have layers that compute weight gradients apart from backward report each gradient."""
         for layer in self.module.modules():
             register = getattr(layer, "register_wgrad_accumulation_and_reduce_hooks", None)
             if register is not None:
@@ -140,7 +139,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     @property
     def force_all_reduce(self) -> bool:
-        """Whether gradients are all-reduced although the distributed optimizer is on."""
+        """Whether gradients are all-reduced although the optimizer is sharded."""
         return self.wrapper.force_all_reduce
 
     @force_all_reduce.setter
@@ -152,22 +151,22 @@ class DistributedDataParallel(_BaseDataParallel):
         return self.wrapper.no_sync()
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Launch the reduction of every bucket that was not launched yet."""
+        """Launch the reduction of the remaining buckets."""
         self.wrapper.start_grad_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Leave reduced gradients in ``param.main_grad``."""
+        """Finish the reduction of gradients into ``param.main_grad``."""
         self.wrapper.finish_grad_sync(force_all_reduce=bool(force_all_reduce))
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather updated parameters; ``optimizer.step()`` has begun it already."""
+        """Gather updated parameters; ``optimizer.step()`` begins this itself."""
         self.wrapper.start_param_sync(force_sync=force_sync)
 
     def enable_forward_pre_hook(self) -> None:
-        """Do nothing: forward always waits for the parameters that are being gathered."""
+        """Do nothing: forward always waits for the parameter gather."""
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Wait for all parameters, so that they may be read outside forward."""
+        """Wait for the parameter gather, so that parameters may be read outside forward."""
         if param_sync:
             self.wrapper.finish_param_sync()
 
@@ -176,11 +175,11 @@ class DistributedDataParallel(_BaseDataParallel):
         self.wrapper.scale_gradients(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Fill the gradient buffers with zeros, and begin a step."""
+        """Zero the gradient buffers and begin a step."""
         self.wrapper.zero_grad_buffer()
 
     def broadcast_params(self) -> None:
-        """Copy parameters from the first rank. Every rank calls it."""
+        """Copy parameters from the first rank. A collective call."""
         self.wrapper.broadcast_params()
 
     def state_dict(self, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> Any:
@@ -188,12 +187,12 @@ class DistributedDataParallel(_BaseDataParallel):
         return self.wrapper.state_dict(prefix=prefix, keep_vars=keep_vars, destination=destination)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return the module's own, once all parameters may be read."""
+        """Return the module's own after the parameter gather."""
         self.wrapper.finish_param_sync()
         return super().state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own, once all parameters may be read."""
+        """Return the module's own after the parameter gather."""
         self.wrapper.finish_param_sync()
         return super().sharded_state_dict(*args, **kwargs)
 
@@ -203,9 +202,8 @@ class DistributedOptimizer(MegatronOptimizer):
 
     Args:
         optimizer: any elementwise torch optimizer over the parameters of the wrapped module, experts included.
-        config: read for clipping (in each step) and loss scaling. The torch optimizer has its own hyperparameters; those that
-            are set here must be the same.
-        model_chunks: the wrapped module, alone in a list or as it is.
+        config: for clipping (in each step) and loss scaling. Hyperparameters that it sets must equal the torch optimizer's.
+        model_chunks: the wrapped module, or a list of it.
 
     Raises:
         ConfigError: a field has a value that is not supported, or there are several model chunks.
@@ -229,7 +227,7 @@ class DistributedOptimizer(MegatronOptimizer):
         self.grad_scaler = _scaler_for(config)
 
     def step(self) -> tuple[bool, float, int | None]:
-        """Clip, update and gather; return whether parameters were changed, the norm before, and the zeros if counted."""
+        """Clip, update and gather; return whether parameters changed, the norm before clipping, and the zeros if counted."""
         self.optimizer.clip_grad = float(self.config.clip_grad)
         if self.grad_scaler is None:
             self.optimizer.step()
@@ -241,15 +239,15 @@ class DistributedOptimizer(MegatronOptimizer):
         return result.updated, result.grad_norm, result.num_zeros
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: gradients live in the buffers, which ``zero_grad_buffer()`` of the wrapper clears."""
+        """Do nothing: ``zero_grad_buffer()`` of the wrapper clears gradients."""
 
     def get_loss_scale(self) -> torch.Tensor:
-        """Return what losses are multiplied by, as one element."""
+        """Return the loss scale as a tensor of one element."""
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
         return torch.full((1,), scale, device=self.optimizer.ddp.param_and_grad_buffers[0].grad_data.device)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Finish the gradient sync, clip, and return the norm before."""
+        """Finish the gradient sync, clip, and return the norm before clipping."""
         return float(self.optimizer.clip_grad_norm_(clip_grad))
 
     def get_grad_norm(self) -> float:
@@ -257,10 +255,10 @@ class DistributedOptimizer(MegatronOptimizer):
         return self.clip_grad_norm(float("inf"))
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Take parameter values over from the module.
+        """Copy parameter values from the module.
 
         Raises:
-            ConfigError: they are to come from a ``state_dict``.
+            ConfigError: ``state_dict`` is given.
         """
         if state_dict is not None:
             raise ConfigError("reload_model_params(state_dict): load it into the module, and call this without arguments")
@@ -272,7 +270,7 @@ class DistributedOptimizer(MegatronOptimizer):
         return {"optimizer": self.optimizer.state_dict(), **scaler}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``state_dict`` gave. A collective call."""
+        """Load a result of ``state_dict``. A collective call."""
         self.optimizer.load_state_dict(state_dict["optimizer"])
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
@@ -296,10 +294,10 @@ class DistributedOptimizer(MegatronOptimizer):
 def config_from(
     ddp_config: DistributedDataParallelConfig, *, is_loss_per_token: bool = False
 ) -> mb.DistributedDataParallelConfig:
-    """Return megabucket's config of one of Megatron's.
+    """Return megabucket's config for Megatron's.
 
     Args:
-        is_loss_per_token: losses are sums over tokens, and gradients are divided by ``finalize_model_grads``.
+        is_loss_per_token: losses are sums over tokens, and ``finalize_model_grads`` divides gradients.
 
     Raises:
         ConfigError: a field has a value that is not supported.

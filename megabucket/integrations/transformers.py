@@ -1,7 +1,7 @@
 """Hugging Face: ``MegabucketAccelerator`` for a loop with accelerate, ``MegabucketTrainer`` for transformers.
 
-Both are subclasses that a user names; nothing of either library is patched. Files are theirs: ``optimizer.pt`` and
-``optimizer.bin`` hold the complete state, whatever the number of ranks. Docs: ``docs/hugging-face.md``.
+Both are subclasses; nothing of either library is patched. Files are those of the libraries: ``optimizer.pt`` and
+``optimizer.bin`` hold the complete state for any number of ranks. Docs: ``docs/hugging-face.md``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, ConfigError, PhaseError
-from megabucket.integrations import Framework, FrameworkOptimizer, config_for, require, wrapper_of
+from megabucket.integrations import NO_CLIP_BY_VALUE, Framework, FrameworkOptimizer, config_for, require, wrapper_of
 
 require(
     Framework("transformers", (5, 23), (5, 24)),
@@ -38,14 +38,14 @@ _OTHER_WAYS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.
 class MegabucketAccelerator(Accelerator):
     """An ``Accelerator`` whose models are wrapped by megabucket and whose optimizers step on shards.
 
-    ``prepare(model, optimizer, ...)``, ``accumulate``, ``clip_grad_norm_``, ``save_state`` and ``load_state`` are used as ever,
-    on every rank; ``end_training()`` gives plain models back.
+    Call ``prepare(model, optimizer, ...)``, ``accumulate``, ``clip_grad_norm_``, ``save_state`` and ``load_state`` on every
+    rank. ``end_training()`` restores plain models.
 
     Args:
         ddp_config: shards the optimizer's state if not given.
 
     Raises:
-        ConfigError: there is a handler with arguments for torch DDP.
+        ConfigError: a handler has arguments of torch DDP.
     """
 
     ddp_config: DistributedDataParallelConfig | None = None
@@ -60,18 +60,18 @@ class MegabucketAccelerator(Accelerator):
         self.ddp_config = ddp_config
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Apply device, precision and compilation as accelerate does, and wrap what is to be trained.
+        """Apply device, precision and compilation as accelerate does, and wrap models with trainable parameters.
 
         Raises:
-            ConfigError: the launch asks for FSDP, DeepSpeed or the like.
+            ConfigError: accelerate is configured for FSDP, DeepSpeed or the like.
         """
         is_trained = not evaluation_mode and any(param.requires_grad for param in model.parameters())
         if isinstance(model, DistributedDataParallel) or not is_trained:
             return super().prepare_model(model, device_placement, evaluation_mode)
         if self.distributed_type in _OTHER_WAYS:
             raise ConfigError(
-                f"accelerate is configured for {self.distributed_type.value}, and megabucket is data parallelism by itself; "
-                "start with torchrun, or `accelerate launch --multi_gpu`."
+                f"accelerate is configured for {self.distributed_type.value}, and megabucket replaces it; start with "
+                "torchrun, or `accelerate launch --multi_gpu`."
             )
         ready = super().prepare_model(model, device_placement, evaluation_mode=True)
         wrapper = DistributedDataParallel(ready, config_for(self.ddp_config, self.scaler))
@@ -88,24 +88,24 @@ class MegabucketAccelerator(Accelerator):
             remedy = "prepare(model, optimizer, ...) in this order; models of other frameworks need their own Accelerator."
             wrapper = wrapper_of(optimizer, self._models, remedy=remedy)
             optimizer = FrameworkOptimizer(optimizer, wrapper, returns_grad_norm=False)
-        # Placing it would gather the state and load it again: it is where the model is.
+        # Moving it would gather the state and load it again; it is on the model's device already.
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Accumulate, also on one rank."""
+        """Accumulate gradients without a sync, also on one rank."""
         context = model.no_sync() if isinstance(model, DistributedDataParallel) else super().no_sync(model)
         with context:
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Return the norm of the whole gradient, and clip to ``max_norm`` in the step that follows.
+        """Clip to ``max_norm`` by the norm of the whole gradient, and return that norm.
 
         Args:
-            parameters: all of a model's: a sharded optimizer has one norm.
+            parameters: all parameters of a model: a sharded optimizer has one norm.
 
         Raises:
-            ConfigError: some of the parameters are left out, or ``norm_type`` is below 1.
+            ConfigError: parameters are missing, or ``norm_type`` is below 1.
             PhaseError: gradients are still accumulated.
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -115,7 +115,7 @@ class MegabucketAccelerator(Accelerator):
                 left_out = len(optimizer.ddp.param_names.keys() - set(given))
                 if left_out:
                     raise ConfigError(
-                        f"clip_grad_norm_ got {len(given)} parameters and {left_out} of the model were left out: a sharded "
+                        f"clip_grad_norm_ got {len(given)} parameters, and {left_out} of the model are missing: a sharded "
                         "optimizer has one norm. Pass model.parameters()."
                     )
                 if not self.sync_gradients:
@@ -130,16 +130,16 @@ class MegabucketAccelerator(Accelerator):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("gradients are clipped by norm only: a sharded step has no place where all ranks see single values.")
+        raise ConfigError(NO_CLIP_BY_VALUE)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the model inside our wrapper, and inside accelerate's."""
         return super().unwrap_model(model.module if isinstance(model, DistributedDataParallel) else model, *args, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Return copies of the weights: accelerate takes all that lie in one buffer for one tied weight, and saves only one."""
+        """Return copies of the weights: accelerate mistakes all weights in one buffer for one tied weight and saves one."""
         copies: dict[tuple[int, torch.Size], torch.Tensor] = {}  # one of each tied weight
-        found: OrderedDict[str, Any] = OrderedDict()  # accelerate looks for tied weights in this type only
+        found: OrderedDict[str, Any] = OrderedDict()  # accelerate finds tied weights in this type only
         for name, value in super().get_state_dict(model, unwrap).items():
             found[name] = value
             if isinstance(value, torch.Tensor):
@@ -148,7 +148,7 @@ class MegabucketAccelerator(Accelerator):
         return found
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **load_model_kwargs: Any) -> None:
-        """Load what ``save_state`` wrote, on any number of ranks."""
+        """Load a checkpoint of ``save_state``, on any number of ranks."""
         handle = self.register_load_state_pre_hook(_load_weights)
         try:
             super().load_state(input_dir, load_kwargs, **load_model_kwargs)
@@ -156,7 +156,7 @@ class MegabucketAccelerator(Accelerator):
             handle.remove()
 
     def end_training(self) -> None:
-        """Give plain models back, then end the process group."""
+        """Restore plain models, then end the process group."""
         self.wait_for_everyone()
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
@@ -165,9 +165,7 @@ class MegabucketAccelerator(Accelerator):
 
 
 def _load_weights(models: list[torch.nn.Module], input_dir: str) -> None:
-    """Load our wrappers, and take them off the list of what is left to load.
-
-    Accelerate's own way takes weights in one buffer for tied ones.
+    """Load our wrappers and remove them from the list: accelerate mistakes weights in one buffer for tied ones.
 
     Raises:
         CheckpointMismatchError: the file has other weights than the model.
@@ -176,7 +174,7 @@ def _load_weights(models: list[torch.nn.Module], input_dir: str) -> None:
         Path(input_dir) / ("model.safetensors" if index == 0 else f"model_{index}.safetensors") for index in range(len(models))
     ]
     if not all(isinstance(model, DistributedDataParallel) for model in models) or not all(path.exists() for path in paths):
-        return  # accelerate counts those that are left
+        return  # accelerate loads the models that stay in the list
     for model, path in zip(models, paths, strict=True):
         missing, unexpected = model.load_state_dict(load_file(path), strict=False)
         held = model.state_dict(keep_vars=True)
@@ -189,13 +187,13 @@ def _load_weights(models: list[torch.nn.Module], input_dir: str) -> None:
 
 
 class MegabucketTrainerMixin:
-    """Makes a subclass of ``transformers.Trainer`` train with megabucket: ``class T(MegabucketTrainerMixin, SFTTrainer)``.
+    """Lets a subclass of ``transformers.Trainer`` train with megabucket: ``class T(MegabucketTrainerMixin, SFTTrainer)``.
 
     Args:
         ddp_config: shards the optimizer's state if not given.
 
     Raises:
-        ConfigError: the training arguments hold arguments for torch DDP.
+        ConfigError: training arguments are meant for torch DDP.
     """
 
     args: Any
@@ -207,7 +205,7 @@ class MegabucketTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let the trainer make its accelerator, and make it ours."""
+        """Let the trainer make its accelerator, then change its class to ours."""
         names = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
         given = [name for name in names if getattr(self.args, name, None) is not None]
         if given:
@@ -216,13 +214,13 @@ class MegabucketTrainerMixin:
                 'DistributedDataParallelConfig: unused_parameters="zero", bucket_cap_mb=25, for instance.'
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        # The trainer names the class that it makes, and hands out bound methods of the object: so the object stays. Ours adds
+        # The trainer chooses the class and passes on bound methods of the object, so the object must stay. Our class adds
         # methods and one attribute.
         self.accelerator.__class__ = MegabucketAccelerator
         self.accelerator.ddp_config = self._ddp_config
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the state of all ranks. The trainer asks the first rank only, and gathering takes all."""
+        """Save the state of all ranks. The trainer calls ``state_dict()`` on one rank; gathering takes all."""
         state, optimizer = self.optimizer.state_dict(), self.optimizer
         self.optimizer = SimpleNamespace(state_dict=lambda: state)
         try:

@@ -1,4 +1,4 @@
-"""Beside a step: an average of the weights on this rank's shards, norms of each parameter, and parameter groups by name."""
+"""A sharded average of the weights, norms of each parameter in a step, and parameter groups by name."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _KEY: Final = "ema"
 class ShardedEMA:
     """An exponential moving average of the weights, of which each rank keeps its shard, in float32.
 
-    It lies in the optimizer's state, under ``"ema"``: ``state_dict()``, checkpoints and ``rebuild()`` carry it like a moment,
-    also to another number of ranks. Neither ``update`` nor a step gathers anything for it.
+    It is part of the optimizer's state, under ``"ema"``: ``state_dict()``, checkpoints and ``rebuild()`` carry it like a
+    moment, also to another number of ranks. ``update`` gathers nothing.
 
     Args:
-        optimizer: after each of its steps ``update`` is called.
+        optimizer: call ``update`` after each of its steps.
         decay: the share of the average that an update keeps.
 
     Raises:
@@ -39,7 +39,7 @@ class ShardedEMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take this rank's shard of the weights in. The average begins with the weights after the first update of theirs."""
+        """Add this rank's shard of the weights. The average begins with the weights after their first update."""
         sharding = self._optimizer.sharding
         for shard in sharding.shards:
             state = self._optimizer.state[shard.main]
@@ -51,7 +51,7 @@ class ShardedEMA:
     def values(self) -> dict[str, torch.Tensor]:
         """Return the average by parameter name, whole, on every rank; empty before the first update. A collective call.
 
-        ``module.load_state_dict(averages, strict=False)`` puts it into a copy of the module.
+        ``module.load_state_dict(averages, strict=False)`` loads it into a copy of the module.
 
         Raises:
             PhaseError: a step is open.
@@ -66,27 +66,26 @@ class ShardedEMA:
 class ParamNorms(NamedTuple):
     """L2 norms of one parameter in one step."""
 
-    grad: float  # as it was stepped on: unscaled and clipped
+    grad: float  # unscaled and clipped
     weight: float  # after the step
-    update: float  # of the difference that the step made
+    update: float  # weight after minus weight before
 
     @property
     def update_ratio(self) -> float:
-        """How large the update was beside the weight; infinite where that is zero."""
+        """Update over weight; infinite if the weight is zero."""
         return self.update / self.weight if self.weight else float("inf")
 
 
 @contextmanager
 def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorms]]:
-    """Watch the step that is taken inside, and fill a mapping by parameter name when the block ends, alike on all ranks.
+    """Measure the step inside the block; fill a mapping by parameter name when the block ends, the same on all ranks.
 
-    A collective call: one all-reduce of 24 bytes for each parameter. Until the block ends it takes the memory of a copy of the
-    shards, and it waits for the gather of the parameters, so it is for one step in many. Of a parameter that is cut over
-    tensor-parallel ranks, or is an expert, the norms are those of the part that is here. The mapping stays empty where no step
-    was taken, or it was skipped, and when the block raises.
+    A collective call: one all-reduce of 24 bytes for each parameter. It copies this rank's shards until the block ends and
+    waits for the parameter gather, so use it in one step of many. Tensor-parallel parameters and experts have the norms of
+    their local part. The mapping stays empty if no step was taken, if it was skipped, or if the block raises.
 
     Raises:
-        MegabucketError: another rank is elsewhere, or a step is open when the block ends.
+        MegabucketError: another rank is in another call, or a step is open when the block ends.
     """
     optimizer.sharding.refresh()
     before = {shard: shard.main.detach().clone() for shard in optimizer.sharding.shards}
@@ -99,8 +98,9 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
     ddp = optimizer.ddp
     ddp.sync.call("param_norms()")
     names = list(ddp.param_names.values())
-    squares = torch.zeros(len(names), 3, dtype=torch.float64, device=ddp.param_and_grad_buffers[0].grad_data.device)
-    row_of = dict(zip(names, squares, strict=True))
+    device = ddp.param_and_grad_buffers[0].grad_data.device
+    squared_norms = torch.zeros(len(names), 3, dtype=torch.float64, device=device)
+    row_of = dict(zip(names, squared_norms, strict=True))
     for shard, values in before.items():
         main = shard.main.detach()
         for piece in shard.pieces():
@@ -110,23 +110,23 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
     for group, reduction in ddp.ranks.by_name.items():
         rows = [index for index, name in enumerate(names) if ddp.identities[name].group == group]
         if ddp.policy.is_sharded and rows:
-            of_group = squares[rows].flatten()
+            of_group = squared_norms[rows].flatten()
             handle = reduction.communicator.control.launch([AllReduce(of_group)], label="norms of each parameter")
-            squares[rows] = handle.read(of_group).to(squares.device).view(-1, 3)
-    found |= {name: ParamNorms(*norms) for name, norms in zip(names, squares.sqrt().tolist(), strict=True)}
+            squared_norms[rows] = handle.read(of_group).to(device).view(-1, 3)
+    found |= {name: ParamNorms(*norms) for name, norms in zip(names, squared_norms.sqrt().tolist(), strict=True)}
 
 
 def param_groups(
     module: torch.nn.Module, *rules: tuple[str | Callable[[str, torch.nn.Parameter], bool], Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return groups for a torch optimizer: one for each rule, then one of what no rule takes. Frozen parameters are left out.
+    """Return groups for a torch optimizer: one for each rule, then one for the rest. Frozen parameters are left out.
 
     Args:
-        rules: what to take, and its hyperparameters. A pattern over whole names (``"*.bias"``), or a function of name and
-            parameter. The first rule that takes a parameter gets it.
+        rules: a pattern of whole names (``"*.bias"``), or a function of name and parameter, with the hyperparameters of the
+            group. A parameter belongs to the first rule that matches.
 
     Raises:
-        ConfigError: a rule gets nothing, which is a pattern written wrong or after one that takes it all.
+        ConfigError: a rule matches no parameter, or only those of earlier rules.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     >>> groups = param_groups(model, (lambda name, param: param.ndim < 2, {"weight_decay": 0.0}))  # norms and biases
@@ -137,14 +137,14 @@ def param_groups(
     rest: list[torch.nn.Parameter] = []
     for name, param in module.named_parameters():
         if param.requires_grad:
-            takes = (rule(name, param) if callable(rule) else fnmatchcase(name, rule) for rule, _ in rules)
-            index = next((index for index, is_taken in enumerate(takes) if is_taken), None)
+            matches = (rule(name, param) if callable(rule) else fnmatchcase(name, rule) for rule, _ in rules)
+            index = next((index for index, is_match in enumerate(matches) if is_match), None)
             (rest if index is None else found[index]["params"]).append(param)
     names = [name for name, _ in module.named_parameters()]
     empty = [repr(rule) for (rule, _), group in zip(rules, found, strict=True) if not group["params"]]
     if empty:
         raise ConfigError(
-            f"{len(empty)} rule(s) for parameter groups take no trainable parameter: {', '.join(empty)}. Patterns are compared "
-            f"with whole names, such as {names[:3]}, and the first rule that fits wins."
+            f"{len(empty)} rule(s) for parameter groups match no trainable parameter: {', '.join(empty)}. Patterns are "
+            f"compared with whole names, such as {names[:3]}, and the first rule that matches wins."
         )
     return [*found, {"params": rest}] if rest else found

@@ -5,7 +5,7 @@ by one factor, updates and gathers::
 
     agree on each wrapper -> one norm -> clip -> update each and gather
 
-Where a wrapper's step is dropped, that of every other one is. Megatron's name.
+If the step of one wrapper is dropped, the steps of all are. Megatron's name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FAILED: Final = (StepState.GIVING_UP, StepState.BROKEN)
 class ChainedOptimizer(torch.optim.Optimizer):
     """Steps several ``DistributedOptimizer`` together.
 
-    One that has a ``clip_grad`` of its own is clipped by its own norm and left out of the common one.
+    An optimizer with a ``clip_grad`` of its own is clipped by its own norm and left out of the common norm.
 
     Args:
         optimizers: of different wrappers, in the same order on all ranks. All wrappers have the same ranks and mode, and a
@@ -42,7 +42,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ConfigError: the optimizers do not go together, or an argument is out of range.
-        LayoutMismatchError: ranks have given different arguments.
+        LayoutMismatchError: arguments differ between ranks.
         PeerFailedError: another rank could not make its own.
     """
 
@@ -53,7 +53,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self.optimizers = tuple(optimizers)
         self.clip_grad = 0.0
         self.last_step: StepResult | None = None
-        """What the last call of ``step`` that has come to an end has done; also where a loss scaler has skipped the call."""
+        """The result of the last finished call of ``step``, also if a loss scaler has skipped the call."""
         self.answered: torch.Tensor | None = None
         if not self.optimizers:
             raise ConfigError("a ChainedOptimizer needs at least one DistributedOptimizer")
@@ -75,7 +75,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         if len(set(wrappers)) < len(wrappers):
             raise ConfigError("two optimizers of a ChainedOptimizer have the same wrapper, which has one update in a step")
         if not all(ddp.policy.has_fence for ddp in wrappers):
-            raise ConfigError("ChainedOptimizer needs fence=True: without it a rank cannot tell others that a part has failed")
+            raise ConfigError("ChainedOptimizer needs fence=True: without it a rank cannot report the failure of a part")
         for what, values in (
             ("use_distributed_optimizer", [ddp.policy.is_sharded for ddp in wrappers]),
             ("ranks that agree on steps", [tuple(ddp.ranks.step.members) for ddp in wrappers]),
@@ -121,7 +121,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return self.last_step
 
     def _update(self) -> StepResult:
-        """Take the norms, and update everything or nothing by them: they are the same on all ranks."""
+        """Take the norms, which are the same on all ranks, and update everything or nothing."""
         optimizers = self.optimizers
         grads = [optimizer.load_grads() for optimizer in optimizers]
         norms_of = [optimizer.norms_of(own) for optimizer, own in zip(optimizers, grads, strict=True)]
@@ -135,7 +135,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             for index, optimizer in enumerate(optimizers)
         ]
         if failed := [index for index, norm in enumerate(norms) if not norm <= optimizers[index].largest_norm]:
-            # Of those that share a norm, one with a gradient at fault on this rank, if there is any.
+            # Several may share the norm: name one with a bad gradient on this rank, if there is one.
             at_fault = [index for index in failed if not all(map(math.isfinite, map(float, norms_of[index])))]
             index = (at_fault or failed)[0]
             return self._skip(f"optimizer {index}: {optimizers[index].why_not(norms[index])}", norm=common)
@@ -146,7 +146,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return StepResult(updated=True, grad_norm=common, reason="", num_zeros=num_zeros)
 
     def _find_reason(self) -> str:
-        """Return why some wrapper's gradients are left out, as all ranks know; empty where all are fine."""
+        """Return why some wrapper's step is skipped, the same on all ranks; empty if none is."""
         found = [(index, optimizer.ddp.sync.skip_reason) for index, optimizer in enumerate(self.optimizers)]
         return "; ".join(f"optimizer {index}: {reason}" for index, reason in found if reason)
 
@@ -158,9 +158,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _all_or_none(self) -> Iterator[list[DistributedOptimizer]]:
-        """If the block fails, give up the steps of all wrappers.
+        """Give up the steps of all wrappers if the block fails.
 
-        The block appends each optimizer on whose gradients all ranks have agreed; the fences of the others carry the error.
+        The block appends each optimizer whose gradients all ranks have agreed on; the fences of the others carry the error.
         """
         self._give_up_rest()
         agreed: list[DistributedOptimizer] = []
@@ -171,7 +171,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             raise
 
     def _give_up_rest(self, agreed: Sequence[DistributedOptimizer] = (), cause: str = "another part has failed") -> None:
-        """Where the step of one wrapper has failed, give up those of the others: all ranks do, when they hear of it."""
+        """If the step of one wrapper has failed, give up the others, as all ranks do when they learn of it."""
         syncs = [optimizer.ddp.sync for optimizer in self.optimizers]
         failed = [sync for sync in syncs if sync.state in _FAILED or sync.dropped is not None]
         for sync in syncs if agreed or failed else ():
@@ -179,7 +179,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 sync.give_up_update(cause, is_agreed=any(optimizer.ddp.sync is sync for optimizer in agreed))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, of all wrappers."""
+        """Clear the gradients of all wrappers."""
         with self._all_or_none():
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=set_to_none)
@@ -205,15 +205,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` gave. A collective call.
+        """Load a result of ``state_dict``. A collective call.
 
         Raises:
-            ConfigError: it is of another number of optimizers.
+            ConfigError: it is the state of another number of optimizers.
             MegabucketError: as ``DistributedOptimizer.load_state_dict``.
         """
         states = state_dict["optimizers"]
         if len(states) != len(self.optimizers):
-            raise ConfigError(f"the state is that of {len(states)} optimizers, and there are {len(self.optimizers)}")
+            raise ConfigError(f"the state is of {len(states)} optimizers, but there are {len(self.optimizers)}")
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
@@ -223,4 +223,4 @@ class ChainedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("a ChainedOptimizer has no groups of its own: add the group to the optimizer of its module")
+        raise ConfigError("a ChainedOptimizer has no groups of its own: add the group to the optimizer of the module")

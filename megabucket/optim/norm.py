@@ -1,4 +1,4 @@
-"""The global gradient norm over shards, clipping by it, and what else is measured over the gradients of all ranks.
+"""The global gradient norm over shards, clipping by it, and the count of zeros.
 
 Squares are summed in float64 and the norm is rounded to float32, so it does not depend on how the gradients are cut into
 shards, buckets or modes: float32 sums over different cuts differ in the last bit in most cases, and clipping would carry the
@@ -40,7 +40,7 @@ def l2_norm(grad: torch.Tensor) -> torch.Tensor:
 
 
 def p_norm(grad: torch.Tensor, *, norm_type: float) -> torch.Tensor:
-    """Return another p-norm than the L2 norm, as ``l2_norm`` does."""
+    """Return a p-norm of all elements, as ``l2_norm`` does for p = 2."""
     parts = list(grad.split(_CHUNK_NUMEL)) if grad.device.type == "cpu" else [grad]
     norms = torch._foreach_norm(parts, norm_type, dtype=torch.float64)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
@@ -51,9 +51,9 @@ class GlobalNorm:
     """The norm over the gradients of all ranks' shards, step after step.
 
     Args:
-        communicator: the ranks that hold parts of the gradients (one all-reduce of 8 bytes), or the same ones.
-        is_whole: whether each rank holds all of them.
-        device: where the gradients of all ranks live, and the collective runs.
+        communicator: the ranks that hold parts of the gradients, or the same gradients. One all-reduce of 8 bytes.
+        is_whole: whether each rank holds all gradients.
+        device: of the gradients and the collective.
         norm_type: p of the p-norm, at least 1; infinite for the largest magnitude, which is infinite where a gradient is nan.
         l2_norm: the function of this name, or a kernel in its place.
     """
@@ -73,7 +73,7 @@ class GlobalNorm:
         self.of_grad = l2_norm if norm_type == 2 else partial(p_norm, norm_type=norm_type)
         """Returns the norm of one of this rank's gradients."""
         op = ReduceOp.MAX if norm_type == math.inf else ReduceOp.SUM
-        self._power = 1.0 if norm_type == math.inf else norm_type  # of what ranks add up, or take the largest of
+        self._power = 1.0 if norm_type == math.inf else norm_type  # of the local norms that ranks add, or compare
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
         self._calls = communicator.prepare([AllReduce(self._total, op)])
 
@@ -81,12 +81,12 @@ class GlobalNorm:
         """Return the norm over this rank's gradients and those of the other ranks.
 
         Args:
-            norms: ``of_grad`` of each of this rank's gradients; alignment gaps and padding in them are zero and count
-                nothing. May be empty: a rank can own nothing but padding.
+            norms: ``of_grad`` of each of this rank's gradients; alignment gaps and padding in them are zero and do not
+                count. May be empty: a rank can own padding only.
         """
         if not (found := list(norms)):
             self._total.zero_()
-        elif self.norm_type == math.inf:  # the largest of several ranks may leave a nan out
+        elif self.norm_type == math.inf:  # a MAX over ranks may drop a nan
             self._total.copy_(torch.stack(found).max().nan_to_num_(nan=math.inf, posinf=math.inf))
         else:
             self._total.copy_(torch.stack(found).pow_(self._power).sum())
@@ -104,7 +104,7 @@ class GlobalNorm:
 
         Args:
             grads: of this rank.
-            numel: how many elements they have without alignment gaps, which are zeros that do not count.
+            numel: their elements without alignment gaps, which are zeros that do not count.
         """
         total = torch.full_like(self._total, numel)  # exact up to 2**53
         for grad in grads:
@@ -116,7 +116,7 @@ class GlobalNorm:
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float, scale: Scale = torch._foreach_mul_) -> None:
-    """Scale gradients in place so that their global norm is at most ``max_norm``; leave smaller ones untouched.
+    """Scale gradients in place so that their global norm is at most ``max_norm``; leave smaller ones unchanged.
 
     The factor is ``max_norm / (norm + 1e-6)``, as in ``torch.nn.utils.clip_grad_norm_`` and in Megatron.
     """
@@ -126,10 +126,10 @@ def clip_by_norm(grads: Sequence[torch.Tensor], *, norm: float, max_norm: float,
 
 
 def check_norm_settings(clip_grad: Any, norm_type: float, grad_norm_skip_threshold: float) -> None:
-    """Refuse what is no norm to clip to, no kind of norm, or no threshold.
+    """Check the three settings.
 
     Raises:
-        ConfigError: one of them is no number, or out of range.
+        ConfigError: one of them is not a number, or out of range.
     """
     is_number = isinstance(clip_grad, numbers.Real) and not isinstance(clip_grad, bool)
     if not is_number or not math.isfinite(clip_grad) or clip_grad < 0:

@@ -1,8 +1,8 @@
 """Loss scalers for frameworks that have none: a constant scale, and Megatron's dynamic one.
 
-They are used as ``torch.amp.GradScaler`` is, which works with ``DistributedOptimizer``, too: ``scale(loss).backward()``,
-``unscale_(optimizer)`` where gradients are to be looked at or clipped, ``step(optimizer)``, ``update()``. Unlike torch's, the
-dynamic one bears a few infinite gradients before it lowers the scale, and never goes below a least scale.
+They have the methods of ``torch.amp.GradScaler``, which ``DistributedOptimizer`` supports as well: ``scale(loss).backward()``,
+``unscale_(optimizer)`` before gradients are read or clipped, ``step(optimizer)``, ``update()``. Unlike torch's, the dynamic one
+tolerates a few infinite gradients before it lowers the scale, and has a minimum.
 
 Numbers are rounded to float32 as in Megatron, so sequences of scales are equal to the last digit.
 """
@@ -20,7 +20,7 @@ from megabucket.optim.distributed_optimizer import DistributedOptimizer, StepRes
 
 
 class ConstantGradScaler:
-    """Multiply losses by a constant, and leave out steps whose gradients are infinite with it.
+    """Multiply losses by a constant, and skip steps whose gradients are infinite.
 
     Raises:
         ConfigError: the scale is not a finite number > 0.
@@ -32,24 +32,24 @@ class ConstantGradScaler:
         self._found_inf: dict[int, bool] = {}  # since the last update, by id of the optimizer
 
     def get_scale(self) -> float:
-        """Return the scale of now."""
+        """Return the current scale."""
         return self._scale
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the scale. The same scale on all ranks, as the optimizer sees to."""
+        """Return the loss times the scale. The optimizer checks that all ranks have the same scale."""
         return loss * self._scale
 
     def unscale_(self, optimizer: DistributedOptimizer) -> None:
-        """Finish the gradient sync and divide the gradients by the scale, once in a step; ``step`` does it otherwise.
+        """Finish the gradient sync and divide the gradients by the scale. Optional, at most once per step: ``step`` does it.
 
         Raises:
-            PhaseError: they were divided already.
+            PhaseError: the gradients were divided already.
             MegabucketError: as ``DistributedOptimizer.unscale_grads``.
         """
         self._found_inf[id(optimizer)] = optimizer.unscale_grads(_float32(1 / self._scale))
 
     def step(self, optimizer: DistributedOptimizer) -> StepResult | None:
-        """Step unless a gradient of any rank is infinite or nan, and return what has come of it.
+        """Step unless a gradient of any rank is infinite or nan, and return the result.
 
         Raises:
             MegabucketError: as ``DistributedOptimizer.step``.
@@ -62,10 +62,12 @@ class ConstantGradScaler:
         """Choose the next scale, after the steps of all optimizers whose losses had this one.
 
         Raises:
-            PhaseError: none was looked at since the last call.
+            PhaseError: no gradients were tested since the last call.
         """
         if not self._found_inf:
-            raise PhaseError("update() knows nothing of the gradients: call step(optimizer), or unscale_(optimizer), before.")
+            raise PhaseError(
+                "update() was called before any gradients were tested: call step(optimizer) or unscale_(optimizer)."
+            )
         self._follow(found_inf=any(self._found_inf.values()))
         self._found_inf.clear()
 
@@ -73,19 +75,18 @@ class ConstantGradScaler:
         """Do nothing: the scale is constant."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what changes: nothing."""
+        """Return no state: nothing changes."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: a constant scale is the caller's."""
+        """Do nothing: the caller gives the scale."""
 
 
 class DynamicGradScaler(ConstantGradScaler):
     """Megatron's dynamic loss scale.
 
-    After ``growth_interval`` good steps, whatever bad ones lie between them and the last growth, the scale grows; each bad step
-    starts the count anew. ``hysteresis`` bad steps lower the scale, and each one after them; only growth makes it bear as many
-    again.
+    ``growth_interval`` good steps in a row raise the scale. ``hysteresis`` bad steps since it was last raised lower it, and so
+    does each further one.
 
     >>> scaler = DynamicGradScaler(1024, growth_interval=3)
     >>> def scale_after(step):
@@ -136,13 +137,13 @@ class DynamicGradScaler(ConstantGradScaler):
         return {"scale": self._scale, "growth_tracker": self._num_good, "hysteresis_tracker": self._num_borne}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` gave, here or in Megatron."""
+        """Load a ``state_dict`` of this class or of Megatron's."""
         self._scale = float(state_dict["scale"])
         self._num_good, self._num_borne = int(state_dict["growth_tracker"]), int(state_dict["hysteresis_tracker"])
 
 
 def _float32(number: float) -> float:
-    """Return the float32 next to a number."""
+    """Round to float32."""
     return torch.tensor(number, dtype=torch.float32).item()
 
 

@@ -43,20 +43,20 @@ from megabucket.optim.state_dict import (
 )
 
 CHECK_AND_UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""What ``torch.amp.GradScaler`` calls: sets a flag if some gradient is not finite, and multiplies all of them."""
+"""The operation of ``torch.amp.GradScaler``: set a flag if a gradient is not finite, and multiply all of them."""
 
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
 _WITHHELD: Final = frozenset({WithheldGrad, type(None)})
 _WITHHELD_BECAUSE: Final = (
-    "is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction, and one "
-    "rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0) or its clip_grad_norm_(), which take the norm "
-    "over all ranks. Call step() and zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
+    "is valid only inside DistributedOptimizer.step(), and it is only this rank's shard. Clip with "
+    "DistributedOptimizer(..., clip_grad=1.0) or its clip_grad_norm_(), which take the norm over all ranks. Call step() and "
+    "zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
 )
 
 Unscale = weakref.ReferenceType[Callable[[torch.Tensor, torch.Tensor], None]]
-"""Leads to what answers a loss scaler for all ranks: takes its flag for gradients that are not finite, and one over its scale.
-Weakly, because a cycle through ``param.grad`` is never collected."""
+"""A weak reference to the function that unscales on all ranks: from a scaler's flag for non-finite gradients, and 1 / scale.
+Weak, because a cycle through ``param.grad`` is never collected."""
 
 _NOT_IN_WRAPPER: Final = (
     "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
@@ -69,10 +69,10 @@ _IN_NO_GROUP: Final = (
 
 
 class ShardGrad(WithheldGrad):
-    """The gradient of a flat shard while no step runs. It answers ``torch.amp.GradScaler``, as torch's DTensor does.
+    """The gradient of a flat shard outside a step. It handles the call of ``torch.amp.GradScaler``, as torch's DTensor does.
 
-    A scaler makes one call over the gradients in an optimizer's groups: find what is not finite, multiply the rest. In its
-    shards each rank would find something else; so the optimizer finishes the gradient sync and answers for all ranks alike.
+    A scaler makes one call over the gradients in an optimizer's groups: test for non-finite values and multiply. Ranks have
+    different shards and would get different results, so the optimizer finishes the gradient sync and agrees on one.
     """
 
     unscale: Unscale | None = None
@@ -81,7 +81,7 @@ class ShardGrad(WithheldGrad):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer a scaler; refuse everything else.
+        """Handle a scaler's call; refuse every other use.
 
         Raises:
             PhaseError: the gradient is used.
@@ -114,7 +114,7 @@ class MainShard:
     A float32 (or float64) segment steps in place on the parameter buffer. A 16-bit segment steps on a float32 copy, the main
     parameter, which is rounded into the buffer after each step; a 16-bit gradient is widened before.
 
-    ``main.grad`` is the gradient while the optimizer steps, and refuses to be used at other times.
+    ``main.grad`` is the gradient while the optimizer steps, and raises on use at other times.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class MainShard:
         self.segment = segment
         self.buffer = buffer
         self.counts = counts
-        """Whether its gradients enter the norm; no other rank's do then."""
+        """Whether this rank counts its gradients in the norm; exactly one rank does."""
         self.model_values = buffer.param_data[segment.span.start : segment.span.stop]
         """The parameters in the buffer: 1D, parameter dtype."""
         self.buffer_grads = buffer.grad_data[segment.span.start : segment.span.stop]
@@ -137,36 +137,36 @@ class MainShard:
         self.withhold_grad()
 
     def pieces(self) -> Iterator[SegmentPiece]:
-        """Return what this segment holds of each of its parameters, in buffer order."""
+        """Return the part of each parameter in this segment, in buffer order."""
         for name in self.segment.params:
             slot, span = self.buffer.layout.params[name], self.segment.span
             start, stop = max(slot.start, span.start), min(slot.stop, span.stop)
             yield SegmentPiece(name, Span(start - slot.start, stop - slot.start), Span(start - span.start, stop - span.start))
 
     def load_grad(self) -> torch.Tensor:
-        """Make ``grad`` the reduced gradient of this step, and return it."""
+        """Return ``grad`` after loading the reduced gradient of this step."""
         if self.grad is not self.buffer_grads:
             self.grad.copy_(self.buffer_grads)
         return self.grad
 
     def withhold_grad(self) -> None:
-        """Let nobody use ``main.grad``."""
+        """Make ``main.grad`` raise on use."""
         self.main.grad = self.withheld
 
     @torch.no_grad()
     def reload_values(self) -> None:
-        """Take the values over from the parameter buffer, after somebody else wrote there.
+        """Copy the values from the parameter buffer after a write there by other code.
 
-        A main parameter that still rounds to what the buffer holds keeps its precision: nobody wrote there.
+        A main value that still rounds to the value in the buffer keeps its precision.
         """
         if self.has_own_values:
             self.restore_values(self.main.clone(), Span(0, self.segment.span.numel))
 
     @torch.no_grad()
     def restore_values(self, earlier: torch.Tensor, in_segment: Span) -> None:
-        """Make main values of earlier those of a range, where they still round to what the buffer holds.
+        """Restore saved main values in a range, except where the parameter buffer has changed since.
 
-        Where they do not, somebody has written into the buffer since, and what is there counts.
+        A saved value that does not round to the value in the buffer is replaced by it.
 
         Args:
             earlier: 1D, dtype of main, one value per element of the range.
@@ -177,7 +177,7 @@ class MainShard:
             self.main[in_segment.start : in_segment.stop] = torch.where(is_kept, earlier, written.to(earlier.dtype))
 
     def params_with_nonfinite_grad(self) -> Sequence[str]:
-        """Return the names of the parameters whose gradient piece in this segment is not finite. Slow; for reports."""
+        """Return the parameters whose gradient in this segment is not finite. Slow; for reports."""
         return [
             piece.param
             for piece in self.pieces()
@@ -186,7 +186,7 @@ class MainShard:
 
 
 class Placeholder:
-    """One element that no optimizer steps on, for a group without a shard on this rank: scalers must find something there."""
+    """One element for a group without a shard on this rank: scalers need a tensor there, and no optimizer steps on it."""
 
     grad = None
 
@@ -196,24 +196,24 @@ class Placeholder:
         self.withhold_grad()
 
     def withhold_grad(self) -> None:
-        """Let nobody but scalers use ``main.grad``."""
+        """Make ``main.grad`` raise on use, except by scalers."""
         self.main.grad = self._withheld
 
 
 class GroupMembers:
     """The parameters of each group of one optimizer, in the caller's order.
 
-    The groups hold either them or stand-ins; ``replace`` and ``restore`` change over.
+    The groups hold the parameters or stand-ins for them; ``replace`` and ``restore`` switch.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._replaced: list[list[torch.nn.Parameter]] = []  # by group, of those that hold stand-ins
+        self._replaced: list[list[torch.nn.Parameter]] = []  # by group; none while groups hold the parameters
         self._stand_ins: set[torch.nn.Parameter] = set()
         self._once_in_module: set[torch.nn.Parameter] = set()
 
     def by_group(self) -> list[list[torch.nn.Parameter]]:
-        """Return the parameters by group; those that were added since the last ``replace`` come last."""
+        """Return the parameters by group; parameters added since the last ``replace`` come last."""
         members = [list(group) for group in self._replaced]
         for index, group in enumerate(self._optimizer.param_groups):
             if index == len(members):
@@ -223,14 +223,14 @@ class GroupMembers:
         return members
 
     def waiting(self) -> list[torch.nn.Parameter]:
-        """Return trainable parameters that were added and have no shard yet."""
+        """Return added trainable parameters without a shard."""
         in_groups = list(_tensors_in(self._optimizer))
         if len(in_groups) == len(self._stand_ins):
             return []  # the usual case costs nothing
         return [tensor for tensor in in_groups if tensor not in self._stand_ins and tensor.requires_grad]
 
     def add_group(self, group: dict[str, object]) -> None:
-        """Add a group to the optimizer; its parameters get shards when the optimizer is sharded next.
+        """Add a group to the optimizer; its parameters get shards at the next sharding.
 
         Raises:
             OptimizerParametersError: some of its parameters are in a group already.
@@ -244,14 +244,14 @@ class GroupMembers:
             raise OptimizerParametersError(
                 problem="the added group has parameters that are in a group already, frozen ones included",
                 params=twice,
-                remedy="Leave them out; ddp.rebuild() alone takes notice of parameters that were unfrozen.",
+                remedy="Leave them out; ddp.rebuild() alone shards parameters that were unfrozen.",
             )
 
     def replace(self, stand_ins: Sequence[tuple[int, torch.nn.Parameter]], params: Collection[torch.nn.Parameter]) -> None:
-        """Put stand-ins into the groups, given with the index of their group. Members that left the module leave the groups.
+        """Put stand-ins, given with their group's index, into the groups. Drop members that have left the module.
 
         Args:
-            params: those of the module, frozen ones included.
+            params: all parameters of the module, frozen ones included.
         """
         self._replaced = [[tensor for tensor in group if not self._has_left(tensor, params)] for group in self.by_group()]
         self._once_in_module = {tensor for group in self._replaced for tensor in group if tensor in params}
@@ -270,11 +270,11 @@ class GroupMembers:
         return tensor in self._once_in_module and tensor not in params
 
     def by_name(self, names: Mapping[torch.nn.Parameter, str], params: Collection[torch.nn.Parameter]) -> dict[str, int]:
-        """Return the group of each parameter of the wrapper, or say what does not fit.
+        """Return the group of each parameter of the wrapper.
 
         Args:
             names: of the parameters in the buffers.
-            params: those of the module, frozen ones included.
+            params: all parameters of the module, frozen ones included.
 
         Raises:
             OptimizerParametersError: groups and wrapper do not hold the same trainable parameters, each once.
@@ -302,21 +302,21 @@ class GroupMembers:
 
 
 class _Cut(NamedTuple):
-    """Shards and their state, before anything steps on them."""
+    """New shards and their state."""
 
     shards: list[MainShard]
     state: dict[torch.nn.Parameter, ShardState]
     entries: dict[str, Entry]
-    """What must be equal on all ranks that hold the parameter: its group and state."""
+    """By parameter, its group and state, which must be equal on all ranks that hold it."""
 
 
 class Sharding:
-    """The shards of one optimizer, and what belongs to no shard.
+    """The shards of one optimizer, and the state of parameters without a shard.
 
     Args:
         optimizer: over whole parameters, until ``shard`` is called.
         ddp: the wrapper of the parameters.
-        unscale: answers a loss scaler that looks at the gradients of the shards.
+        unscale: handles a loss scaler's call on the gradients of the shards.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel, unscale: Unscale) -> None:
@@ -325,7 +325,7 @@ class Sharding:
         self._unscale = unscale
         self._is_sharded = ddp.policy.is_sharded
         self.members = GroupMembers(optimizer)
-        # Of parameters that are in no shard, beside the optimizer's own state: see WholeState.
+        # For parameters without a shard, beside the optimizer's own state: see WholeState.
         self._main_values: dict[torch.Tensor, torch.Tensor] = {}
         self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self.members.by_group() for p in group}
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
@@ -337,11 +337,11 @@ class Sharding:
         self.shards: list[MainShard] = []
         """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
         self.stepped: list[MainShard | Placeholder] = []
-        """What is in the groups: the shards, and placeholders in groups that have none on this rank."""
+        """The contents of the groups: the shards, and placeholders in groups without a shard on this rank."""
         self.counted_grads: dict[int, list[torch.Tensor]] = {}
-        """What enters the norm of the gradients in the buffers, by index of the bucket group."""
+        """The gradients in the buffers that count in the norm, by index of the bucket group."""
         self.has_stepped = False
-        """Whether the optimizer has stepped on these shards. Before, it takes any state there is for its own."""
+        """Whether the optimizer has stepped on these shards."""
         self._rounded: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # 16-bit parameters, and their main values
 
     def _cut(self, whole: WholeState) -> _Cut:
@@ -359,10 +359,10 @@ class Sharding:
     def _by_group(
         self, entries: Mapping[str, Entry], texts: Iterable[str], sums: Mapping[str, Entry] | None = None
     ) -> dict[str, list[Entry]]:
-        """Return what must be equal on the ranks of each reduction group, and of each of ``copies``.
+        """Return the entries that must be equal on the ranks of each reduction group, and of each of ``copies``.
 
         Args:
-            sums: of the state of each parameter, for reduction groups alone.
+            sums: checksums of each parameter's state, for reduction groups only.
         """
         ranks, identities = self._ddp.ranks, self._ddp.identities
         found: dict[str, list[Entry]] = {name: [] for name in (*ranks.by_name, *map(copies_key, ranks.copies))}
@@ -393,7 +393,7 @@ class Sharding:
         ]
 
     def _take(self, cut: _Cut) -> None:
-        """Put shards in place of the parameters. Those without a shard keep their state, those gone from the module leave."""
+        """Replace the parameters by shards. Parameters without a shard keep their state; those gone from the module lose it."""
         ddp, state = self._ddp, self._optimizer.state
         empty = set(range(len(self._optimizer.param_groups))).difference(shard.segment.group for shard in cut.shards)
         device = ddp.param_and_grad_buffers[0].param_data.device
@@ -427,11 +427,11 @@ class Sharding:
             torch._foreach_copy_(*self._rounded)
 
     def undo(self) -> None:
-        """Put whole parameters, with their state, back into the groups. A collective call; a second one does nothing.
+        """Put whole parameters with their state back into the groups. A collective call; a second one does nothing.
 
         Raises:
-            OptimizerParametersError: the state of a shard cannot be told apart by parameter. Nothing was changed.
-            PeerFailedError: another rank's cannot.
+            OptimizerParametersError: the state of a shard cannot be split by parameter. Nothing was changed.
+            PeerFailedError: another rank has failed.
         """
         if not self._buffers:
             return
@@ -447,10 +447,10 @@ class Sharding:
         self.counted_grads.clear()
 
     def shard(self, settings: Mapping[str, Any], *, label: str) -> None:
-        """Shard, with the state there is and the main values from before. A collective call.
+        """Replace the parameters by shards, with their state and earlier main values. A collective call.
 
         Args:
-            settings: the arguments of ``DistributedOptimizer`` by name, which must be the same on all ranks.
+            settings: the arguments of ``DistributedOptimizer`` by name, the same on all ranks.
 
         Raises:
             ConfigError: the optimizer cannot work on flat shards, a setting is out of range, the kernels are not there, or the
@@ -468,16 +468,16 @@ class Sharding:
             self.check_norm(is_wanted=clip_grad > 0 or threshold < math.inf or returns_some)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes))
-            check_elementwise(self._optimizer)  # after what is wrong with its parameters was found
+            check_elementwise(self._optimizer)  # after the errors about its parameters
             own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]
             by_group.update(self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers]))))
         self._take(cut)
 
     def check_norm(self, *, is_wanted: bool) -> bool:
-        """Return whether there is a norm over these parameters.
+        """Return whether a norm over these parameters can be computed.
 
         Raises:
-            ConfigError: there is none, and it is wanted.
+            ConfigError: it is wanted and cannot be computed.
         """
         obstacle = self._ddp.ranks.find_norm_obstacle(self._ddp.identities, self._ddp.param_names)
         if obstacle is not None and is_wanted:
@@ -487,20 +487,20 @@ class Sharding:
     # Main values follow the parameters #
 
     def refresh(self) -> None:
-        """Let parameters and main parameters be what the last step, or a load since, has left."""
-        self._ddp.finish_param_sync()  # a bucket that no forward waited for may still be on its way into the buffer
+        """Bring parameters and main parameters up to date with the last step, or a later load."""
+        self._ddp.finish_param_sync()  # a gather that no forward has waited for may still be running
         if self._num_value_changes != self._ddp.num_value_changes:
             self.reload()
 
     def reload(self) -> None:
-        """Take parameter values over from the model, after somebody else wrote there."""
+        """Copy parameter values from the model after a write there by other code."""
         self.check_is_current()
         for shard in self.shards:
             shard.reload_values()
         self._num_value_changes = self._ddp.num_value_changes
 
     def settle(self, operation: str) -> None:
-        """Make parameters and main parameters what the last step has left, for whoever reads them all.
+        """Bring parameters and main parameters up to date, between two steps.
 
         Raises:
             PhaseError: a step is open, or the optimizer is not the current one.
@@ -513,16 +513,16 @@ class Sharding:
 
     @property
     def holder(self) -> ShardHolder:
-        """Where the shards lie."""
+        """The buffers and ranks of the shards."""
         return ShardHolder(self._buffers, self._ddp.sync, self._is_sharded)
 
     def _others(self) -> set[torch.nn.Parameter]:
-        """Return the members of groups that are in no shard: frozen ones, those that were added."""
+        """Return the members of groups without a shard: frozen and added parameters."""
         return {param for group in self.members.by_group() for param in group if param not in self._ddp.param_names}
 
     @property
     def state_of_others(self) -> WholeState:
-        """What is kept for parameters that are in no shard."""
+        """The state of parameters without a shard."""
         kept = self._others()
         state = {param: values for param, values in self._optimizer.state.items() if param in kept}
         mains = {param: values for param, values in self._main_values.items() if param in kept}
@@ -532,8 +532,8 @@ class Sharding:
         """Return the state of all parameters, on every rank. A collective call; changes nothing.
 
         Raises:
-            OptimizerParametersError: the state of a shard cannot be told apart by parameter.
-            PeerFailedError: another rank's cannot.
+            OptimizerParametersError: the state of a shard cannot be split by parameter.
+            PeerFailedError: another rank has failed.
         """
         found = unshard(self.shards, self._optimizer.state, self.holder._replace(label="state_dict()"))
         kept = self.state_of_others
@@ -545,15 +545,15 @@ class Sharding:
         )
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Take state of whole parameters, main values and hyperparameters. A collective call.
+        """Load the state of whole parameters, main values and hyperparameters. A collective call.
 
-        Main values are taken as they are. Where there are none, those of now stay.
+        Main values are loaded without comparing them to the weights. Without main values the current ones stay.
 
         Raises:
-            CheckpointMismatchError: it does not fit. As with all other errors, nothing was changed.
+            CheckpointMismatchError: the state does not fit. As with all other errors, nothing was changed.
             PhaseError: a step is open, or the optimizer is not the current one.
-            LayoutMismatchError: it is not the same on all ranks.
-            PeerFailedError: another rank cannot load it.
+            LayoutMismatchError: the state is not the same on all ranks.
+            PeerFailedError: another rank has failed.
         """
         with self._ddp.sync.preparing_call("load_state_dict()") as by_group:
             self.settle("load_state_dict()")
@@ -565,34 +565,34 @@ class Sharding:
             by_group.update(self._by_group(cut.entries, texts_of([read_hyperparameters(groups, waits=True)]), sums))
         self._take(cut)
         self._take_others(whole, groups)
-        # Main values that do not round to the weights, now or after these were loaded, go at the next step.
+        # Weights may be loaded later: the next step replaces main values that do not round to them.
         self._num_value_changes = -1
 
     def plan_load(self, signature_of: Mapping[str, Hashable]) -> list[MainShard]:
-        """Return shards to load state into. They are of no effect until ``take_loaded``; float32 ones lie in the buffers.
+        """Return new shards to load state into. Before ``take_loaded`` nothing uses them; float32 ones lie in the buffers.
 
         Args:
-            signature_of: by parameter; those that share a shard have the same.
+            signature_of: by parameter; equal for parameters that may share a shard.
         """
         return self._make_shards(self._group_of(), signature_of)
 
     def take_loaded(
         self, state: Mapping[MainShard, ShardState], groups: Sequence[Mapping[str, Any]], others: WholeState
     ) -> None:
-        """Put shards that were loaded, and their state, in place of those of now. Parameters were written alike.
+        """Replace the current shards by loaded ones with their state. The parameters were loaded as well.
 
         Args:
             groups: hyperparameters by group, without ``params``.
-            others: what belongs to parameters without a shard.
+            others: the state of parameters without a shard.
         """
         self._take(_Cut(list(state), {shard.main: values for shard, values in state.items()}, {}))
         self._take_others(others, groups)
         self._dtypes |= others.dtypes
 
     def _fill_main_values(self, shards: Sequence[MainShard], whole: WholeState) -> None:
-        """Give new shards the main values that were loaded, and else those that the shards of now hold."""
+        """Give new shards the loaded main values, or those of the current shards."""
         params = {name: param for param, name in self._ddp.param_names.items()}
-        # The layout is the same, so what a rank owns of a parameter is the same piece.
+        # The layout is the same, so a rank owns the same piece of each parameter.
         held = {piece.param: shard.main[slice(*piece.in_segment)] for shard in self.shards for piece in shard.pieces()}
         with torch.no_grad():
             for shard in (shard for shard in shards if shard.has_own_values):
@@ -606,22 +606,22 @@ class Sharding:
                         shard.main[slice(*piece.in_segment)] = values
 
     def _take_others(self, whole: WholeState, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take the state of parameters without a shard, what belongs to no parameter, and hyperparameters by group."""
+        """Load the state of parameters without a shard and of no parameter, and hyperparameters by group."""
         state = self._optimizer.state
         others = self._others()
         for key in [key for key in state if key in others or not isinstance(key, torch.Tensor)]:
             del state[key]
         for key, values in whole.values.items():
             if key in others or not isinstance(key, torch.Tensor):
-                state[key] = copy.deepcopy(values)  # torch would hold the caller's own tensors
+                state[key] = copy.deepcopy(values)  # torch would keep the caller's tensors
         self._main_values = {param: main.clone() for param, main in whole.main_values.items() if param in others}
         set_groups(self._optimizer, groups)
 
     def refuse_shards_of(self, held: torch.optim.Optimizer, method: str) -> None:
-        """Refuse to speak of shards as if they were parameters.
+        """Refuse a method that would treat shards as parameters.
 
         Raises:
-            CheckpointUnavailableError: the optimizer is the one that holds them.
+            CheckpointUnavailableError: the optimizer holds the shards.
         """
         if held is self._optimizer and self._buffers:
             dense = self._buffers[0].layout
@@ -629,15 +629,15 @@ class Sharding:
             raise CheckpointUnavailableError(optimizer=type(held).__name__, method=method, rank=rank, num_shards=num_shards)
 
     def check_is_current(self) -> None:
-        """Refuse to go on with shards that are not the whole of what is trained.
+        """Check that the shards cover all that is trained.
 
         Raises:
-            PhaseError: the wrapper was rebuilt without this optimizer, or has to be before the next step.
+            PhaseError: the wrapper was rebuilt without this optimizer, or must be rebuilt before the next step.
         """
         if self._ddp.param_and_grad_buffers is not self._buffers:
             raise PhaseError(
-                "the wrapper was rebuilt, but this optimizer was not: a DistributedOptimizer that was built after it has taken "
-                "its place, and what it steps on is no longer part of the module. Use the later one."
+                "the wrapper was rebuilt, but this optimizer was not: a later DistributedOptimizer has replaced it, and its "
+                "shards are no longer part of the module. Use the later one."
             )
         waiting = self.members.waiting()
         if waiting:
@@ -649,7 +649,7 @@ class Sharding:
             )
 
     def check_shards_are_untouched(self) -> None:
-        """Refuse to go on as if nothing had happened when shards have left the groups, or gradients were meant to change.
+        """Refuse a step after shards have left the groups or gradients were replaced to no effect.
 
         Raises:
             PhaseError: a shard is not in its group, or its gradient was cleared or replaced since the last step; or the
@@ -662,10 +662,9 @@ class Sharding:
                 grad = slot.param.grad
                 if not (grad is None or grad is slot.in_buffer or type(grad) is WithheldGrad):
                     raise PhaseError(
-                        f"the gradient of {slot.name!r} was replaced when it was sent already, to no effect: gradients are "
-                        "reduce-scattered while backward runs, and a DistributedOptimizer steps on what comes of them. With "
-                        "overlap_grad_reduce=False they are sent by step(), and what is assigned before counts; all-reduced "
-                        "gradients (use_distributed_optimizer=False) may be replaced before step(), too."
+                        f"the gradient of {slot.name!r} was replaced after it was sent, to no effect: gradients are "
+                        "reduce-scattered while backward runs. Replace it before step() with overlap_grad_reduce=False, when "
+                        "step() sends gradients, or with use_distributed_optimizer=False."
                     )
         held = list(map(set, map(_params, self._optimizer.param_groups)))
         touched = None
@@ -674,8 +673,8 @@ class Sharding:
             if index >= len(held) or shard.main not in held[index]:
                 raise PhaseError(
                     f"the flat shard of {name_list(shard.segment.params)} is no longer in parameter group {index} of the "
-                    "optimizer, so it would never be updated again. Freeze parameters with requires_grad_(False) and call "
-                    "ddp.rebuild(), or set the group's learning rate to 0, rather than taking tensors out of the groups."
+                    "optimizer, so it would never be updated again. Do not remove tensors from the groups: freeze parameters "
+                    "with requires_grad_(False) and call ddp.rebuild(), or set the group's learning rate to 0."
                 )
             if shard.main.grad is not shard.withheld:
                 touched = shard
@@ -683,13 +682,13 @@ class Sharding:
         if touched is not None:
             raise PhaseError(
                 f"the gradient of a flat shard ({name_list(touched.segment.params)}) was cleared or replaced between two "
-                "steps, to no effect: a DistributedOptimizer steps on the reduced gradients in the buffers. Call its own "
-                "zero_grad(), not that of the torch optimizer in it; set gradients of the model's parameters, before the sync."
+                "steps, to no effect: a DistributedOptimizer steps on the reduced gradients in the buffers. Call its "
+                "zero_grad(), not the torch optimizer's; change gradients of the model's parameters before the sync."
             )
 
 
 def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Entry]:
-    """Return checksums of all values per element of each parameter, which ranks compare."""
+    """Return checksums of all tensors of each parameter's state, for a comparison of ranks."""
     found: dict[str, Entry] = {}
     for param, name in names.items():
         held = [*(whole.values.get(param) or {}).values(), whole.main_values.get(param)]
@@ -703,16 +702,13 @@ def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter
 
 
 def _refuse_shards(sharding: Sharding | None, held: torch.optim.Optimizer, method: str) -> None:
-    """Refuse to let flat shards pass for the state of a model. A shell that holds whole parameters shares the hook."""
+    """Refuse to save or load flat shards as the state of a model. Shells over whole parameters share the hook."""
     if sharding is not None:
         sharding.refuse_shards_of(held, method)
 
 
 def _refuse_withheld_grads(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Refuse a step that ``DistributedOptimizer.step()`` has not asked for.
-
-    Before it begins: an optimizer that fails on a gradient may have decayed weights or counted a step by then.
-    """
+    """Refuse a step outside ``DistributedOptimizer.step()`` before it begins and changes weights or step counts."""
     for param in _tensors_in(optimizer):
         if isinstance(param.grad, WithheldGrad):
             param.grad.refuse(f"{type(optimizer).__name__}.step()")

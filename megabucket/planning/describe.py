@@ -35,10 +35,8 @@ class BucketRow:
     closed_by: str
     """Why the bucket ends where it does: ``size``, ``cut`` (by name), ``shared embedding``, or ``end`` of the buffer."""
 
-    @property
-    def padding_fraction(self) -> float:
-        """Share of the bucket that belongs to no parameter; 0 for an empty bucket."""
-        return 1 - self.params_numel / self.numel if self.numel else 0.0
+    padding_fraction: float
+    """Share of the bucket that belongs to no parameter; 0 for an empty bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +56,8 @@ class LayoutTotals:
     """Bytes of all parameters in their own dtype, padding included."""
     num_buckets_with_padding_only_ranks: int
 
-    @property
-    def padding_fraction(self) -> float:
-        """Share of the buffers that belongs to no parameter; 0 for empty buffers."""
-        return 1 - self.params_numel / self.numel if self.numel else 0.0
+    padding_fraction: float
+    """Share of the buffers that belongs to no parameter; 0 for empty buffers."""
 
 
 def describe_rows(layout: ModelLayout) -> tuple[BucketRow, ...]:
@@ -85,6 +81,7 @@ def describe_totals(layout: ModelLayout, rows: Iterable[BucketRow]) -> LayoutTot
         grad_bytes=sum(buffer.grad_bytes for buffer in layout.buffers),
         param_bytes=sum(buffer.numel * dtype_bytes(buffer.key.param_dtype) for buffer in layout.buffers),
         num_buckets_with_padding_only_ranks=sum(row.num_padding_only_ranks > 0 for row in rows),
+        padding_fraction=_padding_fraction(sum(row.params_numel for row in rows), layout.numel),
     )
 
 
@@ -101,13 +98,14 @@ def _closed_by(buffer: BufferLayout, bucket: BucketLayout, cuts: frozenset[str])
 
 def _row(buffer: BufferLayout, bucket: BucketLayout, *, closed_by: str) -> BucketRow:
     slots = buffer.params
+    params_numel = sum(slots[name].stop - slots[name].start for name in bucket.params)
     return BucketRow(
         buffer=str(buffer.key),
         bucket=bucket.index,
         first_param=bucket.params[0] if bucket.params else "",
         last_param=bucket.params[-1] if bucket.params else "",
         num_params=len(bucket.params),
-        params_numel=sum(slots[name].stop - slots[name].start for name in bucket.params),
+        params_numel=params_numel,
         numel=bucket.numel,
         grad_bytes=bucket.numel * dtype_bytes(buffer.key.grad_dtype),
         num_shards=buffer.num_shards,
@@ -117,4 +115,9 @@ def _row(buffer: BufferLayout, bucket: BucketLayout, *, closed_by: str) -> Bucke
             if not owners.params
         ),
         closed_by=closed_by,
+        padding_fraction=_padding_fraction(params_numel, bucket.numel),
     )
+
+
+def _padding_fraction(params_numel: int, numel: int) -> float:
+    return 1 - params_numel / numel if numel else 0.0

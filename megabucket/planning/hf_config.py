@@ -21,18 +21,19 @@ MAX_CONFIG_BYTES: Final = 1024 * 1024
 
 _Keys: TypeAlias = Mapping[str, "str | _Keys"]
 
-# Our field -> the key in the file.
-_DECODER: Final[_Keys] = MappingProxyType(
+# Our field -> the key in the file; fields that a section does not have are left out.
+_LLAMA: Final[_Keys] = MappingProxyType(
     {
         "vocab_size": "vocab_size",
         "num_layers": "num_hidden_layers",
         "hidden_size": "hidden_size",
         "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_size": "head_dim",
+        "ffn_size": "intermediate_size",
+        "num_experts_per_token": "num_experts_per_tok",
         "tied_embeddings": "tie_word_embeddings",
     }
-)
-_LLAMA: Final[_Keys] = MappingProxyType(
-    {**_DECODER, "ffn_size": "intermediate_size", "num_kv_heads": "num_key_value_heads", "head_size": "head_dim"}
 )
 _GPT2: Final[_Keys] = MappingProxyType(
     {
@@ -48,22 +49,11 @@ _GPT2: Final[_Keys] = MappingProxyType(
 _BIASES: Final[_Keys] = MappingProxyType(
     {"qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 )
-_MIXTRAL: Final[_Keys] = MappingProxyType(
-    {
-        **_DECODER,
-        "num_kv_heads": "num_key_value_heads",
-        "head_size": "head_dim",
-        "expert_ffn_size": "intermediate_size",
-        "num_experts": "num_local_experts",
-        "num_experts_per_token": "num_experts_per_tok",
-    }
-)
+_MIXTRAL: Final[_Keys] = MappingProxyType({"expert_ffn_size": "intermediate_size", "num_experts": "num_local_experts"})
 _DEEPSEEK: Final[_Keys] = MappingProxyType(
     {
-        **_DECODER,
         "expert_ffn_size": "moe_intermediate_size",
         "num_experts": "n_routed_experts",
-        "num_experts_per_token": "num_experts_per_tok",
         "num_shared_experts": "n_shared_experts",
         "num_dense_layers": "first_k_dense_replace",
         "dense_ffn_size": "intermediate_size",
@@ -89,13 +79,15 @@ class _Reader(NamedTuple):
     """Keys of the file with the one value, also its default, for which we know the parameters."""
 
 
-_DEEPSEEK_READER: Final = _Reader(MoeConfig, _DEEPSEEK, {"kind": "moe"}, {"moe_layer_freq": 1, "attention_bias": False})
+_DEEPSEEK_READER: Final = _Reader(
+    MoeConfig, {**_LLAMA, **_DEEPSEEK}, {"kind": "moe"}, {"moe_layer_freq": 1, "attention_bias": False}
+)
 _READERS: Final[Mapping[str, _Reader]] = MappingProxyType(
     {
         "gpt2": _Reader(GptConfig, _GPT2, {"kind": "gpt"}, {"add_cross_attention": False}),
         "llama": _Reader(LlamaConfig, {**_LLAMA, **_BIASES}, {"kind": "llama"}),
         "mistral": _Reader(LlamaConfig, _LLAMA, {"kind": "llama", "num_kv_heads": 8}),
-        "mixtral": _Reader(MoeConfig, _MIXTRAL, {"kind": "moe", "names": "mixtral", "num_kv_heads": 8}),
+        "mixtral": _Reader(MoeConfig, {**_LLAMA, **_MIXTRAL}, {"kind": "moe", "names": "mixtral", "num_kv_heads": 8}),
         "qwen2": _Reader(LlamaConfig, _LLAMA, {"kind": "llama", "qkv_bias": True}),
         "deepseek_v2": _DEEPSEEK_READER,
         "deepseek_v3": _DEEPSEEK_READER,
@@ -131,6 +123,7 @@ def read_hf_config(config: HfConfig) -> GptConfig | LlamaConfig | MoeConfig:
                 "Describe the model by kind: params or factory"
             )
     fields = {**reader.given, **_fields(values, reader.keys)}
+    fields = {name: value for name, value in fields.items() if name in reader.section.model_fields}
     if not fields.get("num_dense_layers"):
         fields.pop("dense_ffn_size", None)
     dtype = config.dtype or values.get("dtype") or values.get("torch_dtype") or "float32"

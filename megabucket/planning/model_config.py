@@ -77,11 +77,8 @@ class GptConfig(_DecoderConfig):
     sequence_length: PositiveCount
     """Rows of the position embedding, the longest sequence in tokens."""
 
-    ffn_multiplier: PositiveCount = 4
-    """Width of the feed-forward layer as a multiple of ``hidden_size``."""
-
     ffn_size: PositiveCount | None = None
-    """Width of the feed-forward layer, instead of ``ffn_multiplier``."""
+    """Width of the feed-forward layer. ``None``: ``4 * hidden_size``."""
 
     bias: bool = True
     """Whether linear layers and norms have biases."""
@@ -92,25 +89,17 @@ class GptConfig(_DecoderConfig):
     @property
     def resolved_ffn_size(self) -> int:
         """Width of the feed-forward layer."""
-        return self.ffn_size if self.ffn_size is not None else self.ffn_multiplier * self.hidden_size
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        if self.ffn_size is not None and "ffn_multiplier" in self.model_fields_set:
-            yield (
-                f"ffn_size={self.ffn_size} and ffn_multiplier={self.ffn_multiplier} both size the feed-forward layer; "
-                "keep one of them"
-            )
+        return self.ffn_size if self.ffn_size is not None else 4 * self.hidden_size
 
 
 class _RotaryConfig(_DecoderConfig):
     """Attention of the decoders with rotary positions."""
 
     num_kv_heads: PositiveCount | None = None
-    """Key and value heads per block, a divisor of ``num_heads``. ``None``: as many as query heads. Not with ``mla``."""
+    """Key and value heads per block, a divisor of ``num_heads``. ``None``: as many as query heads. Not read with ``mla``."""
 
     head_size: PositiveCount | None = None
-    """Width of a head. ``None``: ``hidden_size / num_heads``. Not with ``mla``."""
+    """Width of a head. ``None``: ``hidden_size / num_heads``. Not read with ``mla``."""
 
     @property
     def resolved_head_size(self) -> int:
@@ -198,13 +187,8 @@ class MoeConfig(_RotaryConfig):
     def _problems(self) -> Iterator[str]:
         if self.mla is None:
             yield from super()._problems()
-        for name in ("num_kv_heads", "head_size") if self.mla is not None else ():
-            if getattr(self, name) is not None:
-                yield f"{name} belongs to plain attention and says nothing beside mla; drop one of them"
         if self.num_experts_per_token > self.num_experts:
             yield f"num_experts_per_token={self.num_experts_per_token} is more than num_experts={self.num_experts}"
-        if self.num_dense_layers > self.num_layers:
-            yield f"num_dense_layers={self.num_dense_layers} is more than num_layers={self.num_layers}"
         if (self.num_dense_layers > 0) != (self.dense_ffn_size is not None):
             yield (
                 f"num_dense_layers={self.num_dense_layers} and dense_ffn_size={self.dense_ffn_size} belong together; "

@@ -97,6 +97,10 @@ class _Step:
         return StepTrace(self.step, self.rank, self.start_s, self.start_s + self.duration_s, tuple(intervals))
 
 
+_CANDIDATES: Final = TypeAdapter(_Candidates)
+_STEP: Final = TypeAdapter(_Step)
+
+
 def read_measured(path: Path) -> Measured:
     """Read measured step times.
 
@@ -109,7 +113,7 @@ def read_measured(path: Path) -> Measured:
     except (ValueError, RecursionError):
         whole = None
     if isinstance(whole, dict) and "candidates" in whole:
-        plans = tuple(plan for plan in _read(_Candidates, whole, str(path)).candidates if plan is not None)
+        plans = tuple(plan for plan in _read(_CANDIDATES, whole, str(path)).candidates if plan is not None)
         if not plans:
             raise ConfigError(f"{path}: none of the candidates has a measured_s; {_ADVICE}")
         return Measured(path.name, plans)
@@ -120,7 +124,7 @@ def read_measured(path: Path) -> Measured:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: not valid JSON: {printable(str(error))}; {_ADVICE}") from None
         if isinstance(entry, dict) and entry.get("kind") in ("step", "step_trace"):
-            steps.append(_read(_Step, entry, f"{path}:{number}"))
+            steps.append(_read(_STEP, entry, f"{path}:{number}"))
     # A training log with step traces in it has each step twice.
     if any(step.kind == "step_trace" for step in steps):
         steps = [step for step in steps if step.kind == "step_trace"]
@@ -129,9 +133,9 @@ def read_measured(path: Path) -> Measured:
     return Measured(path.name, (_summary(path.name, steps),), tuple(step.trace() for step in steps if step.launches))
 
 
-def _read(kind: type[_Read], entry: dict[str, Any], source: str) -> _Read:
+def _read(adapter: TypeAdapter[_Read], entry: dict[str, Any], source: str) -> _Read:
     try:
-        return TypeAdapter(kind).validate_python(entry)
+        return adapter.validate_python(entry)
     except ValidationError as error:
         raise explain_validation_error(error, data=entry, document=Document(entry, source)) from None
 

@@ -75,7 +75,7 @@ def _printable(data: Any) -> Any:
 
 
 def page_data(report: Report) -> dict[str, Any]:
-    """Return the data of the page: the report's figures without what is long, and the timelines."""
+    """Return the data of the page: the report's figures without long lists, and the timelines."""
     first, last = _BUCKET_ROWS
     is_long = len(report.buckets) > first + last
     plans = [_plan(report.setting, plan) for plan in (*report.sized(), *report.plans)]

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megabucket.testing.fabric import *
     from megabucket.testing.invariants import *
     from megabucket.testing.loopback import *
-    from megabucket.testing.readers import *
     from megabucket.testing.strategies import *
 
 _NAMES = {
@@ -30,7 +29,6 @@ _NAMES = {
         "check_layout",
     ),
     "loopback": ("ListRecorder", "LoopbackWorld"),
-    "readers": ("read_megatron_layout",),
     "strategies": (
         "LayoutInput",
         "ddp_configs",

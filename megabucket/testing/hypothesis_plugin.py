@@ -1,13 +1,14 @@
-"""Entry point of hypothesis: lets ``st.from_type`` draw this library's types without any import. Calls no strategy itself.
+"""Entry point of hypothesis: lets ``st.from_type`` draw this library's types without any import. Draws nothing itself.
 
-Hypothesis runs it in every process of an environment in which this package is installed, so it imports as little as it can:
-the three types, never torch, and the strategies only when one of them is asked for.
+Hypothesis runs it in every process of an environment in which this package is installed, so it imports only the three types,
+never torch, and the strategies only when one of them is used.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ModelLayout, ParamSpec
@@ -15,24 +16,13 @@ from megabucket.layout import ModelLayout, ParamSpec
 
 def register() -> None:
     """Teach hypothesis how to draw a ``ParamSpec``, a ``DistributedDataParallelConfig`` and a ``ModelLayout``."""
-    st.register_type_strategy(ParamSpec, _param_spec)
-    st.register_type_strategy(DistributedDataParallelConfig, _config)
-    st.register_type_strategy(ModelLayout, _layout)
+    one_spec = {"min_params": 1, "max_params": 1}
+    st.register_type_strategy(ParamSpec, lambda _: _strategies().param_specs(**one_spec).map(lambda specs: specs[0]))
+    st.register_type_strategy(DistributedDataParallelConfig, lambda _: _strategies().ddp_configs())
+    st.register_type_strategy(ModelLayout, lambda _: _strategies().model_layouts())
 
 
-def _param_spec(_: type[ParamSpec]) -> SearchStrategy[ParamSpec]:
-    from megabucket.testing.strategies import param_specs
+def _strategies() -> ModuleType:
+    from megabucket.testing import strategies
 
-    return param_specs(min_params=1, max_params=1).map(lambda specs: specs[0])
-
-
-def _config(_: type[DistributedDataParallelConfig]) -> SearchStrategy[DistributedDataParallelConfig]:
-    from megabucket.testing.strategies import ddp_configs
-
-    return ddp_configs()
-
-
-def _layout(_: type[ModelLayout]) -> SearchStrategy[ModelLayout]:
-    from megabucket.testing.strategies import model_layouts
-
-    return model_layouts()
+    return strategies

@@ -1,14 +1,14 @@
-"""What must be true of a layout: named invariants, and assertions for tests. Public API; needs numpy, not hypothesis.
+"""Named invariants of a layout, and assertions for tests. Public API; needs numpy, not hypothesis.
 
-Each function takes a finished layout, of this library or of anybody else's code in this library's types. ``check_layout``
-returns what is wrong; the assertions raise ``AssertionError`` with the facts. None of them builds a layout, so none repeats
-the algorithm that it checks.
+Each function takes a finished layout, made by this library or by other code in this library's types. ``check_layout`` returns
+the violations; the assertions raise ``AssertionError``. None of them builds a layout, so none repeats the algorithm that it
+checks.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import pairwise, zip_longest
@@ -48,7 +48,7 @@ _MAX_ALLOCATED_NUMEL: Final = 50_000_000
 
 
 def check_layout(layout: ModelLayout) -> list[str]:
-    """Return every violated invariant as ``"name: what is wrong where"``; empty when the layout is sound.
+    """Return every violated invariant as ``"name: buffer: problem"``; empty when the layout is sound.
 
     Time is linear in the number of parameters (plus the sort by position). Never raises for a badly cut layout.
     """
@@ -85,19 +85,19 @@ def assert_places(layout: ModelLayout, specs: Sequence[ParamSpec]) -> None:
     Raises:
         AssertionError: a parameter is missing, too many, or in the wrong place.
     """
-    holders = Counter(name for buffer in layout.buffers for name in buffer.params)
-    expected = {spec.name: (index, spec) for index, spec in enumerate(specs)}
-    problems = [f"{name!r} lies in {holders[name]} buffers" for name in expected if holders[name] != 1]
-    problems += [f"{name!r} is not a parameter of the model" for name in holders if name not in expected]
+    found: defaultdict[str, list[tuple[object, ...]]] = defaultdict(list)
     for buffer in layout.buffers:
         for name, slot in buffer.params.items():
-            if name not in expected:
-                continue
-            index, spec = expected[name]
-            wanted = (index, spec.shape, spec.shared_embedding, spec.dtype, spec.group)
-            found = (slot.registration_index, slot.shape, slot.shared_embedding, buffer.key.param_dtype, buffer.key.group)
-            if wanted != found:
-                problems.append(f"{name!r}: (number, shape, shared, dtype, group) is {found}, expected {wanted}")
+            place = (slot.registration_index, slot.shape, slot.shared_embedding, buffer.key.param_dtype, buffer.key.group)
+            found[name].append(place)
+    expected = {
+        spec.name: [(index, spec.shape, spec.shared_embedding, spec.dtype, spec.group)] for index, spec in enumerate(specs)
+    }
+    problems = [
+        f"{name!r}: (number, shape, shared, dtype, group) is {found.get(name)}, expected {expected.get(name)}"
+        for name in expected | found
+        if found.get(name) != expected.get(name)
+    ]
     if problems:
         _fail("the layout does not hold the given parameters", problems)
 
@@ -129,7 +129,7 @@ def assert_shards_partition(layout: ModelLayout) -> None:
 def assert_views_are_a_bijection(layout: ModelLayout) -> None:
     """Writing distinct numbers through every parameter's view fills the flat buffers with each number once, and nothing else.
 
-    Allocates an array per buffer, one after the other. Padding must keep what it was filled with.
+    Allocates an array per buffer, one after the other. Padding must stay as it is.
 
     Raises:
         AssertionError: a number is lost or doubled, padding was written, or a view does not fit into its buffer.

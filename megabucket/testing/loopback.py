@@ -1,18 +1,16 @@
-"""A world of N ranks in one process, with real tensors and no network: the second rung of the tests, and public.
+"""A world of N ranks in one process, with real tensors and no network.
 
-Collectives are matched by their position in each rank's schedule, in each group of ranks and there on data and on control by
-itself. A mismatch fails at once
-and names both calls, where a process group would hang or mix data. Results are computed when a collective completes: at the
-last launch, or, with ``completion="manual"``, when the test says so, in any order. Sums run in rank order in the tensors' own
-dtype.
+Collectives are matched by their position in each rank's schedule; each group of ranks has one schedule for data and one for
+control. A mismatch fails at once and names both calls, where a process group would hang or mix data. Results are computed when
+a collective completes: at the last launch, or, with ``completion="manual"``, when the test says so, in any order. Sums run in
+rank order in the tensors' own dtype.
 
-The input of every call is copied at launch and compared bit by bit at completion, so a write into a buffer in flight is found
-with certainty.
+The input of every call is copied at launch and compared bit by bit at completion, so every write into a buffer in flight is
+found.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import Counter, defaultdict
@@ -68,7 +66,7 @@ class InFlightWriteError(CollectiveError):
 
 
 def describe_call(call: Call, members: Sequence[int] | None = None) -> str:
-    """Return kind, reduce op or root, numel and dtype of a call: what ranks must agree on."""
+    """Return kind, reduce op or root, numel and dtype of a call, on which ranks must agree."""
     how = f" {call.op.value}" if isinstance(call, AllReduce | ReduceScatter) else ""
     if isinstance(call, Broadcast) and call.root:
         how = f" from rank {call.root if members is None else members[call.root]}"
@@ -105,13 +103,13 @@ class _Collective:
         self.completed_s = 0.0
 
     def add(self, rank: int, calls: Sequence[Call], text: str) -> None:
-        # Those that are here are alike, so one of them stands for all: the work does not grow with the square of the ranks.
-        for other_rank, other_text in itertools.islice(self.texts.items(), 1):
-            is_alike = other_text == text if self._compares_labels else _calls_in(other_text) == _calls_in(text)
-            if not is_alike:
-                raise MismatchedCollectiveError(
-                    sequence=self.sequence, rank=rank, call=text, other_rank=other_rank, other_call=other_text
-                )
+        # The ranks so far are alike, so comparing with one of them is enough.
+        other_rank, other_text = next(iter(self.texts.items()), (rank, text))
+        is_alike = other_text == text if self._compares_labels else _calls_in(other_text) == _calls_in(text)
+        if not is_alike:
+            raise MismatchedCollectiveError(
+                sequence=self.sequence, rank=rank, call=text, other_rank=other_rank, other_call=other_text
+            )
         self.missing.discard(rank)
         self.batches[rank] = calls
         self.texts[rank] = text
@@ -167,7 +165,7 @@ class _Channel:
     """The collectives of one group of ranks, on data or on control."""
 
     members: Sequence[int]
-    compares_labels: bool  # on control ranks in different calls meet, and find out that they are
+    compares_labels: bool  # not on control, where ranks in different calls meet to find that out
     collectives: list[_Collective] = field(default_factory=list)
     num_launched: Counter[int] = field(default_factory=Counter)  # by rank of the world
 
@@ -246,18 +244,18 @@ class LoopbackWorld:
         return made
 
     def break_off(self, error: Finding) -> None:
-        """Let no rank launch anything more, and end the waits for what is not complete with an error."""
+        """Refuse all further launches, and end waits for incomplete collectives with an error."""
         with self._changed:
             self._broken = self._broken or error
             self._changed.notify_all()
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Sequence numbers of collectives that all their ranks have launched and nothing has completed."""
+        """Sequence numbers of the incomplete collectives that all their ranks have launched."""
         return tuple(item.sequence for item in self._collectives if not item.missing and not item.is_complete)
 
     def schedule(self, rank: int) -> tuple[str, ...]:
-        """Return what a rank has launched so far, in order."""
+        """Return the launches of a rank so far, in order."""
         return tuple(self._schedules[rank])
 
     def complete(self, sequence: int) -> None:
@@ -276,8 +274,8 @@ class LoopbackWorld:
     def run(self, function: Callable[[int], _Result]) -> list[_Result]:
         """Call ``function(rank)`` in one thread per rank and return the results in rank order.
 
-        The first error of any rank ends the waits of all others and is raised here. The ranks have got to different places of
-        the schedule by then, so such a world is not good for another run.
+        The first error of any rank ends the waits of all others and is raised here. By then the ranks are at different places
+        of the schedule, so the world cannot be used for another run.
         """
         results: dict[int, _Result] = {}
         errors: list[BaseException] = []
@@ -363,15 +361,15 @@ class LoopbackWorld:
             self._changed.notify_all()
 
     def _has_news(self, collective: _Collective) -> bool:
-        """Whether a wait for a collective is over: it can be completed, or it never will be."""
+        """Whether a wait for a collective is over: it can be completed, or never will be."""
         if self._failure is not None or self._broken is not None:
             return True
         return not collective.missing or self._is_dead(collective)
 
     def _is_dead(self, collective: _Collective) -> bool:
-        """Whether a rank that has not launched a collective never will: it has returned, or waits for one that is dead itself.
+        """Whether a rank that has not launched a collective never will: it has returned, or waits for a dead collective itself.
 
-        The wait that makes a collective dead is the last one of those that it hangs on, so nobody else has to be woken for it.
+        The last of the waits that depend on each other sees this first, and its error ends the others.
         """
         dead = {each for each in self._waiting if each.missing}
         while True:
@@ -392,7 +390,7 @@ class _LoopbackCommunicator(Communicator):
             self.control.progress = self.progress
 
     def share(self, progress: Progress) -> None:
-        """Count as work of another communicator of the rank."""
+        """Count work on this communicator as work of another one of the same rank."""
         self.progress = self.control.progress = progress
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
@@ -445,15 +443,15 @@ class ListRecorder:
 
     @property
     def collectives(self) -> list[CollectiveRecord]:
-        """What was launched."""
+        """The records of the launches."""
         return [launch.record for launch in self.launches]
 
     def record_launch(self, launch: Launch) -> None:
-        """Keep it."""
+        """Keep a launch."""
         self.launches.append(launch)
 
     def enter_phase(self, step: int, phase: str) -> None:
-        """Keep nothing."""
+        """Ignore it."""
 
     def note_ready(self, label: str) -> None:
-        """Keep nothing."""
+        """Ignore it."""

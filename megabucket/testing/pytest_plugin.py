@@ -31,7 +31,7 @@ _FIXTURE = "megabucket_layout"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare what the configuration file may say."""
+    """Declare the options of the configuration file."""
     parser.addini("megabucket_models", "functions that return a module: package.module:function", type="args", default=[])
     parser.addini("megabucket_dp_sizes", "numbers of data-parallel ranks", type="args", default=["1", "2", "8"])
     parser.addini("megabucket_bucket_sizes", "elements, or 'default'", type="args", default=["1", "default"])
@@ -71,7 +71,7 @@ def megabucket_layout(request: pytest.FixtureRequest) -> ModelLayout:
 
 @cache
 def _specs_of(path: str) -> Sequence[ParamSpec]:
-    """Return the trainable parameters of a model. It is made on the device ``meta``, so it may be as large as it likes."""
+    """Return the trainable parameters of a model. It is made on the device ``meta``, so it takes no memory."""
     module_name, _, name = path.partition(":")
     if not name:
         raise ConfigError(f"megabucket_models needs package.module:function, got {path!r}")

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what a layout is made from, and for layouts. Public API.
+"""Hypothesis strategies for layouts and their inputs. Public API.
 
 Every argument is a keyword, every bound is checked when the strategy is made (``InvalidArgument``), and every docstring
 says what its values shrink towards. The defaults keep parameters small enough to allocate; shapes are only numbers here,
@@ -36,7 +36,7 @@ _LANDMARK_SHAPES: Final = (
     *((46_341, 46_341), (65_536, 65_537), (3, 2**33)),
 )
 
-_MAX_BUCKET_SIZE: Final = 2**62  # what the config accepts
+_MAX_BUCKET_SIZE: Final = 2**62  # the limit of the config
 
 _EMPTY_SHAPES: Final = ((0,), (0, 7), (3, 0), (2, 0, 5))
 
@@ -44,7 +44,7 @@ _NAME_FORMS: Final = ("p{}", "layers.{}.weight", "block{}.attn.ü", 'odd "{}" \\
 
 
 class LayoutInput(NamedTuple):
-    """The arguments of ``build_layout``, as one value: what a test of a layout algorithm is given."""
+    """The arguments of ``build_layout`` as one value."""
 
     specs: tuple[ParamSpec, ...]
     config: DistributedDataParallelConfig
@@ -52,7 +52,7 @@ class LayoutInput(NamedTuple):
     group_sizes: Mapping[str, int] = MappingProxyType({})
 
     def build(self) -> ModelLayout:
-        """Return the layout that this library makes of it."""
+        """Return this library's layout for it."""
         return build_layout(self.specs, self.config, dp_size=self.dp_size, group_sizes=self.group_sizes)
 
 
@@ -96,7 +96,7 @@ def param_specs(
     _check_members(known=DTYPES, dtypes=dtypes)
     if isinstance(groups, str) or not groups or not all(isinstance(group, str) and group for group in groups):
         raise InvalidArgument(f"groups={groups!r} must be a non-empty sequence of names")
-    # One draw decides what a parameter is apart from its shape; an embedding is the rare case.
+    # One draw gives a parameter everything but its shape; embeddings are rare.
     weights = (False, False, False, False, True) if shared_embeddings else (False,)
     mixed = [(dtype, group, shared) for shared, dtype, group in product(weights, dtypes, groups)]
     uniform = [(dtypes[0], groups[0], shared) for shared in weights]
@@ -118,8 +118,7 @@ def ddp_configs(
 ) -> SearchStrategy[DistributedDataParallelConfig]:
     """Valid configs: every field takes every kind of value, and contradictory combinations are never built.
 
-    What a config says about single parameters (``bucket_cuts``, ``bucket_order``) is drawn for one model, whose names are
-    given; without them the configs fit every model.
+    ``bucket_cuts`` and ``bucket_order`` are drawn from ``param_names``; without names the configs fit every model.
 
     Shrinks towards the default config, as far as ``layouts`` and ``sizings`` allow: they are tried in the order given.
 
@@ -162,8 +161,8 @@ def layout_inputs(
     Shrinks towards the smallest model, the default config, and a group of one rank.
 
     Args:
-        specs: what models to draw; ``param_specs()`` when not given. Each must hold at least one parameter.
-        dp_size: what group sizes to draw; ``dp_sizes()`` when not given. Sizes of groups other than ``dense`` are drawn
+        specs: models; ``param_specs()`` when not given. Each must hold at least one parameter.
+        dp_size: group sizes; ``dp_sizes()`` when not given. Sizes of groups other than ``dense`` are drawn
             from it as well.
         layouts: as in ``ddp_configs``.
         sizings: as in ``ddp_configs``.
@@ -178,17 +177,9 @@ def layout_inputs(
     return _layout_inputs(models, sizes, _switches(layouts), st.sampled_from(sizings), has_order)
 
 
-def model_layouts(
-    *,
-    specs: SearchStrategy[tuple[ParamSpec, ...]] | None = None,
-    dp_size: SearchStrategy[int] | None = None,
-    layouts: Sequence[str] = LAYOUTS,
-    sizings: Sequence[str] = SIZINGS,
-    recorded_orders: bool = True,
-) -> SearchStrategy[ModelLayout]:
+def model_layouts(**arguments: Any) -> SearchStrategy[ModelLayout]:
     """Layouts as this library builds them; the arguments and the shrinking are those of ``layout_inputs``."""
-    inputs = layout_inputs(specs=specs, dp_size=dp_size, layouts=layouts, sizings=sizings, recorded_orders=recorded_orders)
-    return inputs.map(LayoutInput.build)
+    return layout_inputs(**arguments).map(LayoutInput.build)
 
 
 _BOTH: Final = (False, True)
@@ -248,7 +239,7 @@ def _named_specs(
 
 
 class _SizeBounds(NamedTuple):
-    """Within what one way to size buckets is drawn."""
+    """The bounds of bucket sizes."""
 
     max_bucket_size: int
     max_num_buckets: int
@@ -281,7 +272,7 @@ def _boxes(*, max_numel: int, num_dims: int) -> SearchStrategy[tuple[int, ...]]:
 
 
 def _switches(layouts: Sequence[str]) -> SearchStrategy[dict[str, Any]]:
-    """Every field of the config but the three that size the buckets."""
+    """Every field of the config but those that size or order the buckets."""
     shaping = [{"layout": layout} for layout in layouts]
     parts = [st.sampled_from(part) for part in (_VALID_SYNC, _VALID_REDUCTION, _VALID_PRECISION, _VALID_TIMES, shaping)]
     return st.tuples(*parts, st.fixed_dictionaries(_independent_switches())).map(_merge)

@@ -30,8 +30,8 @@ import megabucket as mb
 from megabucket.checkpoint.capture import TrainingParts, capture
 from megabucket.checkpoint.file_system import NUM_FILE_THREADS
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.offline import reshard
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.reshard import reshard
 from megabucket.checkpoint.save import BackgroundWriter, SaveSettings, save_snapshot
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.units import MIB

@@ -13,7 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megabucket.planning import FlatLink, MeasuredLink, Mode, TensorWork, Workload, optimal_plan, simulate_step_s, uniform_plan
+from megabucket.planning.cuts import uniform_plan
+from megabucket.planning.links import FlatLink, MeasuredLink
+from megabucket.planning.partition import optimal_plan
+from megabucket.planning.simulate import Mode, simulate_step_s
+from megabucket.planning.workload import TensorWork, Workload
 from megabucket.trace import CollectiveKind
 
 ROOT = Path(__file__).parents[2]

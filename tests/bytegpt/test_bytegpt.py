@@ -13,7 +13,7 @@ def tiny(**changes):
 
 @pytest.mark.parametrize(
     "config",
-    [tiny(), tiny(bias=False), tiny(tied_embeddings=False), tiny(ffn_size=20), tiny(ffn_multiplier=2, num_layers=1)],
+    [tiny(), tiny(bias=False), tiny(tied_embeddings=False), tiny(ffn_size=20), tiny(num_layers=1)],
 )
 def test_parameters_are_those_that_planning_expects(config):
     model = ByteGPT(config, seed=0)

@@ -18,7 +18,7 @@ from examples.bytegpt.report import Progress
 from examples.bytegpt.task import learning_rate
 from examples.bytegpt.train import run_training
 from megabucket.checkpoint.catalog import StepDirectory
-from megabucket.checkpoint.compare import compare
+from megabucket.checkpoint.offline import compare
 from megabucket.checkpoint.save import BackgroundWriter, Save
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import (

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from train_ranks import LIMIT_S, Job
 
-from megabucket.checkpoint.compare import compare
+from megabucket.checkpoint.offline import compare
 from megabucket.checkpoint.stored import open_checkpoint
 
 pytestmark = pytest.mark.dist

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.checkpoint.canonical import empty_piece
-from megabucket.checkpoint.data_files import cut_into_files
 from megabucket.checkpoint.format import ITEM_BYTES, TensorInfo, encode_header
+from megabucket.checkpoint.save import cut_into_files
 
 
 @st.composite

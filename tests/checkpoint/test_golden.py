@@ -13,7 +13,7 @@ import torch
 
 import megabucket as mb
 from megabucket.checkpoint.canonical import empty_piece
-from megabucket.checkpoint.compare import compare
+from megabucket.checkpoint.offline import compare
 from megabucket.testing import LoopbackWorld
 
 GOLDEN = Path(__file__).parent / "golden_0_1_0_dev"

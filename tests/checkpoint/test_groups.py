@@ -11,12 +11,11 @@ from typer.testing import CliRunner
 import megabucket as mb
 from megabucket.checkpoint.canonical import GlobalNames, empty_piece, in_shape
 from megabucket.checkpoint.catalog import Latest, StepDirectory
-from megabucket.checkpoint.compare import compare
 from megabucket.checkpoint.convert.dcp import save_dcp
 from megabucket.checkpoint.convert.huggingface import export_weights
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo, decode_manifest, encode_manifest, seal_of
+from megabucket.checkpoint.offline import compare, reshard
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.reshard import reshard
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
 from megabucket.cli.main import app
 from megabucket.errors import (

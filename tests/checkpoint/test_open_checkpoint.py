@@ -127,7 +127,7 @@ def test_a_damaged_data_file_is_named_when_it_is_read(root):
         stored.verify()
     with pytest.raises(CheckpointInvalidError, match=r"rank-00000-00001\.safetensors: its SHA-256 is"):
         sample.judge(stored)
-    assert len(stored.problems()) == 1
+    assert len(stored.damage()) == 1
 
 
 def test_all_damaged_files_are_listed(root):
@@ -136,7 +136,7 @@ def test_all_damaged_files_are_listed(root):
     stored = open_checkpoint(root)
     data_file(root, 3, 2).unlink()
 
-    first, second, third = stored.problems()
+    first, second, third = map(str, stored.damage())
 
     assert "its SHA-256 is" in first
     assert "it has 5 bytes, and the manifest says" in second

@@ -8,10 +8,9 @@ import torch
 from faults.checkpoints import sample
 from faults.checkpoints.faulty import FaultyFileSystem, fail_at, nothing
 from faults.checkpoints.threads import in_threads
-from megabucket.checkpoint.compare import compare
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.offline import compare, reshard
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.reshard import reshard
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import CheckpointInvalidError, CheckpointNotSavedError

@@ -9,16 +9,14 @@ import stat
 import pytest
 import torch
 
-import megabucket.checkpoint.save
 from faults.checkpoints import sample
 from faults.checkpoints.faulty import FaultyFileSystem
 from faults.checkpoints.threads import in_threads
 from megabucket.checkpoint.catalog import saved_steps
-from megabucket.checkpoint.data_files import content_of
 from megabucket.checkpoint.file_system import FileSystem
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.save import Save, SaveSettings, save_snapshot
+from megabucket.checkpoint.save import Save, SaveSettings, content_of, save_snapshot
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import CheckpointNotSavedError
 
@@ -246,20 +244,6 @@ def test_what_could_not_be_read_again_is_refused(tmp_path, options, problem):
 
     with pytest.raises(CheckpointNotSavedError, match=problem):
         save_snapshot(tmp_path, options.get("step", 1), snapshot, AloneRanks())
-
-
-def test_nothing_is_written_when_there_is_too_little_room(tmp_path, monkeypatch):
-    sample.save(tmp_path, 1, AloneRanks(), SaveSettings())
-    monkeypatch.setattr(megabucket.checkpoint.save, "free_bytes", lambda _path: 5_000)
-    calls = []
-    disk = FaultyFileSystem(lambda _index, name: calls.append(name))
-
-    with pytest.raises(CheckpointNotSavedError, match=r"rank 0: \d+ bytes are needed and 5000 are free") as caught:
-        sample.save(tmp_path, 2, AloneRanks(), SaveSettings(file_system=disk))
-
-    assert caught.value.last_good_step == 1
-    assert "write" not in calls
-    assert names(tmp_path) == [".lock", "latest", "step-00000001"]
 
 
 class ElsewhereOnRankOne(FaultyFileSystem):

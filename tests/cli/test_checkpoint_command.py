@@ -14,8 +14,8 @@ from examples.bytegpt.checkpoints import BATCH_FACT, CORPUS_FACT, config_facts
 from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.model import next_byte_loss
 from examples.bytegpt.task import initial_model, make_optimizer
-from megabucket.checkpoint.compare import compare
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.offline import compare
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
 from megabucket.checkpoint.stored import open_checkpoint

@@ -238,8 +238,8 @@ def test_control_characters_and_markup_of_names_are_printed_as_text(tmp_path):
             "",
             [],
             (
-                "error: run.yaml: model is required to plan; describe one in a config, for example model: {kind: gpt, ...}, or "
-                "give model=path/config.json of Hugging Face, or model=module:callable\n"
+                "error: run.yaml: model is required to plan; give a preset (-c gpt2-124m), a config.json of Hugging Face, "
+                "module:callable, or a YAML file with a model section\n"
             ),
         ),
         ("ddp: {bucket_size: 0}", [], "error: run.yaml:1: ddp.bucket_size: should be greater than 0 (got 0)\n"),

@@ -13,14 +13,14 @@ from megabucket.errors import PeerFailedError, PhaseError
 SHARDED = {"use_distributed_optimizer": True}
 MODES = pytest.mark.parametrize("switches", [{}, SHARDED], ids=["all_reduce", "reduce_scatter"])
 WITHHELD = (
-    "which is there only while DistributedOptimizer.step() runs: at other times it is out of date, or part of a reduction, "
-    "and one rank's shard at that. Clip with DistributedOptimizer(..., clip_grad=1.0) or its clip_grad_norm_(), which take the "
-    "norm over all ranks. Call step() and zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
+    "which is valid only inside DistributedOptimizer.step(), and it is only this rank's shard. Clip with "
+    "DistributedOptimizer(..., clip_grad=1.0) or its clip_grad_norm_(), which take the norm over all ranks. Call step() and "
+    "zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
 )
 TOUCHED = (
     "the gradient of a flat shard ('a') was cleared or replaced between two steps, to no effect: a DistributedOptimizer steps "
-    "on what the gradient sync has left in the buffers. Call its own zero_grad(), not that of the torch optimizer in it; set "
-    "gradients of the model's parameters, before the sync."
+    "on the reduced gradients in the buffers. Call its zero_grad(), not the torch optimizer's; change gradients of the model's "
+    "parameters before the sync."
 )
 
 

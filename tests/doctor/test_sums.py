@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.doctor.gradients import contribution, read_sum
+from megabucket.doctor.questions import contribution, read_sum
 
 sizes = st.integers(1, 70)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

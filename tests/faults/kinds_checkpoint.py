@@ -71,7 +71,7 @@ class _Place:
     @classmethod
     def of(cls, here: Here) -> _Place:
         """Make a directory; all ranks call it."""
-        ranks = GroupRanks(here.ddp)
+        ranks = GroupRanks(here.ddp, "saving or loading a checkpoint")
         made = tempfile.mkdtemp(prefix="megabucket-faults-") if ranks.rank == 0 else ""
         return cls(Path(ranks.exchange(made.encode())[0].decode()), ranks)
 

@@ -120,6 +120,6 @@ def test_save_state_and_load_state_hold_the_state_of_all_ranks_and_tied_weights(
 def test_what_is_not_supported_is_refused_by_name(said):
     part, order, arguments = said["refusals"]
 
-    assert "18 of the model were left out" in part
+    assert "18 of the model are missing" in part
     assert "prepare(model, optimizer, ...) in this order" in order
     assert "ddp_find_unused_parameters: these training arguments are for torch DDP" in arguments

@@ -279,6 +279,6 @@ class TestParamGroups:
 
     def test_a_rule_that_takes_nothing_is_an_error(self):
         with pytest.raises(
-            ConfigError, match=r"1 rule\(s\) for parameter groups take no trainable parameter: 'bias'\..*'0.weight'"
+            ConfigError, match=r"1 rule\(s\) for parameter groups match no trainable parameter: 'bias'\..*'0.weight'"
         ):
             mb.param_groups(net(), ("bias", {"weight_decay": 0.0}))

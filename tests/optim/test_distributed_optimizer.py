@@ -771,7 +771,7 @@ class TestAsATorchOptimizer:
 
         assert str(caught.value) == (
             "the added group has parameters that are in a group already, frozen ones included: 'parameter 0, shape (100,)'. "
-            "Leave them out; ddp.rebuild() alone takes notice of parameters that were unfrozen."
+            "Leave them out; ddp.rebuild() alone shards parameters that were unfrozen."
         )
         assert len(optimizer.param_groups) == 1
 
@@ -804,11 +804,11 @@ class TestRefusedOptimizers:
 
         assert text.startswith(
             "Adafactor cannot step on flat shards cut across parameters, as a DistributedOptimizer does: on small tensors its "
-            "update of one element depends on others (a parameter of shape (12,) becomes another when it is cut over 1 rank: "
+            "update of one element depends on others (cut into two shards, they differ by "
         )
         assert text.endswith(
             "Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or Adafactor as a plain optimizer with "
-            "use_distributed_optimizer=False. If it does update each element by itself, say so before: "
+            "use_distributed_optimizer=False. If it does update each element by itself, declare it: "
             "optimizer.is_elementwise = True."
         )
 

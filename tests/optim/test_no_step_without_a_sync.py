@@ -267,7 +267,7 @@ def assign(one, *, only=None):
             param.grad = torch.full_like(param, one.rank + 1.0)
 
 
-SENT = "was replaced when it was sent already, to no effect: gradients are reduce-scattered while backward runs"
+SENT = "was replaced after it was sent, to no effect: gradients are reduce-scattered while backward runs"
 
 
 @pytest.mark.parametrize("finish", ["auto", "explicit"])

@@ -386,7 +386,7 @@ class TestGroups:
 
             assert str(caught.value) == (
                 "the added group has parameters that are in a group already, frozen ones included: 'parameter 0, shape "
-                f"{tuple(param.shape)}'. Leave them out; ddp.rebuild() alone takes notice of parameters that were unfrozen."
+                f"{tuple(param.shape)}'. Leave them out; ddp.rebuild() alone shards parameters that were unfrozen."
             )
         assert len(optimizer.param_groups) == 1
 
@@ -942,8 +942,8 @@ class TestWithoutDistributedOptimizer:
         ddp(factors_of(0, 0)).backward()
 
         assert text_of(PhaseError, first.step) == (
-            "the wrapper was rebuilt, but this optimizer was not: a DistributedOptimizer that was built after it has taken its "
-            "place, and what it steps on is no longer part of the module. Use the later one."
+            "the wrapper was rebuilt, but this optimizer was not: a later DistributedOptimizer has replaced it, and its shards "
+            "are no longer part of the module. Use the later one."
         )
         assert second.step().updated
 

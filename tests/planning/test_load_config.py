@@ -174,10 +174,6 @@ def test_every_problem_has_its_path_and_its_place(write):
             f"model: {GPT.replace('hidden_size: 32', 'hidden_size: 30')}",
             "run.yaml:1: model: hidden_size=30 is not a multiple of num_heads=4",
         ),
-        (
-            f"model: {GPT[:-1]}, ffn_size: 64, ffn_multiplier: 2}}",
-            "run.yaml:1: model: ffn_size=64 and ffn_multiplier=2 both size the feed-forward layer; keep one of them",
-        ),
     ],
 )
 def test_a_wrong_config_is_answered_in_one_line(write, text, message):

@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 from megabucket.cli.main import app
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec
-from megabucket.planning import RunConfig, optimal_plan, simulate_step_s
+from megabucket.planning import RunConfig
 from megabucket.planning.links import ReplicatedLink, TwoLevelLink
 from megabucket.planning.memory import memory_by_mode
+from megabucket.planning.partition import optimal_plan
 from megabucket.planning.setting import Setting
-from megabucket.planning.simulate import Mode
+from megabucket.planning.simulate import Mode, simulate_step_s
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.report import collect
 from megabucket.testing.strategies import dp_sizes, param_specs

@@ -11,7 +11,7 @@ import pytest
 from pool import Rank
 
 import megabucket as mb
-from megabucket.checkpoint.compare import compare
+from megabucket.checkpoint.offline import compare
 
 pytestmark = pytest.mark.dist
 

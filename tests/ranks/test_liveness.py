@@ -173,7 +173,7 @@ def wait_on_separate_hosts(place: Place) -> None:
 @pytest.mark.parametrize(
     ("number", "state"),
     [
-        (signal.SIGKILL, "went away: no sign of life for 0.8 s; last seen in forward, step 12"),
+        (signal.SIGKILL, "went away: no sign of life for 0.75 s; last seen in forward, step 12"),
         (signal.SIGSTOP, "froze: no sign of life for 1.5 s; last seen in forward, step 12"),
     ],
 )

@@ -17,17 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint import api, filesystem, metadata, planner, state_dict_loader, state_dict_saver
 
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
@@ -83,7 +73,7 @@ def save_dcp(
     snapshot = capture(TrainingParts(ddp, optimizer), data_position=data_position, extras=extras, with_rng=False)
     state_dict = _nested(snapshot, ddp.module)
     with _torchs_errors(path, "write"):
-        save(state_dict, checkpoint_id=str(path), process_group=group, no_dist=ranks.size == 1)
+        state_dict_saver.save(state_dict, checkpoint_id=str(path), process_group=group, no_dist=ranks.size == 1)
 
 
 def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
@@ -208,8 +198,8 @@ def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
     tensors = {}
     read: dict[str, Any] = {}
     aliases = {f"{MODEL_PREFIX}{name}" for name in _aliases(parts.ddp.module)}
-    for name, found in FileSystemReader(str(path)).read_metadata().state_dict_metadata.items():
-        if not isinstance(found, TensorStorageMetadata):
+    for name, found in filesystem.FileSystemReader(str(path)).read_metadata().state_dict_metadata.items():
+        if not isinstance(found, metadata.TensorStorageMetadata):
             read[name] = None
         elif name not in aliases:
             shape = tuple(found.size)
@@ -229,7 +219,7 @@ def _load(state_dict: dict[str, Any], path: Path) -> None:
         CheckpointError: torch cannot read a file.
     """
     with _torchs_errors(path, "read"):
-        load(state_dict, checkpoint_id=str(path), no_dist=True)
+        state_dict_loader.load(state_dict, checkpoint_id=str(path), no_dist=True)
 
 
 @contextmanager
@@ -239,7 +229,7 @@ def _torchs_errors(path: Path | str, verb: str) -> Iterator[None]:
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process needs no group
         try:
             yield
-        except CheckpointException as error:
+        except api.CheckpointException as error:
             cause = next((cause for cause, _ in error.failures.values()), error)
             raise CheckpointError(f"{path}: torch cannot {verb} it: {type(cause).__name__}: {cause}") from error
 
@@ -354,22 +344,22 @@ class FlatRange(torch.Tensor):
 
     # The protocol of torch.distributed._checkpointable #
 
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: object) -> list[planner.WriteItem]:
         """Return its boxes, to be written."""
-        properties = TensorProperties(dtype=self.dtype)
+        properties = metadata.TensorProperties(dtype=self.dtype)
         return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> list[metadata.ChunkStorageMetadata]:
         """Return its boxes, to be read."""
-        return [ChunkStorageMetadata(offsets=offsets, sizes=part.shape) for offsets, part in self._parts.items()]
+        return [metadata.ChunkStorageMetadata(offsets=offsets, sizes=part.shape) for offsets, part in self._parts.items()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: metadata.MetadataIndex) -> torch.Tensor:
         """Return the values of one box."""
         return self._parts[index.offset]  # type: ignore[index]

@@ -35,7 +35,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
 
     Args:
         options: of torch: store, rank, size, time limit, ranks, name.
-        machine: of the default group, when that is on a fabric, too.
+        machine: that of the default group if it is on a fabric as well.
     """
 
     def __init__(self, fabric: EmulatedFabric, options: Any, *, machine: Machine | None) -> None:
@@ -63,7 +63,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         self._filled: dict[tuple[int, int, int], StorageWeakRef] = {}
         self._launching = threading.RLock()
 
-    # What torch asks a group #
+    # The interface of a process group #
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the back-end."""
@@ -95,7 +95,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
             self.machine.nic.stop()
 
     def take_lateness(self) -> Lateness:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call, and reset them."""
         taken, self._endpoint.lateness = self._endpoint.lateness, Lateness()
         return taken
 
@@ -165,7 +165,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         return self._launch(1, inputs * self._size, lambda: self._gloo.gather(outputs, inputs, *opts), outputs)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], *opts: Any) -> dist.Work:
-        """Send each rank its part of what one rank has."""
+        """Send each rank its part of one rank's tensors."""
         return self._launch(1, outputs * self._size, lambda: self._gloo.scatter(outputs, inputs, *opts), outputs)
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, *sizes_and_opts: Any) -> dist.Work:  # noqa: A002
@@ -221,7 +221,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         return FabricWork(self._endpoint, slot, duration_s=duration_s, works=works, result=result, finish=finish)
 
     def _gather(self, outputs: Tensors, inputs: Tensors) -> list[dist.Work]:
-        """Broadcast each rank's shard, unless only time passes and what the other ranks sent before is good enough."""
+        """Broadcast each rank's shard, unless only time passes and the memory holds other ranks' shards already."""
         moves = any(self.fabric.moves(tensor) for tensor in inputs)
         works: list[dist.Work] = []
         for output, own in zip(outputs, inputs, strict=True):
@@ -252,7 +252,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _reducible(full: torch.Tensor, output: torch.Tensor, *, moves: bool) -> torch.Tensor:
-    """Return what is reduced: the caller's buffer where the output lies in it, else a copy."""
+    """Return the buffer to reduce: the caller's if the output lies in it, else a copy."""
     flat = full.detach().reshape(-1)
     is_in_place = flat.data_ptr() <= output.data_ptr() < flat.data_ptr() + flat.nbytes
     return flat if is_in_place or not moves else flat.clone()

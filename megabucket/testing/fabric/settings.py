@@ -1,4 +1,4 @@
-"""``EmulatedFabric``: what a user says about the emulated link, what it costs, and how torch comes to know the back-end."""
+"""``EmulatedFabric``: the settings of the emulated link, the costs of its operations, and the back-end's registration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALWAYS_MOVED_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class EmulatedFabric:
-    """A network of one machine that takes the time of a slower one: the data moves, an alpha-beta link says when it is there.
+    """A network of one machine that takes the time of a slower one: gloo moves the data, an alpha-beta link delays it.
 
     ``n`` ranks, ``S`` bytes of the full buffer: an all-reduce takes ``2 (n-1) latency + 2 S (n-1)/n / bandwidth`` from the
     moment the last rank has launched it and the link of every member is free; every other collective half of that. A rank that
@@ -51,7 +51,7 @@ class EmulatedFabric:
         dist.init_process_group(self.register(), pg_options=self, **arguments)
 
     def register(self) -> str:
-        """Tell torch about the back-end and return its name, for programs that make their groups themselves.
+        """Register the back-end and return its name, for programs that make their groups themselves.
 
         ``init_process_group(name)`` takes the settings of the fabric that was registered last, or those given as
         ``pg_options``. Groups made by ``new_group`` afterwards take those of the default group.
@@ -100,14 +100,14 @@ class _Creator:
 
 
 def fabric_lateness(group: dist.ProcessGroup | None = None) -> Lateness:
-    """Return how late operations of a group completed on this rank since the last call, and begin to count anew.
+    """Return how late operations of a group completed on this rank since the last call, and reset the counts.
 
     Raises:
         ConfigError: the group is not on an emulated fabric.
     """
     real = group if group is not None else dist.group.WORLD
     if not isinstance(real, FabricGroup):
-        raise ConfigError(f"the group is no emulated fabric, and nothing is known about its lateness: {real!r}")
+        raise ConfigError(f"the group is no emulated fabric, so it has no lateness: {real!r}")
     return real.take_lateness()
 
 

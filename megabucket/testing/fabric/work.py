@@ -211,7 +211,7 @@ class FabricWork(dist.Work):
         self._failure: BaseException | None = None
         self._is_done = self._is_data_late = False
 
-    # What torch asks a work #
+    # The interface of a work #
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Return when the operation is done.
@@ -271,7 +271,7 @@ class FabricWork(dist.Work):
                 self._endpoint.nic.promise(self)
             return self._future
 
-    # What completes it #
+    # Completion #
 
     def _known_done_s(self) -> float | None:
         """Return the moment the link delivers, on ``time.monotonic``; ``None`` while another rank has not launched."""

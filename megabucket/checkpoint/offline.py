@@ -1,16 +1,18 @@
-"""The differences between two checkpoints, found in bounded memory."""
+"""Compare checkpoints and write them again for other ranks, without a model and in bounded memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
 
-from megabucket.checkpoint.canonical import empty_piece, meta_piece
-from megabucket.checkpoint.data_files import cut_into_files
+from megabucket.checkpoint.canonical import empty_piece, split_evenly
 from megabucket.checkpoint.format import ITEM_BYTES, Json, Piece
+from megabucket.checkpoint.ranks import AloneRanks
+from megabucket.checkpoint.save import Content, Save, SaveSettings, cut_into_files
 from megabucket.checkpoint.stored import StoredCheckpoint
 from megabucket.units import MIB
 
@@ -48,7 +50,7 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Comparison:
     kinds = [{name: f"{of.dtype} {list(of.shape)}" for name, of in stored.tensors.items()} for stored in (first, second)]
     differing = list(_differences(*kinds))
     names = {one.name for one in differing}
-    in_both = [meta_piece(info) for name, info in first.tensors.items() if name not in names]
+    in_both = [empty_piece(info, device="meta") for name, info in first.tensors.items() if name not in names]
     batches = cut_into_files(0, in_both, _BATCH_BYTES).values()
     contents = [one for batch in batches for one in _contents(batch, first, second)]
     return Comparison(
@@ -91,3 +93,33 @@ def _texts(path: str, value: Json) -> dict[str, str]:
     else:
         return {path: repr(value)}
     return {name: text for place, item in items for name, text in _texts(place, item).items()}
+
+
+def reshard(source: StoredCheckpoint, root: Path | str, *, num_writers: int, settings: SaveSettings) -> Path:
+    """Write ``source`` into ``root`` as ``num_writers`` ranks would have, and return its directory.
+
+    Any number of ranks can load any checkpoint; afterwards each of ``num_writers`` ranks finds its values in few files. A few
+    files at a time are in memory; a file of ``source`` is read once for each new file that holds some of its values.
+
+    Args:
+        num_writers: each gets an equal share of the bytes, in the order of the names of tensors.
+
+    Raises:
+        ValueError: ``num_writers`` is not at least 1.
+        CheckpointNotSavedError: it cannot be written.
+        CheckpointInvalidError: a file of ``source`` is damaged.
+    """
+    if num_writers < 1:
+        raise ValueError(f"num_writers is {num_writers}; at least one rank must write")
+    whole = [empty_piece(info, device="meta") for info in source.tensors.values()]
+    files: dict[str, Sequence[Piece]] = {}
+    for writer in range(num_writers):
+        files |= cut_into_files(writer, split_evenly(whole, rank=writer, size=num_writers), settings.max_file_bytes)
+
+    def make(pieces: Sequence[Piece]) -> Sequence[Piece]:
+        made = [empty_piece(piece.info, piece.start, piece.stop) for piece in pieces]
+        source.read(made)
+        return made
+
+    content = Content(source.values, num_writers, files, make)
+    return Save(Path(root), source.step, AloneRanks(), settings).run(lambda: content)

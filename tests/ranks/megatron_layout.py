@@ -8,8 +8,6 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import START_ALIGNMENT, bucket_end_multiple
 from megabucket.layout import BucketLayout, BufferKey, BufferLayout, ModelLayout, ParamSlot
 
-__all__ = ["read_megatron_layout"]
-
 
 def read_megatron_layout(wrapped: Any) -> ModelLayout:
     """Return the layout of Megatron-Core's ``DistributedDataParallel``, experts included.
