@@ -1,7 +1,7 @@
-"""Every error this library raises on purpose, its notices, and how texts show names, ranks, values and what others wrote.
+"""All errors of this library, its log notices, and the formatting of names, ranks and values in texts.
 
-Each class carries its facts as attributes, so tests and tools never parse text; the text says what happened with
-names and values, why it matters, and what to do. All of them pickle, so they cross process boundaries.
+Each error has its facts as attributes, so tests and tools need not parse text; the text says what happened with names and
+values, why it matters, and what to do. All errors pickle, so they cross process boundaries.
 
 ::
 
@@ -23,7 +23,7 @@ names and values, why it matters, and what to do. All of them pickle, so they cr
     │   └── ReplicasDivergedError              different optimizer updates, or different weights
     ├── PhaseError (RuntimeError)              an operation in a phase where it is not allowed
     │   ├── LateGradientError                  a gradient for a bucket that was already sent
-    │   ├── DelayedGradientError               a gradient computed apart from backward that is missing, or not told
+    │   ├── DelayedGradientError               a gradient computed apart from backward that is missing or wrong
     │   ├── ConcurrentBackwardError            two backwards of one wrapper at the same time
     │   └── UnreducedGradientsError            an optimizer step without a gradient sync before it
     ├── UnusedParameterError (RuntimeError)    a parameter without a gradient at the gradient sync
@@ -68,7 +68,7 @@ _VALUES_SHOWN: Final = 8
 def log_once(text: str, level: int = logging.WARNING) -> None:
     """Log a notice to the logger ``megabucket``, once per process and text.
 
-    A log record and no Python warning: it must not stop a rank whose program turns warnings into errors while others wait.
+    Not a Python warning: a program may turn warnings into errors and stop one rank while others wait.
     """
     logging.getLogger("megabucket").log(level, "megabucket: %s", text)
 
@@ -99,10 +99,10 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def values_by_rank(values: Sequence[object], ranks: Sequence[int] | None = None) -> str:
-    """Return which ranks have which value, the rarest value last; of many values the most common ones.
+    """Return the ranks of each value, the rarest value last; of many values the most common ones.
 
     Args:
-        ranks: those that have the values; ``None``: the first ones.
+        ranks: of the values; ``None``: counted from 0.
 
     >>> values_by_rank([2, 1, 2])
     '2 on ranks 0, 2; 1 on rank 1'
@@ -129,7 +129,7 @@ def printable(text: str, max_chars: int = 200) -> str:
     >>> printable("abcdefgh", 6)
     'abc...'
     """
-    # Escapes only lengthen the text, so what is cut off here could not be shown anyway.
+    # Escapes only lengthen the text, so the rest would be cut off anyway.
     head = text[: max_chars + 1]
     if not head.isprintable():
         head = "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in head)
@@ -149,7 +149,7 @@ class MegabucketError(Exception):
         return copyreg.__newobj__, (type(self), *self.args), dict(self.__dict__)  # type: ignore[attr-defined]
 
     def copy(self) -> Self:
-        """Return an equal error without a traceback: one that is raised twice would carry both."""
+        """Return an equal error without a traceback, to be raised a second time."""
         return copy.copy(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,11 +157,11 @@ class MegabucketError(Exception):
         return {"error": type(self).__name__, "message": str(self), **self.__dict__}
 
 
-# What is given: configs, models, optimizers, files #
+# Input: configs, models, optimizers, files #
 
 
 class ConfigError(MegabucketError, ValueError):
-    """A config that cannot be honoured; the text lists every problem found, not only the first."""
+    """A config that cannot be honoured; the text lists all problems."""
 
     def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
@@ -212,7 +212,7 @@ class OptimizerParametersError(MegabucketError, ValueError):
 
 
 class ProcessGroupMissingError(MegabucketError, RuntimeError):
-    """More than one process was launched but they cannot talk to each other."""
+    """Several processes were launched but cannot communicate."""
 
     def __init__(self, *, world_size: int) -> None:
         self.world_size = world_size
@@ -240,7 +240,7 @@ class InvariantError(MegabucketError, RuntimeError):
     """A bug in this library; please report the text."""
 
 
-# A step: all ranks raise the same error with the same text, which says which rank is at fault #
+# A step: all ranks raise the same error with the same text, which names the rank at fault #
 
 _DROPPED: Final = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
 _NOTHING_CHANGED: Final = "Nothing was changed on any rank."
@@ -278,7 +278,7 @@ _USUAL_CAUSES: Final = {
 
 
 class RanksDisagreeError(MegabucketError, RuntimeError):
-    """The ranks are not doing the same, so a reduction would mix things that do not belong together."""
+    """The ranks are not doing the same, so a reduction would mix unrelated values."""
 
 
 class LayoutMismatchError(RanksDisagreeError):
@@ -345,14 +345,14 @@ class ScheduleMismatchError(RanksDisagreeError):
 
 
 class HyperparameterMismatchError(RanksDisagreeError):
-    """Ranks were about to update with different learning rates, or other numbers of the optimizer."""
+    """Ranks were about to update with different learning rates or other hyperparameters."""
 
     def __init__(self, *, step: int, what: str, by_rank: Sequence[float | str]) -> None:
         self.step, self.what, self.by_rank = step, what, tuple(by_rank)
         super().__init__(
             f"step {step}: hyperparameters differ between ranks: {what} is {values_by_rank(self.by_rank)}. Each rank would "
-            "update its shard of the parameters in its own way, and nobody could see it in the weights, which are gathered "
-            f"afterwards. {_SAME_HYPERPARAMETERS} No rank has updated. {_DROPPED}"
+            f"update its shard differently, which gathered weights do not show. {_SAME_HYPERPARAMETERS} No rank has updated. "
+            f"{_DROPPED}"
         )
 
 
@@ -397,16 +397,15 @@ class LateGradientError(PhaseError):
 
 
 class DelayedGradientError(PhaseError):
-    """A gradient that is computed apart from backward did not come, came too often, or came through autograd."""
+    """A gradient computed apart from backward is missing, came too often, or came through autograd."""
 
     def __init__(self, *, step: int, rank: int, params: Sequence[str], finding: str) -> None:
         self.step, self.rank, self.params, self.finding = step, rank, tuple(params), finding
         super().__init__(
             f"step {step}: on rank {rank} the delayed gradient of {name_list(self.params)} {finding}. Gradients of parameters "
             "with skip_backward_post_hook=True are computed apart from backward: call ddp.grad_ready(param) for each once per "
-            "backward, before finish_grad_sync() or the optimizer's step. In backward, let autograd have None for it, or a "
-            "dummy with param.grad_added_to_main_grad = True, which is dropped. A layer that leaves its gradients to autograd "
-            f"needs the attribute removed before wrapping. {_DROPPED}"
+            "backward, before finish_grad_sync() or the optimizer's step. In backward return None for it, or a dummy with "
+            f"param.grad_added_to_main_grad = True. Remove the attribute before wrapping if autograd computes it. {_DROPPED}"
         )
 
 
@@ -423,7 +422,7 @@ class ConcurrentBackwardError(PhaseError):
 
 
 class UnreducedGradientsError(PhaseError):
-    """The optimizer was asked to step although gradients are still local."""
+    """The optimizer was called to step while gradients are still local."""
 
     def __init__(self, *, rank: int) -> None:
         self.rank = rank
@@ -452,9 +451,9 @@ class UnusedParameterError(MegabucketError, RuntimeError):
         where = "on any rank" if len(self.ranks) == num_ranks else f"on {rank_list(self.ranks)} of {num_ranks} ranks"
         super().__init__(
             f"step {step}: {name_list(self.params)} got no gradient {where} (first in bucket {bucket} of {num_buckets}, "
-            f"counted from 0). They require grad but were in no forward of the step that was differentiated; without "
-            "them the mean would be of other things than it says. Freeze them with requires_grad_(False) before wrapping, use "
-            f"them, or set unused_parameters='zero' to reduce zeros in their place. {_DROPPED}"
+            f"counted from 0). They require grad but no backward of the step reached them. Freeze them with "
+            "requires_grad_(False) before wrapping, use them, or set unused_parameters='zero' to reduce zeros in their place. "
+            f"{_DROPPED}"
         )
 
 
@@ -476,8 +475,8 @@ class NonFiniteGradientError(MegabucketError, ArithmeticError):
         super().__init__(
             f"step {step}: the gradient of {param!r} {whose} (bucket {bucket} of {num_buckets}, counted from 0) has "
             f"{finding}{others}. {why}. No optimizer step was taken on any rank. {remedy}; set "
-            "nonfinite_gradients='skip_step' to leave such steps out, or 'allow' where torch.amp.GradScaler, or another loss "
-            f"scaler, looks for infinite gradients itself. {_DROPPED}"
+            "nonfinite_gradients='skip_step' to skip such steps, or 'allow' with a loss scaler such as torch.amp.GradScaler. "
+            f"{_DROPPED}"
         )
 
 
@@ -490,7 +489,7 @@ def _changes(**names_of: Sequence[str]) -> str:
 
 
 class StorageMovedError(ModelChangedError):
-    """A parameter no longer lives in its buffer, so what the optimizer updates is not what the module computes with."""
+    """A parameter is no longer in its buffer, so the optimizer updates memory that the module does not read."""
 
     def __init__(self, *, step: int, rank: int, params: Sequence[str], found: str, expected: str) -> None:
         self.step, self.rank, self.params, self.found, self.expected = step, rank, tuple(params), found, expected
@@ -555,17 +554,17 @@ class PeerFailedError(MegabucketError, RuntimeError):
         super().__init__(f"{where}rank {rank} failed in {phase}: {cause}{'' if cause.endswith('.') else '.'} {consequence}")
 
 
-# Ranks and collectives: what carries the gradients is broken #
+# Ranks and collectives #
 
 
 class PeerLostError(MegabucketError, RuntimeError):
-    """A rank died, froze, or did not arrive in time. The process group is of no use any more."""
+    """A rank died, froze, or did not arrive in time. The process group cannot be used any more."""
 
     def __init__(self, *, ranks: Sequence[int], states: Sequence[str], during: str) -> None:
         self.ranks, self.states, self.during = tuple(ranks), tuple(states), during
         findings = "; ".join(f"rank {rank} {state}" for rank, state in zip(self.ranks, self.states, strict=True))
         super().__init__(
-            f"{findings or 'a rank went away, and it cannot be told which'} ({during}). The process group cannot be used any "
+            f"{findings or 'an unknown rank is lost'} ({during}). The process group cannot be used any "
             "more: gradients of this step are lost, parameters are those of the last step. End this process, or destroy the "
             "group, and start again from the last checkpoint with the ranks that are left."
         )
@@ -611,7 +610,7 @@ class CollectiveError(MegabucketError, RuntimeError):
     """A collective that cannot give the right result."""
 
 
-# Checkpoints: not written, not whole, not there, not of this model #
+# Checkpoints #
 
 _STEPS_SHOWN = 10
 _PROBLEMS_SHOWN = 20
@@ -702,7 +701,7 @@ class CheckpointUnavailableError(MegabucketError, RuntimeError):
     def __init__(self, *, optimizer: str, method: str, rank: int, num_shards: int) -> None:
         self.optimizer, self.method, self.rank, self.num_shards = optimizer, method, rank, num_shards
         super().__init__(
-            f"[rank {rank}] {method} of the {optimizer} inside of a DistributedOptimizer: it holds flat shards, of which this "
-            f"rank has 1 of {num_shards}, and shards must not pass for the state of the model. Call {method} of the "
-            "DistributedOptimizer, on every rank: it speaks of whole parameters, in torch's format."
+            f"[rank {rank}] {method} of the {optimizer} inside a DistributedOptimizer would treat flat shards (1 of "
+            f"{num_shards} on this rank) as the state of the model. Call {method} of the DistributedOptimizer on every rank: "
+            "it has whole parameters, in torch's format."
         )

@@ -29,7 +29,7 @@ from megabucket.planning.model_config import (
     _RotaryConfig,
 )
 from megabucket.planning.run_config import FabricConfig, OptimizerConfig, RunConfig, SweepConfig
-from megabucket.planning.workload import TensorConfig, WorkloadConfig
+from megabucket.planning.workload import TensorWork, WorkloadConfig
 
 _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
     ("The file", RunConfig),
@@ -54,7 +54,6 @@ _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
     ("`fit` of a table", AffineFit),
     ("`link` with `kind: file`", FileLink),
     ("`workload`", WorkloadConfig),
-    ("One entry of `tensors`", TensorConfig),
     ("`sweep`", SweepConfig),
 )
 
@@ -78,6 +77,7 @@ _NAMES: Final = {
     str: "text",
     type(None): "null",
     dict: "mapping",
+    TensorWork: "mapping",
     Any: "anything",
 }
 _BOUNDS: Final = ((at.Gt, "gt", ">"), (at.Ge, "ge", ">="), (at.Lt, "lt", "<"), (at.Le, "le", "<="))

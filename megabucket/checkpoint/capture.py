@@ -23,7 +23,7 @@ from megabucket.buffer import dtype_name, view_like
 from megabucket.checkpoint.canonical import GlobalNames, info_of, split_evenly, whole_piece
 from megabucket.checkpoint.format import Box, Json, Piece, Snapshot, block_problem
 from megabucket.checkpoint.ranks import GroupRanks, gather_results, together
-from megabucket.checkpoint.values import RNG_PREFIX, Keep, capture_rng, encode
+from megabucket.checkpoint.values import Keep, capture_rng, encode
 from megabucket.comm import Accelerator, Communicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.replicas import checksum
@@ -42,15 +42,22 @@ from megabucket.optim.state_dict import (
     merge_descriptions,
 )
 
-MODEL_PREFIX: Final = "model."
-MAIN_PREFIX: Final = "optim.main."
-STATE_PREFIX: Final = "optim.state."
-EXTRA_PREFIX: Final = "extra."
-RUN_PREFIX: Final = "run."
-LOCAL_PREFIX: Final = "local."
-"""Before a rank and the name of a module buffer that differs from that of the first rank."""
 VALUES_VERSION: Final = 1
 _SHOWN: Final = 5
+
+
+class Prefix:
+    """The beginnings of the names of tensors."""
+
+    MODEL: Final = "model."
+    MAIN: Final = "optim.main."
+    STATE: Final = "optim.state."
+    EXTRA: Final = "extra."
+    RUN: Final = "run."
+    LOCAL: Final = "local."
+    """Before a rank and the name of a module buffer that differs from that of the first rank."""
+    RNG: Final = "rng."
+    """Before a rank and a generator. Each rank has its own, so they are loaded only by the same number of ranks."""
 
 
 class Stateful(Protocol):
@@ -203,10 +210,10 @@ class RunState:
         summary, names = model_summary(self._parts, self._names, "saving a checkpoint"), self._names
         for param, own in names.identities.items():
             if not param.is_meta:
-                self._share(f"{MODEL_PREFIX}{own.global_name}", param.detach(), own)
+                self._share(f"{Prefix.MODEL}{own.global_name}", param.detach(), own)
         for name, module in names.stateful.items():
             tensors: dict[str, torch.Tensor] = {}
-            self._modules[name] = encode(module.get_extra_state(), f"{RUN_PREFIX}module.{name}", tensors.__setitem__)
+            self._modules[name] = encode(module.get_extra_state(), f"{Prefix.RUN}module.{name}", tensors.__setitem__)
             self._of_modules[name] = [whole_piece(*item) for item in tensors.items()]
         if isinstance(self._parts.optimizer, DistributedOptimizer):
             self._hold_shards(self._parts.optimizer)
@@ -252,10 +259,10 @@ class RunState:
             optimizer = optimizer_values(type(inner_of(parts.optimizer)).__name__, groups, described, computed_in, keep)
         values = {
             **values_of_state(optimizer),
-            "stateful": {name: encode(of.state_dict(), f"{RUN_PREFIX}{name}", keep) for name, of in parts.stateful.items()},
+            "stateful": {name: encode(of.state_dict(), f"{Prefix.RUN}{name}", keep) for name, of in parts.stateful.items()},
             "module_extra_state": {**self._model.modules, **self._modules},  # ranks that differ have different values
-            "data_position": encode(data_position, f"{RUN_PREFIX}data_position", keep),
-            "extras": {str(name): encode(value, f"{EXTRA_PREFIX}{name}", keep) for name, value in (extras or {}).items()},
+            "data_position": encode(data_position, f"{Prefix.RUN}data_position", keep),
+            "extras": {str(name): encode(value, f"{Prefix.EXTRA}{name}", keep) for name, value in (extras or {}).items()},
             "rng_ranks": self.ranks.size if with_rng else 0,
         }
         pieces: list[Piece] = [*self._own]
@@ -265,12 +272,12 @@ class RunState:
             pieces += of_module if self._is_first_with("modules", name) else []
         for name, buffer in self._names.buffers.items():
             if self._is_first_with("buffers", name):
-                pieces.append(whole_piece(f"{MODEL_PREFIX}{name}", buffer))
+                pieces.append(whole_piece(f"{Prefix.MODEL}{name}", buffer))
             elif len({summary["buffers"][name] for summary in by_rank if name in summary["buffers"]}) > 1:
-                pieces.append(whole_piece(f"{LOCAL_PREFIX}{rank}.{name}", buffer))
+                pieces.append(whole_piece(f"{Prefix.LOCAL}{rank}.{name}", buffer))
         if with_rng:
             states = capture_rng(parts.ddp.param_and_grad_buffers[0].param_data.device)
-            pieces += [whole_piece(f"{RNG_PREFIX}{rank}.{name}", state) for name, state in states.items()]
+            pieces += [whole_piece(f"{Prefix.RNG}{rank}.{name}", state) for name, state in states.items()]
         return Snapshot(pieces, values)
 
     def _is_first_with(self, kind: str, name: str) -> bool:
@@ -289,7 +296,7 @@ class RunState:
         others = sharding.state_of_others
         self._hold_whole(others.values)
         for param, main in others.main_values.items():
-            self._share(f"{MAIN_PREFIX}{names.params[param]}", main, names.identities[param])
+            self._share(f"{Prefix.MAIN}{names.params[param]}", main, names.identities[param])
         self._computed_in |= {names.params[of]: dtype_name(dtype) for of, dtype in others.dtypes.items() if of in names.params}
         for shard in sharding.shards:
             self._hold_shard(shard, optimizer.state.get(shard.main) or {}, is_part=is_part)
@@ -305,7 +312,7 @@ class RunState:
             like, own = shard.buffer.slots[piece.param].view, self._names.of(piece.param)
             of_param = {state_name(own.global_name, key): flat for key, flat in flats.items()}
             if shard.has_own_values:
-                of_param[f"{MAIN_PREFIX}{own.global_name}"] = shard.main.detach()
+                of_param[f"{Prefix.MAIN}{own.global_name}"] = shard.main.detach()
             for name, flat in of_param.items():
                 if not is_part:
                     self._share(name, view_like(flat, piece.in_segment.start, like.shape, like.stride()), own)
@@ -378,7 +385,7 @@ def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
 
 def state_name(param: str, key: str) -> str:
     """Return the name of the values per element that an optimizer keeps for a parameter under a key."""
-    return f"{STATE_PREFIX}{param}.{key}"
+    return f"{Prefix.STATE}{param}.{key}"
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,16 +1,16 @@
-"""The directory of a run's checkpoints: which there are, what ``latest`` says, how one appears and how old ones go. No torch.
+"""The directory of a run's checkpoints: list them, read ``latest``, commit a new one, remove old ones. No torch.
 
 ::
 
     <root>/latest                "step-00000120 <seal of its manifest>", replaced atomically
     <root>/step-00000120/        one checkpoint, never written into again
     <root>/step-00000120.2/      the same step saved once more; the highest number counts
-    <root>/.tmp-...              a save that is going on, or died
-    <root>/.lock                 held while a save is going on
+    <root>/.tmp-...              a save that is running, or that died
+    <root>/.lock                 held during a save
 
-``latest`` repeats the seal, so a damaged ``latest`` cannot name another checkpoint unseen. Names in the root change by renames
-only, in an order that leaves a whole checkpoint behind ``latest`` wherever it stops: the directory, then ``latest``, then what
-is old.
+``latest`` repeats the seal, so a damaged ``latest`` cannot name another checkpoint unnoticed. Names in the root change by
+renames only, in an order that leaves a whole checkpoint behind ``latest`` at every moment: the directory, then ``latest``, then
+old directories.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StepDirectory:
 
     @classmethod
     def parse(cls, name: str) -> StepDirectory | None:
-        """Return what a name means, or None when it is no such name in the one way to write it."""
+        """Return the directory of a name, or None if it is not the one way to write such a name."""
         match = _STEP.fullmatch(name)
         found = cls(int(match[1]), int(match[2] or 1)) if match else None
         return found if found is not None and found.name == name else None
@@ -59,7 +59,7 @@ class StepDirectory:
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """What ``latest`` says."""
+    """The contents of ``latest``."""
 
     directory: StepDirectory
     seal: str
@@ -70,24 +70,24 @@ class Latest:
 
 
 def read_latest(root: Path) -> Latest:
-    """Return what ``latest`` says.
+    """Return the contents of ``latest``.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it does not say anything.
+        ValueError: it names no checkpoint.
     """
     match = _LATEST.fullmatch(str(read_file(root / LATEST, _MAX_LATEST_BYTES), "ascii", errors="replace"))
     directory = StepDirectory.parse(match[1]) if match else None
     if match is None or directory is None:
-        raise ValueError("it does not say which checkpoint is the newest")
+        raise ValueError("it does not name a checkpoint")
     return Latest(directory, match[2])
 
 
 def latest_if_any(root: Path) -> Latest | None:
-    """Return what ``latest`` says; nothing when it is not there, or says nothing that can be understood.
+    """Return the contents of ``latest``; None if it does not exist or names no checkpoint.
 
     Raises:
-        OSError: it is there and cannot be read.
+        OSError: it exists and cannot be read.
     """
     try:
         return read_latest(root)
@@ -96,13 +96,13 @@ def latest_if_any(root: Path) -> Latest | None:
 
 
 def step_directories(root: Path) -> list[StepDirectory]:
-    """Return what is a checkpoint by its name, oldest first; nothing if there is no such root."""
+    """Return the checkpoints by their names, oldest first; none if there is no such root."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     return sorted(directory for directory in map(StepDirectory.parse, names) if directory is not None)
 
 
 def saved_steps(root: Path, *, but: StepDirectory | None = None) -> tuple[int, ...]:
-    """Return the steps that are there, by their names, without a directory that is left out."""
+    """Return the steps of the checkpoints, by their names, except for one directory."""
     try:
         return tuple(sorted({directory.step for directory in step_directories(root) if directory != but}))
     except OSError:
@@ -114,7 +114,7 @@ def read_manifest(path: Path, directory: StepDirectory) -> Manifest:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not sealed, not as it must be, or of another step than the directory.
+        ValueError: its seal or a field is wrong, or it is of another step than the directory.
     """
     manifest = decode_manifest(bytes(read_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)))
     if manifest.step != directory.step:
@@ -123,13 +123,13 @@ def read_manifest(path: Path, directory: StepDirectory) -> Manifest:
 
 
 class RootDirectory:
-    """The directory that checkpoints of one run are in, to be changed by one process at a time, which holds the lock."""
+    """The directory with the checkpoints of one run. Only the process that holds the lock changes it."""
 
     def __init__(self, root: Path, file_system: FileSystem) -> None:
         self._root, self._files = root, file_system
 
     def stage(self, step: int) -> Path:
-        """Remove what dead saves have left, and return a new directory to write into."""
+        """Remove the remains of dead saves, and return a new directory to write into."""
         for path in sorted(self._root.glob(f"{TEMPORARY}*")):
             with suppress(OSError):
                 self._files.remove_tree(path)
@@ -138,13 +138,13 @@ class RootDirectory:
         return staging
 
     def publish(self, staging: Path, step: int, manifest: bytes, *, before: Latest | None) -> StepDirectory:
-        """Write the manifest, give the directory its name, and let ``latest`` say so; return the directory.
+        """Write the manifest, give the directory its name, and let ``latest`` name it; return the directory.
 
         Args:
-            before: what ``latest`` says now.
+            before: the contents of ``latest`` now.
 
         Raises:
-            OSError: a call failed. What was done is undone, as far as that is possible.
+            OSError: a call failed. The steps before it are undone, as far as possible.
         """
         files, root = self._files, self._root
         files.write_file(staging / MANIFEST_NAME, [manifest])
@@ -163,9 +163,9 @@ class RootDirectory:
         return directory
 
     def _take_back(self, directory: StepDirectory, staging: Path, before: Latest | None) -> None:
-        """Undo a commit that did not get to its end, so that "not saved" is all there is to say.
+        """Undo an incomplete commit, so that "not saved" is true.
 
-        If that fails, too, what is left is a whole checkpoint: named by ``latest``, or by nothing. So ``latest`` comes first.
+        If that fails as well, a whole checkpoint is left, with or without ``latest``. So ``latest`` comes first.
         """
         now = latest_if_any(self._root)
         if now is not None and now.directory == directory:
@@ -181,7 +181,7 @@ class RootDirectory:
         self._files.call(os.rename, temporary, self._root / LATEST)
 
     def remove_old(self, saved: StepDirectory, *, keep_last: int) -> None:
-        """Remove what is not kept, never ``saved`` nor anything of later steps. What cannot be removed is a warning."""
+        """Remove old checkpoints, never ``saved`` nor later steps. A directory that cannot be removed is a warning."""
         try:
             older = [directory for directory in step_directories(self._root) if directory < saved]
         except OSError as error:  # the new checkpoint is committed, so nothing may fail any more
@@ -193,7 +193,7 @@ class RootDirectory:
             if directory.step in kept:
                 continue
             try:
-                # Renamed first: a crash while its files are removed must not leave what looks like a checkpoint.
+                # Renamed first: a crash while its files are removed must not leave a directory with the name of a checkpoint.
                 gone = self._temporary(f"old-{directory.name}")
                 self._files.call(os.rename, self._root / directory.name, gone)
                 self._files.remove_tree(gone)

@@ -16,10 +16,8 @@ import torch
 from megabucket.buffer import ParamAndGradBuffer, dtype_name, dtype_named
 from megabucket.checkpoint.canonical import GlobalNames, empty_piece, in_shape, info_of, order_of
 from megabucket.checkpoint.capture import (
-    LOCAL_PREFIX,
-    MAIN_PREFIX,
-    MODEL_PREFIX,
     VALUES_VERSION,
+    Prefix,
     TrainingParts,
     WholeModel,
     inner_of,
@@ -30,7 +28,7 @@ from megabucket.checkpoint.capture import (
 from megabucket.checkpoint.format import Piece, TensorInfo
 from megabucket.checkpoint.ranks import GroupRanks, gather_results, together
 from megabucket.checkpoint.stored import Stored, find_difference
-from megabucket.checkpoint.values import RNG_PREFIX, capture_rng, decode, restore_rng
+from megabucket.checkpoint.values import capture_rng, decode, restore_rng
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout.identity import ParamIdentity
@@ -95,10 +93,10 @@ def source_of(tensors: Mapping[str, TensorInfo], name: str, dtype: torch.dtype) 
 
     A 16-bit weight was rounded from its main parameter, so that is the better source for a wider weight.
     """
-    weight, main = tensors.get(f"{MODEL_PREFIX}{name}"), tensors.get(f"{MAIN_PREFIX}{name}")
+    weight, main = tensors.get(f"{Prefix.MODEL}{name}"), tensors.get(f"{Prefix.MAIN}{name}")
     wanted = dtype_name(dtype)
     takes_main = main is not None and main.dtype == wanted and (weight is None or weight.dtype != wanted)
-    return f"{MAIN_PREFIX if takes_main else MODEL_PREFIX}{name}"
+    return f"{Prefix.MAIN if takes_main else Prefix.MODEL}{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +170,7 @@ def _read(staging: Staging, parts: TrainingParts, names: GlobalNames, *, with_rn
         staging.states.append((set_state, copy.deepcopy(before), decode(value, staging.want_stored)))
     has_rng = with_rng and parts.optimizer is not None and values["rng_ranks"] == ranks.size
     if has_rng:
-        device, prefix = parts.ddp.param_and_grad_buffers[0].param_data.device, f"{RNG_PREFIX}{ranks.rank}."
+        device, prefix = parts.ddp.param_and_grad_buffers[0].param_data.device, f"{Prefix.RNG}{ranks.rank}."
         rng = {name.removeprefix(prefix): staging.want_stored(name) for name in stored.tensors if name.startswith(prefix)}
         staging.states.append((partial(restore_rng, device=device), capture_rng(device), rng))
     position, extras = (decode(values[key], staging.want_stored) for key in ("data_position", "extras"))
@@ -211,14 +209,14 @@ def _find_mismatches(
     values: Any = stored.values
     if values.get("version") != VALUES_VERSION:
         return [f"its values are of version {values.get('version')!r}, and this one reads version {VALUES_VERSION}"]
-    here = [(f"{MODEL_PREFIX}{o.global_name}", o.global_shape, p.dtype) for p, o in names.identities.items() if not p.is_meta]
+    here = [(f"{Prefix.MODEL}{o.global_name}", o.global_shape, p.dtype) for p, o in names.identities.items() if not p.is_meta]
     here += [(_source_of_buffer(stored, names, name), buffer.shape, buffer.dtype) for name, buffer in names.buffers.items()]
     differences = [find_difference(stored.tensors, *one, cast=cast) for one in here]
     problems = [difference for difference in differences if difference is not None]
     problems += [
         f"{name!r} is in the checkpoint and not in the model"
         for name in stored.tensors
-        if model is not None and name.startswith(MODEL_PREFIX) and name.removeprefix(MODEL_PREFIX) not in model.names
+        if model is not None and name.startswith(Prefix.MODEL) and name.removeprefix(Prefix.MODEL) not in model.names
     ]
     if parts.optimizer is not None:
         problems += _optimizer_problems(stored, parts.optimizer, names, model, cast=cast)
@@ -280,9 +278,9 @@ def _group_problems(
 
 def _source_of_buffer(stored: Stored, names: GlobalNames, name: str) -> str:
     """Return the stored tensor for a module buffer: this rank's own, if the same number of ranks wrote the checkpoint."""
-    local = f"{LOCAL_PREFIX}{names.ranks.rank}.{name}"
+    local = f"{Prefix.LOCAL}{names.ranks.rank}.{name}"
     is_own = local in stored.tensors and stored.world_size == names.ranks.size
-    return local if is_own else f"{MODEL_PREFIX}{name}"
+    return local if is_own else f"{Prefix.MODEL}{name}"
 
 
 def _stage_model(staging: Staging, ddp: DistributedDataParallel, names: GlobalNames) -> None:
@@ -353,7 +351,7 @@ class StoredOptimizer:
 
         Values in the dtype that the optimizer computed in follow that dtype; others keep the dtype that it chose for them.
         """
-        weight = self.stored.tensors.get(f"{MODEL_PREFIX}{name}")
+        weight = self.stored.tensors.get(f"{Prefix.MODEL}{name}")
         computed_in = self.computed_in.get(name) or (weight.dtype if weight is not None else entry.dtype)
         return dtype if entry.dtype == computed_in else dtype_named(entry.dtype)
 
@@ -448,8 +446,8 @@ class _OptimizerStaging:
             if name in there.state:
                 dtypes[param] = dtype
                 values[param] = self._whole(param, dtype, group)
-            if f"{MAIN_PREFIX}{name}" in tensors and dtype != param.dtype:
-                mains[param] = self.staging.want_like(f"{MAIN_PREFIX}{name}", param, dtype, self.names.identities[param])
+            if f"{Prefix.MAIN}{name}" in tensors and dtype != param.dtype:
+                mains[param] = self.staging.want_like(f"{Prefix.MAIN}{name}", param, dtype, self.names.identities[param])
         return WholeState(values, mains, dtypes)
 
     def _whole(self, param: torch.Tensor, dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,14 +30,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 
 from megabucket.buffer import dtype_name
-from megabucket.checkpoint.catalog import (
-    LOCK,
-    MAX_STEP,
-    Latest,
-    RootDirectory,
-    latest_if_any,
-    step_directories,
-)
+from megabucket.checkpoint.catalog import LOCK, MAX_STEP, Latest, RootDirectory, latest_if_any, step_directories
 from megabucket.checkpoint.file_system import NUM_FILE_THREADS, FileSystem, lock, reason_of, unlock
 from megabucket.checkpoint.format import (
     ITEM_BYTES,

@@ -21,9 +21,6 @@ from megabucket.checkpoint.format import Json
 from megabucket.comm import Accelerator
 from megabucket.errors import ConfigError
 
-RNG_PREFIX: Final = "rng."
-"""Before a rank and a generator. Each rank has its own, so they are loaded only by the same number of ranks."""
-
 _PLAIN_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 
 Keep = Callable[[str, torch.Tensor], None]

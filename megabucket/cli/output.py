@@ -63,18 +63,6 @@ def text_table(rows: Sequence[Sequence[str]], *, num_left: int = 1, num_folded: 
         yield " " * indent + line.rstrip()
 
 
-def shortened(text: str, max_chars: int) -> str:
-    """Return a text cut in the middle, where names of layers are most alike.
-
-    >>> shortened("model.layers.11.mlp.down_proj.weight", 20)
-    'model.la...oj.weight'
-    """
-    if len(text) <= max_chars:
-        return text
-    kept = max(max_chars - 3, 2)
-    return f"{text[: kept // 2]}...{text[len(text) - (kept - kept // 2) :]}"
-
-
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

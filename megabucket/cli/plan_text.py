@@ -6,20 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Final
 
-from megabucket.cli.output import counted, output_width, shortened, text_table
+from megabucket.cli.output import counted, text_table
 from megabucket.errors import printable
 from megabucket.planning.describe import BucketRow, LayoutTotals
 from megabucket.planning.memory import RankMemory
 from megabucket.units import format_bytes, format_count
 
 ROWS_SHOWN_AT_EACH_END: Final = 5
-_INDENT: Final = " " * 10
-_HEAD: Final = ("bucket", "params", "elements", "padding", "gradients")
+_HEAD: Final = ("bucket", "params", "elements", "padding", "gradients", "only padding", "from ... to")
+_IDLE: Final = _HEAD.index("only padding")
 
 
 def bucket_lines(rows: Sequence[BucketRow], *, show_all: bool) -> Iterator[str]:
-    """Yield a table per buffer, with the names beside the numbers where there is room for all of them, else below."""
-    width = output_width()
+    """Yield a table per buffer; names that are too long for the output go on in the next line."""
     for number, buffer in enumerate(dict.fromkeys(row.buffer for row in rows)):
         if number:
             yield ""
@@ -27,23 +26,14 @@ def bucket_lines(rows: Sequence[BucketRow], *, show_all: bool) -> Iterator[str]:
         cut_for = counted(of_buffer[0].num_shards, "rank")
         by_name = ", at named parameters" if any(row.closed_by == "cut" for row in of_buffer) else ""
         yield f"buffer {buffer}: {counted(len(of_buffer), 'bucket')} cut for {cut_for}{by_name}"
-        ends = 2 * ROWS_SHOWN_AT_EACH_END
-        is_cut = not show_all and len(of_buffer) > ends + 1
-        shown = [*of_buffer[:ROWS_SHOWN_AT_EACH_END], *of_buffer[-ROWS_SHOWN_AT_EACH_END:]] if is_cut else of_buffer
-        has_idle_ranks = any(row.num_padding_only_ranks for row in shown)
-        cells = [(*_cells(row), *([_idle(row)] if has_idle_ranks else [])) for row in shown]
-        head, *lines = text_table([(*_HEAD, *(["only padding"] if has_idle_ranks else [])), *cells], num_left=0)
-        room = width - len(head) - 2
-        has_room = all(len(_names(row)) <= room for row in shown)
-        yield f"{head}  from ... to" if has_room else head
-        for position, (row, line) in enumerate(zip(shown, lines, strict=True)):
-            if is_cut and position == ROWS_SHOWN_AT_EACH_END:
-                yield f"{'...':>{len(_HEAD[0])}}  {len(of_buffer) - ends} more, see --all"
-            if has_room:
-                yield f"{line}  {_names(row)}"
-            else:
-                yield line
-                yield from (f"{_INDENT}{text}" for text in _name_lines(row, width - len(_INDENT)))
+        num_hidden = 0 if show_all else max(len(of_buffer) - 2 * ROWS_SHOWN_AT_EACH_END, 0)
+        cells = [_HEAD, *map(_cells, of_buffer)]
+        if num_hidden > 1:
+            hidden = (*[""] * (len(_HEAD) - 1), f"... {num_hidden} more, see --all")
+            cells[ROWS_SHOWN_AT_EACH_END + 1 : -ROWS_SHOWN_AT_EACH_END] = [hidden]
+        if not any(row.num_padding_only_ranks for row in of_buffer):
+            cells = [(*row[:_IDLE], *row[_IDLE + 1 :]) for row in cells]
+        yield from text_table(cells, num_left=0, num_folded=1)
 
 
 def memory_lines(memory: Mapping[str, RankMemory], *, optimizer: str, dp_size: int, chosen: str) -> Iterator[str]:
@@ -86,25 +76,9 @@ def _cells(row: BucketRow) -> tuple[str, ...]:
         f"{row.numel:,}",
         f"{row.padding_fraction:.3%}",
         format_bytes(row.grad_bytes),
+        counted(row.num_padding_only_ranks, "rank") if row.num_padding_only_ranks else "none",
+        " ... ".join(dict.fromkeys((printable(row.first_param), printable(row.last_param)))),
     )
-
-
-def _idle(row: BucketRow) -> str:
-    return counted(row.num_padding_only_ranks, "rank") if row.num_padding_only_ranks else "none"
-
-
-def _names(row: BucketRow) -> str:
-    return " ... ".join(dict.fromkeys((printable(row.first_param), printable(row.last_param))))
-
-
-def _name_lines(row: BucketRow, width: int) -> Iterator[str]:
-    """Yield the names on one line, or on two if they are long; a name is cut only if a whole line does not hold it."""
-    if len(_names(row)) <= width:
-        yield _names(row)
-        return
-    yield shortened(printable(row.first_param), width)
-    if row.num_params > 1:
-        yield shortened(f"... {printable(row.last_param)}", width)
 
 
 def _category(field: str) -> str:

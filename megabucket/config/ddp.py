@@ -1,4 +1,4 @@
-"""``DistributedDataParallelConfig``: what a user may say about buffers, buckets and gradient sync. No torch."""
+"""``DistributedDataParallelConfig``: the settings of buffers, buckets and gradient sync. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLOAT_TEXT: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Section(BaseModel):
-    """Base of every config section: frozen, strict, and closed to unknown keys."""
+    """Base of every config section: frozen and strict, without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -39,7 +39,7 @@ class Section(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _name_unknown_keys(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Refuse unknown keys with the likely spelling, next to whatever else is wrong in the section."""
+        """Report unknown keys with the likely spelling, together with all other errors of the section."""
         known = cls.model_fields
         unknown = [key for key in data if key not in known] if isinstance(data, Mapping) else []
         if not unknown:
@@ -72,7 +72,7 @@ def _unknown_key_problems(unknown: list[Any], section: type[Section]) -> list[In
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
-    """Return whether an annotation is a section. In Python 3.10 ``tuple[int]`` passes for a class, and has no bases."""
+    """Return whether an annotation is a section. In Python 3.10 ``tuple[int]`` counts as a class without bases."""
     return isinstance(annotation, type(Section)) and issubclass(annotation, Section)
 
 
@@ -81,7 +81,7 @@ def _unknown_key(text: str, *, loc: tuple[str, ...]) -> InitErrorDetails:
 
 
 def _as_problem(detail: Any) -> InitErrorDetails:
-    """Turn a reported error back into what an error is made from: custom types are given as objects, others by name."""
+    """Convert a reported error to the input of a new one: custom types are given as objects, others by name."""
     kind: str | PydanticCustomError = detail["type"]
     if kind == _UNKNOWN_KEY:
         kind = PydanticCustomError(_UNKNOWN_KEY, "{text}", detail["ctx"])
@@ -89,7 +89,7 @@ def _as_problem(detail: Any) -> InitErrorDetails:
 
 
 def _read_count(value: Any) -> Any:
-    """Accept ``40M``, ``"5e8"`` and whole floats for a count; leave the rest to strict validation."""
+    """Accept ``40M``, ``"5e8"`` and whole floats as a count; strict validation follows."""
     if isinstance(value, str):
         return parse_count(value)
     if isinstance(value, float) and value.is_integer():
@@ -98,12 +98,12 @@ def _read_count(value: Any) -> Any:
 
 
 def _read_float(value: Any) -> Any:
-    """Accept ``"3e-4"``; leave the rest to strict validation, which takes whole numbers, too."""
+    """Accept ``"3e-4"``; strict validation follows, which accepts whole numbers as well."""
     return float(value) if isinstance(value, str) and _FLOAT_TEXT.fullmatch(value) else value
 
 
 def read_tuple(value: Any) -> Any:
-    """Accept a YAML list where a tuple is meant; leave the rest to strict validation."""
+    """Accept a YAML list as a tuple; strict validation follows."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -1,8 +1,8 @@
 """Derive the values a config leaves open, each with its reason.
 
-Owns every rule that turns a ``DistributedDataParallelConfig`` and a group size into numbers: gradient dtype, bucket
-size, padding, alignment, gradient scale, collective. Changes no config and imports no torch. ``build_layout`` and the
-wrapper call the single rules; ``megabucket explain`` prints all of them through ``resolve``.
+All rules from a ``DistributedDataParallelConfig`` and a group size to gradient dtype, bucket size, padding, alignment, gradient
+scale and collective. Changes no config and imports no torch. ``build_layout`` and the wrapper call single rules; ``resolve``
+gives all of them to ``megabucket explain``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ START_ALIGNMENT: Final = 64
 """Elements: a parameter starts at a multiple of this in a padded buffer."""
 
 BUCKET_END_ALIGNMENT: Final = 128
-"""Elements: with the group size, the divisor of where a padded bucket ends."""
+"""Elements: with the group size, the divisor of a padded bucket's end."""
 
 HIGH_BUSBW_ALIGNMENT: Final = 65_536
 """Elements: the further divisor under ``pad_buckets_for_high_nccl_busbw``."""
 
 DEFAULT_BUCKET_NUMEL: Final = 40_000_000
-"""Elements per bucket when nothing sizes the buckets and the group is small."""
+"""Elements per bucket by default, for small groups."""
 
 DEFAULT_BUCKET_NUMEL_PER_RANK: Final = 1_000_000
-"""Elements per bucket and rank when nothing sizes the buckets and the group is large."""
+"""Elements per bucket and rank by default, for large groups."""
 
 _HALF_PRECISION: Final = frozenset({"bfloat16", "float16"})
 
@@ -39,7 +39,7 @@ Value = int | float | str | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """One derived value and why it is what it is."""
+    """One derived value and its reason."""
 
     name: str
     value: Value
@@ -48,14 +48,14 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """Every derived value of one config on one group, in the order a reader needs them."""
+    """All derived values of one config on one group."""
 
     dp_size: int
     param_dtype: str
     entries: tuple[Resolved, ...]
 
     def __getitem__(self, name: str) -> Resolved:
-        """Return the entry called ``name``; ``KeyError`` when there is none."""
+        """Return the entry called ``name``; ``KeyError`` if there is none."""
         return {entry.name: entry for entry in self.entries}[name]
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class ResolvedConfig:
 
 
 def check_group_size(value: object, *, name: str = "dp_size") -> None:
-    """Refuse what is no number of ranks.
+    """Check a number of ranks.
 
     Raises:
         LayoutError: ``value`` is not an integer of at least 1.
@@ -83,7 +83,7 @@ def resolve_grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) 
 
 
 def fp32_local_params(config: DistributedDataParallelConfig, names: Iterable[str]) -> frozenset[str]:
-    """Return the parameters whose 16-bit gradients are added up in float32 on each rank, of those with the given names.
+    """Return which of the named parameters accumulate their 16-bit gradients in float32 on each rank.
 
     >>> config = DistributedDataParallelConfig(
     ...     grad_reduce_in_fp32=False, param_name_patterns_for_fp32_local_accumulation=("*.bias",)
@@ -96,7 +96,7 @@ def fp32_local_params(config: DistributedDataParallelConfig, names: Iterable[str
 
 
 def resolve_cuts(config: DistributedDataParallelConfig) -> tuple[str, ...] | None:
-    """Return the names of the parameters that close a bucket, or ``None`` when a size closes buckets."""
+    """Return the names of the parameters that close a bucket, or ``None`` if a size closes buckets."""
     return None if _has_one_bucket(config) else config.bucket_cuts
 
 
@@ -106,7 +106,7 @@ def is_padded(config: DistributedDataParallelConfig) -> bool:
 
 
 def bucket_end_multiple(config: DistributedDataParallelConfig, dp_size: int) -> int:
-    """Return the number of elements that divides every bucket's end; 1 without padding.
+    """Return the number of elements that every bucket's end is a multiple of; 1 without padding.
 
     Raises:
         LayoutError: ``dp_size`` is not positive.
@@ -123,7 +123,7 @@ def bucket_end_multiple(config: DistributedDataParallelConfig, dp_size: int) -> 
 
 
 def overlap_obstacle(config: DistributedDataParallelConfig, *, dp_size: int, is_one_bucket: bool) -> str | None:
-    """Return why no bucket is sent before backward ends, or ``None`` when buckets are.
+    """Return why no bucket is sent before backward ends, or ``None`` if buckets are.
 
     Args:
         dp_size: ranks of the data-parallel group.
@@ -153,8 +153,8 @@ def resolve(
     Args:
         config: the section as the user wrote it.
         dp_size: ranks of the data-parallel group.
-        total_numel: elements of all parameters, without padding; ``None`` when the model is not known.
-        param_dtype: dtype of the parameters the answer is for.
+        total_numel: elements of all parameters, without padding; ``None`` if the model is not known.
+        param_dtype: dtype of the parameters.
         num_buffers: buffers the model needs; more than one when parameters differ in dtype or group.
 
     Raises:
@@ -181,10 +181,10 @@ def resolve(
 
 @dataclass(frozen=True, slots=True)
 class BucketSize:
-    """When a bucket is closed."""
+    """The rule that closes a bucket."""
 
     numel: int | None
-    """Elements that close one; ``None``: one bucket per buffer but for ``resolve_cuts``, or not known."""
+    """Elements that close a bucket; ``None``: one bucket per buffer, cuts by name, or not known."""
     reason: str
     is_known: bool = True
     is_cut_by_name: bool = False
@@ -214,10 +214,9 @@ def resolve_bucket_size(
     """Return how many elements close a bucket, and why.
 
     Args:
-        config: which of ``bucket_size``, ``bucket_cap_mb``, ``num_buckets``, ``bucket_cuts`` is given decides; none gives the
-            default.
+        config: the one of ``bucket_size``, ``bucket_cap_mb``, ``num_buckets`` and ``bucket_cuts`` that is given decides.
         dp_size: ranks of the data-parallel group.
-        total_numel: elements of all parameters, without padding; ``None`` when the model is not known.
+        total_numel: elements of all parameters, without padding; ``None`` if the model is not known.
         grad_itemsize_bytes: bytes of one gradient element.
 
     Raises:
@@ -268,7 +267,7 @@ def _size_from_count(num_buckets: int, total_numel: int | None) -> BucketSize:
     if total_numel is None:
         reason = f"num_buckets={num_buckets}: total elements // {num_buckets}, known once there is a model"
         return BucketSize(None, reason, is_known=False)
-    # A model without elements still gets its one empty bucket; only a promise that cannot be kept is refused.
+    # A model without elements still gets its one empty bucket.
     if num_buckets > max(total_numel, 1):
         raise ConfigError(
             f"num_buckets={num_buckets} is more than the {total_numel} elements there are to put into buckets. "
@@ -338,12 +337,12 @@ def _overlap_entry(config: DistributedDataParallelConfig, dp_size: int, *, is_on
     return Resolved("overlaps_backward", obstacle is None, obstacle if obstacle is not None else why)
 
 
-# What a step does #
+# The policy of a step #
 
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """What a wrapper does in each step. Made once from its config, so that no code below reads a config field."""
+    """The behaviour of a wrapper in each step. Made once from its config; no other code reads config fields."""
 
     is_sharded: bool
     """Whether gradients are reduce-scattered, and each rank owns one shard of the optimizer."""
@@ -357,9 +356,9 @@ class StepPolicy:
     is_one_batch: bool = False
     """Whether all buckets go out together."""
     finishes_with_backward: bool = False
-    """Whether the end of the last backward leaves reduced gradients; otherwise an optimizer or the caller asks for them."""
+    """Whether gradients are reduced at the end of the last backward; otherwise by an optimizer or the caller."""
     is_explicit: bool = False
-    """Whether only the caller may ask."""
+    """Whether only the caller finishes the gradient sync."""
     tests_finite: bool = True
     tests_large: bool = False
     skips_nonfinite: bool = False
@@ -370,11 +369,11 @@ class StepPolicy:
     copies_on_host: bool = False
     """Whether ranks on one host may read each other's memory."""
     withheld_because: str = ""
-    """Why ``param.grad`` is not for the caller from backward to its reduction, and what to do instead; empty where it is."""
+    """Why ``param.grad`` may not be used from backward to its reduction, and what to do instead; empty if it may be."""
 
 
 def resolve_step(config: DistributedDataParallelConfig) -> StepPolicy:
-    """Return what a config means for each step."""
+    """Return the policy of a config."""
     is_sharded = config.use_distributed_optimizer
     return StepPolicy(
         is_sharded=is_sharded,
@@ -393,7 +392,7 @@ def resolve_step(config: DistributedDataParallelConfig) -> StepPolicy:
         counts_skipped_forwards=config.skipped_forwards == "error",
         has_fence=config.fence,
         watches_model=config.check_model_changes,
-        # Without a fence nothing but gloo finds ranks that are out of step, and it does not see what waits over other sockets.
+        # Without a fence only gloo finds ranks that are out of step, and it does not see same-host copies.
         copies_on_host=config.read_peer_memory and config.fence,
         withheld_because=_why_withheld(config),
     )

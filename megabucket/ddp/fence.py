@@ -1,9 +1,8 @@
-"""The fence: one small message at the end of each step, after which all ranks know whether all of them are whole.
+"""The fence: one small message at the end of each step, by which all ranks learn whether the step is whole on all of them.
 
-What this rank counts and finds goes into its report. The fence compares a fingerprint of what must be equal, and a flag for
-what is wrong. Only when ranks differ, or one of them reports a problem, do they exchange the reports themselves, and each makes
-the same error of them. Collective calls outside of a step (saving, wrapping, ...) begin with the same message, so a rank that
-is in another call is found and named.
+Counts and findings of this rank go into its report. The fence compares a fingerprint of the values that must be equal, and a
+flag for problems. Only if ranks differ, or one has a problem, do they exchange the reports, and each builds the same error from
+them. Collective calls outside a step (saving, wrapping, ...) open with the same message, so a rank in another call is named.
 """
 
 from __future__ import annotations
@@ -29,45 +28,45 @@ from megabucket.errors import MegabucketError, name_list
 RECORD_BYTES: Final = 16_384
 """Room for one report; lists of names are cut to fit. After a failed step every rank receives the reports of all ranks."""
 
-_NAMES_SENT: Final = (1_024, 512, 256, 128, 64, 32, 16, 8, 5, 1)  # of each list, the most that fit; one fits into any record
+_NAMES_SENT: Final = (1_024, 512, 256, 128, 64, 32, 16, 8, 5, 1)  # names of each list: the largest number that fits
 _NAME_CHARS: Final = 200
 _TEXT_CHARS: Final = 2_000
 _UPDATES_COMPARED: Final = 16
 _DIFFERENCES_SHOWN: Final = 5
-_MOST_SPEAKERS: Final = 8  # a text may be megabytes long, and every rank receives those of all speakers
-_STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem of any rank is louder than a wish to stop, which is heard at the next fence
+_MOST_SPEAKERS: Final = 8  # every rank receives the texts of all speakers, each perhaps megabytes long
+_STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem hides a request to stop, which the next fence repeats
 _SCALE: Final = "scale_gradients()"
 _END_OF_STEP: Final = "the end of a step"
 
 Entry = tuple[object, ...]
-"""One thing that must be equal on all ranks: a name and values, which are plain (text, numbers, tuples of them)."""
+"""A name and values that must be equal on all ranks: text, numbers, tuples of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One rank's side of a step, or of a collective call. Travels as JSON."""
+    """Report of one rank about a step or a collective call. Sent as JSON."""
 
     rank: int
     doing: str = _END_OF_STEP
     sent_buckets: bool = False
-    """Whether this message closes a step whose buckets are on their way, and every rank must take part in them."""
+    """Whether this message ends a step whose buckets were sent, so that every rank must take part in them."""
     problems: tuple[Problem, ...] = ()
     fingerprint: int = 0
     step_number: int = -1
-    """The caller's own number of the step; -1 when it gives none."""
+    """The user's number of the step; -1: none."""
     num_microbatches: int = 0
     num_skipped_forwards: int = 0
     num_dropped_steps: int = 0
     num_updates: int = 0
     """Optimizer steps since the last agreement."""
     missed_update: str = ""
-    """What kept this rank from one of them; no problem where no other rank has made it."""
+    """Why this rank skipped one of them; no problem if all ranks skipped it."""
     num_loads: int = 0
-    """Loads of weights since the last agreement that no broadcast has followed."""
+    """Loads of weights since the last agreement, unless a broadcast followed."""
     kept: tuple[str, ...] = ()
-    """Parameters for which the step began on a gradient of the step before that was not cleared."""
+    """Parameters for which the step began with an uncleared gradient of the last step."""
     hyperparameters: tuple[Any, ...] = ()
-    """By which numbers the optimizer updates: after this fence if ``is_committing``, else since the last one. Sent as texts."""
+    """Of the update after this fence if ``is_committing``, else of updates since the last fence. Sent as texts."""
     is_committing: bool = False
     """Whether the optimizer updates right after this fence."""
     force_all_reduce: bool = False
@@ -77,7 +76,7 @@ class Report:
         data = dataclasses.asdict(self)
         data["hyperparameters"] = texts_of(self.hyperparameters)
         for num_names in _NAMES_SENT:
-            # As text what JSON does not know: a rank that could not send its report would leave the others waiting for it.
+            # Convert unknown types to text: a rank that failed to send its report would leave the others waiting.
             payload = json.dumps(_cut(data, num_names), separators=(",", ":"), default=str).encode()
             if len(payload) <= RECORD_BYTES:
                 break
@@ -93,7 +92,7 @@ class Report:
 
 
 def _cut(value: Any, num_names: int) -> Any:
-    """Return plain data with at most so many names in each list; names and texts shrink with the lists."""
+    """Return plain data with at most ``num_names`` names in each list; names and texts are shortened in proportion."""
     if isinstance(value, dict):
         return {key: _cut(part, num_names) for key, part in value.items()}
     if isinstance(value, Problem):
@@ -108,40 +107,40 @@ def _cut(value: Any, num_names: int) -> Any:
 
 
 class StepCounters:
-    """What this rank has counted and found since the last fence. Becomes the report of the next one."""
+    """Counts and problems of this rank since the last fence, for its next report."""
 
     def __init__(self, rank: int, *, counts_skipped_forwards: bool) -> None:
         self._rank = rank
         self._counts_skipped_forwards = counts_skipped_forwards
         self.num_open_forwards = 0
         """Training forwards that no backward has reached."""
-        self._generation = 0  # forwards from before a dropped step do not count any more
+        self._generation = 0  # increases with each dropped step, whose forwards no longer count
         self._updates: list[Hyperparameters] = []
-        self._grad_scale = 1.0  # what the reduced gradients were multiplied with
+        self._grad_scale = 1.0  # product of the factors of scale_gradients()
         self._num_loads = self._num_dropped_steps = 0
         self._missed_update = ""
         self.step_number = -1
-        """The caller's own number of the step; -1 when it gives none."""
+        """The user's number of the step; -1: none."""
         self.num_microbatches = self.num_updates = 0
         self.kept: tuple[str, ...] = ()
         """Parameters whose reduced gradient was not cleared when the step began."""
         self.hyperparameters: Hyperparameters = ()
-        """By which the optimizer is going to update; looked at when it commits."""
+        """Of the coming update; read when the optimizer commits."""
         self.wants_stop = False
-        """Whether this rank was asked to stop. It says so at every fence; what comes of it is the caller's business."""
+        """Whether this rank was asked to stop. Sent with every fence."""
         self.stop_is_wanted = False
-        """Whether some rank has said at the last fence that it was asked to stop."""
+        """Whether any rank was asked to stop, as of the last fence."""
         self.problems: dict[str, Problem] = {}
-        """By what they are about."""
+        """By kind."""
 
     def continue_from(self, other: StepCounters) -> None:
-        """Take over what outlives a rebuild: the caller's wishes, and what the next fence has to hear about updates."""
+        """Take over the state that survives a rebuild: the user's settings, and updates for the next report."""
         self.step_number, self.wants_stop, self.stop_is_wanted = other.step_number, other.wants_stop, other.stop_is_wanted
         self.num_updates, self._missed_update = other.num_updates, other._missed_update
         self._updates = list(other._updates)
 
     def reached_forward(self) -> Callable[[], None]:
-        """Return what to call when a backward reaches the forward that has just ended; calls after the first do nothing."""
+        """Return a callback for when a backward reaches the forward that has just ended; later calls do nothing."""
         generation, is_reached = self._generation, False
 
         def note_reached() -> None:
@@ -153,13 +152,13 @@ class StepCounters:
         return note_reached
 
     def note_failure(self, phase: str, cause: str, *, is_certain: bool = False) -> None:
-        """Note why this rank cannot finish the step; the first cause counts, unless a later one is certain."""
+        """Note why this rank cannot finish the step. The first cause is kept, unless a later one is certain."""
         problem = Problem(errors.PeerFailedError.__name__, {"phase": phase, "cause": cause})
         if is_certain or "failure" not in self.problems:
             self.problems["failure"] = problem
 
     def note_late(self, param: str, *, bucket: int, num_buckets: int, phase: str) -> None:
-        """Note a gradient that came after its bucket was sent. The text tells of the bucket of the first one."""
+        """Note a gradient that came after its bucket was sent. The error names the bucket of the first one."""
         fields = {"params": [], "bucket": bucket, "num_buckets": num_buckets, "phase": phase}
         late = self.problems.setdefault("late", Problem(errors.LateGradientError.__name__, fields))
         if param not in late.fields["params"]:
@@ -167,7 +166,7 @@ class StepCounters:
 
     @property
     def late_phase(self) -> str:
-        """What the bucket of the first late gradient was; empty without one."""
+        """Phase of the bucket of the first late gradient; empty without one."""
         return str(self.problems["late"].fields["phase"]) if "late" in self.problems else ""
 
     def note_load(self) -> None:
@@ -175,11 +174,11 @@ class StepCounters:
         self._num_loads += 1
 
     def note_broadcast(self) -> None:
-        """Note that all ranks have the values of the first one, whatever was loaded."""
+        """Note that all ranks have the values of the first rank, so earlier loads no longer count."""
         self._num_loads = 0
 
     def note_dropped_step(self) -> None:
-        """Count a step whose gradients were cleared in place of an update."""
+        """Count a step whose gradients were cleared instead of used."""
         self._num_dropped_steps += 1
 
     def note_grad_scale(self, factor: float) -> None:
@@ -190,18 +189,18 @@ class StepCounters:
         """Count an optimizer step on gradients of an agreed step.
 
         Args:
-            hyperparameters: to be compared at the next fence; none if they were at the last one.
+            hyperparameters: to be compared at the next fence; empty if the last fence has compared them.
         """
         self.num_updates += 1
-        if hyperparameters and len(self._updates) < _UPDATES_COMPARED:  # more updates between two fences are made alike
+        if hyperparameters and len(self._updates) < _UPDATES_COMPARED:  # later ones are assumed to be alike
             self._updates.append((*hyperparameters, (_SCALE, self._grad_scale)))
 
     def note_missed_update(self, cause: str) -> None:
-        """Note what kept this rank from an update; it is told if others have made it."""
+        """Note why this rank skipped an update; an error names it if other ranks have made the update."""
         self._missed_update = cause
 
     def report(self, *, is_committing: bool, force_all_reduce: bool, sent_buckets: bool) -> Report:
-        """Return this rank's side of the step."""
+        """Return this rank's report about the step."""
         # Two optimizers may step in any order.
         updates = sorted(self._updates, key=str) if len(self._updates) > 1 else list(self._updates)
         if is_committing:
@@ -228,15 +227,15 @@ class StepCounters:
         )
 
     def forget_grads(self) -> None:
-        """Forget what was counted and found about gradients that are forgotten themselves."""
+        """Forget counts and problems of gradients that are cleared."""
         self.num_microbatches, self.kept, self._grad_scale = 0, (), 1.0
         self.problems.pop("late", None)
 
     def start_step(self, *, is_over: bool = False) -> None:
-        """Count anew, after a fence.
+        """Reset the counts after a fence.
 
         Args:
-            is_over: whether the step was dropped; then what its forwards had begun is over.
+            is_over: whether the step was dropped; then its open forwards no longer count.
         """
         self.num_microbatches = self.num_updates = self._num_dropped_steps = self._num_loads = 0
         self.kept, self._grad_scale, self._missed_update = (), 1.0, ""
@@ -248,34 +247,34 @@ class StepCounters:
 
 
 class Fence:
-    """The agreement of one wrapper's ranks: about steps, and about the collective calls between them.
+    """Agreement of the ranks of one wrapper, about steps and collective calls.
 
     Args:
-        num_buckets: for texts.
-        policy: without a fence this rank asks nobody at the end of a step.
-        device: where the messages travel.
+        num_buckets: for error texts.
+        policy: says whether there is a fence at the end of a step.
+        device: of the messages.
     """
 
     def __init__(self, communicator: Communicator, *, num_buckets: int, policy: StepPolicy, device: torch.device) -> None:
         self._communicator, self._device, self._num_buckets = communicator, device, num_buckets
         self._asks = policy.has_fence and communicator.size > 1
         self._gate = Gate(communicator, device=device) if communicator.size > 1 else None
-        self._report: Report | None = None  # of the message under way
+        self._report: Report | None = None  # of the pending message
         self._is_nonfinite: torch.Tensor | None = None
         self._exchange: Exchange | None = None
         self.counters = StepCounters(communicator.rank, counts_skipped_forwards=policy.counts_skipped_forwards)
-        """What this rank will report."""
+        """For this rank's next report."""
 
     @property
     def is_sent(self) -> bool:
-        """Whether a message is under way whose answer was not taken."""
+        """Whether a message is pending."""
         return self._report is not None and (not self._asks or (self._gate is not None and self._gate.is_sent))
 
     def send(self, report: Report, nonfinite: torch.Tensor | None = None) -> None:
-        """Send this rank's side of a step without waiting. A rank with a problem sends its report right behind.
+        """Send this rank's fingerprint and flags without waiting. A rank with a problem sends its report right after.
 
         Args:
-            nonfinite: 0D flag on the device, set if gradients are not finite; the host does not know it yet.
+            nonfinite: 0D flag on the device, set if gradients are not finite, where only the device knows.
 
         """
         self._is_nonfinite = nonfinite
@@ -290,13 +289,13 @@ class Fence:
                 self._start_exchange(report)
 
     def take(self, name_culprits: Callable[[], object]) -> Sequence[Report]:
-        """Wait for all ranks; return their reports where something is wrong, and nothing where all of them are whole.
+        """Wait for all ranks; return their reports if one has a problem, and nothing if the step is whole on all.
 
         Args:
-            name_culprits: adds to the problems of this rank what a device knew before the host did.
+            name_culprits: adds nonfinite gradients that only the device knew of to the problems of this rank.
 
         Raises:
-            MegabucketError: a rank was lost, or interrupted for good.
+            MegabucketError: a rank was lost or interrupted.
         """
         report = self._report
         if report is None:
@@ -340,14 +339,14 @@ class Fence:
     def call(
         self, label: str, entries: Sequence[Entry], failure: Exception | None, *, step: int = 0
     ) -> tuple[MegabucketError | None, bool]:
-        """Open a collective call outside of a step, or go on in it, together with all ranks.
+        """Open a collective call outside a step, or continue it, together with all ranks.
 
         Returns the error that all ranks raise, and whether some rank has sent the buckets of a step.
 
         Args:
-            label: of the call; its part before a colon is what ranks fail in.
-            entries: what must be equal on all ranks.
-            failure: why this rank cannot go on.
+            label: of the call; the part before a colon names it in errors.
+            entries: must be equal on all ranks.
+            failure: why this rank cannot continue.
         """
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         fingerprint, flag, is_alike = _fingerprint(text, list(entries)), _IS_BROKEN * (failure is not None), True
@@ -381,12 +380,12 @@ def _phase_of(label: str) -> str:
 
 
 def _fingerprint(*facts: Any) -> int:
-    """Return a number below 2**62 that is equal where plain values are."""
-    # Version 2 of the format writes values only, not whether two of them are the same object.
+    """Return a hash below 2**62 of plain values."""
+    # Version 2 of the format depends on values only, not on object identity.
     return int.from_bytes(hashlib.blake2b(marshal.dumps(facts, 2), digest_size=8).digest(), "big") >> 2
 
 
-# From the reports of all ranks to the one error that all of them raise. Pure: the same reports give the same error. #
+# Builds the error that all ranks raise from the reports of all. Pure: equal reports give equal errors. #
 
 _COMPARED: Final[tuple[tuple[str, type[MegabucketError], str], ...]] = (
     ("step_number", errors.StepMismatchError, "the caller's step numbers"),
@@ -407,14 +406,14 @@ _FIRST_KINDS: Final = (
 
 
 def resolve_error(step: int, num_buckets: int, reports: Sequence[Report]) -> MegabucketError | None:
-    """Return the error that the reports add up to, or ``None``.
+    """Return the error for these reports, or ``None``.
 
-    When several things went wrong, the one that explains the others is named: a failed rank also has too few microbatches, a
-    frozen parameter is also unused.
+    Of several problems it names the one that explains the others: a failed rank also has too few microbatches, a frozen
+    parameter is also unused.
 
     Args:
-        step: agreed steps before this one.
-        reports: of all ranks in rank order, or of this rank alone where nothing is exchanged.
+        step: number of agreed steps before this one.
+        reports: of all ranks in rank order, or of this rank alone without an exchange.
     """
     return next(_errors(step, num_buckets, reports), None)
 
@@ -422,7 +421,7 @@ def resolve_error(step: int, num_buckets: int, reports: Sequence[Report]) -> Meg
 def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
     if len({_phase_of(report.doing) for report in reports}) > 1:
         yield errors.CallMismatchError(step=step, by_rank=[report.doing for report in reports])
-    # Before all that follows: whatever else happened in this step, the weights are not what they should be.
+    # First: whatever else happened in this step, the weights are wrong already.
     yield from _divergences(step, reports)
     yield from _problems(step, reports, _FIRST_KINDS)
     yield from _disagreements(step, reports)
@@ -432,7 +431,7 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
     if all(report.doing == _END_OF_STEP for report in reports) and (
         by_rank := _differing(reports, lambda one: one.fingerprint)
     ):
-        # The reports, which hold so many names and no more, say nothing about it.
+        # The reports do not show the difference, because their lists are cut.
         yield errors.StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
 
 
@@ -472,7 +471,7 @@ def _disagreements(step: int, reports: Sequence[Report]) -> Iterator[MegabucketE
             in_order = dict.fromkeys(kept for value in values for kept in value)
             odd = [kept for kept in in_order if any(kept not in value for value in values)]
             values = [int(bool(odd) and odd[0] in value) for value in values]
-            what = what.format(names=name_list(odd))  # noqa: PLW2901 - filled in
+            what = what.format(names=name_list(odd))  # noqa: PLW2901 - the same text with names
         by_rank = tuple(map(int, values))
         if len(set(by_rank)) > 1:
             yield kind(step=step, by_rank=by_rank, **({"what": what} if what else {}))  # type: ignore[call-arg]
@@ -513,10 +512,10 @@ def _unused(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
 def agree_on_difference(
     communicator: Communicator, reports: Sequence[Report], lines: Sequence[str], *, device: torch.device, label: str
 ) -> errors.LayoutMismatchError:
-    """Return the error about entries of a call that differ, made of the texts of one rank for each fingerprint.
+    """Return the error about entries of a call that differ. One rank of each fingerprint sends its entries.
 
     Args:
-        lines: this rank's entries.
+        lines: this rank's entries as text.
     """
     first_ranks: dict[int, int] = {}
     for report in reports:
@@ -539,7 +538,7 @@ def agree_on_difference(
 
 
 def describe(error: BaseException | str | None) -> str:
-    """Return an exception as other ranks read it; ``None`` is one that autograd keeps to itself."""
+    """Return the text of an exception for reports; ``None`` is one that autograd does not reveal."""
     if error is None:
         return (
             "an exception that autograd keeps to itself; it stands in the log of that rank, and would stand here inside "
@@ -549,15 +548,15 @@ def describe(error: BaseException | str | None) -> str:
         return error
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception as cause:  # the text of an exception is code of the caller, too
+    except Exception as cause:  # ``__str__`` is user code
         return f"{type(error).__name__} (its text cannot be made: {type(cause).__name__})"
 
 
 def step_number_of(number: int | None) -> int:
-    """Return the caller's step number as the fence compares it.
+    """Return the user's step number as the fence compares it; -1 for ``None``.
 
     Raises:
-        ConfigError: it is no number from 0 to 2**62.
+        ConfigError: it is not an integer from 0 to 2**62.
     """
     if number is None:
         return -1

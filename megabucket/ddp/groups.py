@@ -1,8 +1,7 @@
-"""The ranks of one wrapper: named groups that parameters are reduced over, and those that agree on steps and on norms.
+"""The ranks of one wrapper: named reduction groups, and the groups that agree on steps and norms.
 
-A model that is trained by data parallelism alone has one group, ``dense``, and all else follows from it. Experts are reduced
-over the ranks that hold the same ones. Steps are agreed on by all ranks that share a group. A norm adds up the gradients of all
-ranks that hold parts of the model, each element once.
+With data parallelism alone there is one group, ``dense``. Experts are reduced over the ranks that hold the same ones. All ranks
+that share a group agree on steps. A norm covers all ranks that hold parts of the model, and counts each element once.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DENSE: Final = "dense"
-"""The group of parameters that nothing assigns to another one."""
-_EXPERT: Final = "expert"  # of parameters that Megatron's layers mark with allreduce=False
+"""The default group."""
+_EXPERT: Final = "expert"  # of parameters that Megatron marks with allreduce=False
 
 GroupOf = Callable[[str, torch.Tensor], "str | None"] | Mapping[str, str]
-"""Returns the group of a parameter by its name and itself, ``None`` for the default; or names groups by patterns of names."""
+"""A function from name and parameter to its group (``None``: the default), or a dict from name patterns to groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +64,10 @@ class ReductionGroup:
             ``replicate`` along its first.
         replicate: the ranks that hold the same shard, one of each replica, this one included: gradients are reduce-scattered
             over ``ranks`` and then all-reduced over these. Needs the distributed optimizer. ``None``: there is one replica.
-        divisor: of the mean. ``None``: the number of ranks of the group ``dense``, all replicas together, for every group, as
-            in Megatron: the gradient of an expert is a sum over the tokens that all these ranks have sent to it.
-        unused_parameters: as the config's field of this name. ``None``: as there for ``dense``; zeros for other groups, since
-            an expert may get no token.
+        divisor: of the mean. ``None``: the number of ranks of ``dense`` in all replicas, for every group, as in Megatron: the
+            gradient of an expert is a sum over the tokens that all these ranks have sent to it.
+        unused_parameters: as the config field of this name. ``None``: the config's value for ``dense``, ``"zero"`` for other
+            groups, because an expert may get no token.
     """
 
     ranks: Any
@@ -79,23 +78,22 @@ class ReductionGroup:
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups:
-    """Which ranks do what for which parameters.
+    """The parallel groups of a model.
 
     Args:
-        reduction: the ranks of each named group, as ``ReductionGroup`` or what that takes. ``dense`` is for parameters that
-            nothing assigns to another one.
-        group_of: the group of a parameter: a function of its name and itself, or a dict of patterns of names. What it leaves
-            out is in ``expert`` if Megatron's layers have marked it (``allreduce=False``), else in ``dense``.
+        reduction: the ranks of each named group, as ``ReductionGroup`` or its ``ranks``. ``dense`` is the default group.
+        group_of: the group of a parameter: a function of its name and itself, or a dict of name patterns. Parameters without a
+            result are in ``expert`` if Megatron's layers have marked them (``allreduce=False``), else in ``dense``.
         identity: the identity of a parameter under tensor, pipeline or expert parallelism, as a function of its local name and
             itself; ``None`` for the default. With ``copies={"tp": ...}`` the default follows Megatron's attributes
             (``tensor_model_parallel``, ``partition_dim``, ``shared``); ``expert_tp`` is for experts cut over other ranks.
-        copies: ranks that hold copies of parameters, by the names that identities give; the pipeline stages, as ``pp``, if
-            ``finalize_grads`` is to count tokens.
-        norm_group: all ranks that hold parts of the model; each element counts once in the norm over them. Where gradients
-            are all-reduced, those of one replica are enough. ``None``: those that agree on steps, unless there is one group;
-            then a norm is refused where other ranks hold parts or copies, or agree on steps as well.
-        step_group: ranks that agree on steps. ``None``: those of the group, ``norm_group`` included, that contains all others;
-            or all ranks of the program, where they are the replicas of one group.
+        copies: ranks that hold copies of parameters, by the names in identities; also the pipeline stages, as ``pp``, for
+            the token count of ``finalize_grads``.
+        norm_group: all ranks that hold parts of the model; the norm over them counts each element once. With all-reduced
+            gradients the ranks of one replica are enough. ``None``: the ranks that agree on steps. With a single group a norm
+            is then refused if other ranks hold parts or copies, or agree on steps as well.
+        step_group: ranks that agree on steps. ``None``: the given group, ``norm_group`` included, that contains all others; or
+            all ranks of the program, if they are the replicas of one group.
     """
 
     reduction: Mapping[str, Any]
@@ -107,25 +105,25 @@ class ParallelGroups:
 
 
 class Reduction(NamedTuple):
-    """How the gradients of one named group are reduced."""
+    """The reduction of one named group."""
 
     communicator: Communicator
-    """Of the ranks that gradients are reduced over; where there are replicas, those of one."""
+    """Of the ranks that gradients are reduced over, inside one replica."""
     divisor: float
     policy: StepPolicy
     replicas: ReplicaReducer | None = None
     """Of the ranks that hold the same shard, one of each replica; ``None``: there is one replica."""
     places: Sequence[Sequence[Entry]] = ((),)
-    """What the ranks of each of ``communicators`` must have in common so that shards and replicas form a grid."""
+    """Entries that must be equal on the ranks of each of ``communicators``, so that shards and replicas form a grid."""
 
     @property
     def replica(self) -> int:
-        """The number of this rank's replica. What all replicas hold counts, and is written, in the first one."""
+        """The number of this rank's replica. The first one counts for the norm and writes checkpoints."""
         return 0 if self.replicas is None else self.replicas.communicator.rank
 
     @property
     def communicators(self) -> list[Communicator]:
-        """What is alike on the ranks of each is alike on all ranks that hold these parameters."""
+        """Together they connect all ranks that hold these parameters."""
         return [self.communicator] if self.replicas is None else [self.communicator, self.replicas.communicator]
 
 
@@ -135,8 +133,8 @@ class RankGroups:
     Attributes:
         by_name: the reduction groups, ``dense`` first.
         step: all ranks that agree on steps and calls; it contains every reduction group.
-        norm: all ranks that hold different parts of the model; ``None``: only the shards of ``dense`` are apart.
-        copies: ranks that hold copies of a parameter, by the names that identities give them.
+        norm: all ranks that hold different parts of the model; ``None``: those of ``dense``.
+        copies: ranks that hold copies of a parameter, by the names in identities.
     """
 
     def __init__(
@@ -157,21 +155,21 @@ class RankGroups:
 
     @property
     def communicators(self) -> list[Communicator]:
-        """All communicators, each once: what a rank that breaks off must tell so."""
+        """All communicators, each once, to notify when a rank breaks off."""
         of_groups = chain.from_iterable(group.communicators for group in self.by_name.values())
         found = [self.step, *of_groups, *self.copies.values()]
         return list(dict.fromkeys(found if self.norm is None else [*found, self.norm]))
 
     def close(self) -> None:
-        """End the communicators that were made for the wrapper."""
+        """Close the communicators that were made for the wrapper."""
         for communicator in self._owned:
             communicator.close()
 
     def counts(self, identity: ParamIdentity, *, is_sharded: bool) -> bool:
-        """Whether this rank's values of a parameter enter the norm, so that each element of the model enters it once.
+        """Return whether this rank's values of a parameter enter the norm, so that each element is counted once.
 
-        They do if the parameter is reduced over ranks that the first of its copies is one of, on the first of the ranks that
-        hold the same values and take part in the norm: all of these ranks without shards, else those of the other replicas.
+        They do on the first of the ranks in the norm that hold the same values (all ranks of the reduction group without
+        shards, else one per replica), and only where that reduction group contains the first of the parameter's copies.
 
         Args:
             is_sharded: whether the ranks of its reduction group hold different parts of its gradient.
@@ -186,19 +184,19 @@ class RankGroups:
         return all(self.copies[name].members[0] in shards.members for name in identity.copies)
 
     def writes(self, identity: ParamIdentity) -> bool:
-        """Whether this rank and those it shares shards with hold the first of all copies of a parameter, for checkpoints."""
+        """Return whether the reduction group of this rank holds the first of all copies of a parameter, for checkpoints."""
         group = self.by_name[identity.group]
         first = [self.copies[name].members[0] for name in identity.copies if name in self.copies]
         return group.replica == 0 and all(rank in group.communicator.members for rank in first)
 
     def is_first(self, identity: ParamIdentity) -> bool:
-        """Whether no other rank with the same part of the whole model comes before this one."""
+        """Return whether this is the first rank with this part of the whole model."""
         return self.by_name[identity.group].communicator.rank == 0 and self.writes(identity)
 
     def find_norm_obstacle(
         self, identities: Mapping[str, ParamIdentity], params: Mapping[torch.nn.Parameter, str]
     ) -> ConfigError | None:
-        """Return why the norm would leave parts of the model out, or count some twice: an error that names a parameter.
+        """Return an error with a parameter if the norm would miss parts of the model, or count some twice.
 
         Args:
             identities: by name.
@@ -230,11 +228,11 @@ class RankGroups:
         device: torch.device,
         step: int = 0,
     ) -> tuple[MegabucketError | None, bool]:
-        """Go through the gate of a call. See ``Fence.call``.
+        """Open a call, and compare its entries. See ``Fence.call``.
 
         Args:
-            entries: what must be equal on all ranks.
-            by_group: what must be equal on the ranks of each reduction group, and of each of ``copies``, by ``copies_key``.
+            entries: must be equal on all ranks.
+            by_group: must be equal on the ranks of each reduction group, and of each of ``copies``, by ``copies_key``.
         """
         if self.has_same_params:
             return fence.call(label, [*entries, *by_group.get(DENSE, ())], failure, step=step)
@@ -248,7 +246,7 @@ class RankGroups:
             for communicator, place in zip(group.communicators, group.places, strict=True)
         ]
         inner += [(ranks, by_group[key]) for along, ranks in self.copies.items() if (key := copies_key(along)) in by_group]
-        for communicator, equal in inner:  # all of them: other ranks may find nothing wrong
+        for communicator, equal in inner:  # all of them, because other ranks may find no difference
             inside = Fence(communicator, num_buckets=0, policy=self.by_name[DENSE].policy, device=device)
             error, _ = inside.call(label, equal, None, step=step)
             found = found or error
@@ -257,7 +255,7 @@ class RankGroups:
 
 
 def copies_key(along: str) -> str:
-    """Return the key of what must be equal on the ranks of ``copies[along]``; no reduction group has this name."""
+    """Return the key of entries for the ranks of ``copies[along]``, which differs from all group names."""
     return f"copies {along!r}"
 
 
@@ -276,10 +274,10 @@ def discover(
         device: of the parameters.
 
     Raises:
-        ConfigError: there is no group ``dense``, a value is no group, no group contains all others and none is given, the ranks
-            of the norm lack copies or shards, or there are replicas of what is not sharded.
+        ConfigError: there is no group ``dense``, a value is no group, no given group contains all others, the ranks of the norm
+            lack copies or shards, or there are replicas without shards.
         LayoutMismatchError: two ranks of a group do not agree on its name, ranks or settings.
-        MegabucketError: another rank does not come, or waits elsewhere.
+        MegabucketError: another rank does not come, or is in another call.
     """
     names = sorted(given.reduction, key=lambda name: (name != DENSE, name))
     if DENSE not in names:
@@ -296,7 +294,7 @@ def discover(
     candidates |= copies | {f"replicas of {name!r}": group.replicate for name, group in replicated.items()}
     step_ranks = _widest(candidates, replicated) if given.step_group is None else given.step_group
     _check_contains("step_group=", step_ranks, candidates, "all of them agree on each step")
-    # First of all: the others share its progress.
+    # First, because the others share its progress.
     step = made.communicator(step_ranks)
     made.step, step.progress.members = step, step.members
     facts = {name: f", divisor={one.divisor}, unused_parameters={one.unused_parameters!r}" for name, one in groups.items()}
@@ -320,7 +318,7 @@ def communicator_for(
     recorder: Recorder | None = None,
     progress: Progress | None = None,
 ) -> Communicator:
-    """Return the communicator of a process group, as the config wants it. Arguments and errors: ``discover_communicator``.
+    """Return the communicator of a process group by the config. Arguments and errors: see ``discover_communicator``.
 
     Args:
         device: of the parameters.
@@ -330,12 +328,12 @@ def communicator_for(
 
 
 class _Made:
-    """Communicators that were made from groups, one for each."""
+    """Makes one communicator per group."""
 
     def __init__(self, config: DistributedDataParallelConfig, device: torch.device, recorder: Recorder | None) -> None:
         self._config, self._device, self._recorder = config, device, recorder
         self.step: Communicator | None = None
-        """That of all ranks. The others share its progress, and errors name ranks by their place in it."""
+        """Of all ranks. The others share its progress, and errors number ranks by their place in it."""
         self._made: dict[Any, Communicator] = {}
         self._replicas: dict[Communicator, ReplicaReducer] = {}
         self.owned: list[Communicator] = []
@@ -353,12 +351,12 @@ class _Made:
         return self._made[group]
 
     def reduction(self, group: ReductionGroup, policy: StepPolicy) -> Reduction:
-        """Return how a group is reduced; its divisor is not known yet. All of its ranks call it."""
+        """Return the reduction of a group, without its divisor. All of its ranks call it."""
         inside = self.communicator(group.ranks)
         over = None if group.replicate is None else self.communicator(group.replicate)
         if over is None or over.size == 1:
             return Reduction(inside, 1.0, policy)
-        # One for each communicator: on it, all launches have one order.
+        # One per communicator, so that all of its launches have one order.
         replicas = self._replicas.setdefault(over, ReplicaReducer(over, Accelerator.of(self._device)))
         own = json.dumps(list(inside.members)).encode()
         grid = [json.loads(row) for row in exchange(over, own, device=self._device, label="replicas")]
@@ -395,7 +393,7 @@ def _check_contains(what: str, ranks: Any, others: Mapping[str, Any], why: str) 
 
 
 def _check_alike(step: Communicator, own: Mapping[str, tuple[Sequence[int], str]], device: torch.device) -> None:
-    """Compare groups over all ranks that agree on steps, before any communicator is made of them: others would wait in vain.
+    """Compare groups over all ranks that agree on steps, before communicators are made, which would wait for missing ranks.
 
     Args:
         own: ranks and settings of this rank's groups, by name.
@@ -418,13 +416,13 @@ def _check_alike(step: Communicator, own: Mapping[str, tuple[Sequence[int], str]
 
 
 def _widest(candidates: Mapping[str, Any], replicated: Mapping[str, ReductionGroup]) -> Any:
-    """Return the ranks that contain all others.
+    """Return the group that contains all others.
 
     Args:
-        replicated: groups with replicas, of which one rank does not know all others.
+        replicated: groups with replicas, whose ranks are not all known to one rank.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there is none.
     """
     members = {name: set(members_of(ranks)) for name, ranks in candidates.items()}
     everybody = set[int]().union(*members.values())
@@ -441,14 +439,14 @@ def _widest(candidates: Mapping[str, Any], replicated: Mapping[str, ReductionGro
     )
 
 
-# Which group a parameter belongs to #
+# Parameters to groups #
 
 
 def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups | None) -> dict[str, ParamIdentity]:
     """Return the identity of each parameter, frozen ones included, by first name.
 
     Raises:
-        ConfigError: a parameter is claimed by two groups, or by one that is not there; or identities contradict each other.
+        ConfigError: a parameter is claimed by two groups, or by a missing one; or identities contradict each other.
     """
     group_of, identity = (None, None) if given is None else (given.group_of, given.identity)
     if identity is None and not ranks.copies.keys().isdisjoint(("tp", "embd")):
@@ -491,7 +489,7 @@ def _group_in(group_of: GroupOf, name: str, tensor: torch.Tensor) -> str | None:
 
 
 def buffer_groups(module: torch.nn.Module, identities: Mapping[str, ParamIdentity]) -> dict[str, str]:
-    """Return the group of each module buffer: that of all parameters around it, if they are of one, else ``dense``."""
+    """Return the group of each module buffer: that of all parameters in its module if they share one, else ``dense``."""
     groups: dict[str, set[str]] = {}
     for name, identity in identities.items():
         path = name

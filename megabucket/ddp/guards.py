@@ -1,7 +1,7 @@
-"""What is looked at once a step, because torch would not complain: the module, the optimizer, the numbers it updates by.
+"""Checks once a step that torch does not make: of the module, plain optimizers, and hyperparameters.
 
-Each check costs one pass in C over the parameters, or less. What they find is a ``Problem``, which the fence tells to all
-ranks, or an error where this rank asks for something it must not do.
+Each check costs at most one pass in C over the parameters. Its result is a ``Problem``, which the fence reports to all ranks,
+or an error if this rank's own call is wrong.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _ADAMS: Final = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.o
 
 
 class Problem(NamedTuple):
-    """Something that is wrong on one rank: the class of the error about it, and the fields of that but step and rank."""
+    """A problem on one rank: the name of its error class, and the error's fields except step and rank."""
 
     kind: str
     fields: dict[str, Any]
 
 
-# Is the module still the one that was wrapped? #
+# Changes of the module #
 
 
 class ModelWatch:
-    """Compares a module with what it was when this object was made.
+    """Finds changes of a module since this object was made.
 
     Args:
         trainable: the parameters in the buffers, by name.
-        groups: where they live.
+        groups: their bucket groups.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class ModelWatch:
         self._slot_params = [slot.param for slot in slots]
         self._view_pointers = [view.data_ptr() for view in self._views]
         modules = list(module.modules())
-        # These dicts are what torch looks names up in; the objects in them are kept, so no address is used twice.
+        # The dicts in which torch looks names up. Their values are kept alive, so no object's identity is reused.
         self._children: list[Mapping[str, Any]] = [submodule._parameters for submodule in modules]
         self._children += [submodule._modules for submodule in modules]
         self._kept = [child for children in self._children for child in children.values()]
 
     def find_change(self) -> Problem | None:
-        """Return what has changed since the module was wrapped, or ``None``.
+        """Return the change of the module since it was wrapped, or ``None``.
 
-        Parameters that were added or replaced come first: they explain the rest.
+        Added and replaced parameters come first, because they explain other changes.
         """
-        # With thousands of parameters these few lines are most of what the check costs, so no Python code runs per parameter.
+        # No Python code runs per parameter: with thousands of them these few lines are most of the cost of the check.
         if not self._has_same_children():
             change = self._changed_params()
             if change is not None:
@@ -110,7 +110,7 @@ class ModelWatch:
         return None
 
     def _has_same_children(self) -> bool:
-        # One view at a time: thousands of them in a list would make the garbage collector run.
+        # An iterator, because a list of thousands of objects would trigger the garbage collector.
         children = chain.from_iterable(map(_values, self._children))
         return sum(map(len, self._children)) == len(self._kept) and all(map(is_, children, self._kept))
 
@@ -121,7 +121,7 @@ class ModelWatch:
             return False
 
     def _changed_params(self) -> Problem | None:
-        """Return which parameters came and went; ``None`` when only modules without parameters did."""
+        """Return the added, removed and replaced parameters; ``None`` if only modules without parameters changed."""
         now = dict(self._module.named_parameters())
         before = self._all_params
         replaced = [name for name, param in now.items() if name in before and before[name] is not param]
@@ -153,16 +153,16 @@ class ModelWatch:
 
 
 def moved_params(groups: Iterable[_ParamAndGradBucketGroup]) -> dict[str, torch.Tensor]:
-    """Return, for each parameter that looks elsewhere than it must, where it must look."""
+    """Return the values in the buffer of each parameter that no longer points at them, by name."""
     places = chain.from_iterable(zip(group.slots, group.param_values, strict=True) for group in groups)
     return {slot.name: values for slot, values in places if not _are_set_to((slot.param,), (values,))}
 
 
 def _are_set_to(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
-    """Return whether parameters look at the memory of ``values``, in the same shape and memory order."""
+    """Return whether parameters point at the memory of ``values``, with the same shapes and strides."""
     try:
         return all(map(torch.Tensor.is_set_to, params, values))
-    except RuntimeError:  # not even comparable: on another device, say
+    except RuntimeError:  # not comparable, for example on another device
         return False
 
 
@@ -171,27 +171,27 @@ def _described(tensor: torch.Tensor, place: str, *, with_form: bool) -> str:
     return f"{dtype_name(tensor.dtype)} on {tensor.device}{form} {place}"
 
 
-# By which numbers does an optimizer update? #
+# Hyperparameters #
 
 Hyperparameters = tuple[tuple[str, Any], ...]
-"""Names and values. A value is a float, a tuple of values, or the text of an integer that no float can hold."""
+"""Names and values. A value is a float, a tuple of values, or the text of an integer that a float cannot represent."""
 
-# How the same update is computed, and where a scheduler has started from.
+# These change only how an update is computed, or belong to schedulers.
 _NOT_COMPARED: Final = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
 
 
 def read_hyperparameters(groups: Iterable[Mapping[str, Any]], *, waits: bool = False) -> Hyperparameters:
-    """Return all numbers of an optimizer's groups: learning rates, betas, what else there is.
+    """Return all numbers of an optimizer's groups: learning rates, betas and so on.
 
     Args:
-        waits: whether to wait for numbers that are on a device. They are left out otherwise.
+        waits: whether to read numbers on a device, which waits for it. Otherwise they are left out.
 
     >>> read_hyperparameters([{"params": [], "lr": 1, "betas": (0.5, 1), "foreach": True}, {"lr": 0.25}])
     (('betas of group 0', (0.5, 1.0)), ('lr of group 0', 1.0), ('lr of group 1', 0.25))
     """
     numbers = []
     for index, group in enumerate(groups):
-        for key in sorted(group):  # a group that comes from a checkpoint has its keys in another order
+        for key in sorted(group):  # a group from a checkpoint may have its keys in another order
             if key not in _NOT_COMPARED:
                 value = number_of(group[key], waits=waits)
                 if value is not None:
@@ -214,7 +214,7 @@ def number_of(value: Any, *, waits: bool = False) -> Any:
 
 
 def texts_of(updates: Sequence[Hyperparameters]) -> tuple[str, ...]:
-    """Return the numbers of one or several updates as ``name=value``, to be told to other ranks.
+    """Return the numbers of one or several updates as ``name=value``, for reports.
 
     >>> texts_of([(("lr of group 0", 0.5),)])
     ('lr of group 0=0.5',)
@@ -228,17 +228,17 @@ def texts_of(updates: Sequence[Hyperparameters]) -> tuple[str, ...]:
     )
 
 
-# Does a plain optimizer step on gradients that are what it takes them for? #
+# Plain optimizers #
 
 _Method = Callable[[torch.optim.Optimizer], None]
 
 
 class _StepHook:
-    """What stands in torch's process-wide list, once, on behalf of all guards.
+    """A hook in torch's process-wide list that serves all guards.
 
-    Torch walks through that list while an optimizer steps, and raises when it changes meanwhile. But wrappers come, are
-    detached and garbage collected at any time, also in other threads, so this hook stays and has a list of its own. It knows
-    the guards weakly and does not keep a model alive.
+    Torch iterates over that list while an optimizer steps, and raises if it changes meanwhile. But wrappers are made, detached
+    and collected at any time, also in other threads, so this hook stays and has its own list. Its references to the guards are
+    weak, so it keeps no model alive.
     """
 
     def __init__(self) -> None:
@@ -257,12 +257,12 @@ class _StepHook:
 
 
 class _Held(NamedTuple):
-    """What a plain optimizer holds of a wrapper."""
+    """The parameters of a wrapper in a plain optimizer."""
 
-    sizes: tuple[int, ...]  # of its groups, when it was looked at
+    sizes: tuple[int, ...]  # of its groups, when they were read
     names: list[str]
     params: list[torch.nn.Parameter]
-    members: Hyperparameters  # tell the parameters of each group
+    members: Hyperparameters  # a checksum of the parameter names of each group
 
 
 class PlainOptimizerGuard:
@@ -280,21 +280,21 @@ class PlainOptimizerGuard:
 
     def remove(self) -> None:
         """Stop watching."""
-        self._names.clear()  # no optimizer holds anything of the wrapper any more
+        self._names.clear()  # so no optimizer counts as holding parameters of the wrapper
         self._held.clear()
 
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step that has updated parameters of the wrapper: all ranks must have made as many."""
+        """Count an update of parameters of the wrapper: all ranks must make equally many."""
         held = self._held_by(optimizer)
         if held.params:
-            # Ranks that agree on steps need not hold the same parameters, where there are several groups.
+            # With several reduction groups, ranks may hold different parameters.
             members = held.members if self._sync.ranks.has_same_params else ()
             self._sync.counters.note_update((*read_hyperparameters(optimizer.param_groups), *members))
             self._stepped[optimizer] = self._sync.step
             self._sync.pause()
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> _Held:
-        """Look at an optimizer once, and again when a group has grown."""
+        """Return what an optimizer holds, read once and again when the size of a group changes."""
         groups = optimizer.param_groups
         sizes = tuple(map(len, map(_params, groups)))
         known = self._held.get(optimizer)
@@ -309,12 +309,12 @@ class PlainOptimizerGuard:
         return known
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step that would use gradients of the wrapper that no finished sync has left.
+        """Refuse a step that would use gradients of the wrapper that were not reduced.
 
         Raises:
             PlainOptimizerError: the gradients are reduce-scattered.
             PhaseError: an error was raised about these gradients and caught.
-            UnreducedGradientsError: no sync has finished on them, whatever has brought them.
+            UnreducedGradientsError: no sync has finished on them.
             ConfigError: a learning rate is not finite, or the optimizer cannot mix the dtypes of parameters and gradients.
         """
         held = self._held_by(optimizer)
@@ -328,9 +328,10 @@ class PlainOptimizerGuard:
             self._sync.refuse_update(error)
             raise
         grads = list(map(_grad, held.params))
-        # A second step on the same gradients is as good as the first one; a step on others, put in their place, is not.
+        # A second step on the same gradients is allowed, but not on others that have replaced them.
         is_stale = self._stepped.get(optimizer) == self._sync.step and any(
-            grad is not None and all(grad is not getattr(param, name, None) for name in _PLACES)  # a swapped one has none
+            grad is not None
+            and all(grad is not getattr(param, name, None) for name in _PLACES)  # a replaced parameter has none
             for grad, param in zip(grads, held.params, strict=True)
         )
         self._sync.check_may_update(has_grads=any(map(is_not, grads, repeat(None))), is_stale=is_stale)
@@ -338,7 +339,7 @@ class PlainOptimizerGuard:
         if not (self._has_mixed_dtypes and is_picky):
             return
         for name, param in zip(held.names, held.params, strict=True):
-            if param.grad is not None and param.grad.dtype != param.dtype:  # torch would fail on it with an internal text
+            if param.grad is not None and param.grad.dtype != param.dtype:  # torch's error would be unclear
                 raise ConfigError(
                     f"torch's {type(optimizer).__name__} cannot mix dtypes in a step, and {name!r} is "
                     f"{dtype_name(param.dtype)} with a {dtype_name(param.grad.dtype)} gradient (grad_reduce_in_fp32=True). "
@@ -348,7 +349,7 @@ class PlainOptimizerGuard:
 
 
 def check_learning_rates(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse a learning rate with which all weights would be nan or infinite after the step. A tensor on a device is not read.
+    """Refuse a learning rate that is not finite. A tensor on a device is not read.
 
     Raises:
         ConfigError: it is not finite.
@@ -363,8 +364,8 @@ def check_learning_rates(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _hook_in(hooks: dict[int, Any], register: Callable[[Any], RemovableHandle]) -> _StepHook:
-    """Return our hook in one of torch's lists; the first guard of the process puts it there."""
-    # dict.copy is one step of the interpreter, unlike any way through an OrderedDict: another thread may register, too.
+    """Return our hook in one of torch's lists; the first guard of the process adds it."""
+    # dict.copy is atomic, unlike iteration over an OrderedDict: another thread may register a hook meanwhile.
     for hook in dict.copy(hooks).values():
         if isinstance(hook, _StepHook):
             return hook

@@ -1,25 +1,25 @@
-"""``GradSync``: the state of one wrapper's steps, from the first forward to the update, and every way out of a step.
+"""``GradSync``: the state of the steps of one wrapper, from the first forward to the update, and every way to end a step.
 
 ::
 
     IDLE      -> OPEN       a training forward or a gradient
-    OPEN      -> LAUNCHING  a gradient of the last microbatch, or a flush (from IDLE, too); may rest here between backward and
+    OPEN      -> LAUNCHING  a gradient of the last microbatch, or a flush (also from IDLE); may stay here between backward and
                             step()
     LAUNCHING -> FENCED     the last bucket and the fence are sent
-    FENCED    -> AGREED     all ranks are whole and the buckets are drained (an overflow of the sum is found here)
-    FENCED    -> IDLE       something is wrong on some rank: drained, forgotten, the same error on all ranks
+    FENCED    -> AGREED     all ranks are whole and the buckets are reduced (an overflow of the sum is found here)
+    FENCED    -> IDLE       a rank has a problem: buckets reduced and forgotten, the same error on all ranks
     AGREED    -> IDLE       updated and the gather sent; or cleared
     AGREED    -> OPEN       all-reduced: plain torch accumulates on reduced gradients
     AGREED    -> FENCED     a second vote: explicit finish and then step() or zero_grad()
-    any       -> GIVING_UP  this rank failed before its fence: the rest of the schedule and a fence that says so are sent; may
-                            rest here until the next call
+    any       -> GIVING_UP  this rank failed before its fence: it sends the rest of the schedule and a fence that reports the
+                            failure; may stay here until the next call
     GIVING_UP -> IDLE       the same error on all ranks
-    IDLE      -> CALL       a collective call outside of a step; and back
+    IDLE      -> CALL       a collective call outside a step; and back
     any       -> BROKEN     interrupted after the fence was sent, or a peer was lost; only detach() is left
 
-Hooks never raise about the step that is open and never change the order of launches; they note what they see. Whatever goes
-wrong, each rank sends the same collectives in the same order: all buckets, then the fence. What a state means for memory stands
-in the phases of the buckets (``buffer/phases.py``).
+Hooks never raise about the open step and never change the order of launches; they note problems. Whatever goes wrong, each rank
+sends the same collectives in the same order: all buckets, then the fence. The phases of the buckets (``buffer/phases.py``) say
+who owns their memory.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from megabucket.trace.step_recorder import BETWEEN_STEPS, PAUSE
 
 
 class StepState(enum.Enum):
-    """Where a step is, and who may do what."""
+    """The state of a step."""
 
-    IDLE = "between two steps"  # nothing of a step has come; calls may be made
+    IDLE = "between two steps"  # no step has begun; calls are allowed
     OPEN = "open"  # forwards and microbatches; gradients accumulate on this rank
-    LAUNCHING = "launching"  # the last microbatch has come; buckets go out
-    FENCED = "fenced"  # this rank's side was told; it cannot be taken back
+    LAUNCHING = "launching"  # the last microbatch runs or has run; buckets are sent
+    FENCED = "fenced"  # this rank's report was sent and cannot be taken back
     AGREED = "agreed"  # gradients are reduced, and optimizers may step on them
-    GIVING_UP = "giving up"  # this rank failed; the others hear so at their fence
+    GIVING_UP = "giving up"  # this rank failed; the others learn it at their fence
     CALL = "in a call"  # all ranks are in the same collective call
-    BROKEN = "broken"  # nothing can be sent any more
+    BROKEN = "broken"  # nothing more can be sent
 
 
 _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType(
@@ -85,13 +85,13 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
 
 
 CALLING: Final = (StepState.FENCED, StepState.CALL)
-"""States in which the others have this rank's side already, so that what fails here cannot be taken back."""
+"""States in which the other ranks have this rank's report, so that a failure breaks the wrapper."""
 UPDATING: Final = (StepState.FENCED, StepState.AGREED)
-"""States in which the others update and gather, so that an optimizer that fails breaks the wrapper."""
+"""States in which the other ranks update and gather, so that an optimizer that fails breaks the wrapper."""
 
 _CAUGHT: Final = " (caught inside the `with ddp.step():` block, which cannot go on)"
 _GROUP_ERRORS: Final = (PeerLostError, WrapperBrokenError, ForkedProcessError, GroupDestroyedError)
-"""Errors that say nothing about a step: there is nobody to tell."""
+"""Errors that are not about a step, so there is nothing to report to the other ranks."""
 
 
 class GradSync:
@@ -99,9 +99,9 @@ class GradSync:
 
     Args:
         groups: bucket groups in launch order.
-        watch: finds out whether the module was changed; ``None`` does not look.
-        backward_hooks: of the module and its parts. While there are any, no gradient is staged: they may look at others.
-        ranks: of the wrapper; ``None``: those of the bucket groups are all.
+        watch: finds changes of the module; ``None``: no check.
+        backward_hooks: of the module and its submodules. While there are any, no gradient is staged, as they may read others.
+        ranks: of the wrapper; ``None``: those of the bucket groups.
     """
 
     def __init__(
@@ -124,30 +124,30 @@ class GradSync:
         self._device = groups[0].buckets[0].grad_data.device
         self._fence = Fence(self._communicator, num_buckets=len(groups), policy=policy, device=self._device)
         self.counters = self._fence.counters
-        """What this rank will report at the next fence."""
+        """The contents of this rank's next report."""
         self.step = 0
-        """How many steps were agreed on, or dropped, by all ranks."""
+        """Number of steps that all ranks agreed on or dropped."""
         self.last_error: MegabucketError | None = None
-        """The error all ranks agreed on for the last step that was dropped."""
+        """The error that all ranks raised for the last dropped step."""
         has_grads = any(slot.has_grad for group in groups for slot in group.slots)  # from before wrapping
         self.state = StepState.OPEN if has_grads else StepState.IDLE
         self.broken: MegabucketError | None = None
-        """Why nothing can be sent any more."""
+        """Why nothing more can be sent."""
         self.dropped: MegabucketError | None = None
-        """The error about gradients that were not cleared since, so that no optimizer may step on them."""
+        """The error about gradients that were not cleared since: no optimizer may step on them."""
         self.skip_reason = ""
-        """Why no optimizer steps on the gradients of this step (``nonfinite_gradients="skip_step"``); empty otherwise."""
+        """Why no optimizer steps on the gradients of this step (``nonfinite_gradients="skip_step"``); otherwise empty."""
         self.force_all_reduce = False
-        """All-reduce in the next launches although the distributed optimizer is on."""
+        """Whether to gather whole gradients although the distributed optimizer is on."""
         self._num_launched = 0  # always a prefix of the groups
         self._no_sync_depth = self._num_blocks = 0
-        # Of the backward that is running:
+        # Of the running backward:
         self._backward = BackwardWatch()
-        self._is_taking = False  # it has brought a gradient, and more are wanted
+        self._is_taking = False  # it has produced a gradient
         self._is_last = self._may_stage = self._has_reached_outputs = False
 
     def continue_from(self, other: GradSync) -> None:
-        """Take over what outlives a rebuild."""
+        """Take over the state that survives a rebuild."""
         self.step, self.last_error, self.force_all_reduce = other.step, other.last_error, other.force_all_reduce
         self.counters.continue_from(other.counters)
 
@@ -158,7 +158,7 @@ class GradSync:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether nothing of a step has begun, and nothing is left of the last one that other ranks wait for."""
+        """Whether no step has begun and no other rank waits for the last one."""
         is_over = self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.policy.is_sharded)
         return is_over and not self.counters.num_open_forwards
 
@@ -167,7 +167,7 @@ class GradSync:
 
         Raises:
             MegabucketError: the wrapper is broken.
-            InvariantError: the table has no way from the current state to ``state``.
+            InvariantError: the table has no transition from the current state to ``state``.
         """
         if state is self.state:
             return
@@ -181,7 +181,7 @@ class GradSync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate in backwards that run inside. May be nested; an exception inside leaves nothing behind."""
+        """Only accumulate in backwards that run inside. May be nested; safe against exceptions."""
         self._no_sync_depth += 1
         try:
             yield
@@ -192,7 +192,7 @@ class GradSync:
         """Note that a training forward begins.
 
         Raises:
-            MegabucketError: a forward or backward of this step has failed before, and the caller has caught the exception.
+            MegabucketError: a forward or backward of this step failed before, and the caller caught the exception.
         """
         self.settle()
         self._begin("forward")
@@ -204,24 +204,24 @@ class GradSync:
         self._communicator.progress.enter(self.step, phase)
 
     def begin_step(self) -> None:
-        """Note that what follows belongs to the next step, whatever has become of the last one."""
+        """Open the next step, however the last one ended."""
         self.settle()
         if self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.policy.is_sharded):
             self.enter(StepState.OPEN)
 
-    # ``with ddp.step():`` is two methods, not a generator: into one no StopIteration can be thrown, which ends a data loader.
+    # ``with ddp.step():`` is two methods, not a generator: StopIteration of a data loader cannot be thrown into a generator.
 
     def __enter__(self) -> None:
-        """Begin a ``step()`` block: whatever fails in it belongs to the step."""
+        """Begin a ``step()`` block: every failure inside belongs to the step."""
         self.begin_step()
         self._num_blocks += 1
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        """End a ``step()`` block: whatever has gone wrong inside ends as the same error on all ranks.
+        """End a ``step()`` block: an exception inside becomes the same error on all ranks.
 
         Raises:
-            MegabucketError: the error all ranks agreed on, from the exception of this rank; also where the caller has caught
-                that of a forward or backward in the block.
+            MegabucketError: the error of all ranks, from the exception of this rank; also if the caller caught the exception of
+                a forward or backward inside the block.
         """
         self._num_blocks -= 1
         if error is None:
@@ -242,11 +242,11 @@ class GradSync:
 
     @property
     def _awaits_update(self) -> bool:
-        """Whether all ranks have agreed on gradients that this one has not stepped on."""
+        """Whether all ranks have agreed on gradients and this rank has not stepped on them."""
         return self.state is StepState.AGREED and not (self.counters.num_updates or self.skip_reason)
 
     def begin_backward(self) -> None:
-        """Note that a backward has come to an output of the module.
+        """Note that a backward has reached an output of the module.
 
         Raises:
             ConcurrentBackwardError: another backward of the module is running.
@@ -266,7 +266,7 @@ class GradSync:
         self._backward.open(self)
 
     def receive(self, index: int, position: int) -> None:
-        """Take the gradient of one parameter. The cost does not depend on how many there are, but for the first of each group.
+        """Take the gradient of one parameter. O(1), except for the first of each group in a backward.
 
         Args:
             index: of the bucket group.
@@ -278,22 +278,22 @@ class GradSync:
         if group.grad_phase is not GradPhase.ACCUMULATING:
             self._note_late(group, position)
         elif group.receive(position, counts=self._is_last, may_stage=self._may_stage) and self.policy.overlaps_grads:
-            # Strictly in order, whatever order gradients arrive in: this is what keeps ranks in step.
+            # Strictly in launch order, in whatever order gradients arrive: all ranks must launch alike.
             while self._num_launched < len(self.groups) and self.groups[self._num_launched].is_complete:
                 self._launch_next()
 
     def _begin_taking(self, group: _ParamAndGradBucketGroup, position: int) -> None:
-        """Begin with the first gradient of a backward.
+        """Prepare for the first gradient of a backward.
 
         Raises:
-            StepMismatchError: this rank has dropped a step that others take.
+            StepMismatchError: this rank dropped a step that other ranks take.
         """
         if self._backward.running is None:
             self._open_backward()
         if self.is_reduced:
             self._start_unasked(group, position)
         self._is_taking, self._is_last = True, self._no_sync_depth == 0
-        # With create_graph=True a sum is a new tensor, so the next gradient must find the one before.
+        # With create_graph=True autograd makes a new sum, which needs the previous gradient in param.grad.
         self._may_stage = not (torch.is_grad_enabled() or any(self._backward_hooks))
         if self._is_last:
             self.enter(StepState.LAUNCHING)
@@ -301,11 +301,11 @@ class GradSync:
             self.enter(StepState.OPEN)
 
     def _start_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> None:
-        """Start a step because a gradient arrives: plain torch code may clear gradients without telling us.
+        """Start a step because a gradient arrives: plain torch code may clear gradients without calling the wrapper.
 
-        After an all-reduce a cleared gradient (``None``) starts anew. One that was zeroed in place, or kept, is accumulated on
-        and reduced again: the mean of equal values is that value, as with torch's own accumulation. A sum would count the
-        old values once per rank, and after a reduce-scatter they are not even gradients; both are noted as late.
+        After an all-reduce a cleared gradient (``None``) starts from zero. One that was zeroed in place, or kept, accumulates
+        and is reduced again: the mean of equal values is that value, as with torch's own accumulation. A sum would count the
+        old values once per rank, and after a reduce-scatter they are not whole gradients; both are noted as late.
         """
         own = group.slots[position]
         slots = [slot for one in self.groups for slot in one.slots]
@@ -319,7 +319,7 @@ class GradSync:
             self._vote_to_drop()
         except MegabucketError:
             own.param.grad = None
-            self._backward.running = None  # that this backward ends here is about the last step, not the next one
+            self._backward.running = None  # this backward ends because of the last step; it is no failure of the next one
             raise
         self._reopen()
         self.counters.kept = tuple(slot.name for slot in kept)
@@ -332,14 +332,14 @@ class GradSync:
             self.enter(StepState.OPEN)
 
     def _note_late(self, group: _ParamAndGradBucketGroup, position: int) -> None:
-        """Keep a gradient away from a buffer that was sent, and remember to say so."""
+        """Keep a gradient out of a buffer that was sent, and note it for the report."""
         slot = group.slots[position]
         slot.param.grad = None
         phase = group.grad_phase.value
         self.counters.note_late(slot.name, bucket=group.index, num_buckets=len(self.groups), phase=phase)
 
     def grad_ready(self, param: torch.Tensor) -> None:
-        """Take a gradient that was computed apart from backward, and launch what waits for nothing else.
+        """Take a gradient that was computed outside backward, and launch the groups that are complete with it.
 
         Raises:
             ConfigError: gradients of the parameter are taken from autograd.
@@ -350,7 +350,7 @@ class GradSync:
             raise ConfigError(
                 f"grad_ready() was called with a parameter of shape {tuple(param.shape)} whose gradients are taken from "
                 "autograd: they would count twice. Set param.skip_backward_post_hook = True before wrapping if they are "
-                "computed apart from backward."
+                "computed outside backward."
             )
         self.settle()
         position = group.position_of[id(param)]
@@ -371,23 +371,23 @@ class GradSync:
                 self._launch_delayed()
 
     def drop_dummy(self, index: int, position: int) -> None:
-        """Forget what backward has brought for a parameter whose gradient is computed apart. Note what is no dummy."""
+        """Drop the dummy gradient of a parameter whose gradient is computed outside backward. Note a real gradient."""
         slot = self.groups[index].slots[position]
         if getattr(slot.param, "zero_out_wgrad", False):
-            return  # zeros, and what the other end of a tied weight has added to them: taken with the delayed gradient
+            return  # zeros, and gradients of the other end of a tied weight: taken with the delayed gradient
         if not (slot.param.grad is None or slot.param.grad_added_to_main_grad):  # type: ignore[attr-defined]
             self._note_delayed(slot.name, "has come through autograd, in backward")
         slot.param.grad, slot.param.grad_added_to_main_grad = None, False  # type: ignore[attr-defined]
 
     def _note_delayed(self, name: str, finding: str) -> None:
-        """Note what is wrong with a gradient that is to be computed apart from backward. The text tells of the first one."""
+        """Note a problem of a delayed gradient. The error text describes the first problem."""
         problem = Problem(DelayedGradientError.__name__, {"params": [], "finding": finding})
         params = self.counters.problems.setdefault("delayed", problem).fields["params"]
         if name not in params:
             params.append(name)
 
     def _launch_delayed(self) -> None:
-        """Launch groups whose last gradient was a delayed one. No backward is running."""
+        """Launch groups that a delayed gradient has completed. No backward is running."""
         if self.state is not StepState.LAUNCHING or not self.policy.overlaps_grads:
             return
         for group in self._delayed:
@@ -405,7 +405,7 @@ class GradSync:
                     self._note_delayed(group.slots[position].name, f"has come {count} times in {expected} backwards")
 
     def end_backward(self) -> None:
-        """Finish the sync where the end of a backward does. Called by autograd; what is raised leaves ``backward()``.
+        """Finish the sync if the end of a backward does so. Called by autograd; an error leaves ``backward()``.
 
         Raises:
             MegabucketError: the step is not whole on some rank.
@@ -415,7 +415,7 @@ class GradSync:
             has_received, self._is_taking = self._is_taking, False
             has_changed = self._look_for_what_is_missing(has_received=has_received)
             if has_changed or (self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received):
-                self.finish()  # which takes what is still staged
+                self.finish()  # stores the staged gradients as well
             else:
                 for group in self.groups:
                     group.end_backward()
@@ -426,10 +426,10 @@ class GradSync:
         self.pause()
 
     def _look_for_what_is_missing(self, *, has_received: bool) -> bool:
-        """Count the backward, also one that has brought no gradient where that means zeros.
+        """Count the backward, even without gradients if these mean zeros.
 
-        Returns whether it has brought none because the module has changed: no optimizer that is built over the parameters of
-        now would ask this wrapper.
+        Returns whether it had no gradients because the module has changed: an optimizer over the new parameters would never
+        call this wrapper.
         """
         may_bring_none = self.policy.unused_is_zero or bool(self._delayed)
         counts = has_received or (self._has_reached_outputs and may_bring_none)
@@ -437,7 +437,7 @@ class GradSync:
         is_odd = self._has_reached_outputs and not has_received and self._no_sync_depth == 0
         has_changed = is_odd and self._watch is not None and self._watch.find_change() is not None
         if is_odd and (counts or has_changed):
-            # The others wait for this rank: it takes part when an optimizer or the caller asks for gradients.
+            # The other ranks wait for this one: it takes part when an optimizer or the caller asks for gradients.
             if self.is_reduced:
                 self._vote_to_drop()
                 self._reopen()
@@ -445,14 +445,14 @@ class GradSync:
         return has_changed
 
     def abandon_backward(self) -> None:
-        """Tell the others that a backward has failed here. Called from a destructor, so nothing is raised."""
+        """Report to the other ranks that a backward has failed here. Called from a destructor, so it never raises."""
         for group in self.groups:
             group.drop_staged()
         self.fail("backward", None)
         self._is_taking, self._backward.running = False, None
 
     def pause(self) -> None:
-        """Note that the caller does something of its own now."""
+        """Note for recorders that the caller's own code runs now."""
         for recorder in self._communicator.progress.recorders:
             recorder.enter_phase(self.step, PAUSE)
 
@@ -466,7 +466,7 @@ class GradSync:
                 self._flush()
 
     def finish(self, *, is_committing: bool = False) -> None:
-        """Launch what was not launched, wait for all, and leave reduced gradients behind. Idempotent.
+        """Launch the remaining groups, wait for all, and finish the reduced gradients. Idempotent.
 
         Raises:
             MegabucketError: the step is not whole on some rank. All ranks raise the same error, the gradients are forgotten,
@@ -477,10 +477,10 @@ class GradSync:
                 pass
 
     def agree(self, *, is_committing: bool = False) -> Iterator[_ParamAndGradBucketGroup]:
-        """Finish as ``finish`` does, and yield each group as soon as it is reduced: all ranks are known to be whole by then.
+        """Finish as ``finish`` does, and yield each group once it is reduced, after all ranks have agreed.
 
         Args:
-            is_committing: whether the optimizer updates right after it.
+            is_committing: whether the optimizer updates right afterwards.
 
         Raises:
             MegabucketError: the step is not whole on some rank.
@@ -489,13 +489,13 @@ class GradSync:
         if is_committing:
             self._communicator.progress.enter(self.step, "fence")
         if self.state is StepState.AGREED and is_committing and self.policy.is_sharded:
-            # The fence was at ``finish_grad_sync()``, and not every rank that was there need be here.
+            # The fence was at ``finish_grad_sync()``; not every rank may have come here since.
             self._vote(is_committing=True)
         with self.leaving_no_mess("the gradient sync", UPDATING if is_committing else CALLING):
             if not self.is_reduced:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
                 for group in self.groups:
-                    group.finish_grad_sync(waits=False)  # while the others come to their fence
+                    group.finish_grad_sync(waits=False)  # while other ranks reach their fence
                 self._resolve_fence()
             for group in self.groups:
                 group.finish_grad_sync()
@@ -527,7 +527,7 @@ class GradSync:
         self._flush()
         tests: list[FiniteTest] = []
         for group in self.groups:
-            # Without any backward, what the caller wrote into zeroed views counts; what had to be zeroed is unused.
+            # Without a backward, values that the caller wrote into zeroed views count; views that had to be zeroed are unused.
             unused = group.missing if self.counters.num_microbatches else group.cleared
             if unused and unused_counts and not group.policy.unused_is_zero:
                 fields: dict[str, Any] = {"params": [], "bucket": group.index}
@@ -545,16 +545,16 @@ class GradSync:
         )
 
     def _note_nonfinite(self) -> None:
-        launched = self.groups[: self._num_launched]  # the others know of the step before
+        launched = self.groups[: self._num_launched]  # findings of other groups are from the last step
         if fields := self._nonfinite_fields([(group.index, group.finite_test) for group in launched]):
             self.counters.problems["nonfinite"] = Problem(NonFiniteGradientError.__name__, fields)
 
     def _nonfinite_fields(self, tests: Sequence[tuple[int, FiniteTest]]) -> dict[str, Any]:
-        """Return the fields of the error about what tests of bucket groups have found; none where all is finite."""
+        """Return the fields of the error about findings of the tests; empty if all gradients are finite."""
         is_bad = any_beyond(test for _, test in tests)
         for _, test in tests if is_bad is not None and self._communicator.read(is_bad, label="finite test") else ():
             if bool(any_beyond([test])):
-                test.name_culprits()  # the host could not know them before
+                test.name_culprits()  # only now does the host know of them
         found = [(index, one) for index, test in tests for one in test.found]
         if not found:
             return {}
@@ -563,10 +563,10 @@ class GradSync:
         return {"param": first.param, "bucket": bucket, "finding": first.finding, **counts}
 
     def _resolve_fence(self) -> None:
-        """Wait for the fence.
+        """Wait for the fence, and drop the step if a rank has a problem.
 
         Raises:
-            MegabucketError: what all ranks raise. The step is over, and forgotten, on all of them.
+            MegabucketError: the same error on all ranks. The step is over, and forgotten, on all of them.
         """
         is_vote = self.is_reduced
         reports = self._fence.take(self._note_nonfinite)
@@ -575,7 +575,7 @@ class GradSync:
         error = resolve_error(self.step - is_vote, len(self.groups), reports)
         if error is None:
             raise InvariantError(
-                f"[rank {self._communicator.rank}] the fence of step {self.step} does not hold, but no rank says why"
+                f"[rank {self._communicator.rank}] the fence of step {self.step} failed, but no report has a reason"
             )
         if isinstance(error, NonFiniteGradientError) and self.policy.skips_nonfinite:
             self.skip_reason = str(error)
@@ -587,8 +587,8 @@ class GradSync:
         """Forget a step together with all ranks.
 
         Args:
-            error: why; ``None`` where all of them wish it.
-            takes_part: whether the buckets of some rank are on their way, and need this rank.
+            error: why; ``None``: all of them cleared their gradients.
+            takes_part: whether some rank has sent its buckets, so that this rank must send them as well.
         """
         was_late = self.counters.late_phase == GradPhase.IN_FLIGHT.value
         if takes_part:
@@ -600,7 +600,7 @@ class GradSync:
             if group.is_launched:
                 group.finish_grad_sync()
             if was_late:
-                group.readiness.end_step(unlearns=True)  # the model has changed its ways, probably in other groups, too
+                group.readiness.end_step(unlearns=True)  # the number of gradients has changed, probably in other groups too
         if error is not None:
             self.last_error = self.dropped = error
         self.step += not is_vote
@@ -609,15 +609,15 @@ class GradSync:
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
 
     def _conclude_whole(self) -> None:
-        """Make reduced gradients of what all ranks have agreed on.
+        """Publish the reduced gradients of a step that all ranks have agreed on.
 
         Raises:
-            NonFiniteGradientError: the sum is of no use, on all ranks.
+            NonFiniteGradientError: the sum is not finite, on all ranks.
         """
-        if self.force_all_reduce and self.policy.is_sharded:  # on all ranks: the fence has compared it
+        if self.force_all_reduce and self.policy.is_sharded:  # alike on all ranks: the fence has compared it
             for group in self.groups:
                 group.gather_grads()
-        if self._sum_tests and (fields := self._nonfinite_fields(self._sum_tests)):  # on every rank: all hold the same sum
+        if self._sum_tests and (fields := self._nonfinite_fields(self._sum_tests)):  # alike on all ranks, like the sum
             error = NonFiniteGradientError(step=self.step, rank=None, **fields)
             if not self.policy.skips_nonfinite:
                 self._drop(error)
@@ -636,7 +636,7 @@ class GradSync:
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
 
     def _vote(self, *, is_committing: bool) -> None:
-        """Ask once more, after the sync: either every rank steps, or every rank drops the step."""
+        """Agree once more, after the sync: either every rank steps, or every rank drops the step."""
         with self.leaving_no_mess("the gradient sync"):
             self._fence.send(self._report(is_committing=is_committing))
             self.enter(StepState.FENCED)
@@ -645,22 +645,22 @@ class GradSync:
             self.enter(StepState.AGREED)
 
     def _vote_to_drop(self) -> None:
-        """Say that this rank does not step on the gradients it has finished, in case others do."""
+        """Report that this rank does not step on its reduced gradients, in case other ranks do."""
         if self.state is StepState.AGREED and self.policy.is_sharded:
             self.counters.note_dropped_step()
             self._vote(is_committing=False)
 
     def end_update(self) -> None:
-        """Note that nothing is left to agree on: the optimizer has updated its shards, or no rank does."""
+        """End the step: the optimizer has updated its shards, or no rank does."""
         if self.state is StepState.AGREED and self.policy.is_sharded:
             self.enter(StepState.IDLE)
         self.pause()
 
     def reset(self) -> None:
-        """Start a step: forget all gradients. One that others may be reducing with this rank is completed before.
+        """Start a step: forget all gradients. A reduction that has begun is completed before.
 
         Raises:
-            StepMismatchError: this rank drops a step that others take.
+            StepMismatchError: this rank drops a step that other ranks take.
         """
         self.settle()
         self._backward.running = None
@@ -677,10 +677,10 @@ class GradSync:
         self.counters.forget_grads()
         self.dropped = None
         if was_open and self._num_blocks:
-            self.enter(StepState.OPEN)  # what fails in the rest of the block still belongs to the step
+            self.enter(StepState.OPEN)  # a failure in the rest of the block still belongs to the step
 
     def _forget(self) -> None:
-        """Forget the gradients; no collective owns any."""
+        """Forget the gradients, none of which a collective owns."""
         self._num_launched, self.skip_reason = 0, ""
         for group in self.groups:
             group.reset()
@@ -689,68 +689,68 @@ class GradSync:
     # A rank that cannot go on #
 
     def settle(self, *, raises_again: bool = False) -> None:
-        """Complete what this rank has left open: a step that it has given up.
+        """Conclude a step that this rank has given up, if there is one.
 
         Args:
-            raises_again: whether the error about that step is raised, too, where its exception has left this package before.
+            raises_again: whether to raise the error about that step even if the caller has already seen its exception.
 
         Raises:
-            MegabucketError: the wrapper is broken; or a forward or backward has failed inside a ``step()`` block, and the
-                caller has caught the exception there.
+            MegabucketError: the wrapper is broken; or a forward or backward failed inside a ``step()`` block, and the caller
+                caught the exception there.
         """
         if self._backward.running is not None and self._backward.is_gone():
             self.abandon_backward()
         if self.state in (StepState.FENCED, StepState.CALL) or (self.state is StepState.LAUNCHING and self._fence.is_sent):
-            # An interrupt has ended what this rank was in, and another one has kept it from saying so.
+            # One interrupt has ended the operation, and another one has prevented its report.
             self.break_off(self._communicator.progress.phase, "it was interrupted twice")
         if self.broken is not None:
             raise self.broken.copy()
         if self.state is StepState.GIVING_UP:
-            # What a backward has brought before it failed cannot be told apart from what the step had before.
+            # Gradients of the failed backward are already mixed with those of the step.
             was_caught = not self._fence.is_sent
             error = self.conclude_giving_up()
             if was_caught or raises_again:
                 raise error
 
     def fail(self, phase: str, error: BaseException | str | None) -> None:
-        """Give up the step on this rank: launch the rest of the schedule and the fence, which tells the others.
+        """Give up the step on this rank: launch the rest of the schedule and a fence that reports the failure.
 
-        Does not wait: the next call does. Never raises: it runs while an exception is on its way, and in a destructor.
+        Does not wait: the next call does. Never raises: it runs while an exception propagates, and in a destructor.
 
         Args:
-            error: what happened; ``None`` when autograd keeps it to itself.
+            error: the cause; ``None`` if autograd does not reveal it.
         """
         if self.state not in (StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, StepState.AGREED):
             return
         if self._fence.is_sent or error is self.last_error is not None:
             return
-        # Inside a ``step()`` block the exception is known whole at its end, unless the caller catches it before.
+        # Inside a ``step()`` block the exception is known at its end, unless the caller catches it before.
         is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
         cause = "an exception" if is_deferred and error is None else describe(error)
         self.counters.note_failure(phase, cause + _CAUGHT * is_deferred)
         if self.is_reduced and not (self.state is StepState.AGREED and self.policy.is_sharded):
-            self._reopen()  # a step has begun since
+            self._reopen()  # a new step has begun
         self.state = StepState.GIVING_UP
-        # Only now: where another interrupt has kept this from being said, ``settle`` finds a backward that is gone.
+        # Last, so that ``settle`` finds the failed backward if another interrupt comes before this line.
         self._is_taking, self._backward.running = False, None
         if not is_deferred:
             self._send_failure()
 
     def _send_failure(self) -> None:
-        """Send what is left of the schedule and the fence, without waiting. May be called again after an interrupt."""
+        """Send the rest of the schedule and the fence, without waiting. May be called again after an interrupt."""
         try:
             if not self.is_reduced:
                 for group in self.groups:
                     group.start_dropped_sync()
             for group in self.groups:
-                group.withdraw_grads()  # this rank is through with the step, so the caller may clear gradients in any way
+                group.withdraw_grads()  # the step is over on this rank, so the caller may clear gradients in any way
             if not self._fence.is_sent:
                 self._fence.send(self._report())
         except MegabucketError as cause:  # the group is gone
             self._break(self.broken or cause)
 
     def conclude_giving_up(self) -> MegabucketError:
-        """Wait for the others; return the error that all ranks raise about the step that this rank has given up."""
+        """Wait for the other ranks; return the error that all ranks raise about the step that this rank has given up."""
         with self.leaving_no_mess("the gradient sync", (StepState.GIVING_UP,)):
             self._send_failure()
             if self.broken is not None:
@@ -764,15 +764,15 @@ class GradSync:
         raise InvariantError("a step that was given up cannot be whole")
 
     def conclude_if_sent(self) -> None:
-        """Wait for the others, if this rank has given up its step and has told them so."""
+        """Conclude the step, if this rank has given it up and sent its report."""
         if self.state is StepState.GIVING_UP and self._fence.is_sent:
             self.conclude_giving_up()
 
     def abort(self, reason: str) -> None:
-        """Give up the step because the caller says so.
+        """Give up the step at the caller's request.
 
         Raises:
-            PhaseError: all ranks have agreed on its gradients, and nobody asks this one before they step on them.
+            PhaseError: all ranks have agreed on its gradients, and the others step on them without another fence.
         """
         if self.state is StepState.GIVING_UP:
             return  # the step is dropped anyway
@@ -781,23 +781,23 @@ class GradSync:
             self.counters.note_missed_update(f"abort_step(): {reason}")
             raise PhaseError(
                 "abort_step() comes too late: all ranks have agreed on the gradients of this step and the others update with "
-                "them. Step on this rank, too. If the next step is meant, call zero_grad() before, or set step_number."
+                "them. Step on this rank as well. If the next step is meant, call zero_grad() before, or set step_number."
             )
         self.fail("abort_step()", reason)
 
     @contextmanager
     def leaving_no_mess(self, phase: str, final: Sequence[StepState] = CALLING) -> Iterator[None]:
-        """Whatever ends the block, an interrupt for instance, leaves this rank in a state that the others know.
+        """If an exception ends the block, even an interrupt, leave this rank in a state that the other ranks know.
 
-        Before the fence this rank gives up its step; after it all is over.
+        Before the fence this rank gives up its step; after it the wrapper is broken.
 
         Args:
-            final: states that cannot be left by giving up the step: the others go on with this rank.
+            final: states in which giving up is impossible, because the other ranks go on with this rank.
         """
         try:
             yield
         except GeneratorExit:
-            raise  # whoever goes through the groups that come out of ``agree`` says why it goes no further
+            raise  # the consumer of ``agree`` handles its own exception
         except BaseException as error:
             if isinstance(error, _GROUP_ERRORS):
                 self._break(self.broken or error)
@@ -805,21 +805,21 @@ class GradSync:
                 self.break_off(phase, describe(error))
             elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.policy.is_sharded):
                 self.fail(phase, error)
-            # Otherwise all ranks have agreed on the error, and the step was dropped by then.
+            # Otherwise all ranks have agreed on the error and dropped the step.
             raise
 
     def break_off(self, phase: str, cause: str) -> None:
-        """Note that this rank cannot go on where others do: nothing is sent any more. Their waits hear so in two seconds."""
-        step = self.step - (self.state is StepState.AGREED)  # which was counted when the ranks agreed
+        """Break the wrapper: this rank sends nothing more. Waits of the other ranks end within two seconds."""
+        step = self.step - (self.state is StepState.AGREED)  # it was counted when the ranks agreed
         self._break(WrapperBrokenError(step=step, rank=self._communicator.rank, phase=phase, cause=cause))
 
     def _break(self, error: MegabucketError) -> None:
         self.state, self.broken = StepState.BROKEN, error
         if isinstance(error, PeerLostError | WrapperBrokenError):
             for communicator in self.ranks.communicators:
-                communicator.break_off(error)  # which has heard of it already, if it is the one that has found it
+                communicator.break_off(error)  # no effect on the one that has found the error
 
-    # Calls outside of a step #
+    # Calls outside a step #
 
     def call(
         self,
@@ -829,13 +829,13 @@ class GradSync:
         *,
         by_group: Mapping[str, Sequence[Entry]] = MappingProxyType({}),
     ) -> None:
-        """Open a collective call together with all ranks, or go on in it: return when all of them have come here alike.
+        """Open a collective call, or continue it: return when all ranks have made the same call with equal entries.
 
         Args:
-            label: of the call; its part before a colon names it.
-            entries: what must be equal on all ranks.
-            failure: why this rank cannot go on; the others must not wait for it.
-            by_group: what must be equal on the ranks of each reduction group.
+            label: of the call; the part before a colon is its name.
+            entries: must be equal on all ranks.
+            failure: why this rank cannot continue; reported, so that the others do not wait for it.
+            by_group: entries that must be equal on the ranks of each reduction group.
 
         Raises:
             CallMismatchError: some rank is in another call, or in a step.
@@ -859,7 +859,7 @@ class GradSync:
     def preparing_call(self, label: str) -> Iterator[dict[str, Sequence[Entry]]]:
         """Open a collective call after the block, which prepares this rank's side; an exception in the block fails the call.
 
-        Yields what must be equal on the ranks of each reduction group, for the block to fill in.
+        Yields the entries that must be equal on the ranks of each reduction group, for the block to fill in.
 
         Raises:
             MegabucketError: as ``call``.
@@ -873,17 +873,17 @@ class GradSync:
             failure = error
         self.call(label, failure=failure, by_group=by_group)
 
-    # What others ask before they act #
+    # Checks before an operation #
 
     def check_between_steps(self, operation: str) -> None:
-        """Refuse to save or load what a step is about to change.
+        """Refuse to save or load in the middle of a step.
 
         Raises:
-            PhaseError: a step was begun, and no optimizer has ended it.
-            MegabucketError: the step before was dropped, on all ranks, and this one has not said so.
+            PhaseError: a step has begun, and no optimizer has ended it.
+            MegabucketError: the last step was dropped on all ranks, and this rank has not raised its error yet.
         """
         self.settle(raises_again=True)
-        # Gradients that no optimizer has stepped on, nor cleared, would be lost as those of a microbatch would.
+        # Gradients that no optimizer has used or cleared would be lost, like those of a microbatch.
         has_grads = self._awaits_update and any(slot.param.grad is not None for group in self.groups for slot in group.slots)
         if has_grads or not self.is_between_steps:
             raise PhaseError(
@@ -892,11 +892,11 @@ class GradSync:
             )
 
     def check_may_update(self, *, has_grads: bool, is_stale: bool = False) -> None:
-        """Refuse an optimizer step on gradients that no finished sync has left, whatever has made them.
+        """Refuse an optimizer step on gradients that were not reduced.
 
         Args:
             has_grads: whether the optimizer would find any.
-            is_stale: whether it has stepped on those of the sync already, and would find others now.
+            is_stale: whether it has already stepped on the reduced gradients, and would now find others.
 
         Raises:
             PhaseError: an error about the gradients was raised before, and caught.
@@ -904,7 +904,7 @@ class GradSync:
         """
         self.check_not_dropped()
         if self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and self.policy.unused_is_zero:
-            self.finish()  # a backward has brought no gradient, and the others wait for zeros
+            self.finish()  # a backward had no gradient, and the other ranks wait for zeros
         elif self.state is StepState.LAUNCHING or (has_grads and (self.state is not StepState.AGREED or is_stale)):
             error = UnreducedGradientsError(rank=self._communicator.rank)
             self.refuse_update(error)
@@ -925,17 +925,17 @@ class GradSync:
             )
 
     def refuse_update(self, error: Exception) -> None:
-        """Let the others know that this rank does not step, for a reason of its own."""
+        """Report that this rank does not step, because of ``error``."""
         if self.state is StepState.AGREED and not self.policy.is_sharded:
             self.counters.note_missed_update(describe(error))  # they update; the next fence says so
         elif self.state is not StepState.LAUNCHING or not isinstance(error, UnreducedGradientsError):
-            self.fail("optimizer.step()", error)  # those that did run their last backward are waiting
+            self.fail("optimizer.step()", error)  # ranks that did run their last backward are waiting
 
     def give_up_update(self, cause: str, *, is_agreed: bool) -> None:
-        """Leave out the update because that of another wrapper, which updates together with this one, is left out.
+        """Skip the update because another wrapper, which updates together with this one, skips its own.
 
         Args:
-            is_agreed: whether all ranks have agreed on these gradients and do not update with them, either.
+            is_agreed: whether all ranks have agreed on these gradients and skip the update as well.
         """
         if self.state is StepState.AGREED and not self.policy.is_sharded:
             self.counters.note_missed_update(cause)

@@ -1,7 +1,7 @@
-"""What wrapping makes of a module: layout, buffers, bucket groups, hooks. Made as a whole on all ranks, undone as a whole.
+"""Wraps a module: layout, buffers, bucket groups, hooks. All ranks succeed or fail together, and a failure changes nothing.
 
-``DistributedDataParallel`` has one ``Wrapping`` at a time; a rebuild makes another. First comes which parameters are held, and
-which ones cannot be: every refusal names the parameter, the reason and the way out, and nothing was touched by then.
+``DistributedDataParallel`` has one ``Wrapping`` at a time; a rebuild makes another. Unsupported parameters are refused first:
+every error names the parameter, the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megabucket.units import DTYPE_BYTES
 _CUTTING_FIELDS: Final = frozenset(
     {"bucket_size", "bucket_cap_mb", "num_buckets", "bucket_cuts", "bucket_order", "bucket_groups"}
 )
-"""What of a config a rebuild may change: where buckets are cut and how they are batched."""
+"""Config fields that a rebuild may change: where buckets are cut and how they are batched."""
 
 _LISTS: Final = ("bucket_cuts", "bucket_order")
 
@@ -57,22 +57,22 @@ class FollowsRebuild(Protocol):
     """An optimizer whose tensors lie in the buffers."""
 
     def before_rebuild(self) -> None:
-        """Take everything that has to be kept out of the buffers."""
+        """Copy the state to keep out of the buffers."""
 
     def after_rebuild(self) -> None:
-        """Put it back into those that took their place."""
+        """Put it into the new buffers."""
 
 
-# Which parameters are held #
+# Supported parameters #
 
 
 def discover_params(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of ``module`` that buffers will hold, by first name: a tied parameter stands there once.
+    """Return the trainable parameters of ``module``, which buffers will hold, by first name; tied ones once.
 
     Raises:
         NoTrainableParametersError: nothing requires a gradient.
         UnsupportedParameterError: a trainable parameter cannot live in a buffer.
-        AlreadyWrappedError: a wrapper holds some of the parameters already.
+        AlreadyWrappedError: another wrapper holds some of the parameters.
     """
     params = dict(module.named_parameters())
     trainable = {name: param for name, param in params.items() if param.requires_grad}
@@ -105,10 +105,10 @@ def _specs(params: Mapping[str, torch.nn.Parameter], identities: Mapping[str, Pa
 
 
 def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name: str) -> Iterator[tuple[str, str]]:
-    """Return why a parameter cannot live in a buffer, and what to do about it: the first one explains the others.
+    """Yield reasons why a parameter cannot live in a buffer, each with a remedy. The first one explains the others.
 
     Args:
-        first: the first trainable parameter, whose device is that of the buffers.
+        first: the first trainable parameter, whose device the buffers use.
     """
     if isinstance(param, UninitializedParameter):
         yield "it is uninitialized (a lazy module)", "Run one forward before wrapping."
@@ -142,9 +142,9 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
 
 
 def _check_disjoint_memory(module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter]) -> None:
-    """Refuse a trainable parameter that shares memory with another tensor: it would move away and the tie would be lost.
+    """Refuse a trainable parameter that shares memory with another tensor: moving it would break the tie.
 
-    Views that lie between one another, such as the columns of one matrix, count as sharing: only their ranges are compared.
+    Only address ranges are compared, so interleaved views, such as columns of one matrix, count as sharing.
     """
     others = [(name, tensor) for name, tensor in module.named_parameters() if name not in trainable]
     # Trainable parameters last, so that the later one of a pair is a parameter that would move.
@@ -154,7 +154,7 @@ def _check_disjoint_memory(module: torch.nn.Module, trainable: Mapping[str, torc
         for name, tensor in [*module.named_buffers(), *others, *trainable.items()]
         if tensor.device == device and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and tensor.nbytes
     ]
-    farthest, owner = 0, 0  # where the memory of those before ends, and the one that ends there
+    farthest, owner = 0, 0  # the largest end address so far, and the tensor that ends there
     for start, stop, index in sorted((*_byte_range(tensor), index) for index, (_, tensor) in enumerate(tensors)):
         earlier, name = tensors[min(index, owner)][0], tensors[max(index, owner)][0]
         if start < farthest and name in trainable:
@@ -172,15 +172,15 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-# What must be equal on all ranks #
+# Entries that must be equal on all ranks #
 
 
 def config_entries(config: DistributedDataParallelConfig) -> list[Entry]:
-    """Return what must be equal on all ranks whatever they hold: versions, and every config field."""
+    """Return the entries that must be equal on all ranks: versions and config fields."""
     entries: list[Entry] = [
         ("megabucket", megabucket.__version__),
         ("torch", str(torch.__version__)),
-        # A patch of Python changes nothing here; nodes of one cluster may well differ in it.
+        # Patch releases of Python may differ between nodes.
         ("python", ".".join(platform.python_version_tuple()[:2])),
     ]
     return entries + [(f"config {name}={value}",) for name, value in config.model_dump(exclude=set(_CUTTING_FIELDS)).items()]
@@ -189,12 +189,12 @@ def config_entries(config: DistributedDataParallelConfig) -> list[Entry]:
 def model_entries(
     module: torch.nn.Module, config: DistributedDataParallelConfig, identities: Mapping[str, ParamIdentity]
 ) -> dict[str, list[Entry]]:
-    """Return, by reduction group, what must be equal on its ranks: parameters with aliases, and module buffers.
+    """Return, by reduction group, the entries that must be equal on its ranks: parameters with aliases, and module buffers.
 
-    Of parameters also what decides how they are laid out, and whether they have a gradient, which counts in the first step.
+    Entries of parameters include their layout, and whether they have a gradient, which counts in the first step.
     """
     lists = {field: getattr(config, field) for field in _LISTS}
-    # How buckets are cut is the business of the ranks that share them: pipeline stages may differ.
+    # Bucket cuts must be equal only on the ranks that share buckets: pipeline stages may differ.
     cuts = {field: getattr(config, field) for field in sorted(_CUTTING_FIELDS)}
     cuts |= {field: f"{len(names)} names" for field, names in lists.items() if names is not None}
     entries: dict[str, list[Entry]] = {
@@ -218,7 +218,7 @@ def model_entries(
     group_of = buffer_groups(module, identities)
     for name, buffer in module.named_buffers(remove_duplicate=False):
         entries.setdefault(group_of[name], []).append(_entry_of(name, buffer, "buffer"))
-    # Name by name, so that an error shows the ones that differ; last, because lists of two lengths shift what follows.
+    # One entry per name, so that an error shows the differing names; last, because lists of two lengths shift later entries.
     for field, names in lists.items():
         for index, name in enumerate(names or ()):
             group = identities[name].group if name in identities else DENSE
@@ -232,10 +232,10 @@ def partial_entries(
     layout: ModelLayout,
     ranks: RankGroups,
 ) -> dict[str, list[Entry]]:
-    """Return, for each of ``ranks.copies``, the parameters whose gradients its ranks add up.
+    """Return, for each of ``ranks.copies``, entries of the parameters whose gradients its ranks sum.
 
-    With shards each rank adds to the part that it owns, so they must lie alike in their buckets, and their ranks own
-    the same shard.
+    With shards each rank sums the part that it owns, so the parameters must have equal places in their buckets, and the ranks
+    must own the same shard.
     """
     entries: dict[str, list[Entry]] = {copies_key(along): [] for along in ranks.copies}
     slots = {name: buffer for buffer in layout.buffers for name in buffer.params}
@@ -255,7 +255,7 @@ def partial_entries(
 
 
 def _entry_of(name: str, tensor: torch.Tensor, *facts: str) -> Entry:
-    """Return name, shape, dtype, and what else decides how a tensor is laid out in a buffer and sent."""
+    """Return name, shape, dtype, and layout of a tensor."""
     place: tuple[object, ...] = ()
     if tensor.is_meta:
         place = ("meta",)
@@ -267,20 +267,20 @@ def _entry_of(name: str, tensor: torch.Tensor, *facts: str) -> Entry:
 
 
 def exchange_device(module: torch.nn.Module) -> torch.device:
-    """Return where ranks can talk about a module: the device of its first parameter, if that has memory."""
+    """Return the device for messages about a module: that of its first parameter, if that has memory."""
     first = next(module.parameters(), None)
     return torch.device("cpu") if first is None or first.is_meta else first.device
 
 
-# The parts around one module #
+# Wrapping one module #
 
 
 class Wrapping:
-    """The parts around one module.
+    """The buffers, bucket groups, hooks and step state of one module.
 
     Args:
-        groups: as the caller gave them; they also say which parameter is of which group.
-        on_load: called after a ``load_state_dict`` of the module or of any part of it.
+        groups: as given by the user; they assign parameters to groups.
+        on_load: called after a ``load_state_dict`` of the module or of any submodule.
 
     Raises:
         LayoutMismatchError: the ranks do not hold the same module, config and versions; nothing was moved on any rank.
@@ -311,10 +311,10 @@ class Wrapping:
         self._handles = [*self.gather.handles, *handles]
 
     def check_is_wrapped(self, module: torch.nn.Module) -> None:
-        """Refuse to call a module that was put in the place of the wrapped one.
+        """Refuse to call a module that has replaced the wrapped one.
 
         Raises:
-            PhaseError: it is another one.
+            PhaseError: it is another module.
         """
         if module is not self.module:
             raise PhaseError(
@@ -323,7 +323,7 @@ class Wrapping:
             )
 
     def find_obstacle(self) -> PhaseError | None:
-        """Return why the module cannot be taken as it is now, or ``None``."""
+        """Return why the module cannot be rebuilt in its present state, or ``None``."""
         spoiled = list(moved_params(group for group in self.groups if group.param_phase is not ParamPhase.GATHERED))
         if not spoiled:
             return None
@@ -334,19 +334,19 @@ class Wrapping:
         )
 
     def drop_step(self) -> None:
-        """Forget the gradients of the step that is open, together with all ranks, and wait until parameters may be read.
+        """Forget the gradients of the open step, together with all ranks, and wait until parameters may be read.
 
         Raises:
             StepMismatchError: other ranks take the step.
             PeerFailedError: another rank has failed in it.
         """
-        # What is wrong with gradients that are not wanted, or with the module, is why the caller rebuilds.
+        # The gradients are not wanted, and a changed module is why the caller rebuilds.
         with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):
             self.sync.reset()
         self.gather.finish()
 
     def undo(self) -> None:
-        """Give the parameters storages of their own and remove all hooks. A second call does nothing."""
+        """Give the parameters their own storage again and remove all hooks. A second call does nothing."""
         if not self._is_attached:
             return
         self._is_attached = False
@@ -354,7 +354,7 @@ class Wrapping:
             if self.sync.broken is None:
                 self.sync.reset()
                 self.gather.finish()
-        finally:  # a lost peer is no reason to keep the module
+        finally:  # also after the loss of a rank
             for handle in self._handles:
                 handle.remove()
             self._guard.remove()
@@ -365,10 +365,10 @@ class Wrapping:
 
 
 class Detached:
-    """In the place of a wrapping after ``detach()``: every use of the wrapper says so. The module is a plain one.
+    """Replaces a wrapping after ``detach()``: every use of the wrapper raises an error. The module is a plain one.
 
     Args:
-        text: what is said.
+        text: of the error.
     """
 
     def __init__(
@@ -381,24 +381,24 @@ class Detached:
         self._text = text
 
     def undo(self) -> None:
-        """Do nothing: it is undone."""
+        """Do nothing."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse to give what a wrapping has.
+        """Refuse every attribute.
 
         Raises:
-            PhaseError: for every name.
+            PhaseError: for every public name.
         """
         if name.startswith("_"):
-            raise AttributeError(name)  # what Python asks for is not what a caller uses
+            raise AttributeError(name)  # Python itself looks these up
         raise PhaseError(self._text)
 
 
 class Unwrapped(Detached):
-    """In the place of a wrapping when a rebuild has failed: every use of the wrapper, or of the module, says so.
+    """Replaces a wrapping after a failed rebuild: every use of the wrapper, or of the module, raises an error.
 
     Args:
-        sync: whose counts the next wrapping continues.
+        sync: its counts continue in the next wrapping.
         reason: why the rebuild failed.
     """
 
@@ -418,12 +418,12 @@ class Unwrapped(Detached):
         self._handle = module.register_forward_pre_hook(refuse, prepend=True)
 
     def undo(self) -> None:
-        """Let the module be called again. A second call does nothing."""
+        """Allow calls of the module again. A second call does nothing."""
         self._handle.remove()
 
 
 def find_difference(before: DistributedDataParallelConfig, after: DistributedDataParallelConfig) -> ConfigError | None:
-    """Return what keeps a rebuild from taking another config: fields that say more than where buckets are cut."""
+    """Return an error if a config for a rebuild differs in other fields than those of bucket cuts."""
     old, new = (config.model_dump(exclude=set(_CUTTING_FIELDS)) for config in (before, after))
     different = [f"{name}={old[name]} to {name}={new[name]}" for name in old if old[name] != new[name]]
     if not different:
@@ -436,7 +436,7 @@ def find_difference(before: DistributedDataParallelConfig, after: DistributedDat
 
 
 def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obstacle: ConfigError | None = None) -> GradSync:
-    """Return whose counts are continued when every rank has come here with as many optimizers, and no step is open.
+    """Agree with all ranks on a rebuild and drop the open step; return the sync whose counts continue.
 
     Changes nothing else.
 
@@ -445,10 +445,10 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
 
     Raises:
         ConfigError: the obstacle.
-        LayoutMismatchError: a rank takes other optimizers along, or is in another state.
-        PhaseError: the module cannot be taken as it is now, or the wrapper was detached.
+        LayoutMismatchError: a rank has another number of optimizers, or is in another state.
+        PhaseError: the module cannot be rebuilt as it is now, or the wrapper was detached.
         StepMismatchError: other ranks take a step.
-        PeerFailedError: another rank cannot take its module, or has failed in the step.
+        PeerFailedError: another rank cannot rebuild its module, or has failed in the step.
     """
     optimizers: Entry = ("optimizers to take along:", num_optimizers)
     if isinstance(wrapping, Unwrapped):
@@ -456,7 +456,7 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
         sync.call("rebuild", [optimizers, (description,)], obstacle)
         return sync
     failure = obstacle or wrapping.find_obstacle()
-    # First of all: of a step that is open, ranks may have launched more or fewer buckets.
+    # First, because in an open step ranks may have launched different numbers of buckets.
     wrapping.drop_step()
     wrapping.sync.call("rebuild", [optimizers, ("a wrapped module",)], failure)
     return wrapping.sync
@@ -465,10 +465,10 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
 def _agree_on_model(
     module: torch.nn.Module, config: DistributedDataParallelConfig, ranks: RankGroups, groups: ParallelGroups | None
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, ParamIdentity], ModelLayout]:
-    """Return the parameters, their identities and the layout of a module that is the same on all ranks.
+    """Return the parameters, their identities and the layout of a module, after comparing it on all ranks.
 
     Raises:
-        LayoutMismatchError: it is not, or configs or versions differ.
+        LayoutMismatchError: module, config or versions differ.
         LayoutError: ``identity=`` lets two ranks hold the same part of the whole model.
         PeerFailedError: some rank cannot wrap its module.
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
@@ -493,15 +493,15 @@ def _agree_on_model(
 def _check_claims(
     module: torch.nn.Module, identities: Mapping[str, ParamIdentity], ranks: RankGroups, identity_of: IdentityOf | None
 ) -> None:
-    """Refuse what ``identity=`` says of two ranks that cannot both be true. Where it says nothing, names may be local ones."""
-    said = {name: param for name, param in module.named_parameters() if identity_of is not None and identity_of(name, param)}
-    # Nothing is known of copies on ranks that were not given.
-    told = [name for name in said if ranks.copies.keys() >= {*identities[name].copies} and ranks.is_first(identities[name])]
+    """Refuse contradicting results of ``identity=`` on two ranks. Without a result a parameter may have a local name."""
+    given = {name: param for name, param in module.named_parameters() if identity_of is not None and identity_of(name, param)}
+    # Copies along dimensions without given ranks are unknown.
+    sent = [name for name in given if ranks.copies.keys() >= {*identities[name].copies} and ranks.is_first(identities[name])]
     claims = []
-    for name in told:
+    for name in sent:
         own = identities[name]
-        claims.append((name, own.global_name, own.offset, tuple(said[name].shape), own.global_shape))
-    payload = json.dumps(claims, default=int).encode()  # also of numpy's integers
+        claims.append((name, own.global_name, own.offset, tuple(given[name].shape), own.global_shape))
+    payload = json.dumps(claims, default=int).encode()  # default= for integers of numpy
     answers = exchange(ranks.step, payload, device=exchange_device(module), label="wrap: identities")
     by_owner = {f"{name} on rank {rank}": claim for rank, row in enumerate(answers) for name, *claim in json.loads(row)}
     check_identities(
@@ -516,7 +516,7 @@ def _preparing_call(
 ) -> Iterator[tuple[list[Entry], dict[str, list[Entry]]]]:
     """Open a collective call after the block, as ``GradSync.preparing_call``, before there is a step.
 
-    Yields what must be equal on all ranks, and on those of each reduction group, for the block to fill in.
+    Yields the entries that must be equal on all ranks, and on those of each reduction group, for the block to fill in.
     """
     entries: list[Entry] = []
     by_group: dict[str, list[Entry]] = {}
@@ -534,7 +534,7 @@ def _preparing_call(
 def _attach(
     layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], config: DistributedDataParallelConfig, ranks: RankGroups
 ) -> tuple[list[ParamAndGradBuffer], list[_ParamAndGradBucketGroup]]:
-    """Move the parameters into buffers, on all ranks or on none; return these and their bucket groups in launch order."""
+    """Move the parameters into buffers, on all ranks or on none; return the buffers, and bucket groups in launch order."""
     buffers: list[ParamAndGradBuffer] = []
     groups: list[_ParamAndGradBucketGroup] = []
     device, is_one_batch = next(iter(params.values())).device, resolve_step(config).is_one_batch
@@ -560,6 +560,6 @@ def _attach(
 
 
 def restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
-    """Let an outer module that contains the wrapper load what its ``state_dict`` gave: names without ``module.``."""
+    """Let an outer module that contains the wrapper load its own ``state_dict``, whose names lack ``module.``."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

@@ -1,4 +1,4 @@
-"""Where parameters lie: pure data and arithmetic, importable without torch."""
+"""Layouts of parameters in buffers: data and arithmetic, importable without torch."""
 
 from megabucket.layout.build import build_layout
 from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity

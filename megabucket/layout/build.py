@@ -40,8 +40,7 @@ def build_layout(
     Args:
         specs: trainable parameters in registration order.
         dp_size: ranks that buckets are cut for.
-        group_sizes: ranks that the buckets of a reduction group are cut for, by its name, where that is another number. A
-            group may have no parameter here.
+        group_sizes: ranks that buckets are cut for, by reduction group, if not ``dp_size``. A group may have no parameters.
 
     Raises:
         LayoutError: no parameter, the same name twice, or sizes that are not positive integers.
@@ -99,7 +98,7 @@ def _check_arguments(specs: Sequence[ParamSpec], dp_size: int, group_sizes: Mapp
 
 
 def _cuts(config: DistributedDataParallelConfig, specs: Sequence[ParamSpec]) -> frozenset[str] | None:
-    """Return the names of the parameters that close a bucket; ``None`` when a size closes buckets."""
+    """Return the names of the parameters that close a bucket; ``None`` if a size closes buckets."""
     if config.bucket_cuts is not None:  # names are checked also where the config does not use its cuts
         _check_known("bucket_cuts", config.bucket_cuts, {spec.name for spec in specs}, remedy="plan the cuts for this model")
     cuts = resolve_cuts(config)
@@ -116,8 +115,8 @@ def _ready_indices(config: DistributedDataParallelConfig, specs: Sequence[ParamS
     missing = [spec.name for spec in specs if spec.name not in indices]
     if missing:
         raise ConfigError(
-            f"bucket_order leaves out {name_list(missing)} ({len(missing)} of {len(specs)} trainable parameters), so these "
-            f"would have no place in a buffer. {_way_out('bucket_order', remedy)}"
+            f"bucket_order leaves out {name_list(missing)} ({len(missing)} of {len(specs)} trainable parameters), which would "
+            f"have no place in a buffer. {_way_out('bucket_order', remedy)}"
         )
     return indices
 
@@ -148,7 +147,7 @@ def _filled(
     cuts: Collection[str] | None,
     ready: Mapping[str, int] | None,
 ) -> BufferLayout:
-    """Return a buffer with the parameters in it, in the order of backward: as recorded, or roughly the last one first."""
+    """Return a buffer with the parameters in the order of backward: as recorded, or the reverse of registration."""
     slots: dict[str, ParamSlot] = {}
     buckets: list[BucketLayout] = []
     names: list[str] = []

@@ -1,7 +1,7 @@
-"""Which part of the whole model a local parameter is. No torch, no communication.
+"""The place of a local parameter in the whole model. No torch, no communication.
 
 Local names repeat across pipeline stages and expert ranks, and a local tensor may be a piece of a larger one. The norm, zeros,
-replica checks, tied weights and checkpoints therefore read the identity of a parameter, and nothing else about parallelism.
+replica checks, tied weights and checkpoints know about parallelism only from the identity of a parameter.
 
 ::
 
@@ -25,13 +25,13 @@ class ParamIdentity:
     """Name, place and copies of a local parameter in the whole model.
 
     Args:
-        global_name: unique over all ranks; all pieces of one tensor have the same.
+        global_name: unique over all ranks; equal for all pieces of one tensor.
         global_shape: sizes of the whole tensor.
-        offset: where the local piece begins in the whole tensor, one index per dimension.
+        offset: start of the local piece in the whole tensor, one index per dimension.
         group: name of the reduction group.
         copies: names of the rank dimensions along which other ranks hold the same values, for example ``("tp",)``.
-        partial: those of ``copies`` along which backward gives each rank a part of the gradient only, which
-            ``finalize_grads`` adds up: tied embeddings, and norms of a sequence that is cut over ranks.
+        partial: the ``copies`` along which backward gives each rank only a part of the gradient, which ``finalize_grads``
+            sums: tied embeddings, and norms under sequence parallelism.
 
     Raises:
         LayoutError: a field is of the wrong type, shape and offset have different lengths, or ``partial`` names no copies.
@@ -59,11 +59,11 @@ class ParamIdentity:
 
 
 IdentityOf = Callable[[str, Any], ParamIdentity | None]
-"""From the local name and the parameter to its identity; ``None`` stands for the plain one."""
+"""Returns the identity for a local name and a parameter; ``None`` for the plain one."""
 
 
 def plain_identity(name: str, shape: tuple[int, ...]) -> ParamIdentity:
-    """Return the identity of a parameter that this rank holds as a whole, under its local name."""
+    """Return the identity of a parameter that this rank holds whole, under its local name."""
     return ParamIdentity(name, tuple(shape), (0,) * len(shape))
 
 
@@ -77,18 +77,18 @@ def megatron_identity(
     """Return a function that reads Megatron's attributes of a parameter.
 
     ``allreduce=False`` puts it into the group ``expert``. With ``tensor_model_parallel=True`` it is one of ``tp_size`` equal
-    blocks along ``partition_dim``; without, all ranks of ``tp`` hold copies, whose gradients are parts if
-    ``sequence_parallel=True``. ``shared=True`` makes it a copy along ``embd``, with a part of the gradient in each.
+    blocks along ``partition_dim``; otherwise all ranks of ``tp`` hold copies, with partial gradients if
+    ``sequence_parallel=True``. ``shared=True`` makes it a copy along ``embd`` with partial gradients.
 
     Args:
         tp_rank: position in the tensor-parallel group.
-        tp_size: ranks of the tensor-parallel group; one rank has no copies elsewhere.
-        expert_tp: position in and size of the tensor-parallel group of experts, whose copies lie along ``expert_tp``. When not
-            given, experts are cut over the same ranks as all others.
-        name_of: from the local name to the global one: number of the layer or expert in the whole model.
+        tp_size: ranks of the tensor-parallel group; with one rank there are no copies.
+        expert_tp: position in and size of the tensor-parallel group of experts, whose copies lie along ``expert_tp``. By
+            default experts are cut over the same ranks as all others.
+        name_of: converts a local name to the global one, with the number of the layer or expert in the whole model.
 
     Raises (the returned function):
-        LayoutError: the local values are no contiguous block of the whole tensor.
+        LayoutError: the local values are not a contiguous block of the whole tensor.
     """
 
     def identity(name: str, param: Any) -> ParamIdentity:

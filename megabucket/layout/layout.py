@@ -1,8 +1,7 @@
 """The layout as data: where each parameter lies, how buffers are cut into buckets. No torch, no decisions.
 
-``build`` makes these values, ``shards`` says who owns what of them, ``megabucket.testing.invariants`` checks them. All
-positions count elements and all ranges are half-open. Their JSON is canonical (sorted keys, no spaces), so its SHA-256
-identifies a layout.
+``build`` makes these values, ``shards`` assigns them to ranks, ``megabucket.testing.invariants`` checks them. Positions count
+elements and ranges are half-open. The JSON is canonical (sorted keys, no spaces), so its SHA-256 identifies a layout.
 
 ::
 
@@ -60,7 +59,7 @@ class ParamSlot(NamedTuple):
 
     @property
     def expected_position(self) -> int:
-        """A number that is smaller the earlier the gradient is expected, over all buffers of a model."""
+        """A sort key over all buffers of a model: smaller for gradients that are expected earlier."""
         return -self.registration_index if self.ready_index is None else self.ready_index
 
 
@@ -74,7 +73,7 @@ class BucketLayout:
     numel_unpadded: int
     """Elements up to the end of the last parameter: counts the alignment gaps between parameters, not the padded tail."""
     params: tuple[str, ...]
-    """Names in buffer order: as their gradients become ready, which is the reverse of registration unless recorded."""
+    """Names in buffer order, that of their gradients: the reverse of registration unless recorded."""
 
     @property
     def numel(self) -> int:
@@ -159,9 +158,9 @@ class ModelLayout:
 
     @staticmethod
     def from_json(text: str) -> ModelLayout:
-        """Read what ``to_json`` wrote.
+        """Read the output of ``to_json``.
 
-        Structure and types are checked here; whether the layout is sound is ``check_layout``'s question.
+        This checks structure and types; ``check_layout`` checks that the layout is sound.
 
         Raises:
             LayoutError: the text is not JSON, not a layout, or of another version.
@@ -193,12 +192,11 @@ class BucketId(NamedTuple):
 
 
 def launch_order(layout: ModelLayout) -> tuple[BucketId, ...]:
-    """Return all buckets in the order in which every rank launches them: that in which backward should complete them.
+    """Return all buckets in the order in which every rank launches them: the expected order of completion in backward.
 
-    A bucket is complete when the gradient of its last parameter is. Gradients are expected in the recorded order
-    (``bucket_order``); without one, roughly in reverse registration order. Within one buffer this is index order; buckets of
-    several buffers (dtypes) are interleaved, so that none waits for the whole backward. The order is a function of the layout
-    alone: what hooks do never changes it.
+    A bucket is complete with the gradient of its last parameter. Gradients are expected in the recorded order
+    (``bucket_order``), or in reverse registration order. Within one buffer this is index order; buckets of several buffers
+    (dtypes) are interleaved, so that none waits for the whole backward. The order depends on the layout alone, never on hooks.
     """
     ids = [
         (max(buffer.params[name].expected_position for name in bucket.params), BucketId(buffer_index, bucket.index))

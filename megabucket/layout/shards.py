@@ -1,4 +1,4 @@
-"""Which rank owns which piece of which parameter: the one place that cuts buckets into shards. No torch."""
+"""The pieces of parameters that each rank owns. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shard_slices(buffer: BufferLayout, *, bucket: int, rank: int) -> tuple[Shard
 
     A bucket is cut into ``num_shards`` equal shards without regard to where parameters begin, so a parameter may be owned by
     several ranks and a rank may own padding only (an empty result). Over all ranks the pieces of a parameter cover it
-    exactly once. Empty parameters are owned by nobody.
+    exactly once. Empty parameters have no owner.
 
     Args:
         bucket: index into ``buffer.buckets``.
@@ -56,7 +56,7 @@ def shard_slices(buffer: BufferLayout, *, bucket: int, rank: int) -> tuple[Shard
 
 
 def params_inside(buffer: BufferLayout, span: Span, *, bucket: int) -> Iterator[tuple[str, Span]]:
-    """Yield each parameter of a bucket that has elements in ``span``, and which, in buffer order and coordinates."""
+    """Yield each parameter of a bucket with elements in ``span``, and their range, in buffer order and coordinates."""
     names = buffer.buckets[bucket].params
     # Names lie in buffer order, so these parameters are consecutive: find the first, stop after the last.
     for position in range(bisect_right(names, span.start, key=lambda name: buffer.params[name].stop), len(names)):
@@ -69,22 +69,22 @@ def params_inside(buffer: BufferLayout, span: Span, *, bucket: int) -> Iterator[
 
 
 class ShardOwners(NamedTuple):
-    """Ranks next to each other, ``first_rank`` to ``last_rank`` inclusive, that own pieces of the same parameters."""
+    """Consecutive ranks, ``first_rank`` to ``last_rank`` inclusive, that own pieces of the same parameters."""
 
     first_rank: int
     last_rank: int
     params: tuple[str, ...]
-    """In buffer order; empty when the ranks own padding only."""
+    """In buffer order; empty if the ranks own padding only."""
 
 
 def shard_owners(buffer: BufferLayout, *, bucket: int) -> Iterator[ShardOwners]:
-    """Yield all ranks with what they own of one bucket, each once, in rank order.
+    """Yield all ranks with the parameters that they own in one bucket, each once, in rank order.
 
     Time is linear in the number of parameters, whatever the number of ranks.
     """
     cut = buffer.buckets[bucket]
     shard_numel = cut.numel // buffer.num_shards
-    # The owners of the parameters seen last. The next parameter may begin in the shard of the last of them.
+    # The owners of the previous parameters. The next parameter may begin in the shard of the last owner.
     first_rank, last_rank = 0, -1
     names: list[str] = []
     for name in cut.params if shard_numel else ():
@@ -94,7 +94,7 @@ def shard_owners(buffer: BufferLayout, *, bucket: int) -> Iterator[ShardOwners]:
         first = (slot.start - cut.start) // shard_numel
         last = (slot.stop - 1 - cut.start) // shard_numel
         if first == last_rank:
-            if first_rank < last_rank:  # one parameter spans these ranks; the last of them owns more than that
+            if first_rank < last_rank:  # one parameter spans these ranks; the last rank owns another one as well
                 yield ShardOwners(first_rank, last_rank - 1, tuple(names))
             first_rank = last_rank
             names.append(name)

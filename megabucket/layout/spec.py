@@ -1,4 +1,4 @@
-"""What a layout is built from: parameter descriptions and the key that sorts them into buffers. No torch."""
+"""Parameter descriptions, from which layouts are built, and the key that sorts them into buffers. No torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True, order=True)
 class BufferKey:
-    """What all parameters of one buffer have in common."""
+    """The properties that all parameters of one buffer share."""
 
     param_dtype: str
     grad_dtype: str

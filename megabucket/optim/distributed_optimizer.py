@@ -35,54 +35,52 @@ _SWITCHES: Final = ("train", "eval")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did. All ranks agree on ``updated`` and ``grad_norm``."""
+    """The result of one optimizer step. ``updated`` and ``grad_norm`` are equal on all ranks."""
 
     updated: bool
     """Whether parameters were changed."""
     grad_norm: float
-    """Global norm of the reduced gradients, before ``clip_grad`` clips them; nan where it was not computed."""
+    """Global norm of the reduced gradients before ``clip_grad`` clips them; nan if it was not computed."""
     reason: str
-    """Why parameters were not changed, with the parameters at fault on this rank; empty when they were."""
+    """Why parameters were not changed, with the parameters at fault on this rank; empty if they were."""
     num_zeros: int | None = None
-    """How many elements of the whole gradient are zero, each counted once; ``None`` where they were not counted."""
+    """Zeros in the whole gradient, each counted once; ``None`` if they were not counted."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Step on this rank's shards and gather the result.
 
     The given optimizer keeps its hyperparameters, its groups and its class; only the tensors in ``group["params"]`` are
-    exchanged, in place, for flat float32 shards. Schedulers built on either optimizer, before or after, keep working.
+    replaced, in place, by flat float32 shards. Schedulers work on either optimizer, built before or after.
 
-    With ``use_distributed_optimizer=False`` the shard is everything: each rank steps on all parameters, which adds float32 main
-    parameters for 16-bit models, clipping and the step result to a plain optimizer.
+    With ``use_distributed_optimizer=False`` each rank steps on all parameters. This adds float32 main parameters for 16-bit
+    models, clipping and the step result to a plain optimizer.
 
     Args:
-        torch_optimizer: over the parameters of the wrapped module (all trainable ones, each once). State it has already, from
-            steps or from a checkpoint of plain torch, moves along.
+        torch_optimizer: over all trainable parameters of the wrapped module, each once. Its state, from steps or a
+            checkpoint of plain torch, is kept.
         ddp: the wrapped module.
         clip_grad: clip gradients to this global norm; 0 switches clipping off.
-        norm_type: p of the p-norm, at least 1; infinite for the largest magnitude, which is infinite where a gradient is nan.
-        grad_norm_skip_threshold: with a norm above it, no rank updates.
-        returns_num_zeros: whether results have the number of gradients that are zero. A pass over the gradients and one small
-            collective in each step.
-        returns_grad_norm: whether ``step`` returns the norm in any case. ``False`` computes it only where it is needed: to
-            clip, and to find what is not finite where the gradient sync does not (``nonfinite_gradients="allow"``,
-            ``fence=False``, reduce-scattered float16). It saves a pass over the gradients and, with shards, the wait
-            for a small collective before each update.
+        norm_type: p of the p-norm, at least 1; infinite for the largest magnitude, which is infinite if a gradient is nan.
+        grad_norm_skip_threshold: no rank updates if the norm is above it.
+        returns_num_zeros: whether to count zeros in the gradients. Costs a pass over them and a small collective per step.
+        returns_grad_norm: whether to compute the norm in each step. ``False`` computes it only to clip, and to find non-finite
+            gradients if the gradient sync does not (``nonfinite_gradients="allow"``, ``fence=False``, reduce-scattered
+            float16). It saves a pass over the gradients and, with shards, a small collective before each update.
         kernels: ``"apex"`` takes L2 norms and clips with NVIDIA apex's ``amp_C`` on CUDA devices, in float32: the last bits of
             a norm then depend on how the gradients are cut, and a norm above 1.8e19 is infinite.
 
-    Every rank makes one at the same time: they compare groups, hyperparameters and state.
+    A collective call: ranks compare groups, hyperparameters and state.
 
     Raises:
         OptimizerParametersError: the optimizer's parameters are not the wrapper's, or its state does not fit into shards.
         ConfigError: an argument is out of range, the kernels are not there, or the optimizer cannot work on flat shards; or a
             norm is asked for and the wrapper does not know which ranks hold the other parts of the model.
         LayoutMismatchError: the optimizer is not the same on all ranks.
-        PeerFailedError: another rank could not make its own.
+        PeerFailedError: another rank has failed.
     """
 
-    # Torch's fused optimizers can unscale gradients in their kernel. Here all ranks agree before any of them steps.
+    # Torch's fused optimizers can unscale gradients in their kernel. Here all ranks agree before any rank steps.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -114,15 +112,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.sharding.shard(self._settings, label="DistributedOptimizer()")
         self.clip_grad = float(clip_grad)
         self.last_step: StepResult | None = None
-        """What the last call of ``step`` that has come to an end has done; also where a loss scaler has skipped the call."""
-        # What was done by hand to the reduced gradients of one step; with any, the gradients of the shards are whole already.
+        """The result of the last finished call of ``step``, also if a loss scaler has skipped the call."""
+        # Changes to the reduced gradients of one step; with any, the gradients of the shards are loaded already.
         self._changes: tuple[tuple[str, float], ...] = ()
         self._changed_step = -1
         self._versions: list[int] = []  # of the 16-bit gradients that were widened for it
         self.answered: torch.Tensor | None = None
-        """The ``found_inf`` of the scaler that was answered last."""
+        """The ``found_inf`` of the last scaler call."""
         self.scaled_with: ChainedOptimizer | None = None
-        """What answers scalers for this optimizer and others."""
+        """The chain that handles scaler calls for this optimizer and others."""
         self._begin_on_shards()
         ddp.follow_rebuilds(self)
 
@@ -131,16 +129,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._has_norm = self.sharding.check_norm(is_wanted=False)
         self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
         self.global_norm = self._norm_of_type(self._settings["norm_type"])
-        # Sums of float16 may overflow, and behind a reduce-scatter nothing else looks at them.
+        # Sums of float16 may overflow, and nothing else tests them after a reduce-scatter.
         has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
         has_untested_grads = has_untested_sums or not (policy.has_fence and policy.tests_finite)
         threshold = self._settings["grad_norm_skip_threshold"]
         self._computes_norm = self._settings["returns_grad_norm"] or has_untested_grads or threshold < math.inf
-        self.largest_norm = min(threshold, sys.float_info.max)  # one that is not finite is above it
+        self.largest_norm = min(threshold, sys.float_info.max)  # below any norm that is not finite
 
     def _norm_of_type(self, norm_type: float) -> GlobalNorm:
         ranks, device = self.ddp.ranks, self.ddp.param_and_grad_buffers[0].grad_data.device
-        # Without a norm it still finds what is not finite, on which ranks that hold other parts of the model must agree.
+        # Even if no norm is wanted it finds non-finite gradients, on which ranks with other parts of the model must agree.
         is_whole = ranks.norm is None and not self._is_sharded and self._has_norm
         kernel = self._kernels.l2_norm
         return GlobalNorm(ranks.norm or ranks.step, device=device, is_whole=is_whole, norm_type=norm_type, l2_norm=kernel)
@@ -151,38 +149,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Become a plain optimizer over whole parameters, with their state and main values. Called by the wrapper.
 
         Raises:
-            OptimizerParametersError: the state of a shard cannot be told apart by parameter. Nothing was changed.
-            PeerFailedError: another rank's cannot.
+            OptimizerParametersError: the state of a shard cannot be split by parameter. Nothing was changed.
+            PeerFailedError: another rank has failed.
         """
         self.sharding.undo()
 
     def after_rebuild(self) -> None:
-        """Shard anew. Called by the wrapper.
+        """Shard again. Called by the wrapper.
 
         Raises:
             OptimizerParametersError: the groups do not hold the trainable parameters. Nothing was changed.
             LayoutMismatchError: groups or step counts are not the same on all ranks.
-            PeerFailedError: another rank could not shard.
+            PeerFailedError: another rank has failed.
         """
         self.sharding.shard({**self._settings, "clip_grad": self.clip_grad}, label="rebuild: optimizer")
         self._begin_on_shards()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters that are new to the optimizer: added to the module, or in no group so far.
+        """Add a group of parameters that are in no group yet.
 
-        They get shards at the next ``ddp.rebuild()``, on every rank. Until then nothing steps on them, and ``step`` is refused
-        when one of them is trainable.
+        They get shards at the next ``ddp.rebuild()``. Until then ``step`` is refused if one of them is trainable.
 
         Raises:
             OptimizerParametersError: one of the parameters is in a group already.
         """
         self.sharding.members.add_group(param_group)
 
-    # The optimizer that does the arithmetic shows through #
+    # Attributes of the torch optimizer #
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the torch optimizer, holding shards; hyperparameters may be read and written, not the list replaced."""
+        """The groups of the torch optimizer, with shards. Hyperparameters may be changed; the list may not be replaced."""
         return self.torch_optimizer.param_groups
 
     @property
@@ -191,7 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.torch_optimizer.state
 
     def __getattr__(self, name: str) -> Any:
-        """Forward what ``torch.optim.Optimizer`` would have set up in its constructor: defaults, hooks and the like."""
+        """Forward attributes that the constructor of ``torch.optim.Optimizer`` would set: defaults, hooks and the like."""
         if name in ("torch_optimizer", "ddp"):
             raise AttributeError(name)
         found = getattr(self.torch_optimizer, name)
@@ -199,14 +196,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _switch_weights(self, name: str, switch: Callable[[], object]) -> None:
-        """Let a schedule-free optimizer put the weights to evaluate in place of those to train, or back. A collective call.
+        """Switch a schedule-free optimizer between weights for training and evaluation. A collective call.
 
         Raises:
             PhaseError: a step is open, or the optimizer is not the current one.
-            PeerFailedError: another rank cannot.
+            PeerFailedError: another rank has failed.
         """
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
-            return  # frameworks ask before each forward
+            return  # frameworks call this before each forward
         with self.ddp.sync.preparing_call(f"{name}()"):
             self.sharding.settle(f"{name}()")
         try:
@@ -233,12 +230,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the gradient sync, clip, update the shards and gather the parameters.
 
-        Nothing is updated on any rank when the gradient norm is computed and not finite, or too large; the result says why.
+        No rank updates if the gradient norm is computed and not finite, or too large; the result says why.
 
         Args:
-            closure: called once, with gradients switched on, before anything else; may hold the last backward of the step.
+            closure: called once, with gradients enabled, before anything else; may run the last backward of the step.
 
-        Returns what the closure returns, and without one the result of the step, which is in ``last_step`` in any case.
+        Returns:
+            The closure's result, or without a closure the result of the step, which is also in ``last_step``.
 
         Raises:
             UnreducedGradientsError: no backward outside ``no_sync`` has run in this step.
@@ -254,10 +252,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         needs_norm = self._computes_norm or self.clip_grad > 0
         measures_early = needs_norm and self._is_sharded and not self._changes
         norms: list[torch.Tensor] = []
-        # With shards the others update and gather once all have agreed, whatever happens on this rank.
+        # With shards, other ranks update and gather after the agreement, even if this rank fails.
         with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else CALLING):
             for group in sync.agree(is_committing=self._is_sharded):
-                if measures_early:  # while other buckets are on their way
+                if measures_early:  # while other buckets are in flight
                     norms += map(self.global_norm.of_grad, self.sharding.counted_grads[group.index])
             self.ddp.communicator.progress.enter(sync.step, "optimizer")
             if sync.skip_reason:
@@ -277,7 +275,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.last_step if closure is None else value
 
     def check_may_step(self) -> None:
-        """Refuse a step that would go wrong on this rank, while all of them can still be told."""
+        """Check this rank before the step, while the fence can still report an error to all ranks."""
         sync = self.ddp.sync
         sync.check_not_dropped()
         if self._changes and not (sync.is_reduced and self._changed_step == sync.step):
@@ -296,10 +294,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._check_nothing_is_lost()
             self.sharding.refresh()
         except Exception as error:
-            if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else another has taken its place
+            if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else a later optimizer has replaced it
                 sync.refuse_update(error)
             if self._is_sharded and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
-                self.global_norm.of([torch.tensor(math.nan)])  # the others ask for nothing else before they update
+                self.global_norm.of([torch.tensor(math.nan)])  # the only collective of the others before they update
             if not self._is_sharded and sync.state is StepState.AGREED:
                 self._answer_norm()
             raise
@@ -310,10 +308,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise unreduced
 
     def take_published_grads(self) -> None:
-        """Let what the caller did to ``param.grad`` after the all-reduce count, as it would with a plain optimizer.
+        """Copy gradients that the caller has assigned to ``param.grad`` after the all-reduce into the buffers.
 
         Raises:
-            PhaseError: a gradient was cleared; a flat shard cannot leave single parameters out of a step.
+            PhaseError: a gradient was cleared; a flat shard cannot skip single parameters.
         """
         for slot in chain.from_iterable(group.slots for group in self.ddp.sync.groups):
             grad = slot.param.grad
@@ -322,7 +320,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if grad is None:
                 error = PhaseError(
                     f"the gradient of {slot.name!r} was cleared between the gradient sync and step(). A DistributedOptimizer "
-                    "steps on flat shards and cannot leave single parameters out. Zero the gradient in place, or use a plain "
+                    "steps on flat shards and cannot skip single parameters. Zero the gradient in place, or use a plain "
                     "torch optimizer, which skips parameters without a gradient."
                 )
                 self.ddp.sync.refuse_update(error)
@@ -334,7 +332,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._check_nothing_is_lost()
 
     def _answer_norm(self) -> None:
-        """Take part, with nan, in the norm that ranks with other parts of the model wait for; then none of them updates."""
+        """Contribute nan to the norm that ranks with other parts of the model wait for, so that none of them updates."""
         if self.global_norm.is_collective and (self._computes_norm or self.clip_grad > 0):
             self.global_norm.of([torch.tensor(math.nan)])
 
@@ -344,20 +342,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.last_step = StepResult(updated=False, grad_norm=norm, reason=reason)
 
     def norms_of(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the norms of what enters the global norm.
+        """Return the norms of the gradients that count in the global norm.
 
         Args:
-            grads: of all shards; what they were made of is in the buffers, unless it was changed.
+            grads: of all shards. Unless they were changed, the buffers have the same values.
         """
         in_buffers = chain.from_iterable(self.sharding.counted_grads.values())
         return list(map(self.global_norm.of_grad, self._counted(grads) if self._changes else in_buffers))
 
     def update(self, grads: list[torch.Tensor], norm: float, *, max_norm: float) -> None:
-        """Clip, step on the shards and gather what has come of it.
+        """Clip, step on the shards and gather the parameters.
 
         Args:
             grads: of all shards.
-            max_norm: what to clip to; 0 clips nothing.
+            max_norm: 0 clips nothing.
         """
         sync, num_zeros = self.ddp.sync, None
         if self._settings["returns_num_zeros"]:
@@ -374,14 +372,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for shard in self.sharding.stepped:
                 shard.withhold_grad()
             self.sharding.store_values()
-        # Shards are updated after the fence has compared the hyperparameters, whole parameters before the next one does.
+        # For shards the last fence has compared the hyperparameters; for whole parameters the next one does.
         sync.counters.note_update(() if self._is_sharded else sync.counters.hyperparameters)
         if self._is_sharded:
             for group in sync.groups:
                 group.mark_params_stale()
             self.ddp.start_param_sync()
         sync.end_update()
-        # Where there is no norm, one over some ranks of the model was taken to find what is not finite.
+        # Without a norm of the whole model, one over some of its ranks was taken to find non-finite gradients.
         grad_norm = norm if self._has_norm else math.nan
         self.last_step = StepResult(updated=True, grad_norm=grad_norm, reason="", num_zeros=num_zeros)
 
@@ -405,29 +403,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def unscale_grads(self, inv_scale: float | torch.Tensor) -> bool:
-        """Finish the gradient sync and multiply the gradients; return whether the step is skipped, alike on all ranks.
+        """Finish the gradient sync and multiply the gradients; return whether all ranks skip the step.
 
-        It is if some gradient of any rank is not finite; then the step is over, ``last_step`` says so, and ``zero_grad`` begins
-        the next one. For loss scalers, once in a step: ``torch.amp.GradScaler`` comes here by itself.
+        They do if a gradient of any rank is not finite. The step is then over and in ``last_step``, and ``zero_grad`` begins
+        the next one. For loss scalers, once per step; ``torch.amp.GradScaler`` calls it by itself.
 
         Args:
-            inv_scale: one over the scale of the loss.
+            inv_scale: 1 / loss scale.
 
         Raises:
-            ConfigError: infinite gradients are errors before any scaler sees them (``nonfinite_gradients="error"``).
-            PhaseError: the gradients of this step are unscaled already.
+            ConfigError: infinite gradients are errors before a scaler sees them (``nonfinite_gradients="error"``).
+            PhaseError: the gradients of this step were unscaled already.
             MegabucketError: as ``step``.
         """
         sync, device = self.ddp.sync, self.ddp.param_and_grad_buffers[0].grad_data.device
         if sync.policy.tests_finite and not sync.policy.skips_nonfinite:
             raise ConfigError(
-                "torch.amp.GradScaler, or another loss scaler, looks for infinite gradients itself and lowers its scale, but "
-                "nonfinite_gradients='error' (the default) makes an error of each before they are reduced. Wrap the module "
+                "a loss scaler such as torch.amp.GradScaler tests for infinite gradients itself, but "
+                "nonfinite_gradients='error' (the default) makes each of them an error before the reduction. Wrap the module "
                 "with DistributedDataParallelConfig(nonfinite_gradients='allow'), or 'skip_step'."
             )
         self.check_may_step()
         if any(name == _LOSS_SCALE for name, _ in self._changes):
-            raise PhaseError("the gradients of this step were unscaled already; a loss scaler does it once before each step().")
+            raise PhaseError("the gradients of this step were unscaled already; unscale them once per step().")
         with sync.leaving_no_mess("unscaling gradients", UPDATING if self._is_sharded else CALLING):
             grads = self._take_grads()
             found_inf = torch.full((), float(bool(sync.skip_reason)), device=device)
@@ -435,7 +433,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for grad in grads:  # a kernel takes one dtype
                 CHECK_AND_UNSCALE([grad], found_inf, factor)
             is_finite = self.global_norm.of([found_inf]) == 0
-            self._changes = (*self._changes, (_LOSS_SCALE, 1 / float(factor)))  # read behind the norm, which watches the ranks
+            self._changes = (*self._changes, (_LOSS_SCALE, 1 / float(factor)))  # read after the norm, which watches the ranks
             if is_finite:
                 return False
             sync.skip_reason = sync.skip_reason or self._why_not_finite("the loss scaler skips the step")
@@ -444,17 +442,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
-        """Finish the gradient sync and clip to a global norm; return the norm before, over all ranks.
+        """Finish the gradient sync and clip to a global norm; return the norm over all ranks before clipping.
 
-        In place of ``torch.nn.utils.clip_grad_norm_``, at the same place in a loop: after the last backward, and after
-        ``GradScaler.unscale_``. An infinite ``max_norm`` clips nothing. With a norm that is not finite nothing is changed, and
-        ``step`` updates nothing; nan stands for gradients that every rank has given up already.
+        Replaces ``torch.nn.utils.clip_grad_norm_``: after the last backward, and after ``GradScaler.unscale_``. An infinite
+        ``max_norm`` clips nothing. If the norm is not finite nothing is changed and ``step`` updates nothing; nan if all ranks
+        skip the step already.
 
         Args:
-            norm_type: p of the p-norm, as in torch; ``None``: that of the optimizer.
+            norm_type: p of the p-norm; ``None``: that of the optimizer.
 
         Raises:
-            ConfigError: ``max_norm`` is no norm, ``norm_type`` is below 1, or the wrapper does not know which ranks hold the
+            ConfigError: ``max_norm`` is negative, ``norm_type`` is below 1, or the wrapper does not know which ranks hold the
                 other parts of the model.
             MegabucketError: as ``step``.
         """
@@ -476,7 +474,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return torch.tensor(norm, dtype=torch.float32)
 
     def _take_grads(self) -> list[torch.Tensor]:
-        """Finish the gradient sync and return the gradients to change: 16-bit ones widened, others in the buffers."""
+        """Finish the gradient sync and return the gradients to change: widened copies of 16-bit ones, others in the buffers."""
         sync = self.ddp.sync
         sync.finish()
         self._changed_step = sync.step
@@ -487,16 +485,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.load_grads()
 
     def load_grads(self) -> list[torch.Tensor]:
-        """Return the reduced gradients of all shards: 16-bit ones widened, unless they were before, and changed since."""
+        """Return the reduced gradients of all shards, 16-bit ones widened; changed gradients are not loaded again."""
         return list(map(_grad if self._changes else MainShard.load_grad, self.sharding.shards))
 
     def _versions_of_widened(self) -> list[int]:
-        """Return counts of the changes to 16-bit gradients, which come too late after they were widened."""
+        """Return version counters of the 16-bit gradients; changes to them after widening would be lost."""
         shards = self.sharding.shards
         return [shard.buffer_grads._version for shard in shards if shard.grad is not shard.buffer_grads]
 
     def _counted(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what enters the norm, of the gradients of all shards."""
+        """Return the gradients that count in the norm."""
         return [grad for grad, shard in zip(grads, self.sharding.shards, strict=True) if shard.counts]
 
     def _check_nothing_is_lost(self) -> None:
@@ -507,7 +505,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _answer_scaler(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """Unscale for a torch scaler, which asks once for each dtype with the same ``found_inf``."""
+        """Unscale for a torch scaler, which calls once for each dtype with the same ``found_inf``."""
         asked = self.scaled_with or self
         if found_inf is not asked.answered:
             asked.answered = found_inf
@@ -515,44 +513,44 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 found_inf.fill_(1.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients of the wrapped module; see ``DistributedDataParallel.zero_grad``."""
+        """Clear all gradients of the wrapped module; see ``DistributedDataParallel.zero_grad``."""
         self.ddp.zero_grad(set_to_none=set_to_none)
 
     def reload_main_params(self) -> None:
-        """Take parameter values over from the model, after weights were written by other means than the optimizer.
+        """Copy parameter values from the model after other code has changed weights.
 
-        ``load_state_dict`` on the module needs no call: it is noticed.
+        Not needed after ``load_state_dict`` of the module.
         """
         self.sharding.reload()
 
     # State #
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of whole parameters in torch's format: what the optimizer would give without shards.
+        """Return the state of whole parameters in torch's format, as of the optimizer without shards.
 
         A collective call, between two steps; complete on every rank. A plain optimizer over the same parameters loads it. Main
-        parameters of 16-bit parameters, which plain torch does not have, are under a key of their own. Where the state is too
-        large for one rank's memory, use ``save_checkpoint``, which gathers nothing.
+        parameters of 16-bit parameters are under a key of their own. If the state is too large for one rank's memory, use
+        ``save_checkpoint``, which gathers nothing.
 
         Raises:
             PhaseError: a step is open, or the optimizer is not the current one.
-            OptimizerParametersError: the state of a shard cannot be told apart by parameter.
-            PeerFailedError: another rank cannot give its part.
+            OptimizerParametersError: the state of a shard cannot be split by parameter.
+            PeerFailedError: another rank has failed.
         """
         with self.ddp.sync.preparing_call("state_dict()"):
             self.sharding.settle("state_dict()")
         return pack(self.torch_optimizer, self.sharding.members.by_group(), self.sharding.whole_state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take state that ``state_dict`` gave, with any number of ranks, in any mode, or one of plain torch.
+        """Load a result of ``state_dict``, of any number of ranks and any mode, or of plain torch.
 
-        A collective call, between two steps, with the same state on every rank. Weights are loaded into the module, before or
-        after; main parameters keep their precision where they round to them. When it fails, nothing was changed.
+        A collective call, between two steps, with the same state on every rank. Load weights into the module before or after;
+        main parameters keep their precision if they round to the weights. If it fails, nothing was changed.
 
         Raises:
-            CheckpointMismatchError: the state does not fit; the text names everything that does not.
+            CheckpointMismatchError: the state does not fit; the text names all differences.
             PhaseError: a step is open, or the optimizer is not the current one.
             LayoutMismatchError: ranks load different state.
-            PeerFailedError: another rank cannot load it.
+            PeerFailedError: another rank has failed.
         """
         self.sharding.load(state_dict)

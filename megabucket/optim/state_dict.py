@@ -1,9 +1,9 @@
-"""Optimizer state, between whole parameters and flat shards, and in the format of ``torch.optim``.
+"""Optimizer state: of whole parameters, of flat shards, and in the format of ``torch.optim``.
 
-``WholeState`` is what plain torch holds, with the main values that sharding adds. ``StateCutter`` cuts it into the shards of
-one layout, ``unshard`` puts the shards of all ranks together again, ``pack`` and ``unpack`` turn it into the dict that
-``state_dict`` gives and back. None of them knows which optimizer it is: an entry holds either a value per element, which is cut
-like its parameter, or one number per parameter (a step count). Parameters whose numbers or keys differ do not share a shard.
+``WholeState`` is the state of plain torch plus the main values of 16-bit parameters. ``StateCutter`` cuts it into the shards of
+one layout, ``unshard`` reassembles it from the shards of all ranks, ``pack`` and ``unpack`` convert it to a ``state_dict`` and
+back. All work for any optimizer: an entry holds either a value per element, which is cut like its parameter, or one number per
+parameter (a step count). Parameters with different numbers or keys do not share a shard.
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ if TYPE_CHECKING:
     from megabucket.optim.shards import MainShard
 
 KNOWN_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})  # of all, of NAdam, and two of ASGD
-"""Keys of torch's own optimizers that hold a number. In the state of a scalar parameter the two kinds look the same."""
+"""Keys of torch's own optimizers that hold a number. For a scalar parameter the two kinds of entries look the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeState:
-    """What an optimizer holds for whole parameters."""
+    """The state of an optimizer over whole parameters."""
 
     values: Mapping[torch.Tensor, Mapping[str, Any]]
     """By parameter and key, as in ``torch.optim.Optimizer.state``; tensors of one value per element have its shape."""
     main_values: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    """Full-precision values of 16-bit parameters, in their shape; those that a 16-bit value was rounded from."""
+    """Full-precision values of 16-bit parameters before rounding, in their shape."""
     dtypes: Mapping[torch.Tensor, torch.dtype] = field(default_factory=dict)
-    """What the optimizer computed in, where it is not the parameter's dtype. State of this dtype follows the main parameter."""
+    """The dtype of computation if it is not the parameter's. State of this dtype has the dtype of the main parameter."""
 
     def of(self, param: torch.Tensor) -> Mapping[str, Any]:
-        """Return what is held for one parameter; nothing for one that was never stepped on."""
+        """Return the state of one parameter; empty before its first step."""
         return self.values.get(param) or {}
 
     def follows_param(self, param: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether a value per element has the dtype its optimizer computed in, and not one it chose for itself."""
+        """Return whether a value per element has the dtype of computation, and not a dtype of the optimizer's choice."""
         return value.dtype == self.dtypes.get(param, param.dtype)
 
 
 def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
-    """Return whether state holds one value per element of a parameter or shard; it holds one number for all otherwise."""
+    """Return whether an entry holds one value per element of a parameter or shard, and not one number for all."""
     return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
 
 
 def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
-    """Return what parameters of a dtype are stepped in: float32 where they are narrower."""
+    """Return the dtype of computation for parameters of a dtype: at least float32."""
     return torch.float32 if param_dtype.itemsize < torch.float32.itemsize else param_dtype
 
 
 # From whole parameters to shards #
 
 ShardState = dict[str, Any]
-"""What an optimizer holds for one shard, by key."""
+"""The state of one shard, by key."""
 
 
 class StateCutter:
     """Cuts the state of whole parameters into shards.
 
     Args:
-        whole: the state; parameters without any are stepped on for the first time.
+        whole: the state; empty for parameters before their first step.
         params: the parameters in the buffers, by name.
 
     Raises:
-        OptimizerParametersError: some state is neither one value per element nor one number: a table, say, or moments from
-            before the parameter was resized.
+        OptimizerParametersError: an entry is neither one value per element nor one number: a table, or moments from before
+            the parameter was resized.
     """
 
     def __init__(self, whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> None:
@@ -99,9 +99,9 @@ class StateCutter:
             )
 
     def signature(self, name: str) -> tuple[str, ...]:
-        """Return, in words, what parameters that share a shard have in common; empty without state.
+        """Return a text for each key, equal for parameters that may share a shard; empty without state.
 
-        The keys, the values of numbers, and the dtype of values per element where the optimizer has chosen it.
+        It has the values of numbers, and the dtype of values per element if the optimizer has chosen it.
         """
         param = self._params[name]
         return tuple(sorted(self._describe(param, key, value) for key, value in self._whole.of(param).items()))
@@ -115,7 +115,7 @@ class StateCutter:
 
     @torch.no_grad()
     def state_of(self, shard: MainShard) -> ShardState:
-        """Return the state of one shard, whose parameters have the same signature; empty when they have none."""
+        """Return the state of one shard, whose parameters have the same signature."""
         param = self._params[shard.segment.params[0]]
         return {
             key: self._cut(shard, key) if is_per_element(key, value, param) else copy.deepcopy(value)
@@ -123,7 +123,7 @@ class StateCutter:
         }
 
     def _cut(self, shard: MainShard, key: str) -> torch.Tensor:
-        """Return the pieces of values per element in the shard's order; gaps between parameters are zero, as theirs are."""
+        """Return the values per element in the shard's order, with zeros in the gaps between parameters."""
         param = self._params[shard.segment.params[0]]
         first = self._whole.of(param)[key]
         follows = self._whole.follows_param(param, first)
@@ -136,7 +136,7 @@ class StateCutter:
 
     @torch.no_grad()
     def restore_main_values(self, shard: MainShard) -> None:
-        """Give a shard back the main values its parameters had, where they still round to the parameters."""
+        """Restore main values in a shard where they still round to the parameters."""
         for piece in shard.pieces() if shard.has_own_values else ():
             param = self._params[piece.param]
             earlier = self._whole.main_values.get(param)
@@ -145,18 +145,15 @@ class StateCutter:
 
 
 def in_memory_order(values: torch.Tensor, param: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return values per element in one dimension, in the order in which a parameter's elements lie in the buffer.
+    """Return values per element in the parameter's memory order, as in the buffer: 1D, dtype and device of ``like``.
 
-    Its memory order, which for channels-last is not the order of its indices.
-
-    Args:
-        like: has the dtype and the device of the result.
+    For channels-last this is not the order of indices.
     """
     ordered = torch.empty_strided(param.shape, dense_strides(param), dtype=like.dtype, device=like.device)
     return ordered.copy_(values).as_strided((param.numel(),), (1,))
 
 
-# What shards hold, in words that compare and travel #
+# Descriptions of state, which ranks compare and checkpoints store #
 
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "NoneType": lambda _: None,
@@ -167,11 +164,11 @@ _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
 }
 
 NUMBER_TYPES: Final = frozenset(_READERS)
-"""Types of numbers that are no tensors."""
+"""Types of numbers that are not tensors."""
 
 
 class StateEntry(NamedTuple):
-    """What shards hold under one key, in words that compare and travel."""
+    """The description of one key of a shard's state."""
 
     key: str
     kind: str  # "elements", "number" or "tensor" (of one number)
@@ -182,7 +179,7 @@ class StateEntry(NamedTuple):
 
 
 Description = tuple[StateEntry, ...]
-"""Of the state of one parameter, in the order of its keys."""
+"""The state of one parameter, in the order of its keys."""
 
 
 def _describe_entry(key: str, value: Any, shard: MainShard) -> StateEntry:
@@ -192,18 +189,18 @@ def _describe_entry(key: str, value: Any, shard: MainShard) -> StateEntry:
         return describe_number(key, value, shard.main.device)
     found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise OptimizerParametersError(
-        problem="the optimizer holds, for a flat shard, what is neither one value per element nor one number, so nobody can "
-        "say what of it belongs to which parameter",
+        problem="the optimizer holds, for a flat shard, state that is neither one value per element nor one number, so it "
+        "cannot be split by parameter",
         params=[f"{key}: {found}"],
         remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False.",
     )
 
 
 def describe_number(key: str, value: Any, device: torch.device) -> StateEntry:
-    """Return a number, or a tensor of one, in words.
+    """Describe a number, or a tensor of one.
 
     Args:
-        device: where the parameters are. A number that lives there does so on every rank; one on the CPU stays on the CPU.
+        device: of the parameters. A number on this device is loaded to the device of the parameters, one on the CPU to the CPU.
     """
     if not isinstance(value, torch.Tensor):
         return StateEntry(key, "number", number=_written(value))
@@ -212,7 +209,7 @@ def describe_number(key: str, value: Any, device: torch.device) -> StateEntry:
 
 
 def entry_from_json(fields: Any) -> StateEntry:
-    """Return an entry that has become a list on its way through JSON."""
+    """Return an entry from its JSON, a list."""
     key, kind, dtype, device, shape, (number_type, text) = fields
     return StateEntry(key, kind, dtype, device, tuple(shape), (number_type, text))
 
@@ -222,10 +219,10 @@ def _written(number: Any) -> tuple[str, str]:
 
 
 def number_in(entry: StateEntry, device: torch.device) -> Any:
-    """Return the number that an entry tells, as the optimizer has held it.
+    """Return the number of an entry as the optimizer held it.
 
     Args:
-        device: where the parameters are.
+        device: of the parameters.
     """
     kind, text = entry.number
     number = _READERS[kind](text)
@@ -239,35 +236,35 @@ def number_in(entry: StateEntry, device: torch.device) -> Any:
 
 
 class ShardHolder(NamedTuple):
-    """Where shards lie, and who has the others."""
+    """The buffers of the shards, and the ranks that hold the other shards."""
 
     buffers: Sequence[ParamAndGradBuffer]
     sync: GradSync
     is_sharded: bool
     """Whether each rank owns its shard of each bucket, or everything."""
     label: str = "rebuild"
-    """What the state is wanted for; of collectives and errors."""
+    """The purpose, for collectives and errors."""
 
     def communicator(self, buffer: ParamAndGradBuffer) -> Communicator:
-        """Return the ranks that a buffer is reduced over."""
+        """Return the communicator that a buffer is reduced over."""
         return self.sync.ranks.by_name[buffer.layout.key.group].communicator
 
 
 @torch.no_grad()
 def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]], holder: ShardHolder) -> WholeState:
-    """Return what all ranks hold for the parameters of the buffers, whole, on every rank. A collective call.
+    """Return the whole state of the parameters in the buffers, on every rank. A collective call.
 
-    Main values come along where the parameters are 16-bit now, also those that were not when they moved into the buffers.
-    Empty parameters are in no shard and have no state.
+    It has main values for parameters that are 16-bit now, even if they were not when they moved into the buffers. Empty
+    parameters are in no shard and have no state.
 
     Args:
-        shards: of this rank; they cover what it owns.
+        shards: all shards of this rank.
         state: by main parameter.
 
     Raises:
-        OptimizerParametersError: some state is neither one value per element nor one number, or ranks hold different numbers
+        OptimizerParametersError: an entry is neither one value per element nor one number, or ranks hold different numbers
             for pieces of one parameter.
-        PeerFailedError: some other rank's state is so.
+        PeerFailedError: another rank has failed.
     """
     label = f"{holder.label}: optimizer state"
     with holder.sync.preparing_call(label):
@@ -285,7 +282,7 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
 
 
 def _of_all_ranks(shards: Sequence[MainShard], own: Sequence[Any], holder: ShardHolder, label: str) -> list[Any]:
-    """Return what ``describe_shards`` has made of the shards of all ranks that hold parts of the same parameters."""
+    """Return the results of ``describe_shards`` of all ranks that hold parts of the same parameters."""
     if not holder.is_sharded:
         return [own]
     found: list[bytes] = []
@@ -296,14 +293,14 @@ def _of_all_ranks(shards: Sequence[MainShard], own: Sequence[Any], holder: Shard
     return list(map(json.loads, found))
 
 
-# What shards hold #
+# Descriptions of all shards #
 
 
 def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
-    """Return what this rank's shards hold, for ``merge_descriptions``; it may travel as JSON.
+    """Return descriptions of the state of this rank's shards, for ``merge_descriptions``; plain data for JSON.
 
     Raises:
-        OptimizerParametersError: some state is neither one value per element nor one number.
+        OptimizerParametersError: an entry is neither one value per element nor one number.
     """
     return [
         (shard.segment.params, [_describe_entry(key, value, shard) for key, value in (state.get(shard.main) or {}).items()])
@@ -312,10 +309,10 @@ def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Ma
 
 
 def merge_descriptions(answers: Iterable[Any]) -> dict[str, Description]:
-    """Return, by parameter, what the shards of all ranks hold. Parameters that are in no shard are left out.
+    """Return the descriptions of all ranks by parameter, without parameters that are in no shard.
 
     Args:
-        answers: what ``describe_shards`` has returned on each rank.
+        answers: the results of ``describe_shards`` on each rank.
 
     Raises:
         OptimizerParametersError: ranks hold different numbers for pieces of one parameter.
@@ -354,7 +351,7 @@ def _put_together(
     holders: dict[StateEntry, list[str]] = {}
     for name, description in ((name, described[name]) for name in described if name in buffer.params):
         if description:
-            # All keys at once, so that they stay in the order in which the optimizer made them.
+            # All keys at once, to keep the optimizer's order.
             whole[buffer.params[name]] = {e.key: None if e.kind == "elements" else number_in(e, device) for e in description}
         for entry in description:
             if entry.kind == "elements":
@@ -370,7 +367,7 @@ def _put_together(
 def _main_values(buffer: ParamAndGradBuffer, shards: Sequence[MainShard], holder: ShardHolder) -> ByParam:
     dtype = main_dtype(buffer.param_data.dtype)
     if dtype == buffer.param_data.dtype:
-        # The buffer itself holds the main values, complete on every rank. They are wanted where the parameter left for 16 bits.
+        # The buffer itself holds the main values, complete on every rank, for parameters that were made 16-bit since.
         narrowed = [name for name, param in buffer.params.items() if main_dtype(param.dtype) != param.dtype]
         return _cut_out(buffer, narrowed, buffer.param_data)
     return _gather(buffer, list(buffer.params), [(shard.segment.span, shard.main) for shard in shards], dtype, holder)
@@ -386,7 +383,7 @@ def _gather(
     """Return the values of some parameters, each in its shape and memory order.
 
     Args:
-        own: this rank's flat pieces, with where they lie in the buffer.
+        own: this rank's flat pieces, with their ranges of the buffer.
     """
     flat = torch.zeros(buffer.layout.numel, dtype=dtype, device=buffer.param_data.device)  # 1D
     for span, values in own:
@@ -397,7 +394,7 @@ def _gather(
         calls = []
         for bucket in (buffer.layout.buckets[index] for index in wanted):
             shard = buffer.layout.shard_span(bucket=bucket.index, rank=communicator.rank)
-            # As bytes: whatever dtype an optimizer chose for its state, every backend can move it.
+            # As bytes: not every backend can move every dtype that an optimizer may choose.
             whole, own_part = (flat[one.start : one.stop].view(torch.uint8) for one in (bucket, shard))
             calls.append(AllGather(whole, own_part))
         communicator.launch(calls, label="optimizer state values").wait()
@@ -405,7 +402,7 @@ def _gather(
 
 
 def _cut_out(buffer: ParamAndGradBuffer, names: Iterable[str], flat: torch.Tensor) -> ByParam:
-    # The shape and the memory order are those the parameters had when they moved in: the caller may have changed them since.
+    # Shape and memory order are those at wrapping: the caller may have changed them since.
     views = {name: buffer.slots[name].view for name in names}
     return {
         buffer.params[name]: view_like(flat, buffer.layout.params[name].start, view.shape, view.stride()).clone()
@@ -425,10 +422,10 @@ Members = Sequence[Sequence[torch.Tensor]]
 
 
 def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) -> dict[str, Any]:
-    """Return what ``optimizer.state_dict()`` would be if it held whole parameters."""
+    """Return ``optimizer.state_dict()`` as if it held whole parameters."""
     groups = []
     for group, params in zip(optimizer.param_groups, members, strict=True):
-        # Step counts and learning rates can be tensors, which go on changing.
+        # Learning rates can be tensors, which change later.
         own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
         groups.append({**own, "params": list(params)})
     state = defaultdict(dict, {key: value for key, value in whole.values.items() if value or not isinstance(key, torch.Tensor)})
@@ -446,17 +443,15 @@ def unpack(
 ) -> tuple[WholeState, list[dict[str, Any]]]:
     """Return the state in a ``state_dict`` of this library or of plain torch, and the hyperparameters by group.
 
-    Changes nothing.
-
     Args:
-        names: of the parameters, for texts.
+        names: of the parameters, for error texts.
 
     Raises:
-        CheckpointMismatchError: it is not of an optimizer over these parameters; the text names all that does not fit.
+        CheckpointMismatchError: it is of an optimizer over other parameters; the text names all differences.
     """
     _refuse(_group_problems(members, state_dict))
-    # Torch converts floating state to the dtype of the parameter, which for 16-bit ones is not what a shard computes in. It
-    # leaves state of integer "parameters" as it is; these have no memory.
+    # Torch converts floating state to the dtype of the parameter, which for 16-bit ones is not the dtype of computation. It
+    # does not convert the state of integer "parameters"; these stand-ins have no memory.
     stand_ins = [[_stand_in(param) for param in of_group] for of_group in members]
     groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
     shell = _shell(optimizer, groups, defaultdict(dict))
@@ -480,7 +475,7 @@ def unpack(
 
 
 def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give the groups of an optimizer other hyperparameters; whoever holds a group (a scheduler, say) keeps holding it."""
+    """Set the hyperparameters of the groups in place: a scheduler may hold the groups."""
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         params = group["params"]
         group.clear()
@@ -489,7 +484,7 @@ def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, A
 
 
 def _shell(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class, with the same hooks, that holds other parameters."""
+    """Return an optimizer of the same class and hooks over other parameters."""
     shell = object.__new__(type(optimizer))
     shell.__dict__.update(optimizer.__dict__)
     shell.param_groups, shell.state = groups, state  # type: ignore[assignment]
@@ -501,9 +496,9 @@ def _stand_in(param: torch.Tensor) -> torch.Tensor:
 
 
 def _follow(value: Any, param: torch.Tensor, computed_in: torch.dtype | None, dtype: torch.dtype) -> Any:
-    """Return values that have the dtype their optimizer computed in, in the dtype this one computes in.
+    """Convert values from the dtype of their optimizer's computation to that of this one.
 
-    What plain torch gives says nothing about that, and torch takes all floating state to follow the parameter.
+    A ``state_dict`` of plain torch does not have that dtype; there all floating state follows the parameter, as in torch.
     """
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
@@ -513,7 +508,7 @@ def _follow(value: Any, param: torch.Tensor, computed_in: torch.dtype | None, dt
 
 def _group_problems(members: Members, state_dict: Any) -> list[str]:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        return [f"it is no state_dict of an optimizer ({type(state_dict).__name__} without 'state' and 'param_groups')"]
+        return [f"it is not a state_dict of an optimizer ({type(state_dict).__name__} without 'state' and 'param_groups')"]
     groups = state_dict["param_groups"]
     if len(groups) != len(members):
         return [f"it has {len(groups)} parameter groups, the optimizer has {len(members)}"]

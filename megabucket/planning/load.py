@@ -37,7 +37,9 @@ _MESSAGES: Final = {
     "model_type": "should be a section with keys",
     "dict_type": "should be a section with keys",
     "model_attributes_type": "should be a section with keys",
+    "named_tuple_type": "should be a section with keys",
     "tuple_type": "should be a list",
+    "extra_forbidden": "is not a known key",
 }
 
 
@@ -154,6 +156,13 @@ def _path_in_data(loc: KeyPath, data: Any) -> KeyPath:
 
 def _message(detail: ErrorDetails) -> str:
     message = _MESSAGES.get(detail["type"], detail["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    if detail["type"] in {"value_error", "missing", "unknown_key", "union_tag_not_found", "union_tag_invalid"}:
+    if detail["type"] in {
+        "value_error",
+        "missing",
+        "unknown_key",
+        "extra_forbidden",
+        "union_tag_not_found",
+        "union_tag_invalid",
+    }:
         return message
     return f"{message} (got {printable(repr(detail['input']), _VALUE_CHARS)})"

@@ -53,21 +53,17 @@ _DTYPE_OF_BYTES: Final = {8: "float64", 4: "float32", 2: "bfloat16"}
 _FIELDS: Final = ("bytes_per_element", "param_bytes_per_element", "optimizer_s", "num_microbatches", "ready_order")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorWork:
-    """One trainable tensor: its size and what it adds to the passes.
+class TensorWork(NamedTuple):
+    """One trainable tensor: its size and what it adds to the passes."""
 
-    Args:
-        name: unique in the workload.
-        numel: elements; 0 is allowed and sends nothing.
-        backward_s: seconds between the moment the gradient before it (in ready order) became ready and its own.
-        forward_s: seconds of forward from the moment it is first needed to the moment the next tensor is.
-    """
-
-    name: str
-    numel: int
-    backward_s: float = 0.0
-    forward_s: float = 0.0
+    name: Annotated[str, at.Len(1, 1_000)]
+    """Unique in the workload."""
+    numel: Count
+    """Elements; 0 is allowed and sends nothing."""
+    backward_s: NonNegative = 0.0
+    """Seconds between the moment the gradient before it (in ready order) became ready and its own."""
+    forward_s: NonNegative = 0.0
+    """Seconds of forward from the moment it is first needed to the moment the next tensor is."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +164,13 @@ class Workload:
         _check_order(order, len(self.tensors))
         ready_s = list(accumulate((self.ready_s[index] for index in order), max))
         own_s = {index: now - before for index, before, now in zip(order, [0.0, *ready_s[:-1]], ready_s, strict=True)}
-        tensors = tuple(replace(tensor, backward_s=own_s[index]) for index, tensor in enumerate(self.tensors))
+        tensors = tuple(tensor._replace(backward_s=own_s[index]) for index, tensor in enumerate(self.tensors))
         return replace(self, tensors=tensors, ready_order=order)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON; ``read_workload`` gives the workload back unchanged."""
-        return {"schema": SCHEMA, "version": SCHEMA_VERSION, **asdict(self)}
+        tensors = [tensor._asdict() for tensor in self.tensors]
+        return {"schema": SCHEMA, "version": SCHEMA_VERSION, **asdict(self), "tensors": tensors}
 
 
 def _check_order(order: Sequence[int], count: int) -> None:
@@ -218,27 +215,12 @@ def model_fingerprint(specs: Sequence[ParamSpec]) -> str:
 # The section, and files #
 
 
-class TensorConfig(Section):
-    """One tensor of a workload."""
-
-    name: Annotated[str, at.Len(1, 1_000)]
-    """Unique in the list."""
-
-    numel: Count
-    """Elements."""
-
-    backward_s: NonNegative = 0.0
-    """Seconds of backward between the gradient before it and its own."""
-
-    forward_s: NonNegative = 0.0
-    """Seconds of forward from the moment this tensor is first needed to the moment the next one is."""
-
-
 class WorkloadConfig(Section):
     """What a step computes: tensors, or a file, or a rate at which the ``model`` is computed."""
 
-    tensors: Annotated[tuple[TensorConfig, ...], BeforeValidator(read_tuple), at.MinLen(1)] | None = None
-    """The tensors in forward order."""
+    tensors: Annotated[tuple[TensorWork, ...], BeforeValidator(read_tuple), at.MinLen(1)] | None = None
+    """The tensors in forward order: ``name`` and ``numel`` of each, ``backward_s`` from the gradient before it to its own, and
+    ``forward_s`` from its first need to that of the next one."""
 
     path: Annotated[str, at.Len(1, 4_096)] | None = None
     """A ``workload.json`` of ``megabucket profile``, relative to the working directory."""
@@ -283,7 +265,7 @@ class WorkloadConfig(Section):
 
     def listed(self) -> Workload:
         """Return the workload of ``tensors``."""
-        return Workload(tuple(TensorWork(**dict(each)) for each in self.tensors or ()), **self.given)
+        return Workload(self.tensors or (), **self.given)
 
 
 def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Workload:
@@ -402,7 +384,7 @@ def workload_of_specs(
         # The output projection comes last: the gradient of the last parameter has to wait until it was passed.
         numel, last = max(spec.numel for spec in specs if is_lookup(spec.name)), tensors[-1]
         backward_s = last.backward_s + BACKWARD_FLOPS * numel * flop_s
-        tensors[-1] = replace(last, backward_s=backward_s, forward_s=last.forward_s + FORWARD_FLOPS * numel * flop_s)
+        tensors[-1] = last._replace(backward_s=backward_s, forward_s=last.forward_s + FORWARD_FLOPS * numel * flop_s)
     wire = wire_bytes(specs, ddp)
     return Workload(
         tuple(tensors),

@@ -1,4 +1,4 @@
-"""What steps did, as data: intervals, collectives, and overlap. No torch."""
+"""Steps as data: intervals, collectives, and overlap. No torch."""
 
 from megabucket.trace.ranges import ProfilerRanges
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Interval, Lane, Recorder

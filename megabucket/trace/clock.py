@@ -1,7 +1,7 @@
-"""Clocks: what a moment is while it is noted, and which second it was once that can be known. No torch.
+"""Clocks: record moments, and convert them to seconds later. No torch.
 
-The host knows the time at once. A device does its work later than the host asks for it, so a moment of a device is an event
-in its queue, and becomes a time when the device has come there. Nobody waits for that.
+The host knows the time at once. A device works asynchronously, so its moment is an event in its queue, and has a time once the
+device has reached it. Clocks never wait for that.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeAlias
 
 Stamp: TypeAlias = Any
-"""A noted moment, of use to the clock that gave it: a number, or an event of a device."""
+"""A recorded moment, for the clock that made it: a number, or an event of a device."""
 
 _LONGEST_SPAN_S: Final = 1.0
-"""Events tell the time between them in float32 milliseconds: within a second that is exact to 60 nanoseconds."""
+"""Events measure the time between them in float32 milliseconds: exact to 60 nanoseconds within a second."""
 
 
 class Clock(Protocol):
-    """Notes moments and tells, later perhaps, when they were. One time base: seconds of ``time.perf_counter``."""
+    """Records moments and converts them to seconds of ``time.perf_counter``, perhaps later."""
 
     def stamp(self) -> Stamp:
-        """Note this moment. Quick, never waits, and may be called from any thread."""
+        """Record this moment. Fast, never waits, for any thread."""
         ...
 
     def seconds(self, stamp: Stamp) -> float | None:
-        """Return when a moment was, or ``None`` while that is not known. Never waits."""
+        """Return the time of a moment, or ``None`` while it is not known. Never waits."""
         ...
 
 
@@ -37,20 +37,20 @@ class HostClock:
         return time.perf_counter()
 
     def seconds(self, stamp: Stamp) -> float | None:
-        """Return the time that was noted."""
+        """Return the recorded time."""
         return float(stamp)
 
 
 class DeviceClock:
-    """The clock of a device with a queue. Waits for the device once, when it is made.
+    """The clock of a device with a queue. Its constructor waits for the device once.
 
     Args:
-        new_event: makes an event that takes part in timing, for instance ``torch.cuda.Event(enable_timing=True)``.
+        new_event: makes an event with timing, for instance ``torch.cuda.Event(enable_timing=True)``.
     """
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
-        # All times are counted from a pair of moments known to be the same: one of the device and one of the host.
+        # Times are counted from an anchor: a moment known on the device and on the host.
         self._anchor = self.stamp()
         self._anchor.synchronize()
         self._anchor_s = time.perf_counter()
@@ -62,7 +62,7 @@ class DeviceClock:
         return event
 
     def seconds(self, stamp: Stamp) -> float | None:
-        """Return when the device came to the event, or ``None`` if it has not."""
+        """Return when the device reached the event, or ``None`` if it has not."""
         if not stamp.query():
             return None
         anchor, anchor_s = self._anchor, self._anchor_s

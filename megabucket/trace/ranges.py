@@ -1,12 +1,12 @@
-"""``ProfilerRanges``: a recorder that opens and closes named ranges, for whatever profiler looks at the process. No torch.
+"""``ProfilerRanges``: a recorder that opens and closes named ranges for profilers. No torch.
 
 ::
 
     |- launch bucket 0 -|  |- launch bucket 1 -|  |- launch fence -|  |- wait for bucket 0 -|  |-------------- optimizer ----
     |-- all_reduce ---|    |-- all_reduce ---|                                                     |- launch param gather 1 -|
 
-Buckets in flight overlap, and ranges of a thread are nested; so the ranges are the calls on the caller's thread: the launch of
-each collective, in which profilers show the back-end's own range, and the wait for it.
+Buckets in flight overlap, but ranges of a thread must nest. So the ranges are the calls on the caller's thread: the launch of
+each collective, inside which profilers show the back-end's own range, and the wait for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ProfilerRanges:
     """The recorder behind ``profiler_ranges=True``.
 
     Args:
-        new_range: returns a context for the time of a range, for instance ``torch.profiler.record_function``.
+        new_range: returns the context of a range, for instance ``torch.profiler.record_function``.
     """
 
     records_time: Final = False
@@ -36,7 +36,7 @@ class ProfilerRanges:
         self._call: AbstractContextManager[object] | None = None
 
     def note_moment(self, label: str, moment: Moment) -> None:
-        """Open the range of a launch or of a wait, or close that of a wait. Its end in a thread of gloo is no range."""
+        """Open the range of a launch or a wait, or close that of a wait. Completion, in a thread of gloo, changes nothing."""
         if moment != "done":
             self._end_call()
         if moment in _CALLS:
@@ -47,14 +47,14 @@ class ProfilerRanges:
         self._end_call()
 
     def enter_phase(self, step: int, phase: str) -> None:  # noqa: ARG002 - the port's
-        """Close the range of the phase before, and what an exception has left open in it."""
+        """Close the range of the previous phase, and a call that an exception has left open in it."""
         self._end_call()
         if self._phase is not None:
             self._phase.__exit__(None, None, None)
         self._phase = self._begin(phase) if phase == "optimizer" else None
 
     def note_ready(self, label: str) -> None:
-        """Do nothing: the launch follows."""
+        """Do nothing."""
 
     def _begin(self, name: str) -> AbstractContextManager[object]:
         opened = self._new_range(f"megabucket: {name}")

@@ -1,6 +1,6 @@
-"""What a step did, as data: intervals on lanes and collectives with their bytes, and the port that receives them.
+"""Intervals on lanes, collectives with their bytes, and the ``Recorder`` port that receives them. No torch.
 
-The communicator and the wrapper write here; metrics and reports read. No torch. Times are seconds of ``time.perf_counter``.
+The communicator and the wrapper write; metrics and reports read. Times are seconds of ``time.perf_counter``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megabucket.trace.clock import Clock, Stamp
 
 
 class Lane(enum.Enum):
-    """Who is busy during an interval."""
+    """What is busy during an interval."""
 
     COMPUTE = "compute"  # forward, backward, optimizer: the caller's thread doing arithmetic
     COMM = "comm"  # a collective between launch and completion
@@ -56,7 +56,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRecord:
-    """One launch at the communicator port: a batch of ``num_calls`` like calls.
+    """One launch of the communicator: a batch of ``num_calls`` calls of one kind.
 
     ``payload_bytes`` is the size of the full buffers (not of shards), summed over the batch.
     """
@@ -69,7 +69,7 @@ class CollectiveRecord:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each rank must send at least, on average over the ranks, with a bandwidth-optimal algorithm.
+        """Least bytes that each rank sends, on average over the ranks, with a bandwidth-optimal algorithm.
 
         For ``n`` ranks and ``S`` bytes: all-reduce ``2 S (n-1)/n``; reduce-scatter, all-gather and broadcast
         ``S (n-1)/n`` (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009).
@@ -82,23 +82,23 @@ Moment: TypeAlias = Literal["launched", "done", "wait_start", "wait_stop"]
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """One launch and the moments of its life, filled in as they come; ``None``: not yet, or nobody notes it."""
+    """One launch and its moments, filled in as they happen; ``None``: not yet, or not recorded."""
 
     record: CollectiveRecord
     clock: Clock | None
-    """Notes the moments; ``None``: nobody wants them."""
+    """Records the moments; ``None``: not at all."""
     launched: Stamp = None
     done: Stamp = None
     """When the collective was complete."""
     wait_start: Stamp = None
-    """When the caller's thread came to need the result."""
+    """When the caller's thread began to wait for the result."""
     wait_stop: Stamp = None
-    """When it went on."""
+    """When it stopped waiting."""
     on_moment: Callable[[str, Moment], None] | None = None
-    """Told of the label and of each moment as it comes, "done" perhaps in another thread."""
+    """Called with the label and each moment as it happens, "done" perhaps in another thread."""
 
     def note(self, moment: Moment) -> None:
-        """Note that a moment has come, if it has not before."""
+        """Record a moment, the first time it happens."""
         if self.on_moment is not None:
             self.on_moment(self.record.label, moment)
         if self.clock is not None and getattr(self, moment) is None:
@@ -106,21 +106,21 @@ class Launch:
 
 
 class Recorder(Protocol):
-    """Receives what happened; called on the hot path, so it must be quick."""
+    """Receives launches and phases. Called on the hot path, so it must be fast."""
 
     @property
     def records_time(self) -> bool:
-        """Whether moments are wanted; without, no clock is read and no callback installed."""
+        """Whether moments are recorded; otherwise no clock is read and no callback installed."""
         ...
 
     def record_launch(self, launch: Launch) -> None:
-        """Receive one launch, at the moment it is made. Its later moments are filled in, by other threads perhaps."""
+        """Receive one launch when it is made. Its later moments are filled in, perhaps by other threads."""
         ...
 
     def enter_phase(self, step: int, phase: str) -> None:
-        """Receive that a phase of a step begins, and ends the one before."""
+        """Receive the begin of a phase of a step, which ends the previous one."""
         ...
 
     def note_ready(self, label: str) -> None:
-        """Receive that a bucket group is complete."""
+        """Receive the completion of a bucket group."""
         ...

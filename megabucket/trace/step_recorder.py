@@ -1,11 +1,11 @@
-"""``StepRecorder``: turns what is noted while a program trains into one ``StepTrace`` per step. No torch, no profiler.
+"""``StepRecorder``: makes one ``StepTrace`` per step from what the wrapper and the communicator record. No torch, no profiler.
 
-The wrapper says when forward, backward and optimizer begin and when a bucket is ready; the communicator says what it launches,
-and notes in the launch when it completes and when the caller's thread stands still for it. All of that costs an append each,
-per bucket and phase, never per parameter. A trace is put together when somebody asks for it.
+The wrapper records when forward, backward and optimizer begin and when a bucket is ready; the communicator records launches,
+their completion and the waits of the caller's thread. Each costs an append, per bucket and phase, never per parameter. A trace
+is built on demand.
 
-A step begins with its first training forward (or backward) and ends with its optimizer, as far as that is heard of, and with
-the reduction of its gradients otherwise. Time between steps belongs to none.
+A step begins with its first training forward (or backward). It ends with its optimizer if that is recorded, otherwise with the
+reduction of its gradients. Time between steps belongs to no step.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from megabucket.trace.recorder import Interval, Lane, Launch
 from megabucket.trace.step_trace import LaunchTimes, StepTrace, clip_interval
 
 BETWEEN_STEPS: Final = "between steps"
-"""The phase after the gradients are reduced: the step may end here."""
+"""The phase after the reduction of gradients: the step may end here."""
 
 PAUSE: Final = "pause"
-"""The phase after a backward or an optimizer: the caller does something of its own."""
+"""The phase after a backward or an optimizer: the caller's own code."""
 
 _BEGINNINGS: Final = ("forward", "backward")
 _COMPUTE: Final = ("forward", "backward", "optimizer")
 _STEPS_KEPT: Final = 4
-"""The step that runs, the last one, and two more whose times a device may still owe."""
+"""The current step, the last one, and two more whose times a device may not have reported."""
 _MOST_KEPT: Final = 100_000
-"""Launches kept of one step, when a program communicates without ever beginning another."""
+"""Launches kept of one step, for programs that communicate without beginning another step."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """What was noted about one step."""
+    """The records of one step."""
 
     number: int
     phases: list[tuple[str, Stamp]] = field(default_factory=list)
@@ -44,10 +44,10 @@ class _Step:
 
 
 class StepRecorder:
-    """The recorder behind ``DistributedDataParallel.last_step_trace``. All of it is called by the thread that trains."""
+    """The recorder behind ``DistributedDataParallel.last_step_trace``, for the training thread only."""
 
     records_time: Final = True
-    """Moments are wanted."""
+    """Moments are recorded."""
 
     def __init__(self, *, rank: int, clock: Clock | None = None) -> None:
         self._rank = rank
@@ -55,17 +55,17 @@ class StepRecorder:
         self._steps: list[_Step] = []
 
     def record_launch(self, launch: Launch) -> None:
-        """Keep a launch in the step that runs or has just ended."""
+        """Keep a launch in the current or last step."""
         if self._steps and len(self._steps[-1].launches) < _MOST_KEPT:
             self._steps[-1].launches.append(launch)
 
     def enter_phase(self, step: int, phase: str) -> None:
-        """Note that a phase begins, and ends the one before; the first forward or backward after a reduction begins a step.
+        """Record the begin of a phase, which ends the previous one. A step begins with its first forward or backward.
 
         Args:
-            step: steps that were agreed on, or dropped, before this moment. It rises when the gradients are reduced, so the
-                optimizer's phase comes with the number of the next step.
-            phase: ``forward``, ``backward``, ``optimizer``, or something else for what is not computation.
+            step: number of steps agreed on or dropped so far. It rises with the reduction of gradients, so the optimizer's
+                phase has the number of the next step.
+            phase: ``forward``, ``backward``, ``optimizer``, or another name if it is not computation.
         """
         if phase in _BEGINNINGS and (not self._steps or self._steps[-1].number != step):
             self._steps.append(_Step(step))
@@ -75,16 +75,16 @@ class StepRecorder:
             self._steps[-1].phases.append((phase, self._clock.stamp()))
 
     def note_ready(self, label: str) -> None:
-        """Note that a bucket is complete."""
+        """Record that a bucket is complete."""
         if self._steps:
             self._steps[-1].ready.append((label, self._clock.stamp()))
 
     def last(self) -> StepTrace | None:
-        """Return the last step that has ended and whose times are known; ``None`` before there is one."""
+        """Return the last finished step with known times, or ``None``."""
         return next((trace for step in reversed(self._steps) if (trace := self._trace(step)) is not None), None)
 
     def _trace(self, step: _Step) -> StepTrace | None:
-        """Return the trace of a step that was kept, or ``None`` when it has not ended or its times are not known."""
+        """Return the trace of a step, or ``None`` if it has not ended or its times are not known."""
         phases = [(phase, self._clock.seconds(stamp)) for phase, stamp in step.phases]
         known = [(phase, moment_s) for phase, moment_s in phases if moment_s is not None]
         stop_s = _stop_s(known)
@@ -114,26 +114,26 @@ class StepRecorder:
 
 
 def _moments_s(launch: Launch) -> list[float | None]:
-    """Return when a launch was made, complete, needed, and no longer waited for, as far as that is known."""
+    """Return the times of launch, completion, and start and stop of the wait, as far as known."""
     clock, moments = launch.clock, (launch.launched, launch.done, launch.wait_start, launch.wait_stop)
     launched_s, done_s, wait_start_s, wait_stop_s = [
         None if clock is None or moment is None else clock.seconds(moment) for moment in moments
     ]
-    # One that was waited for is complete, also where nobody tells when that was.
+    # A launch that was waited for is complete, even without a recorded completion.
     return [launched_s, wait_stop_s if done_s is None else done_s, wait_start_s, wait_stop_s]
 
 
 def _intervals_of(
     label: str, launched_s: float, done_s: float | None, wait_start_s: float | None, wait_stop_s: float | None, *, stop_s: float
 ) -> Iterator[Interval]:
-    """Yield when a launch was under way, to the end of the step where nobody knows better, and when it was waited for."""
+    """Yield the intervals of a launch, to the end of the step if its completion is not known, and of the wait for it."""
     yield Interval(Lane.COMM, label, launched_s, max(stop_s, launched_s) if done_s is None else done_s)
     if wait_start_s is not None and wait_stop_s is not None:
         yield Interval(Lane.WAIT, label, wait_start_s, wait_stop_s)
 
 
 def _stop_s(phases: list[tuple[str, float]]) -> float | None:
-    """Return when a step ended: with the last pause after its reduction, or with the reduction; ``None`` if it has not."""
+    """Return the end of a step: its last pause after the reduction, or the reduction; ``None`` if it has not ended."""
     stop_s, is_reduced = None, False
     for phase, moment_s in phases:
         is_reduced = is_reduced or phase == BETWEEN_STEPS

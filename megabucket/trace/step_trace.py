@@ -1,7 +1,6 @@
-"""``StepTrace``: what one rank did in one step, and what of its communication was hidden. No torch.
+"""``StepTrace``: one step of one rank, and how much of its communication was hidden. No torch.
 
-Written by ``StepRecorder`` from measurements; a simulator may write the same type, so that prediction and measurement can be
-compared number by number.
+``StepRecorder`` writes it from measurements and the simulator from a model, so both can be compared number by number.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ TimeSpan: TypeAlias = tuple[float, float]
 
 
 def union(spans: Iterable[TimeSpan]) -> tuple[TimeSpan, ...]:
-    """Return the moments that lie in at least one span: sorted spans that neither overlap nor touch nor are empty.
-
-    Empty and reversed spans hold no moment.
+    """Return the union of spans, sorted, without spans that overlap, touch or are empty. Reversed spans count as empty.
 
     >>> union([(4, 5), (0, 2), (1, 3), (3, 3)])
     ((0, 3), (4, 5))
@@ -34,7 +31,7 @@ def union(spans: Iterable[TimeSpan]) -> tuple[TimeSpan, ...]:
 
 
 def length_s(spans: Iterable[TimeSpan], *, outside: Iterable[TimeSpan] = ()) -> float:
-    """Return the seconds covered by at least one span, but by none of ``outside``.
+    """Return the seconds covered by at least one span and by no span of ``outside``.
 
     >>> length_s([(0, 2), (1, 3), (4, 5)]), length_s([(0, 3)], outside=[(2, 5)])
     (4, 2)
@@ -52,14 +49,14 @@ class LaunchTimes:
     kind: CollectiveKind
     payload_bytes: int
     ready_s: float | None
-    """When the last gradient of the bucket arrived; ``None`` as well for what is no bucket."""
+    """When the last gradient of the bucket arrived; ``None`` also for other collectives."""
     launched_s: float
     done_s: float | None
     """When the collective was complete."""
     wait_start_s: float | None
-    """When the caller's thread came to need the result."""
+    """When the caller's thread began to wait for the result."""
     wait_stop_s: float | None
-    """When it went on; the time in between is exposed."""
+    """When it stopped waiting; the time in between is exposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class StepTrace:
 
         COMPUTE  |-- forward --|------ backward ------|- optimizer -|
         COMM                        |- bucket 0 -|- bucket 1 -|
-        WAIT                                          |-------|          exposed: the thread stands still
+        WAIT                                          |-------|          exposed: the thread is blocked
                                     |---- hidden -----|
     """
 
@@ -81,10 +78,10 @@ class StepTrace:
     intervals: tuple[Interval, ...]
     collectives: tuple[CollectiveRecord, ...] = ()
     launches: tuple[LaunchTimes, ...] = ()
-    """When each collective of the step was ready, launched, done and waited for; empty where nobody noted it."""
+    """When each collective of the step was ready, launched, done and waited for; empty if not recorded."""
 
     def lane(self, lane: Lane) -> tuple[TimeSpan, ...]:
-        """Return the moments at which ``lane`` is busy."""
+        """Return the spans in which ``lane`` is busy."""
         return union((interval.start_s, interval.stop_s) for interval in self.intervals if interval.lane is lane)
 
     @property
@@ -94,12 +91,12 @@ class StepTrace:
 
     @property
     def comm_s(self) -> float:
-        """Seconds in which at least one collective was under way."""
+        """Seconds in which at least one collective was in flight."""
         return length_s(self.lane(Lane.COMM))
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the caller's thread stood still for communication, waiting for slower ranks included."""
+        """Seconds in which the caller's thread was blocked by communication, including waits for slower ranks."""
         return length_s(self.lane(Lane.WAIT))
 
     @property
@@ -109,7 +106,7 @@ class StepTrace:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds in which a collective was under way and the caller's thread did not stand still."""
+        """Seconds in which a collective was in flight and the caller's thread was not blocked."""
         return length_s(self.lane(Lane.COMM), outside=self.lane(Lane.WAIT))
 
     @property
@@ -120,22 +117,22 @@ class StepTrace:
 
     @property
     def num_collectives(self) -> int:
-        """Collectives launched, counting each call of a batch."""
+        """Launched collectives, counting each call of a batch."""
         return sum(record.num_calls for record in self.collectives)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the full buffers handed to the communicator port."""
+        """Bytes of the full buffers given to the communicator."""
         return sum(record.payload_bytes for record in self.collectives)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes this rank must send at least, by the formula of ``CollectiveRecord.wire_bytes``."""
+        """Least bytes that this rank sends, by the formula of ``CollectiveRecord.wire_bytes``."""
         return sum(record.wire_bytes for record in self.collectives)
 
 
 def clip_interval(interval: Interval, start_s: float, stop_s: float) -> Interval | None:
-    """Return the part of an interval inside ``[start_s, stop_s)``, or ``None`` when there is none.
+    """Return the part of an interval inside ``[start_s, stop_s)``, or ``None`` if there is none.
 
     >>> clip_interval(Interval(Lane.COMM, "bucket 0", 1.0, 5.0), 2.0, 3.0)
     Interval(lane=<Lane.COMM: 'comm'>, label='bucket 0', start_s=2.0, stop_s=3.0)

@@ -19,7 +19,7 @@ from examples.bytegpt.task import learning_rate
 from examples.bytegpt.train import run_training
 from megabucket.checkpoint.catalog import StepDirectory
 from megabucket.checkpoint.offline import compare
-from megabucket.checkpoint.save import BackgroundWriter, Save
+from megabucket.checkpoint.save import BackgroundWriter, Content
 from megabucket.checkpoint.stored import open_checkpoint
 from megabucket.errors import (
     CheckpointInvalidError,
@@ -381,15 +381,16 @@ def test_a_resumed_run_can_be_compared_with_a_reference_that_had_no_break(run):
 @pytest.fixture
 def full_at(monkeypatch):
     """Let the saves of some steps fail as on a full disk."""
-    publish = Save._publish
+    write = Content.write
 
     def fill(*steps):
-        def fail_or_publish(save, reports):
-            if save._step in steps:
+        def fail_or_write(content, file_system, directory):
+            written = write(content, file_system, directory)
+            if any(f"step-{step:08d}" in directory.name for step in steps):
                 raise OSError(28, "No space left on device")
-            return publish(save, reports)
+            return written
 
-        monkeypatch.setattr(Save, "_publish", fail_or_publish)
+        monkeypatch.setattr(Content, "write", fail_or_write)
 
     return fill
 

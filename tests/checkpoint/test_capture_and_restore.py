@@ -569,7 +569,7 @@ class TestRefused:
         first, second = run_ranks(2, program, mode="reduce_scatter", bucket_size=10_000)
 
         assert first == second
-        assert first.startswith("rank 1: the optimizer holds, for a flat shard, what is neither one value per element nor")
+        assert first.startswith("rank 1: the optimizer holds, for a flat shard, state that is neither one value per element")
 
     def test_what_a_group_has_beside_what_was_saved_stays(self):
         def program(_, run):

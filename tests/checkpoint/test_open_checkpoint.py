@@ -78,7 +78,7 @@ def test_without_latest_the_steps_are_listed_not_guessed(root):
 def test_a_latest_that_says_nothing_is_an_error_with_the_steps(root, said):
     (root / "latest").write_bytes(said)
 
-    with pytest.raises(CheckpointInvalidError, match="it does not say which checkpoint is the newest") as caught:
+    with pytest.raises(CheckpointInvalidError, match="it does not name a checkpoint") as caught:
         open_checkpoint(root)
 
     assert (caught.value.file, caught.value.steps) == ("latest", (1, 2, 3))

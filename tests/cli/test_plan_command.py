@@ -81,7 +81,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(config, columns
         assert any(f" {bucket['numel']:,} " in line for line in lines)
 
 
-def test_names_get_lines_of_their_own_where_they_do_not_fit_beside_the_numbers(tmp_path):
+def test_names_go_on_in_the_next_line_where_they_do_not_fit_beside_the_numbers(tmp_path):
     path = tmp_path / "run.yaml"
     long_name = "n" * 90
     params = [{"name": name, "shape": [1]} for name in ("first", long_name, "end")]
@@ -95,11 +95,11 @@ def test_names_get_lines_of_their_own_where_they_do_not_fit_beside_the_numbers(t
         "     0       3       256  98.828%   1.00 KiB  end ... first",
     ]
     assert split[split.index("buffer dense/float32->float32: 3 buckets cut for 1 rank") + 1 :][:5] == [
-        "bucket  params  elements  padding  gradients",
-        "     0       1       128  99.219%      512 B",
-        "          end",
-        "     1       1       128  99.219%      512 B",
-        "          " + "n" * 33 + "..." + "n" * 34,  # 80 columns
+        "bucket  params  elements  padding  gradients  from ... to",
+        "     0       1       128  99.219%      512 B  end",
+        "     1       1       128  99.219%      512 B  " + "n" * 34,  # 80 columns
+        " " * 46 + "n" * 34,
+        " " * 46 + "n" * 22,
     ]
 
 

@@ -56,7 +56,7 @@ TEXTS = {
     ),
     "HyperparameterMismatchError": (
         "step 3: hyperparameters differ between ranks: lr of group 0 is 0.1 on rank 0; 0.2 on rank 1. Each rank would update "
-        "its shard of the parameters in its own way, and nobody could see it in the weights, which are gathered afterwards. "
+        "its shard differently, which gathered weights do not show. "
         "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local "
         "count, for an optimizer's checkpoint that was loaded on one rank only. No rank has updated. The step was dropped on "
         "all ranks; its gradients are forgotten, and the next step may run."
@@ -78,10 +78,9 @@ TEXTS = {
     "DelayedGradientError": (
         "step 3: on rank 1 the delayed gradient of 'w' has come 1 times in 2 backwards. Gradients of parameters with "
         "skip_backward_post_hook=True are computed apart from backward: call ddp.grad_ready(param) for each once per "
-        "backward, before finish_grad_sync() or the optimizer's step. In backward, let autograd have None for it, or a "
-        "dummy with param.grad_added_to_main_grad = True, which is dropped. A layer that leaves its gradients to autograd "
-        "needs the attribute removed before wrapping. The step was dropped on all ranks; its gradients are forgotten, and "
-        "the next step may run."
+        "backward, before finish_grad_sync() or the optimizer's step. In backward return None for it, or a dummy with "
+        "param.grad_added_to_main_grad = True. Remove the attribute before wrapping if autograd computes it. The step "
+        "was dropped on all ranks; its gradients are forgotten, and the next step may run."
     ),
     "ConcurrentBackwardError": (
         "[rank 1] thread 'second' runs a backward while one of thread 'first' is still running. Both add into the"
@@ -96,16 +95,15 @@ TEXTS = {
     ),
     "UnusedParameterError": (
         "step 3: 'a' got no gradient on rank 1 of 3 ranks (first in bucket 0 of 2, counted from 0). They require "
-        "grad but were in no forward of the step that was differentiated; without them the mean would be of other"
-        " things than it says. Freeze them with requires_grad_(False) before wrapping, use them, or set "
-        "unused_parameters='zero' to reduce zeros in their place. The step was dropped on all ranks; its "
+        "grad but no backward of the step reached them. Freeze them with requires_grad_(False) before wrapping, use them, or "
+        "set unused_parameters='zero' to reduce zeros in their place. The step was dropped on all ranks; its "
         "gradients are forgotten, and the next step may run."
     ),
     "NonFiniteGradientError": (
         "step 3: the gradient of 'a' on rank 1 (bucket 0 of 2, counted from 0) has nan in 1 of 2 (and 1 more "
         "parameters). Reduced, it would reach every rank. No optimizer step was taken on any rank. Look at the "
-        "loss and the data of that rank; set nonfinite_gradients='skip_step' to leave such steps out, or 'allow' "
-        "where torch.amp.GradScaler, or another loss scaler, looks for infinite gradients itself. The step was "
+        "loss and the data of that rank; set nonfinite_gradients='skip_step' to skip such steps, or 'allow' "
+        "with a loss scaler such as torch.amp.GradScaler. The step was "
         "dropped on all ranks; its gradients are forgotten, and the next step may run."
     ),
     "ModelChangedError": "text",
@@ -180,9 +178,9 @@ TEXTS = {
     "CheckpointMissingError": "run: no checkpoint for step 120. It holds steps 80, 100: name one.",
     "CheckpointMismatchError": ("run/step-00000120 does not fit, and nothing was changed:\n  - a is missing\n  - b is unknown"),
     "CheckpointUnavailableError": (
-        "[rank 0] state_dict() of the AdamW inside of a DistributedOptimizer: it holds flat shards, of which this rank has 1 "
-        "of 2, and shards must not pass for the state of the model. Call state_dict() of the DistributedOptimizer, on every "
-        "rank: it speaks of whole parameters, in torch's format."
+        "[rank 0] state_dict() of the AdamW inside a DistributedOptimizer would treat flat shards (1 of 2 on this rank) as the "
+        "state of the model. Call state_dict() of the DistributedOptimizer on every rank: it has whole parameters, in torch's "
+        "format."
     ),
     "InvariantError": "text",
 }

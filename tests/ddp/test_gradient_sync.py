@@ -305,7 +305,7 @@ class TestSchedule:
 class TestUnusedParameters:
     TEXT = (
         "step {step}: 'c', 'b' got no gradient on any rank (first in bucket 1 of 4, counted from 0). They require grad but "
-        "were in no forward of the step that was differentiated; without them the mean would be of other things than it says. "
+        "no backward of the step reached them. "
         "Freeze them with requires_grad_(False) before wrapping, use them, or set unused_parameters='zero' to reduce zeros in "
         "their place. The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
     )

@@ -13,8 +13,8 @@ HALF = {"grad_reduce_in_fp32": False}
 TEXT = (
     "step 0: the gradient of 'a' summed over all ranks (bucket 0 of 1, counted from 0) has inf in 100 of 100 elements, first "
     "at [0]. Each rank's part is finite, but 16 bits do not hold their sum. No optimizer step was taken on any rank. Reduce in "
-    "float32 (grad_reduce_in_fp32=True, the default) or make the loss smaller; set nonfinite_gradients='skip_step' to leave "
-    "such steps out, or 'allow' where torch.amp.GradScaler, or another loss scaler, looks for infinite gradients itself. The "
+    "float32 (grad_reduce_in_fp32=True, the default) or make the loss smaller; set nonfinite_gradients='skip_step' to skip "
+    "such steps, or 'allow' with a loss scaler such as torch.amp.GradScaler. The "
     "step was dropped on all ranks; its gradients are forgotten, and the next step may run."
 )
 

@@ -277,8 +277,7 @@ class TestHyperparameters:
         assert (error.what, error.by_rank) == ("lr of group 0", ("1.0", "0.5"))
         assert str(error) == (
             "step 0: hyperparameters differ between ranks: lr of group 0 is 1.0 on rank 0; 0.5 on rank 1. Each rank would "
-            "update its shard of the parameters in its own way, and nobody could see it in the weights, which are gathered "
-            f"afterwards. {SAME} No rank has updated. {DROPPED}"
+            f"update its shard differently, which gathered weights do not show. {SAME} No rank has updated. {DROPPED}"
         )
         for (errors, before), at_end in results:
             assert (errors[1], before) == (None, [1.0, 1.0])

@@ -140,8 +140,7 @@ EXPECTED = {
         UnusedParameterError,
         (
             "step 1: 'b' got no gradient on rank 1 of 3 ranks (first in bucket 1 of 3, counted from 0). They "
-            "require grad but were in no forward of the step that was differentiated; without them the mean "
-            "would be of other things than it says. Freeze them with requires_grad_(False) before wrapping, use"
+            "require grad but no backward of the step reached them. Freeze them with requires_grad_(False) before wrapping, use"
             f" them, or set unused_parameters='zero' to reduce zeros in their place. {DROPPED}"
         ),
     ),
@@ -150,9 +149,8 @@ EXPECTED = {
         (
             "step 1: the gradient of 'b' on rank 1 (bucket 1 of 3, counted from 0) has nan in 100 of 100 "
             "elements, first at [0]. Reduced, it would reach every rank. No optimizer step was taken on any "
-            "rank. Look at the loss and the data of that rank; set nonfinite_gradients='skip_step' to leave "
-            "such steps out, or 'allow' where torch.amp.GradScaler, or another loss scaler, looks for infinite gradients "
-            f"itself. {DROPPED}"
+            "rank. Look at the loss and the data of that rank; set nonfinite_gradients='skip_step' to skip "
+            f"such steps, or 'allow' with a loss scaler such as torch.amp.GradScaler. {DROPPED}"
         ),
     ),
     "one microbatch more": (

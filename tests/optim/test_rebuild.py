@@ -741,7 +741,7 @@ class TestFailures:
 
         texts = run_ranks(2, play, sharded=sharded, names="a", build=lambda params: Blockwise(params, lr=1.0))
 
-        assert "the optimizer holds, for a flat shard, what is neither one value per element nor one number" in texts[0]
+        assert "the optimizer holds, for a flat shard, state that is neither one value per element nor one number" in texts[0]
         assert texts[0] == texts[1]
 
     def test_detached_after_a_failure_the_module_is_a_plain_one(self):

@@ -390,7 +390,10 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("spoil", "problem"),
         [
-            (lambda d: {"state": d["state"]}, "it is no state_dict of an optimizer (dict without 'state' and 'param_groups')"),
+            (
+                lambda d: {"state": d["state"]},
+                "it is not a state_dict of an optimizer (dict without 'state' and 'param_groups')",
+            ),
             (
                 lambda d: {**d, "param_groups": d["param_groups"][:1]},
                 "it has 1 parameter groups, the optimizer has 2",

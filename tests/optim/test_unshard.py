@@ -224,9 +224,8 @@ DIFFERENT_NUMBERS = (
     "missed an update: 'a'. Load the last checkpoint on every rank."
 )
 NO_PARAMETERS_STATE = (
-    "the optimizer holds, for a flat shard, what is neither one value per element nor one number, so nobody can say what of it "
-    "belongs to which parameter: 'absmax: shape (7,)'. Use such an optimizer as a plain one with "
-    "use_distributed_optimizer=False."
+    "the optimizer holds, for a flat shard, state that is neither one value per element nor one number, so it cannot be split "
+    "by parameter: 'absmax: shape (7,)'. Use such an optimizer as a plain one with use_distributed_optimizer=False."
 )
 
 

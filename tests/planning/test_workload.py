@@ -79,7 +79,7 @@ TENSOR = {"name": "a", "numel": 3}
         ({"tensors": [TENSOR], "version": 2}, "not megabucket.workload version 1"),
         ({"tensors": [7]}, r"tensors.0: should be a section"),
         ({"tensors": [{"name": "a"}]}, r"tensors.0.numel: is required"),
-        ({"tensors": [{**TENSOR, "backwards_s": 1.0}]}, r"tensors.0.backwards_s: unknown key"),
+        ({"tensors": [{**TENSOR, "backwards_s": 1.0}]}, r"tensors.0.backwards_s: is not a known key"),
         ({"tensors": [{**TENSOR, "name": ""}]}, r"tensors.0.name"),
         ({"tensors": [{**TENSOR, "name": 3}]}, r"tensors.0.name"),
         ({"tensors": [{**TENSOR, "numel": -1}]}, r"tensors.0.numel: should be greater than or equal to 0 \(got -1\)"),

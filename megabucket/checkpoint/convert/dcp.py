@@ -22,9 +22,7 @@ from torch.distributed.checkpoint import api, filesystem, metadata, planner, sta
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import canonical_name
 from megabucket.checkpoint.capture import (
-    MAIN_PREFIX,
-    MODEL_PREFIX,
-    STATE_PREFIX,
+    Prefix,
     TrainingParts,
     capture,
     inner_of,
@@ -98,8 +96,8 @@ def _nested(snapshot: Snapshot, module: torch.nn.Module) -> dict[str, Any]:
         if not piece.info.name.startswith("local."):
             by_name.setdefault(piece.info.name, []).append(piece)
     for alias, name in _aliases(module).items():
-        if f"{MODEL_PREFIX}{name}" in by_name:  # torch's state dicts have a tied weight under all its names
-            by_name[f"{MODEL_PREFIX}{alias}"] = by_name[f"{MODEL_PREFIX}{name}"]
+        if f"{Prefix.MODEL}{name}" in by_name:  # torch's state dicts have a tied weight under all its names
+            by_name[f"{Prefix.MODEL}{alias}"] = by_name[f"{Prefix.MODEL}{name}"]
     tree: dict[str, Any] = {_VALUES_KEY: json.dumps(snapshot.values)}
     for name, pieces in by_name.items():
         _put(tree, name, FlatRange(pieces))
@@ -125,10 +123,10 @@ def _numbers(state: Any) -> Iterator[tuple[str, Any]]:
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:
     """Put a value where torch's state dicts have it: below ``model`` and ``optim``, by whole parameter names."""
     path = [name]
-    if name.startswith(STATE_PREFIX):
+    if name.startswith(Prefix.STATE):
         path = ["optim", "state", *_param_and_key(name)]
-    elif name.startswith((MODEL_PREFIX, MAIN_PREFIX)):
-        path = name.split(".", 2 if name.startswith(MAIN_PREFIX) else 1)
+    elif name.startswith((Prefix.MODEL, Prefix.MAIN)):
+        path = name.split(".", 2 if name.startswith(Prefix.MAIN) else 1)
     for part in path[:-1]:
         tree = tree.setdefault(part, {})
     tree[path[-1]] = value
@@ -136,7 +134,7 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
 
 def _param_and_key(name: str) -> tuple[str, str]:
     """Return the parameter and the key of optimizer state."""
-    param, _, key = name.removeprefix(STATE_PREFIX).rpartition(".")
+    param, _, key = name.removeprefix(Prefix.STATE).rpartition(".")
     return param, key
 
 
@@ -197,7 +195,7 @@ def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
         raise CheckpointError(f"{path}: it is no checkpoint of torch.distributed.checkpoint: .metadata is missing")
     tensors = {}
     read: dict[str, Any] = {}
-    aliases = {f"{MODEL_PREFIX}{name}" for name in _aliases(parts.ddp.module)}
+    aliases = {f"{Prefix.MODEL}{name}" for name in _aliases(parts.ddp.module)}
     for name, found in filesystem.FileSystemReader(str(path)).read_metadata().state_dict_metadata.items():
         if not isinstance(found, metadata.TensorStorageMetadata):
             read[name] = None
@@ -249,7 +247,7 @@ def _optimizer_values(
     state: dict[str, dict[str, StateEntry]] = {}
     numbers: dict[str, Any] = {}
     for name, info in tensors.items():
-        if name.startswith(STATE_PREFIX):
+        if name.startswith(Prefix.STATE):
             param, key = _param_and_key(name)
             state.setdefault(param, {})[key] = StateEntry(key, "elements", info.dtype)
             if info.numel == 1 and (key in KNOWN_NUMBERS or info.shape != shapes.get(param)):
@@ -257,7 +255,7 @@ def _optimizer_values(
     _load(numbers, path)
     numbers |= {name: value for name, value in plain.items() if type(value).__name__ in NUMBER_TYPES}
     for name, value in numbers.items():
-        if name.startswith(STATE_PREFIX):
+        if name.startswith(Prefix.STATE):
             param, key = _param_and_key(name)
             state.setdefault(param, {})[key] = describe_number(key, value, _CPU)
     named = [([canonical_name(name) for name in group["params"]], group) for _, group in sorted(groups.items())]

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from megabucket.buffer import dtype_named
 from megabucket.checkpoint.canonical import whole_piece
-from megabucket.checkpoint.capture import MODEL_PREFIX, values_of_state
+from megabucket.checkpoint.capture import Prefix, values_of_state
 from megabucket.checkpoint.format import Piece, Snapshot
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.restore import Staging, source_of
@@ -80,9 +80,9 @@ def export_weights(
 def _dtypes(stored: Stored, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the dtype that each weight is exported in, by its name without ``model.``, in order."""
     own = {
-        name.removeprefix(MODEL_PREFIX): dtype_named(info.dtype)
+        name.removeprefix(Prefix.MODEL): dtype_named(info.dtype)
         for name, info in sorted(stored.tensors.items())
-        if name.startswith(MODEL_PREFIX)
+        if name.startswith(Prefix.MODEL)
     }
     return {name: dtype if dtype is not None and there.is_floating_point else there for name, there in own.items()}
 
@@ -92,7 +92,7 @@ def _cut(stored: Stored, dtypes: Mapping[str, torch.dtype], max_file_bytes: int)
     files: list[list[str]] = [[]]
     room = max_file_bytes
     for name, dtype in dtypes.items():
-        num_bytes = stored.tensors[f"{MODEL_PREFIX}{name}"].numel * dtype.itemsize
+        num_bytes = stored.tensors[f"{Prefix.MODEL}{name}"].numel * dtype.itemsize
         if files[-1] and num_bytes > room:
             files.append([])
             room = max_file_bytes
@@ -102,9 +102,9 @@ def _cut(stored: Stored, dtypes: Mapping[str, torch.dtype], max_file_bytes: int)
 
 
 def _want(staging: Staging, name: str, dtype: torch.dtype) -> torch.Tensor:
-    info = staging.stored.tensors[f"{MODEL_PREFIX}{name}"]
+    info = staging.stored.tensors[f"{Prefix.MODEL}{name}"]
     if dtype == dtype_named(info.dtype):
-        return staging.want_stored(f"{MODEL_PREFIX}{name}")
+        return staging.want_stored(f"{Prefix.MODEL}{name}")
     return staging.want_like(source_of(staging.stored.tensors, name, dtype), torch.empty(info.shape, dtype=dtype))
 
 
@@ -144,6 +144,6 @@ def _pieces(path: Path, names: list[str]) -> Iterator[Piece]:
     try:
         with safe_open(path, "pt") as file:
             for name in names or file.keys():
-                yield whole_piece(f"{MODEL_PREFIX}{name}", file.get_tensor(name))
+                yield whole_piece(f"{Prefix.MODEL}{name}", file.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: no safetensors file: {error}") from None

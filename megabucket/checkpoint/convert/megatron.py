@@ -24,8 +24,7 @@ import torch
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.canonical import GlobalNames, canonical_name, flat, in_shape, whole_piece
 from megabucket.checkpoint.capture import (
-    MAIN_PREFIX,
-    MODEL_PREFIX,
+    Prefix,
     TrainingParts,
     inner_of,
     members_by_name,
@@ -231,15 +230,15 @@ def _snapshot(found: DpZeroState, groups: Groups | None, kind: str, others: Mapp
     rest = {**others, **given}
     if groups is not None:
         _check_groups(groups, found.params, rest)
-    tensors = {f"{MODEL_PREFIX}{name}": weight for name, weight in rest.items()}
+    tensors = {f"{Prefix.MODEL}{name}": weight for name, weight in rest.items()}
     for name, dtype, values in found.values():
         weight = values[_PARAM].to(dtype)
         if name in given:
             _check_weight(name, given[name], weight)
-        tensors[f"{MODEL_PREFIX}{name}"] = weight
+        tensors[f"{Prefix.MODEL}{name}"] = weight
         if groups is not None:
             tensors |= {state_name(name, key): values[key] for key in _MOMENTS}
-            tensors |= {f"{MAIN_PREFIX}{name}": values[_PARAM]} if dtype != torch.float32 else {}
+            tensors |= {f"{Prefix.MAIN}{name}": values[_PARAM]} if dtype != torch.float32 else {}
     optimizer = None
     if groups is not None:
         count = describe_number("step", torch.tensor(float(found.step)), torch.device("cpu"))
