@@ -1,6 +1,6 @@
-"""Where a run begins, what it saves between two steps, and how a signal ends it. All ranks call everything here alike.
+"""Resuming a run, saving it between steps, and ending it on a signal. All ranks make the same calls.
 
-A checkpoint says of which run it is (``run_facts``): it is gone on from only by a run that would have made it.
+A checkpoint holds the facts of its run (``run_facts``); only a run with the same facts resumes from it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ BATCH_FACT: Final = "train.microbatch_size * train.num_microbatches * ranks"
 
 
 def run_facts(task: Task) -> dict[str, Any]:
-    """Return, by the name a user knows, what a run must not change if it is to go on as if it had not been interrupted."""
+    """Return, by the name a user knows, the settings that a resumed run must not change."""
     facts = config_facts(task.config, task.model)
     return {**facts, CORPUS_FACT: task.corpus.fingerprint, BATCH_FACT: task.num_windows_per_step}
 
 
 def config_facts(config: DemoConfig, model: GptConfig) -> dict[str, Any]:
-    """Return those of ``run_facts`` that need neither corpus nor ranks."""
+    """Return the part of ``run_facts`` that needs neither corpus nor ranks."""
     program = config.program
     facts: dict[str, Any] = {
         "model.sequence_length": model.sequence_length,
@@ -46,13 +46,13 @@ def config_facts(config: DemoConfig, model: GptConfig) -> dict[str, Any]:
 
 
 def saved_facts(position: Any) -> dict[str, Any]:
-    """Return the facts of the run that was saved, from its ``data_position``; none if another program saved it."""
+    """Return the facts of the saved run from its ``data_position``; none if another program saved it."""
     found = position.get("run") if isinstance(position, Mapping) else None
     return dict(found) if isinstance(found, Mapping) else {}
 
 
 def fact_changes(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """Return in words in what facts differ."""
+    """Return a description of each fact that differs."""
     if not saved:
         return ["it was not saved by the demo, so it does not say which data comes next"]
     return [
@@ -64,19 +64,19 @@ def fact_changes(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run begins; by default with new weights."""
+    """The start of a run; by default with new weights."""
 
     step: int = 0
-    """Steps that were done before."""
+    """Steps done before."""
     checkpoint: str | None = None
-    """The directory it goes on from."""
+    """The directory of the loaded checkpoint."""
     saved_by_ranks: int = 0
     later_steps: tuple[int, ...] = ()
-    """Steps beyond ``step`` of which the run's own folder holds checkpoints, whole or not."""
+    """Steps after ``step`` that the run's folder holds checkpoints of, whole or not."""
 
 
 def resume(task: Task, model: mb.DistributedDataParallel, optimizer: mb.DistributedOptimizer) -> Start:
-    """Load the checkpoint that the config means, if any.
+    """Load the checkpoint that the config names, if any.
 
     Raises:
         ConfigError: the checkpoint is of another run, or beyond the last step; or a new run would begin in a folder that holds
@@ -84,7 +84,7 @@ def resume(task: Task, model: mb.DistributedDataParallel, optimizer: mb.Distribu
         CheckpointError: it cannot be read, does not fit, or is not there.
     """
     config, num_steps = task.config.program.checkpoint, task.config.program.train.steps
-    # Ranks may see a shared folder at different moments, so the first one looks and all go by what it has seen.
+    # Ranks may see a shared folder at different moments, so rank 0 looks and all use its answer.
     found = on_all(task.ranks, lambda: _find_step(config) if task.ranks.rank == 0 else None)
     step, held = task.ranks.gather(found)[0] or (None, ())
     if step is None:
@@ -106,7 +106,7 @@ def resume(task: Task, model: mb.DistributedDataParallel, optimizer: mb.Distribu
 
 
 def _find_step(config: CheckpointConfig) -> tuple[Literal["latest"] | int | None, tuple[int, ...]]:
-    """Return the step to load, if any, and those of which the folder holds something."""
+    """Return the step to load, if any, and the steps in the folder."""
     folder = Path(config.folder or "")
     names = {path.name for path in folder.iterdir()} if config.folder is not None and folder.exists() else set()
     held = tuple(sorted({found.step for name in names if (found := StepDirectory.parse(name)) is not None}))
@@ -119,7 +119,7 @@ def _find_step(config: CheckpointConfig) -> tuple[Literal["latest"] | int | None
         return (None if config.resume == "never" else config.resume), held
     if LATEST in names:
         return "latest", held
-    # A first save that was cut off between its rename and ``latest`` has left a whole checkpoint.
+    # A first save that was interrupted between its rename and ``latest`` has left a whole checkpoint.
     return (held[-1] if held else None), held
 
 
@@ -138,14 +138,14 @@ class RunSaver:
             keep_last=self._config.keep_last,
             asynchronous=self._config.asynchronous,
         )
-        # After going back to an earlier step, the steps that follow may be there already and are saved again.
+        # After a resume at an earlier step the later steps may exist and are saved again.
         self._goes_back, self._start_step = bool(start.later_steps), start.step
         self.signals: list[str] = []
-        """Names of those that this rank got."""
+        """Names of the signals that this rank received."""
 
     @contextmanager
     def noting_signals(self) -> Iterator[None]:
-        """Turn SIGTERM and SIGINT, however often they come, into a request to stop after the current step."""
+        """Turn SIGTERM and SIGINT into a request to stop after the current step."""
 
         def note(number: int, _: object) -> None:
             self.signals.append(signal.Signals(number).name)
@@ -159,7 +159,7 @@ class RunSaver:
                 signal.signal(number, handler)
 
     def ends_after(self, num_steps: int) -> bool:
-        """Save after a step if that is due; return whether a signal ends the run here, alike on all ranks.
+        """Save after a step if it is due; return whether a signal ends the run here, alike on all ranks.
 
         Raises:
             CheckpointNotSavedError: a save has failed, this one or the one before in the background.

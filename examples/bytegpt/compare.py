@@ -1,4 +1,4 @@
-"""``--compare torch-ddp``: train the same task with torch's own wrapper and optimizer; say how far the weights are apart."""
+"""``--compare torch-ddp``: train the same task with torch's own wrapper and optimizer, and compare the weights."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Comparison:
     """Two runs of the same task, ours first."""
 
     reference: str
-    """What the other run was, in words."""
+    """Description of the other run."""
     max_abs_difference: float
     """Largest difference of any weight on any rank."""
     max_abs_difference_at: str
-    """The parameter it was found in, on the first rank that has it."""
+    """The parameter with this difference."""
     max_abs_weight: float
     """Largest weight of the reference, for scale."""
     held_out_bits: tuple[float, float]
     steps_per_s: tuple[float, float]
     note: str
-    """What has to be known to read the difference."""
+    """Explanation of the difference, if it is not an error."""
 
 
 def check_comparable(config: DemoConfig) -> None:
-    """Refuse what torch's DDP cannot do, before anything is trained.
+    """Refuse configs that torch's DDP does not support, before training.
 
     Raises:
         ConfigError: gradients are summed; torch's DDP always takes the mean.
@@ -57,14 +57,14 @@ def check_comparable(config: DemoConfig) -> None:
 def compare_with_torch(
     task: Task, ours: Mapping[str, Any], weights: Mapping[str, torch.Tensor], progress: Progress
 ) -> Comparison:
-    """Train ``task`` again without our wrapper and compare where both ended. All ranks must call it.
+    """Train ``task`` again without our wrapper and compare the results. All ranks must call it.
 
     The other wrapper is torch's ``DistributedDataParallel``, or none in a single process. The optimizer is torch's, and so is
-    clipping, but for the norm it clips by (see ``_float64_norm``).
+    clipping, except for its norm (see ``_float64_norm``).
 
     Args:
         ours: the summary of our run.
-        weights: where ours ended.
+        weights: ours after training.
     """
     program, ranks, module = task.config.program, task.ranks, task.build_model()
     optimizer = make_optimizer(program.optimizer, module.parameters())
@@ -80,7 +80,7 @@ def compare_with_torch(
     theirs = {name: weight for name, weight in module.state_dict().items() if weight.numel()}
     apart = {name: float((weights[name].double() - weight.double()).abs().max()) for name, weight in theirs.items()}
     found = [item for own in ranks.gather(apart) for item in own.items()]
-    # NaN compares as neither larger nor smaller, so max() would lose it among numbers.
+    # NaN is neither larger nor smaller than a number, so max() could miss it.
     at, difference = max(found, key=lambda item: math.inf if math.isnan(item[1]) else item[1])
     return Comparison(
         reference=f"{name} + {type(optimizer).__name__}, {task.model.dtype} parameters",
@@ -120,8 +120,8 @@ def _stepper(config: OptimizerConfig, module: torch.nn.Module, optimizer: torch.
 def _float64_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the global norm as ours is computed: summed in float64 and rounded to float32.
 
-    ``clip_grad_norm_`` sums in float32, and its norm differs in the last bit. Training is chaotic: that bit alone drives two
-    runs of a hundred steps visibly apart, and would hide whatever else differs.
+    ``clip_grad_norm_`` sums in float32, and its norm differs in the last bit. Training is chaotic: after a hundred steps that
+    bit alone makes visible differences, which would hide any other.
     """
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
     for grad in grads:

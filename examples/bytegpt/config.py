@@ -1,4 +1,4 @@
-"""``DemoConfig``: what the demo may be told, beside what every config may say, under ``program``. No torch."""
+"""``DemoConfig``: the demo's own options, under ``program`` beside the sections of every config. No torch."""
 
 from __future__ import annotations
 

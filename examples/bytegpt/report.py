@@ -36,7 +36,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def show(self, title: str, figures: Mapping[str, Any], *, num_steps: int) -> None:
-        """Print a step of ``num_steps`` when its time has come."""
+        """Print a step of ``num_steps`` if a line is due."""
         step = figures["step"] + 1
         if step in (1, num_steps) or time.perf_counter() >= self._next_line_s:
             self._next_line_s = time.perf_counter() + _LINE_EVERY_S
@@ -44,7 +44,7 @@ class Progress:
 
 
 def describe_step(figures: Mapping[str, Any]) -> str:
-    """Return one step in a few words."""
+    """Return a short description of a step."""
     # Torch's own wrapper does not say when it communicates, and one rank does not communicate.
     exposed = f" exposed {format_seconds(figures['exposed_s'])}" if figures.get("comm_s") else ""
     skipped = "" if figures["updated"] else f" NOT UPDATED: {figures['reason']}"
@@ -52,12 +52,12 @@ def describe_step(figures: Mapping[str, Any]) -> str:
 
 
 class MetricsLog:
-    """A file of JSON lines, written one by one, so that a run can be followed and its log survives a crash.
+    """A file of JSON lines, flushed one by one, so that a run can be followed and its log survives a crash.
 
-    What is there is kept until ``start_anew``, without a last line that is not whole: its writer was killed.
+    Existing lines are kept until ``start_anew``, except for an incomplete last line of a killed run.
 
     Args:
-        path: where to write, its directory is made; ``None`` writes nothing.
+        path: the file, whose directory is made; ``None`` writes nothing.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -136,7 +136,7 @@ def summarize(totals: Counter[str], train_s: float, *, tokens_per_step: int) -> 
 
 
 def describe_summary(summary: Mapping[str, Any]) -> str:
-    """Return the closing table: one figure a line, with what it means beside it."""
+    """Return the closing table: one figure per line, with its meaning."""
     title = "{mode}, {num_ranks} rank(s), {backend}, {param_dtype} parameters".format_map(summary)
     return "\n".join([title, *(f"  {name:<27}{figure:>16}  {meaning}" for name, figure, meaning in _rows(summary))])
 

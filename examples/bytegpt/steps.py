@@ -1,4 +1,4 @@
-"""Steps of training, the same for our wrapper and for torch's, so that comparing them compares only them."""
+"""Training steps, the same for our wrapper and for torch's, so that a comparison compares only the wrappers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megabucket.trace import StepTrace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trainee:
-    """A wrapped model with its optimizer, as the loop sees them."""
+    """A wrapped model with its optimizer."""
 
     title: str
     model: torch.nn.Module
@@ -33,19 +33,19 @@ class Trainee:
     step: Callable[[], StepResult]
     """Clip and update."""
     whole_step: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context for a whole step, in which a fault of one rank is told to all."""
+    """Context for a whole step; a fault of one rank inside reaches all ranks."""
     last_trace: Callable[[], StepTrace | None] = lambda: None
-    """What the step that has just ended did, if the wrapper notes it."""
+    """The trace of the last step, if the wrapper records one."""
 
 
 def train_step(trainee: Trainee, microbatches: Sequence[Batch]) -> tuple[float, StepResult]:
-    """Run one step; return this rank's mean loss in bits per byte, before the update, and what the optimizer did.
+    """Run one step; return this rank's mean loss in bits per byte before the update, and the optimizer's result.
 
     The loss of each microbatch is divided by their number, so the gradient is that of the mean over all of them.
     """
     losses = []
     for index, (inputs, targets) in enumerate(microbatches, start=1):
-        # Around forward too: torch's own DDP decides there whether the backward is reduced. Ours decides in backward.
+        # Includes the forward: torch's DDP decides there whether backward reduces. Ours decides in backward.
         with nullcontext() if index == len(microbatches) else trainee.no_sync():
             loss = next_byte_loss(trainee.model, inputs, targets) / len(microbatches)
             loss.backward()
@@ -66,13 +66,13 @@ class StepLoop:
         """Run steps to the last one of the task, or to an earlier end; return their wall time in seconds.
 
         Args:
-            first_step: how many steps were done before.
-            ends_after: called between steps with how many are done; returns whether the run ends here.
+            first_step: number of steps done before.
+            ends_after: takes the number of steps that are done; returns whether the run ends here.
         """
         num_steps, started_s = self._task.config.program.train.steps, time.perf_counter()
         for step in range(first_step, num_steps):
             figures = self._run_step(step)
-            # Logged before it is saved: whoever is killed later goes on behind the steps that the checkpoint holds.
+            # Logged before it is saved: after a kill the log has all steps that the checkpoint has.
             self.totals.update(totals_of(figures))
             self._log.write("step", figures)
             self._progress.show(self._trainee.title, figures, num_steps=num_steps)

@@ -1,4 +1,4 @@
-"""``Task``: what is learned, from which bytes, on which schedule. The same for our wrapper and for what it is compared with."""
+"""``Task``: model, data and schedule of a run, the same for our wrapper and for the reference of ``--compare``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """Model, data and schedule of one run, as one rank sees them."""
+    """Model, data and schedule of one run on one rank."""
 
     config: DemoConfig
     model: GptConfig
@@ -54,9 +54,9 @@ class Task:
         return learning_rate(self.config.program.optimizer, step=step, num_steps=self.config.program.train.steps)
 
     def microbatches(self, step: int) -> list[Batch]:
-        """Return this rank's microbatches of a step: its share of the windows that all ranks see in it.
+        """Return this rank's microbatches of a step: its share of the windows of all ranks.
 
-        Which windows these are depends on their number alone, so other ranks with microbatches of other sizes see the same.
+        The windows depend on their number alone, so another number of ranks or size of microbatches sees the same.
         """
         train = self.config.program.train
         starts = self.train_windows.random_starts(self.num_windows_per_step, key=(train.seed, step))
@@ -76,7 +76,7 @@ class Task:
 
 
 def make_task(config: DemoConfig, model: GptConfig, ranks: Ranks) -> Task:
-    """Read the corpus on every rank and make sure that all of them read the same. All ranks must call it.
+    """Read the corpus on every rank and check that all read the same. All ranks must call it.
 
     Raises:
         CorpusError: on every rank, when one of them cannot read the corpus or reads other bytes than the first, or when
@@ -96,7 +96,7 @@ def make_task(config: DemoConfig, model: GptConfig, ranks: Ranks) -> Task:
 
 
 def on_all(ranks: Ranks, act: Callable[[], T]) -> T:
-    """Return what ``act``, which is no collective, gives on this rank; its error on any rank is raised on all of them."""
+    """Return the result of ``act`` on this rank; an error on any rank is raised on all. ``act`` is not collective."""
     error = result = None
     try:
         result = act()
@@ -114,7 +114,7 @@ def initial_model(config: DemoConfig, model: GptConfig, device: torch.device) ->
 
 
 def trainable_model(config: DemoConfig) -> GptConfig:
-    """Return the model section of a config, when it can be trained.
+    """Return the model section of a config if it can be trained.
 
     Raises:
         ConfigError: there is none, it is not a ``gpt``, its vocabulary has no room for bytes, or its dtype needs more than

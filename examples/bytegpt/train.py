@@ -1,4 +1,4 @@
-"""``run_training``: the demo's program, from a config to its closing figures. All ranks call it; only the first one tells."""
+"""``run_training``: the demo's program, from a config to its closing figures. All ranks call it; only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from megabucket.measure.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A run that a signal has ended after a step, saved."""
+    """A run that a signal ended after a step, with a checkpoint."""
 
     signal: str
-    """``SIGTERM`` or ``SIGINT``, of the first rank that got one."""
+    """``SIGTERM`` or ``SIGINT``, of the first rank that received one."""
     rank: int
     """That rank."""
     step: int
-    """How many steps are done, and saved."""
+    """Number of steps that are done and saved."""
     folder: str
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a finished run has to say."""
+    """The result of a run."""
 
     summary: dict[str, Any] | None = None
-    """``None``: a signal has ended the run, or there was nothing left to train."""
+    """``None`` if a signal ended the run, or if nothing was left to train."""
     comparison: Comparison | None = None
     stopped: Stopped | None = None
 
@@ -98,7 +98,7 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
     with nullcontext() if saver is None else saver.noting_signals():
         before = evaluate(start.step)
         train_s = loop.run(start.step) if saver is None else loop.run(start.step, ends_after=saver.ends_after)
-        # Gathered from all ranks, so none goes before all have saved.
+        # Gathered from all ranks, so no rank leaves before all have saved.
         signals = task.ranks.gather([] if saver is None else saver.signals)
     num_steps_done = start.step + int(loop.totals["num_steps"])
     if found := [(names[0], rank) for rank, names in enumerate(signals) if names]:
@@ -112,7 +112,7 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
     totals = summarize(loop.totals, train_s, tokens_per_step=task.num_tokens_per_step)
     summary = {**setup, "held_out_bits_before": before, "held_out_bits_after": evaluate(num_steps_done), **totals}
     log.write("summary", summary)
-    # Training ends here: the weights get storages of their own and the buffers go.
+    # Training ends here: the weights get storages of their own and the buffers are freed.
     weights = {name: weight.detach() for name, weight in model.detach().state_dict().items()}
     if not compares:
         return Report(summary)

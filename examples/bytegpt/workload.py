@@ -18,7 +18,7 @@ from megabucket.measure.ranks import Ranks
 
 
 def workload(config: DemoConfig, ranks: Ranks) -> TrainingProgram:
-    """Return the demo without its loop. The corpus is read when the first loss is asked for."""
+    """Return the demo without its loop. The corpus is read with the first loss."""
     program, sizes = config.program, trainable_model(config)
     model = initial_model(config, sizes, ranks.device)
 
@@ -39,7 +39,7 @@ def workload(config: DemoConfig, ranks: Ranks) -> TrainingProgram:
 
 
 def _check_resume(config: DemoConfig, step: int, position: Any) -> list[str]:
-    """Return what differs from the run that was saved, as far as that can be told without corpus and other ranks."""
+    """Return the differences from the saved run that need neither corpus nor other ranks."""
     train, saved = config.program.train, saved_facts(position)
     late = [f"it is of step {step}, and train.steps={train.steps} ends before"] if step > train.steps else []
     batch, of_rank = saved.pop(BATCH_FACT, None), train.microbatch_size * train.num_microbatches

@@ -51,13 +51,13 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
 
 def _lines(tuning: Tuning) -> Iterator[str]:
     yield from tuning.summary
-    table = [("plan", "buckets", "predicted", "measured", "error", "gain", "95 % interval", "faster in")]
+    table = [("plan", "buckets", "predicted", "measured", "error", "gain", "interval", "faster")]
     ran = [row for row in tuning.to_dict()["candidates"] if "measured_s" in row]
     for row in sorted(ran, key=lambda row: row["measured_s"]):
         gain = interval = faster = ""
         if "gain" in row:
             gain = f"{row['gain']:+.1%}"
-            interval = f"{row['gain_low']:+.1%} to {row['gain_high']:+.1%}" if row["gain_low"] > -1 else "too few rounds"
+            interval = f"{row['gain_low']:+.1%} {row['gain_high']:+.1%}" if row["gain_low"] > -1 else "too few"
             faster = f"{row['num_faster']}/{row['num_rounds']}"
         times = format_seconds(row["predicted_s"]), format_seconds(row["measured_s"]), f"{row['prediction_error']:+.1%}"
         table.append((printable(row["name"]), str(row["num_buckets"]), *times, gain, interval, faster))
