@@ -14,7 +14,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
-from megabucket.errors import name_list
+from megabucket.errors import ConfigError, name_list
 from megabucket.units import parse_count
 
 _UNKNOWN_KEY: Final = "unknown_key"
@@ -121,6 +121,33 @@ _NEEDS: Final = (
     ("overlap_param_gather", "overlap_grad_reduce", ", as in Megatron"),
 )
 """Switches that need another one, and why."""
+
+_ONE_DEVICE: Final = "a rank has one device; move the module there before wrapping, and inputs before each forward"
+_OWN_BUFFERS: Final = (
+    "module buffers are made equal when wrapping and are each rank's own afterwards (forward_sync_buffers=False); "
+    "broadcast_params() makes them equal again"
+)
+_OWN_HOOK: Final = "every parameter is reduced in its bucket; bucket_order and bucket_cuts in the config say when"
+_TORCH_FIELDS: Final = ("bucket_cap_mb", "init_sync")
+_TORCH_ARGUMENTS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+    "device_ids": ((None,), _ONE_DEVICE),
+    "output_device": ((None,), _ONE_DEVICE),
+    "dim": ((0,), "inputs are not scattered"),
+    "broadcast_buffers": ((), _OWN_BUFFERS),
+    "forward_sync_buffers": ((False,), _OWN_BUFFERS),
+    "find_unused_parameters": ((False,), "unused_parameters='zero' in the config reduces missing gradients as zeros"),
+    "check_reduction": ((False,), "torch ignores it"),
+    "gradient_as_bucket_view": ((True,), "gradients are views into the buffer wherever dtypes are equal"),
+    "static_graph": ((False,), "the first step learns the graph; parameters without a gradient need unused_parameters='zero'"),
+    "delay_all_reduce_named_params": ((None,), _OWN_HOOK),
+    "param_to_hook_all_reduce": ((None,), _OWN_HOOK),
+    "mixed_precision": ((None,), "wrap a 16-bit module; DistributedOptimizer keeps float32 main parameters of it"),
+    "device_mesh": ((None,), "pass the mesh as process_group="),
+    "skip_all_reduce_unused_params": ((False,), "every rank sends every bucket in every step"),
+    "bucket_cap_mb_list": ((None,), "bucket_cuts in the config names the parameters that close a bucket"),
+    "batched_grad_copy": ((False, True), "gradients are copied in batches"),
+}
+"""Arguments of torch DDP: the values that mean what happens here anyway, and what to do in place of others."""
 
 
 class DistributedDataParallelConfig(Section):
@@ -270,3 +297,25 @@ class DistributedDataParallelConfig(Section):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+
+def with_torch_arguments(
+    config: DistributedDataParallelConfig | None, arguments: Mapping[str, Any]
+) -> DistributedDataParallelConfig:
+    """Return a config with the arguments of torch DDP that are fields of it.
+
+    Raises:
+        ConfigError: an argument asks for something else than what happens here; the text says what to do instead.
+        TypeError: torch DDP has no such argument.
+    """
+    for name in sorted(arguments.keys() - set(_TORCH_FIELDS)):
+        if name not in _TORCH_ARGUMENTS:
+            raise TypeError(f"DistributedDataParallel.__init__() got an unexpected keyword argument {name!r}")
+        accepted, remedy = _TORCH_ARGUMENTS[name]
+        if arguments[name] not in accepted:
+            raise ConfigError(f"torch DDP's argument {name}= cannot be honoured: {remedy}")
+    config = config or DistributedDataParallelConfig()
+    fields = {name: getattr(config, name) for name in config.model_fields_set}
+    if twice := sorted(fields.keys() & arguments.keys()):
+        raise ConfigError(f"{name_list(twice)} given as an argument and in the config; keep one")
+    return type(config)(**fields, **{name: arguments[name] for name in _TORCH_FIELDS if name in arguments})

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, Exchange
 from megabucket.comm.device import profiler_range
-from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_arguments
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.fence import step_number_of
 from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
-from megabucket.ddp.replicas import broadcast_replica, find_divergence, unbuffered_state
+from megabucket.ddp.replicas import broadcast_replica, find_divergence, naming_replaced, unbuffered_state
 from megabucket.ddp.step import GradSync
 from megabucket.ddp.wrap import (
     Detached,
@@ -61,6 +61,8 @@ class DistributedDataParallel(torch.nn.Module):
         communicator: an implementation of the port instead of a process group, for example of a ``LoopbackWorld``.
         groups: instead of ``process_group``, if parameters are reduced over different ranks or the model has other kinds of
             parallelism: ``ParallelGroups``, or a dict of its ``reduction`` groups alone.
+        torch_arguments: arguments of torch DDP by name: those that mean what this wrapper does anyway, and the fields
+            ``bucket_cap_mb`` and ``init_sync``. Each other one is a ``ConfigError`` that says what to do instead.
         disable_bucketing: one bucket per buffer, regardless of the config: for all pipeline stages but the first, whose
             reductions end while the first stage still computes. Must be equal on the ranks of a reduction group.
 
@@ -84,9 +86,10 @@ class DistributedDataParallel(torch.nn.Module):
         communicator: Communicator | None = None,
         groups: ParallelGroups | Mapping[str, Any] | None = None,
         disable_bucketing: bool = False,
+        **torch_arguments: Any,
     ) -> None:
         super().__init__()
-        self.ddp_config = _checked(config, disable_bucketing=disable_bucketing)
+        self.ddp_config = _checked(config, torch_arguments, disable_bucketing=disable_bucketing)
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
         if groups is not None and (process_group is not None or communicator is not None):
@@ -119,7 +122,8 @@ class DistributedDataParallel(torch.nn.Module):
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
             self._add_recorders()
             if self.ddp_config.init_sync:
-                self._broadcast()
+                with naming_replaced(self.param_names, self.communicator):
+                    self._broadcast()
                 self._broadcast_copies()
         except BaseException:
             self.detach()  # leaves the module as it was
@@ -471,7 +475,7 @@ class DistributedDataParallel(torch.nn.Module):
         """Compare the parameters of all ranks by checksums of all bits. A collective call; reads every parameter once.
 
         Finds a flipped bit, a write on one rank only, an update that one rank missed. Also compares the copies that ``groups``
-        describes.
+        describes, and logs a warning if a sharded parameter is equal on all their ranks.
 
         Raises:
             ReplicasDivergedError: some parameter differs; the text names the first.
@@ -513,13 +517,18 @@ class DistributedDataParallel(torch.nn.Module):
         )
 
 
-def _checked(config: DistributedDataParallelConfig | None, *, disable_bucketing: bool) -> DistributedDataParallelConfig:
-    config = DistributedDataParallelConfig() if config is None else config
-    if not isinstance(config, DistributedDataParallelConfig):
+def _checked(
+    config: DistributedDataParallelConfig | list[Any] | None, torch_arguments: dict[str, Any], *, disable_bucketing: bool
+) -> DistributedDataParallelConfig:
+    if isinstance(config, list):  # torch DDP has device_ids here
+        config, torch_arguments = None, {"device_ids": config, **torch_arguments}
+    if not isinstance(config, DistributedDataParallelConfig | None):
         raise ConfigError(
             f"config must be a DistributedDataParallelConfig, got a {type(config).__name__}; "
             "DistributedDataParallelConfig(**fields) makes one of a dict"
         )
+    if config is None or torch_arguments:
+        config = with_torch_arguments(config, torch_arguments)
     if not disable_bucketing:
         return config
     sizes = dict.fromkeys(("bucket_size", "bucket_cap_mb", "num_buckets"))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 import torch
 
 from megabucket.comm import AllReduce, Broadcast, Communicator, Exchange, ReduceOp
 from megabucket.ddp.groups import RankGroups, buffer_groups
-from megabucket.errors import ConfigError, ReplicasDivergedError
+from megabucket.errors import ConfigError, ReplicasDivergedError, log_once, name_list
 from megabucket.layout.identity import ParamIdentity
 
 
@@ -48,6 +50,36 @@ def unbuffered_state(
             yield group_of[name], single
 
 
+@contextmanager
+def naming_replaced(params: Mapping[torch.nn.Parameter, str], communicator: Communicator) -> Iterator[None]:
+    """Log which parameters a broadcast inside has replaced by other values, if it has left others as they were.
+
+    Where all of them are replaced, the ranks were seeded apart, and the broadcast is what the caller wants. Some among equal
+    ones are parts of a model that is not the same on all ranks, such as experts.
+    """
+    if communicator.size == 1:
+        yield
+        return
+    before = _norms_of(params)
+    yield
+    is_close = torch.isclose(before, _norms_of(params), rtol=0.0, atol=0.0, equal_nan=True)
+    was_equal = communicator.read(is_close, label="initial broadcast").tolist()
+    replaced = [name for name, is_equal in zip(params.values(), was_equal, strict=True) if not is_equal]
+    if len(replaced) < len(was_equal) and replaced:
+        log_once(
+            f"[rank {communicator.rank}] {name_list(replaced)} differed from those of the first rank and were replaced by "
+            "them, while all others were equal. If each rank is to have its own (experts), pass groups=; otherwise give all "
+            "ranks the same seed."
+        )
+
+
+@torch.no_grad()
+def _norms_of(params: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    dtypes = [torch.promote_types(param.dtype, torch.float32) for param in params]
+    norms = [torch.linalg.vector_norm(param, dtype=dtype) for param, dtype in zip(params, dtypes, strict=True)]
+    return torch.stack([norm.double() for norm in norms])  # 1D
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """Return the CRC-32 of a tensor's values in index order: equal bits, equal number."""
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
@@ -77,11 +109,32 @@ def find_divergence(
         # Ranks of other pipeline stages have other parameters, so the lists are compared before the values.
         listed = compare({f"the list of {where},": _crc(identities[name].global_name for name in copies)}, communicator)
         found.append(listed or compare({f"{name!r}, {where},": sums[name] for name in copies}, communicator))
+        cut = [name for name in names if identities[name].global_shape != tuple(params[name].shape) and name not in copies]
+        offsets = [_crc(identities[name].offset) for name in cut]
+        if not _differing([_crc(identities[name].global_name for name in cut)], communicator, device=device):
+            equal = set(range(len(cut))) - set(_differing([sums[name] for name in cut], communicator, device=device))
+            equal &= set(_differing(offsets, communicator, device=device))
+            _warn_of_equal_parts([cut[index] for index in sorted(equal) if _varies(params[cut[index]])], along, ranks)
     return next(filter(None, found), None)
 
 
 def _crc(values: Iterable[object]) -> int:
     return zlib.crc32(repr(tuple(values)).encode())
+
+
+def _varies(param: torch.Tensor) -> bool:
+    """Whether values differ: biases and norms begin as zeros or ones everywhere."""
+    return not param.is_meta and bool((param != param.flatten()[:1]).any())
+
+
+def _warn_of_equal_parts(names: Sequence[str], along: str, ranks: RankGroups) -> None:
+    holders = [ranks.copies[along], *chain.from_iterable(reduction.communicators for reduction in ranks.by_name.values())]
+    if names and not any(communicator.rank for communicator in holders):
+        numbers = [ranks.copies[along].number_of(rank) for rank in range(ranks.copies[along].size)]
+        log_once(
+            f"{name_list(names)} should be cut over the ranks {numbers} ({along}), and all of them hold the same values. Parts "
+            "of one parameter need different seeds; copies must not be marked as cut, or the norm counts each of them."
+        )
 
 
 def _differing(numbers: Sequence[int], communicator: Communicator, *, device: torch.device) -> list[int]:

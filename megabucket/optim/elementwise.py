@@ -1,8 +1,8 @@
-"""Whether an optimizer updates each element by itself, as flat shards need: a trial of a copy on small tensors.
+"""Whether an optimizer updates each element by itself, which flat shards need: a copy of it is asked, on small tensors.
 
-Neither its class nor its name says so. Copies of the optimizer step on the same values, once as whole parameters and once as
-two flat shards, and the results are compared. The optimizer, its parameters and state, and the random number generators do not
-change.
+Its class and its name say nothing, and neither does its documentation to a program. So copies of the optimizer step on the same
+values, whole and cut into flat shards as ranks would hold them, and the results are compared. The optimizer itself, its
+parameters and its state, and the states of random number generators stay as they are.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from megabucket.optim.state_dict import is_per_element
 _SHAPES: Final = ((12,), (8, 6), (4, 3, 2, 2), (140, 130))
 """Of whole parameters. The last is large: some optimizers look at the rows and columns of large matrices only."""
 _NUMELS: Final = tuple(map(prod, _SHAPES))
+_SHARD_COUNTS: Final = (1, 2, 5)
 _GRAD_SCALES: Final = (1.0, 30.0, 0.3)
-"""By step. A sudden large gradient triggers clipping inside an optimizer."""
+"""By step. A sudden large gradient makes clipping inside an optimizer bite."""
 _TOLERANCE: Final = 1e-4
-"""Of the largest update: fused kernels round the last elements of a tensor differently."""
+"""Of the largest update: fused kernels round the last elements of a tensor in another way."""
 _OVERRIDDEN: Final = {"lr": 0.01, "weight_decay": 0.1}
-"""A warmup begins at 0, which would change nothing; and some optimizers are layer-wise only with weight decay."""
-_NOT_COMPARED: Final = frozenset({"params", "param_names", "initial_lr", *_OVERRIDDEN})
+"""A warmup begins at 0, where nothing could be seen; and some optimizers are layer-wise only with weight decay."""
+_IN_NO_COMPARISON: Final = frozenset({"params", "param_names", "initial_lr", *_OVERRIDDEN})
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -47,8 +48,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
     if getattr(optimizer, "master_weights", None) is True:
         raise ConfigError(
-            f"{kind}(master_weights=True) keeps float32 copies of the parameters, and so does a DistributedOptimizer: the two "
-            "would differ. Leave master_weights out."
+            f"{kind}(master_weights=True) keeps float32 copies of the parameters, and so does a DistributedOptimizer, which "
+            "steps on its own: the two would part. Leave master_weights out."
         )
     declared = getattr(optimizer, "is_elementwise", None)
     if declared:
@@ -58,44 +59,36 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
             f"{kind} cannot step on flat shards cut across parameters, as a DistributedOptimizer does: {reason}. Use an "
             f"elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or {kind} as a plain optimizer with "
-            "use_distributed_optimizer=False. If it does update each element by itself, declare it: "
-            "optimizer.is_elementwise = True."
+            f"use_distributed_optimizer=False. If it does update each element by itself, say so before: "
+            f"optimizer.is_elementwise = True."
         )
 
 
 def find_obstacle(optimizer: torch.optim.Optimizer) -> str:
-    """Return what keeps an optimizer from stepping on flat shards, as far as a trial shows; empty when nothing does."""
-    device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
-    if device is None:
+    """Return why the optimizer, which holds whole parameters, cannot step on flat shards; empty if it can."""
+    if not any(group["params"] for group in optimizer.param_groups):
         return ""
+    device = next(param.device for group in optimizer.param_groups for param in group["params"])
     devices = [] if device.type == "cpu" else [device]  # beside the generator of the host
     try:
         with torch.random.fork_rng(devices, device_type=device.type), torch.no_grad():
-            before = _values(device)
             wholes = _results(optimizer, device, _whole)
-            first = _results(optimizer, device, lambda flat: [flat[: len(flat) // 2]])
-            second = _results(optimizer, device, lambda flat: [flat[len(flat) // 2 :]])
+            for num_shards in _SHARD_COUNTS:
+                shards = [_results(optimizer, device, _shard(num_shards, index)) for index in range(num_shards)]
+                for whole, cut in zip(wholes, map(torch.cat, zip(*shards, strict=True)), strict=True):
+                    if obstacle := _difference(_values(device), whole, cut, num_shards):
+                        return obstacle
     except Exception as error:  # whatever the code of an optimizer raises
         return f"a copy of it could not be tried on small tensors ({type(error).__name__}: {error})"
-    for whole, *halves in zip(wholes, first, second, strict=True):
-        if torch.equal(whole, before):
-            return f"{len(_GRAD_SCALES)} steps of a copy of it on small tensors changed nothing, so there is nothing to compare"
-        for old, uncut, cut in zip(*(flat.split(_NUMELS) for flat in (before, whole, torch.cat(halves))), strict=True):
-            moved, off = float((uncut - old).abs().max()), float((uncut - cut).abs().max())
-            if not off <= _TOLERANCE * moved:  # nan included
-                return (
-                    "on small tensors its update of one element depends on others (cut into two shards, they differ by "
-                    f"{off:.2g} after updates of {moved:.2g})"
-                )
     return ""
 
 
 def _values(device: torch.device, *, step: int | None = None) -> torch.Tensor:
-    """Return the values of all parameters, or their gradients in one step: 1D, float32, all of them different."""
+    """Return the values of all parameters, or their gradients in one step: 1D, float32, no two of them alike."""
     at = torch.arange(sum(_NUMELS), dtype=torch.float32, device=device)
     if step is None:
         return torch.sin(0.7 * at) * (1 + 3 * at / len(at))
-    # Small in small tensors: equally large ones would have similar maxima, which an optimizer may bound its update by.
+    # Small in small tensors: of equally large ones the maxima would be alike wherever an optimizer bounds its update.
     return torch.cos(1.3 * at + step) * (0.01 + at / len(at)) * _GRAD_SCALES[step]
 
 
@@ -103,10 +96,14 @@ def _whole(flat: torch.Tensor) -> list[torch.Tensor]:
     return [part.view(shape) for part, shape in zip(flat.split(_NUMELS), _SHAPES, strict=True)]
 
 
+def _shard(num_shards: int, index: int) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+    return lambda flat: [flat.tensor_split(num_shards)[index]]
+
+
 def _results(
     optimizer: torch.optim.Optimizer, device: torch.device, cut: Callable[[torch.Tensor], list[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """Step on the tensors that ``cut`` makes of the values; return their values after it, 1D, for each kind of group."""
+    """Step on what ``cut`` makes of the values; return what has become of them, 1D, for each kind of group."""
     tried = _copy_of(optimizer, cut(_values(device)))
     for step in range(len(_GRAD_SCALES)):
         for group in tried.param_groups:
@@ -122,13 +119,13 @@ def _copy_of(optimizer: torch.optim.Optimizer, values: Sequence[torch.Tensor]) -
     state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
     memo: dict[int, Any] = {id(optimizer): tried, id(optimizer.state): state}
     for group in optimizer.param_groups:
-        # Other attributes may hold the parameters as well: the copies hold empty ones in their place.
+        # Other attributes may lead to the parameters, too: none of them leads to the user's, or copies them.
         memo |= {id(param): torch.nn.Parameter(torch.empty(0)) for param in group["params"]}
     own = {key: value for key, value in vars(optimizer).items() if key != "step" and not key.startswith("_optimizer_")}
     tried.__setstate__(copy.deepcopy(own, memo))
     kinds: dict[str, dict[str, Any]] = {}
     for group, copied in zip(optimizer.param_groups, tried.param_groups, strict=True):
-        kind = repr(sorted((key, value) for key, value in group.items() if key not in _NOT_COMPARED))
+        kind = repr(sorted((key, value) for key, value in group.items() if key not in _IN_NO_COMPARISON))
         if kind in kinds or not group["params"]:
             continue
         kinds[kind] = copied
@@ -136,13 +133,15 @@ def _copy_of(optimizer: torch.optim.Optimizer, values: Sequence[torch.Tensor]) -
         copied.pop("param_names", None)
         for key, value in _OVERRIDDEN.items():
             old = copied.get(key)
-            if isinstance(old, torch.Tensor | float | int):
-                copied[key] = torch.full_like(old, value) if isinstance(old, torch.Tensor) else value
-        # Some constructors make the state of each parameter, and steps before wrapping do.
-        like = next((param for param in group["params"] if param.numel() and optimizer.state.get(param)), None)
-        if like is not None:
+            if isinstance(old, torch.Tensor):
+                copied[key] = torch.full_like(old, value)
+            elif isinstance(old, int | float):
+                copied[key] = value
+        # Some constructors begin the state of each parameter, and steps before wrapping do.
+        begun = next((param for param in group["params"] if param.numel() and optimizer.state.get(param)), None)
+        if begun is not None:
             for param in copied["params"]:
-                state[param] = {key: _state_like(key, value, like, param) for key, value in optimizer.state[like].items()}
+                state[param] = {key: _state_like(key, value, begun, param) for key, value in optimizer.state[begun].items()}
     tried.param_groups[:] = kinds.values()
     return tried
 
@@ -152,3 +151,17 @@ def _state_like(key: str, value: Any, of: torch.Tensor, param: torch.Tensor) -> 
     if is_per_element(key, value, of):
         return torch.full_like(param, float(value.flatten()[0]))
     return copy.deepcopy(value)
+
+
+def _difference(before: torch.Tensor, whole: torch.Tensor, cut: torch.Tensor, num_shards: int) -> str:
+    """Return what is wrong with the values after all steps, as whole parameters or cut."""
+    if torch.equal(whole, before):
+        return f"{len(_GRAD_SCALES)} steps of a copy of it on small tensors changed nothing, so there is nothing to compare"
+    for shape, old, ours, theirs in zip(_SHAPES, *(flat.split(_NUMELS) for flat in (before, whole, cut)), strict=True):
+        moved, off = float((ours - old).abs().max()), float((ours - theirs).abs().max())
+        if not off <= _TOLERANCE * moved:  # nan included
+            return (
+                f"on small tensors its update of one element depends on others (a parameter of shape {shape} becomes another "
+                f"when it is cut over {num_shards} rank{'s' * (num_shards > 1)}: off by {off:.2g}, updated by {moved:.2g})"
+            )
+    return ""

@@ -1,9 +1,12 @@
 """What cannot be wrapped: each refusal with its whole text, and the model untouched."""
 
+from inspect import signature
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Linear
 from torch.nn.parameter import UninitializedParameter
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig
@@ -178,8 +181,10 @@ class TestUnsupportedParameters:
         expert = param()
         expert.allreduce = False
 
-        with pytest.raises(ConfigError, match=r"'w' is of group 'expert'; the wrapper has 'dense'. Pass groups="):
-            DistributedDataParallel(Model(w=expert))
+        assert unsupported(w=expert) == HEAD + (
+            "it is an expert parameter (allreduce=False), which is reduced over another group than the others. Pass groups="
+            "{'dense': ..., 'expert': ...} with the ranks that hold the same experts."
+        )
 
     def test_an_integer_parameter_cannot_require_grad_and_is_left_alone(self):
         model = Model(ok=param(), table=param(torch.arange(3), requires_grad=False))
@@ -321,3 +326,42 @@ def test_several_processes_without_a_process_group(monkeypatch):
         "process_group=."
     )
     assert not hasattr(model.weight, "main_grad")
+
+
+class TestArgumentsOfTorch:
+    """Those of torch DDP, which a program that is ported still passes."""
+
+    OURS = ("self", "module", "process_group")
+    NAMES = sorted(signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters.keys() - set(OURS))
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_each_one_is_known_and_a_value_of_no_use_is_refused_by_name(self, name):
+        with pytest.raises(ValueError, match=name):
+            DistributedDataParallel(Linear(2, 2), **{name: object()})
+
+    def test_its_second_argument_is_known_as_well(self):
+        with pytest.raises(ConfigError, match=r"device_ids= cannot be honoured: a rank has one device; move the module there"):
+            DistributedDataParallel(Linear(2, 2), [0])
+
+    def test_what_torch_does_not_have_is_refused_as_python_does(self):
+        with pytest.raises(TypeError, match=r"__init__\(\) got an unexpected keyword argument 'bucket_cap'$"):
+            DistributedDataParallel(Linear(2, 2), bucket_cap=25)
+
+    def test_values_that_mean_what_happens_anyway_are_taken(self):
+        taken = {"device_ids": None, "find_unused_parameters": False, "forward_sync_buffers": False, "static_graph": False}
+
+        ddp = DistributedDataParallel(Linear(2, 2), gradient_as_bucket_view=True, **taken)
+
+        assert ddp.ddp_config == DistributedDataParallelConfig()
+
+    def test_fields_of_the_config_are_taken_beside_it(self):
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+
+        ddp = DistributedDataParallel(Linear(2, 2), config, bucket_cap_mb=25, init_sync=False)
+
+        expected = {"use_distributed_optimizer": True, "bucket_cap_mb": 25, "init_sync": False}
+        assert ddp.ddp_config == DistributedDataParallelConfig(**expected)
+
+    def test_what_stands_in_the_config_is_not_given_a_second_time(self):
+        with pytest.raises(ConfigError, match="'init_sync' given as an argument and in the config"):
+            DistributedDataParallel(Linear(2, 2), DistributedDataParallelConfig(init_sync=True), init_sync=False)

@@ -4,8 +4,11 @@ Two of Megatron's bugs end in copies that drift apart: a norm layer whose gradie
 (issues 1446 and 7452), and parameters that are cut without being marked. Nothing else would tell: losses stay plausible.
 """
 
+import logging
+
+import pytest
 import torch
-from grids import CutNet, Grid, WholeNet
+from grids import CutNet, Grid, WholeNet, cut
 
 from megabucket import DistributedOptimizer
 from megabucket.errors import PeerFailedError, ReplicasDivergedError
@@ -91,3 +94,44 @@ def test_a_copy_that_a_rank_lacks_is_found():
         return error_of(grid.wrap(rank, torch.nn.Linear(1, 1, bias=False), identity=identity, **TENSOR_PARALLEL))
 
     assert ["the list of copies along 'tp'" in str(error) for error in grid.run(program)] == [True, True]
+
+
+class Part(torch.nn.Module):
+    """Two parameters that are cut over tensor-parallel ranks, and one that is not."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = cut(torch.nn.Parameter(weight.clone()), 0)
+        self.bias = cut(torch.nn.Parameter(torch.zeros(4)), 0)
+        self.copied = torch.nn.Parameter(torch.arange(3.0))
+
+
+def warnings_about(grid, weight_of, caplog, *, copies=("tp",)):
+    caplog.set_level(logging.WARNING, logger="megabucket")
+    grid.run(lambda rank: grid.wrap(rank, Part(weight_of(rank)), reduction=["dense"], copies=copies).check_replicas())
+    return [record.getMessage() for record in caplog.records if "cut" in record.getMessage()]
+
+
+def test_a_cut_parameter_that_is_equal_on_all_tensor_parallel_ranks_is_named_in_one_warning(caplog):
+    (warning,) = warnings_about(Grid(2, 2), lambda _: torch.arange(8.0).view(4, 2), caplog)
+
+    assert warning.startswith("megabucket: 'weight' should be cut over the ranks [0, 1] (tp)")
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_cut_parameters_that_differ_and_those_that_begin_as_zeros_are_no_reason_to_warn(tp, caplog):
+    weights = torch.arange(32.0).view(4, 4, 2)
+
+    assert warnings_about(Grid(tp, 2), lambda rank: weights[rank % tp], caplog) == []
+
+
+def test_a_cut_parameter_that_is_equal_on_some_tensor_parallel_ranks_is_no_reason_to_warn(caplog):
+    weights = torch.arange(16.0).view(2, 4, 2)
+
+    assert warnings_about(Grid(4, 1), lambda rank: weights[rank // 2], caplog) == []
+
+
+def test_ranks_that_hold_the_same_part_of_a_cut_parameter_are_no_reason_to_warn(caplog):
+    weights = torch.arange(16.0).view(2, 4, 2)
+
+    assert warnings_about(Grid(2, 2), lambda rank: weights[rank % 2], caplog, copies=["tp", "dense"]) == []
