@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megabucket.testing.fabric import *
     from megabucket.testing.invariants import *
     from megabucket.testing.loopback import *
+    from megabucket.testing.readers import *
     from megabucket.testing.strategies import *
 
 _NAMES = {
@@ -29,6 +30,7 @@ _NAMES = {
         "check_layout",
     ),
     "loopback": ("ListRecorder", "LoopbackWorld"),
+    "readers": ("read_megatron_layout", "read_torch_ddp_layout"),
     "strategies": (
         "LayoutInput",
         "ddp_configs",

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_layout import read_megatron_layout
 from moe_ranks import NUM_RANKS, Moe, groups_of, loss_of, own_experts, tokens_of
 from pool import Rank
 
 import megabucket as mb
 from megabucket.ddp.groups import ParallelGroups
 from megabucket.layout import BufferKey
-from megabucket.testing import assert_sound
+from megabucket.testing import assert_sound, read_megatron_layout
 
 pytestmark = [pytest.mark.dist, pytest.mark.nightly]  # Megatron takes its time to import, on each rank
 
