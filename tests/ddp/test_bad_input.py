@@ -181,7 +181,7 @@ class TestUnsupportedParameters:
         expert = param()
         expert.allreduce = False
 
-        with pytest.raises(ConfigError, match="parameter 'w' is of group 'expert'; the wrapper has 'dense'. Pass groups="):
+        with pytest.raises(ConfigError, match=r"parameter 'w' is of group 'expert'; the wrapper has 'dense'\. Pass groups="):
             DistributedDataParallel(Model(w=expert))
 
     def test_an_integer_parameter_cannot_require_grad_and_is_left_alone(self):
