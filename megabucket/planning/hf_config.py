@@ -126,6 +126,8 @@ def read_hf_config(config: HfConfig) -> GptConfig | LlamaConfig | MoeConfig:
     fields = {name: value for name, value in fields.items() if name in reader.section.model_fields}
     if not fields.get("num_dense_layers"):
         fields.pop("dense_ffn_size", None)
+    if "mla" in fields:  # DeepSeek's files have the keys of plain attention as well, without a meaning
+        fields = {name: value for name, value in fields.items() if name not in ("num_kv_heads", "head_size")}
     dtype = config.dtype or values.get("dtype") or values.get("torch_dtype") or "float32"
     fields["dtype"] = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     try:

@@ -96,10 +96,10 @@ class _RotaryConfig(_DecoderConfig):
     """Attention of the decoders with rotary positions."""
 
     num_kv_heads: PositiveCount | None = None
-    """Key and value heads per block, a divisor of ``num_heads``. ``None``: as many as query heads. Not read with ``mla``."""
+    """Key and value heads per block, a divisor of ``num_heads``. ``None``: as many as query heads. Not with ``mla``."""
 
     head_size: PositiveCount | None = None
-    """Width of a head. ``None``: ``hidden_size / num_heads``. Not read with ``mla``."""
+    """Width of a head. ``None``: ``hidden_size / num_heads``. Not with ``mla``."""
 
     @property
     def resolved_head_size(self) -> int:
@@ -187,8 +187,13 @@ class MoeConfig(_RotaryConfig):
     def _problems(self) -> Iterator[str]:
         if self.mla is None:
             yield from super()._problems()
+        for name in ("num_kv_heads", "head_size") if self.mla is not None else ():
+            if getattr(self, name) is not None:
+                yield f"{name} belongs to plain attention and is not read with mla; drop one of them"
         if self.num_experts_per_token > self.num_experts:
             yield f"num_experts_per_token={self.num_experts_per_token} is more than num_experts={self.num_experts}"
+        if self.num_dense_layers > self.num_layers:
+            yield f"num_dense_layers={self.num_dense_layers} is more than num_layers={self.num_layers}"
         if (self.num_dense_layers > 0) != (self.dense_ffn_size is not None):
             yield (
                 f"num_dense_layers={self.num_dense_layers} and dense_ffn_size={self.dense_ffn_size} belong together; "

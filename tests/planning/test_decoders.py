@@ -141,6 +141,17 @@ def test_a_tied_head_is_counted_once():
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"num_experts_per_token": 3}, "num_experts_per_token=3 is more than num_experts=2"),
         (
+            {"num_dense_layers": 2, "dense_ffn_size": 4},
+            "num_dense_layers=2 is more than num_layers=1",
+        ),
+        (
+            {"mla": MLA, "num_kv_heads": 2, "head_size": 2},
+            (
+                "num_kv_heads belongs to plain attention and is not read with mla; drop one of them; "
+                "head_size belongs to plain attention and is not read with mla; drop one of them"
+            ),
+        ),
+        (
             {"num_dense_layers": 1},
             "num_dense_layers=1 and dense_ffn_size=None belong together; give both, or neither",
         ),
