@@ -226,6 +226,17 @@ class StepCounters:
             **compared,
         )
 
+    def call_report(self, label: str, problems: tuple[Problem, ...], fingerprint: int) -> Report:
+        """Return this rank's report about a collective call."""
+        return Report(
+            self._rank,
+            label,
+            problems=problems,
+            fingerprint=fingerprint,
+            num_updates=self.num_updates,
+            missed_update=self._missed_update,
+        )
+
     def forget_grads(self) -> None:
         """Forget counts and problems of gradients that are cleared."""
         self.num_microbatches, self.kept, self._grad_scale = 0, (), 1.0
@@ -359,7 +370,7 @@ class Fence:
             return failure, False  # all ranks have failed alike
         failed = Problem(errors.PeerFailedError.__name__, {"phase": _phase_of(label), "cause": text})
         problems = (failed,) if failure is not None else ()
-        reports = self._exchange_reports(Report(self._communicator.rank, label, problems=problems, fingerprint=fingerprint))
+        reports = self._exchange_reports(self.counters.call_report(label, problems, fingerprint))
         sent_buckets = any(report.sent_buckets for report in reports)
         error = resolve_error(step, self._num_buckets, reports)
         if error is None:
@@ -419,6 +430,9 @@ def resolve_error(step: int, num_buckets: int, reports: Sequence[Report]) -> Meg
 
 
 def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+    if any(report.sent_buckets for report in reports):
+        # A rank in a call forgets its gradients when it drops the step of the others, so a missed update is final.
+        yield from _updates_that_differ(step, reports)
     if len({_phase_of(report.doing) for report in reports}) > 1:
         yield errors.CallMismatchError(step=step, by_rank=[report.doing for report in reports])
     # First: whatever else happened in this step, the weights are wrong already.
@@ -435,7 +449,7 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
         yield errors.StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
 
 
-def _divergences(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+def _updates_that_differ(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
     if by_rank := _differing(reports, lambda report: report.num_updates):
         failures = _problems_of(reports, errors.PeerFailedError)
         causes = [f"rank {rank} failed in {fields['phase']}: {fields['cause']}" for rank, fields in failures]
@@ -444,6 +458,10 @@ def _divergences(step: int, reports: Sequence[Report]) -> Iterator[MegabucketErr
         yield errors.ReplicasDivergedError(
             step=step, what=f"optimizer updates since the last agreement{cause}", by_rank=by_rank
         )
+
+
+def _divergences(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+    yield from _updates_that_differ(step, reports)
     if by_rank := _differing(reports, lambda report: report.num_loads):
         what = "loads of weights (load_state_dict(), by submodule) since the last agreement"
         yield errors.ReplicasDivergedError(step=step, what=what, by_rank=by_rank, usual_cause="load")

@@ -50,6 +50,7 @@ from megabucket.errors import (
     NonFiniteGradientError,
     PeerLostError,
     PhaseError,
+    ReplicasDivergedError,
     UnreducedGradientsError,
     UnusedParameterError,
     WrapperBrokenError,
@@ -849,9 +850,10 @@ class GradSync:
             error, sent_buckets = self.ranks.agree(
                 self._fence, label, entries, by_group, failure, device=self._device, step=self.step
             )
-            self.state = before
-            if isinstance(error, CallMismatchError) and sent_buckets:
+            if isinstance(error, CallMismatchError | ReplicasDivergedError) and sent_buckets:
                 self._drop(error, takes_part=True)
+            else:
+                self.state = before
         if error is not None:
             raise error from failure
 

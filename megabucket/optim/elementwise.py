@@ -59,7 +59,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
             f"{kind} cannot step on flat shards cut across parameters, as a DistributedOptimizer does: {reason}. Use an "
             f"elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or {kind} as a plain optimizer with "
-            f"use_distributed_optimizer=False. If it does update each element by itself, say so before: "
+            f"use_distributed_optimizer=False. If it does update each element by itself, declare it: "
             f"optimizer.is_elementwise = True."
         )
 

@@ -150,7 +150,7 @@ def test_another_number_of_ranks_sees_the_same_data_and_ends_nearby(train, tmp_p
 
     found = compare(open_checkpoint(tmp_path / "run"), open_checkpoint(tmp_path / "whole"))
     weights = [one for one in found.tensors if one.name.startswith("model.")]
-    assert all(one.largest < 1e-4 for one in weights), weights
+    assert all(float(one.what.split()[-1]) < 1e-4 for one in weights), weights  # "..., by up to 1.2e-7"
     codes, said = train("other", *constant, "train.seed=1")
     assert codes == [0, 0], said
     others = compare(open_checkpoint(tmp_path / "other"), open_checkpoint(tmp_path / "whole"))

@@ -668,7 +668,7 @@ MUTANTS = [
         SCENARIOS["unused"],
         WRONG,
         "InvariantError",
-        "the fence of step 2 does not hold, but no rank says why",
+        "the fence of step 2 failed, but no report has a reason",
     ),
     Mutant("error on one rank only", error_on_one_rank_only, SCENARIOS["unused"], HUNG, HANGS, r"grad norm \["),
     Mutant(
