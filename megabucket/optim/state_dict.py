@@ -171,7 +171,9 @@ class StateEntry(NamedTuple):
     """The description of one key of a shard's state."""
 
     key: str
-    kind: str  # "elements", "number" or "tensor" (of one number)
+    kind: str
+    """``elements`` (one value per element), ``number``, or ``tensor`` (of one number). A checkpoint also has, for parameters
+    without a shard, ``other`` (any other tensor) and ``plain`` (data as JSON)."""
     dtype: str = ""
     device: str = ""
     shape: tuple[int, ...] = ()
