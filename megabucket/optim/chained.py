@@ -116,7 +116,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 optimizer.ddp.communicator.progress.enter(optimizer.ddp.sync.step, "optimizer")
-                stack.enter_context(optimizer.ddp.sync.leaving_no_mess("optimizer.step()", UPDATING))
+                stack.enter_context(optimizer.ddp.sync.failing_on_all_ranks("optimizer.step()", UPDATING))
             self.last_step = self._skip(reason) if reason else self._update()
         return self.last_step
 

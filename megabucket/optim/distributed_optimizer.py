@@ -16,7 +16,7 @@ import torch
 
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
-from megabucket.ddp.step import CALLING, UPDATING, StepState
+from megabucket.ddp.step import REPORTED, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
@@ -253,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         measures_early = needs_norm and self._is_sharded and not self._changes
         norms: list[torch.Tensor] = []
         # With shards, other ranks update and gather after the agreement, even if this rank fails.
-        with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else CALLING):
+        with sync.failing_on_all_ranks("optimizer.step()", UPDATING if self._is_sharded else REPORTED):
             for group in sync.agree(is_committing=self._is_sharded):
                 if measures_early:  # while other buckets are in flight
                     norms += map(self.global_norm.of_grad, self.sharding.counted_grads[group.index])
@@ -263,7 +263,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 if not self._is_sharded:
                     self.take_published_grads()
-                with sync.leaving_no_mess("optimizer.step()", UPDATING):
+                with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
                     grads = list(map(_grad if self._changes else MainShard.load_grad, self.sharding.shards))
                     norm = math.nan
                     if needs_norm:
@@ -426,7 +426,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.check_may_step()
         if any(name == _LOSS_SCALE for name, _ in self._changes):
             raise PhaseError("the gradients of this step were unscaled already; unscale them once per step().")
-        with sync.leaving_no_mess("unscaling gradients", UPDATING if self._is_sharded else CALLING):
+        with sync.failing_on_all_ranks("unscaling gradients", UPDATING if self._is_sharded else REPORTED):
             grads = self._take_grads()
             found_inf = torch.full((), float(bool(sync.skip_reason)), device=device)
             factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
@@ -465,7 +465,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.ddp.sync.skip_reason:
             return torch.tensor(math.nan)
         self.check_may_step()
-        with self.ddp.sync.leaving_no_mess("clip_grad_norm_()", UPDATING if self._is_sharded else CALLING):
+        with self.ddp.sync.failing_on_all_ranks("clip_grad_norm_()", UPDATING if self._is_sharded else REPORTED):
             grads, over_ranks = self._take_grads(), self._norm_of_type(kind)
             norm = over_ranks.of(map(over_ranks.of_grad, self._counted(grads)))
             if math.isfinite(norm):
