@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import nullcontext
 from typing import Final
 
@@ -119,6 +119,22 @@ class Staging(list[torch.Tensor]):
         """Their gradients."""
         self.room = 0
         """Number of gradients that may be staged before the group must check them; 0 before the first one of a backward."""
+
+    def make_hook(self, receive: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """Return a parameter hook that stages the gradient while there is room, and otherwise calls ``receive``.
+
+        It is the only Python code for most small gradients, so it makes as few calls as possible.
+        """
+
+        def stage(param: torch.Tensor) -> None:
+            if len(self) < self.room and not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                self.append(param)
+                self.grads.append(param.grad)  # type: ignore[arg-type]
+                param.grad = None
+            else:
+                receive(param)
+
+        return stage
 
 
 class _ParamAndGradBucketGroup:

@@ -379,7 +379,7 @@ class WorkHandle(Handle):
             self._job = Job(self._complete_in_background)
         is_passing = plan.is_gloo and not plan.is_kept
         self._passing = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_passing else []
-        self._sent: list[Any] = []  # number of the launch, then its works: filled by a single C call
+        self._sent: list[Any] = []  # the number of the launch, then its works: filled by a single C call
         self._completed: list[None] = []  # not empty once the operations after the works are done
 
     @property
@@ -406,13 +406,14 @@ class WorkHandle(Handle):
             launch.note("launched")
         self._sent.extend(map(_call, steps))
         link.progress.num_launched += 1
+        number, *results = self._sent
         if link.watch is not None:
-            link.watch.heartbeat.num_launched = self._sent[0]
+            link.watch.heartbeat.num_launched = number
         if launch is not None:
             for recorder in link.progress.recorders:
                 recorder.record_launch(launch)
             if self._job is None and launch.clock is not None:
-                self._sent[-1].get_future().add_done_callback(lambda _: launch.note("done"))
+                results[-1].get_future().add_done_callback(lambda _: launch.note("done"))
 
     def wait(self) -> None:
         """Return when the results are there. A wait that was interrupted may be repeated and continues.
@@ -429,18 +430,20 @@ class WorkHandle(Handle):
             raise CollectiveError(f"[rank {link.rank}] {self._label} was not launched, so there is nothing to wait for")
         if self._launch is not None:
             self._launch.note("wait_start")
-        works: Sequence[Work] = self._sent[1:] if self._job is None else (self._job,)
+        number, *works = self._sent
+        if self._job is not None:
+            works = [self._job]
         if plan.is_gloo and link.watch is not None:
-            link.watch.wait(works, label=self._label, number=self._sent[0])
+            link.watch.wait(works, label=self._label, number=number)
         else:
             for work in works:
                 work.wait()  # over NCCL the current stream waits; with a time limit the host would wait, then abort the group
         if self._unread and link.watch is not None:
-            raise link.watch.lose(self._unread, label=self._label, number=self._sent[0])
+            raise link.watch.lose(self._unread, label=self._label, number=number)
         self._complete(plan)
         self._plan = None
         if self._passing:
-            works, self._sent = (), self._sent[:1]  # works hold the tensors
+            works, self._sent = [], [number]  # works hold the tensors
             _await_release(self._passing)
         if self._launch is not None:
             self._launch.note("wait_stop")
@@ -451,7 +454,8 @@ class WorkHandle(Handle):
         if self._accelerator is None:
             return result
         copy = HostCopy(self._accelerator, result)
-        self._link.wait_for(copy, label=self._label, number=self._sent[0])
+        number, *_ = self._sent
+        self._link.wait_for(copy, label=self._label, number=number)
         return copy.values
 
     def poll(self) -> bool:

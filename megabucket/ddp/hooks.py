@@ -69,7 +69,7 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
     """
     # None of these refers to a parameter.
     reference, index, position_of = weakref.ref(sync), group.index, group.position_of
-    staging, streams = group.staging, group.streams
+    streams = group.streams
 
     def receive(param: torch.Tensor) -> None:
         sync = reference()
@@ -80,14 +80,7 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
             )
         sync.receive(index, position_of[id(param)])
 
-    def stage(param: torch.Tensor) -> None:
-        # The only Python code for most small gradients, so it makes as few calls as possible.
-        if len(staging) < staging.room and not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
-            staging.append(param)
-            staging.grads.append(param.grad)  # type: ignore[arg-type]
-            param.grad = None
-        else:
-            receive(param)
+    stage = group.staging.make_hook(receive)
 
     def stage_on_stream(param: torch.Tensor) -> None:
         if streams is not None and streams.is_here():

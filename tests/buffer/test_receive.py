@@ -63,15 +63,12 @@ class Group:
 
     def hook(self, param):
         """What the hook does that the wrapper installs (``ddp/hooks.py``)."""
-        staging, is_small = self.staging, param.nbytes <= LARGE_BYTES
-        if is_small and len(staging) < staging.room and not param.grad_added_to_main_grad:
-            staging.append(param)
-            staging.grads.append(param.grad)
-            param.grad = None
-        else:
-            position = self.group.position_of[id(param)]
-            if self.group.receive(position, counts=self.counts, may_stage=self.may_stage):
-                self.completed_by.append(position)
+        (self.staging.make_hook(self.receive) if param.nbytes <= LARGE_BYTES else self.receive)(param)
+
+    def receive(self, param):
+        position = self.group.position_of[id(param)]
+        if self.group.receive(position, counts=self.counts, may_stage=self.may_stage):
+            self.completed_by.append(position)
 
     def arrive(self, position, value, *, counts=True):
         """Do what autograd and the hook do; return whether the group is complete."""
