@@ -144,7 +144,7 @@ class _ParamAndGradBucketGroup:
         index: position in the launch order.
         buckets: at least one; their order is the order of the calls in the batch.
         communicator: the ranks to reduce with.
-        divisor: of the mean; ``None``: the number of ranks.
+        divisor: of the mean.
         replicas: over which the reduced shards are summed, if other ranks hold the same ones.
     """
 
@@ -155,7 +155,7 @@ class _ParamAndGradBucketGroup:
         index: int,
         communicator: Communicator,
         policy: StepPolicy,
-        divisor: float | None = None,
+        divisor: float,
         replicas: ReplicaReducer | None = None,
     ) -> None:
         self.buckets = list(buckets)
@@ -209,15 +209,13 @@ class _ParamAndGradBucketGroup:
                 slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withheld_because, accumulates=accumulates)
         self._prepare(divisor)
 
-    def _prepare(self, divisor: float | None) -> None:
+    def _prepare(self, divisor: float) -> None:
         """Make the batches."""
         communicator, policy, replicas, rank = self.communicator, self.policy, self._replicas, self.communicator.rank
         num_ranks = communicator.size * (1 if replicas is None else replicas.communicator.size)
         op = ReduceOp.AVG if policy.averages_in_collective else ReduceOp.SUM
         if not policy.averages:
             divisor = 1.0
-        elif divisor is None:
-            divisor = num_ranks
         reductions: list[Call] = []
         over_replicas: list[Call] = []
         gathers: list[Call] = []

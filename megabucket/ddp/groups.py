@@ -457,8 +457,11 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
     for name, param in module.named_parameters():
         own = identity(name, param) if identity is not None else None
         found[name] = own or plain_identity(name, tuple(param.shape))
-        claims = [_group_in(group_of, name, param)] if group_of is not None else []
-        claims += [found[name].group if found[name].group != DENSE else None, _EXPERT if _is_expert(param) else None]
+        claims = (
+            None if group_of is None else _group_in(group_of, name, param),
+            None if found[name].group == DENSE else found[name].group,
+            _EXPERT if getattr(param, "allreduce", True) is False else None,
+        )
         groups = list(dict.fromkeys(claim for claim in claims if claim is not None)) or [DENSE]
         if len(groups) > 1:
             raise ConfigError(f"parameter {name!r} is claimed by the groups {name_list(groups)}; it can be in one")
@@ -476,10 +479,6 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
         raise ConfigError(f"identities have copies along {name_list(unknown)}: pass copies={{name: ranks}} for each of them")
     check_identities(found, {name: tuple(param.shape) for name, param in module.named_parameters()})
     return found
-
-
-def _is_expert(param: torch.Tensor) -> bool:
-    return getattr(param, "allreduce", True) is False
 
 
 def _group_in(group_of: GroupOf, name: str, tensor: torch.Tensor) -> str | None:

@@ -40,7 +40,7 @@ from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.fence import Entry, Fence, Report, describe, resolve_error
-from megabucket.ddp.groups import RankGroups, single
+from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.guards import ModelWatch, Problem
 from megabucket.ddp.hooks import BackwardWatch
 from megabucket.errors import (
@@ -106,7 +106,7 @@ class GradSync:
         groups: bucket groups in launch order.
         watch: finds changes of the module; ``None``: no check.
         backward_hooks: of the module and its submodules. While there are any, no gradient is staged, as they may read others.
-        ranks: of the wrapper; ``None``: those of the bucket groups.
+        ranks: of the wrapper.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class GradSync:
         policy: StepPolicy,
         watch: ModelWatch | None = None,
         *,
+        ranks: RankGroups,
         backward_hooks: Sequence[Sized] = (),
-        ranks: RankGroups | None = None,
     ) -> None:
         self.groups = groups
-        self.ranks = ranks or single(groups[0].communicator, policy)
+        self.ranks = ranks
         self.policy = policy
         self._watch = watch
         self._backward_hooks = backward_hooks

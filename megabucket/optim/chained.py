@@ -104,7 +104,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """
         with self._all_or_none() as agreed:
             for optimizer in self.optimizers:
-                optimizer.check_may_step()
+                optimizer.prepare_step()
             self.optimizers[0].ddp.sync.counters.hyperparameters += (("clip_grad of all", float(self.clip_grad)),)
             for optimizer in self.optimizers:
                 optimizer.ddp.sync.finish(is_committing=optimizer.ddp.policy.is_sharded)

@@ -248,7 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 value = closure()
         sync = self.ddp.sync
-        self.check_may_step()
+        self.prepare_step()
         needs_norm = self._computes_norm or self.clip_grad > 0
         measures_early = needs_norm and self._is_sharded and not self._changes
         norms: list[torch.Tensor] = []
@@ -274,8 +274,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         self.update(grads, norm, max_norm=self.clip_grad)
         return self.last_step if closure is None else value
 
-    def check_may_step(self) -> None:
-        """Check this rank before the step, while the fence can still report an error to all ranks."""
+    def prepare_step(self) -> None:
+        """Check and update everything a step or a change of gradients needs, while the fence can still report an error.
+
+        Raises:
+            MegabucketError: this rank cannot step; reported to the other ranks where they wait for it.
+        """
         sync = self.ddp.sync
         sync.check_not_dropped()
         if self._changes and not (sync.is_reduced and self._changed_step == sync.step):
@@ -423,7 +427,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "nonfinite_gradients='error' (the default) makes each of them an error before the reduction. Wrap the module "
                 "with DistributedDataParallelConfig(nonfinite_gradients='allow'), or 'skip_step'."
             )
-        self.check_may_step()
+        self.prepare_step()
         if any(name == _LOSS_SCALE for name, _ in self._changes):
             raise PhaseError("the gradients of this step were unscaled already; unscale them once per step().")
         with sync.failing_on_all_ranks("unscaling gradients", UPDATING if self._is_sharded else REPORTED):
@@ -464,7 +468,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.sharding.check_norm(is_wanted=True)
         if self.ddp.sync.skip_reason:
             return torch.tensor(math.nan)
-        self.check_may_step()
+        self.prepare_step()
         with self.ddp.sync.failing_on_all_ranks("clip_grad_norm_()", UPDATING if self._is_sharded else REPORTED):
             grads, over_ranks = self._take_grads(), self._norm_of_type(kind)
             norm = over_ranks.of(map(over_ranks.of_grad, self._counted(grads)))

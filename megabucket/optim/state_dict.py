@@ -454,7 +454,8 @@ def unpack(
     _refuse(_group_problems(members, state_dict))
     # Torch converts floating state to the dtype of the parameter, which for 16-bit ones is not the dtype of computation. It
     # does not convert the state of integer "parameters"; these stand-ins have no memory.
-    stand_ins = [[_stand_in(param) for param in of_group] for of_group in members]
+    byte = torch.zeros(1, dtype=torch.int8)
+    stand_ins = [[byte.to(param.device).expand(param.shape or (1,)) for param in of_group] for of_group in members]
     groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
     shell = _shell(optimizer, groups, defaultdict(dict))
     shell.load_state_dict(dict(state_dict))
@@ -491,10 +492,6 @@ def _shell(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state
     shell.__dict__.update(optimizer.__dict__)
     shell.param_groups, shell.state = groups, state  # type: ignore[assignment]
     return shell
-
-
-def _stand_in(param: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int8, device=param.device).expand(param.shape or (1,))
 
 
 def _follow(value: Any, param: torch.Tensor, computed_in: torch.dtype | None, dtype: torch.dtype) -> Any:

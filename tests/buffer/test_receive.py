@@ -41,7 +41,7 @@ class Group:
         (layout,) = build_layout(specs, config, dp_size=1).buffers
         self.buffer = ParamAndGradBuffer(layout, named)
         communicator, policy = LocalCommunicator(), resolve_step(config)
-        self.group = _ParamAndGradBucketGroup(self.buffer.buckets, index=0, communicator=communicator, policy=policy)
+        self.group = _ParamAndGradBucketGroup(self.buffer.buckets, index=0, communicator=communicator, policy=policy, divisor=1)
         self.group.streams = streams
         assert self.group.params == self.params
         for param in self.params:
