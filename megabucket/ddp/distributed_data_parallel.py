@@ -61,8 +61,8 @@ class DistributedDataParallel(torch.nn.Module):
         communicator: an implementation of the port instead of a process group, for example of a ``LoopbackWorld``.
         groups: instead of ``process_group``, if parameters are reduced over different ranks or the model has other kinds of
             parallelism: ``ParallelGroups``, or a dict of its ``reduction`` groups alone.
-        torch_arguments: arguments of torch DDP by name: those that mean what this wrapper does anyway, and the fields
-            ``bucket_cap_mb`` and ``init_sync``. Each other one is a ``ConfigError`` that says what to do instead.
+        torch_arguments: arguments of torch DDP by name, with values that describe what this wrapper does anyway; and the
+            fields ``bucket_cap_mb`` and ``init_sync``. Any other one is a ``ConfigError`` that names the alternative.
         disable_bucketing: one bucket per buffer, regardless of the config: for all pipeline stages but the first, whose
             reductions end while the first stage still computes. Must be equal on the ranks of a reduction group.
 

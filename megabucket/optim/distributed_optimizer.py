@@ -74,8 +74,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         OptimizerParametersError: the optimizer's parameters are not the wrapper's, or its state does not fit into shards.
-        ConfigError: an argument is out of range, the kernels are not there, or the optimizer cannot work on flat shards; or a
-            norm is asked for and the wrapper does not know which ranks hold the other parts of the model.
+        ConfigError: an argument is out of range, the kernels are not installed, or the optimizer cannot work on flat shards; or
+            a norm is requested and the wrapper does not know which ranks hold the other parts of the model.
         LayoutMismatchError: the optimizer is not the same on all ranks.
         PeerFailedError: another rank has failed.
     """
