@@ -159,7 +159,7 @@ class TestCalls:
     def test_ranks_in_the_same_call_go_on(self, has_fence):
         fields = {} if has_fence else {"fence": False, "nonfinite_gradients": "allow"}
 
-        assert self.answers(*[("save_checkpoint()", [("a", 1)], None)] * 2, **fields) == [(None, False)] * 2
+        assert self.answers(*[("save_checkpoint()", [("a", 1)], None)] * 2, **fields) == [(None, ())] * 2
 
     def test_ranks_in_different_calls_all_hear_who_is_in_which(self):
         (error, _), (other, _) = self.answers(("save_checkpoint()", [], None), ("check_replicas()", [], None))
@@ -167,6 +167,14 @@ class TestCalls:
         assert isinstance(error, CallMismatchError)
         assert str(error) == str(other)
         assert "'save_checkpoint()' on rank 0" in str(error) or "save_checkpoint() on rank 0" in str(error)
+        assert str(error).endswith("None of these calls has done anything, and the next call of all ranks may run.")
+
+    def test_ranks_at_different_places_of_one_call_hear_who_is_where(self):
+        (error, _), (other, _) = self.answers(("state_dict()", [], None), ("state_dict(): optimizer state", [], None))
+
+        assert isinstance(error, CallMismatchError)
+        assert str(error) == str(other)
+        assert "state_dict() on rank 0; state_dict(): optimizer state on rank 1" in str(error)
 
     def test_entries_that_differ_are_shown(self):
         answers = self.answers(("wrap", [("w", (4,))], None), ("wrap", [("w", (5,))], None))
@@ -189,10 +197,13 @@ class TestCalls:
             fences[1].send(Report(1, sent_buckets=True))
             return fences[1].take(lambda: Report(1))
 
-        (error, has_sent_buckets), reports = world.run(play)
+        (error, seen), reports = world.run(play)
 
         assert isinstance(error, CallMismatchError)
-        assert has_sent_buckets  # so rank 0 takes part in the buckets
+        assert str(error).endswith(
+            "has done anything, the step was dropped on all ranks, and the next call of all ranks may run."
+        )
+        assert [report.sent_buckets for report in seen] == [False, True]  # so rank 0 takes part in the buckets
         assert [report.doing for report in reports] == ["check_replicas()", "the end of a step"]
 
 
