@@ -439,7 +439,7 @@ class WorkHandle(Handle):
             for work in works:
                 work.wait()  # over NCCL the current stream waits; with a time limit the host would wait, then abort the group
         if self._unread and link.watch is not None:
-            raise link.watch.lose(self._unread, label=self._label, number=number)
+            raise link.watch.report_unreachable(self._unread, label=self._label, number=number)
         self._complete(plan)
         self._plan = None
         if self._passing:

@@ -282,7 +282,7 @@ def discover(
     names = sorted(given.reduction, key=lambda name: (name != DENSE, name))
     if DENSE not in names:
         raise ConfigError(f"groups need {DENSE!r}, the ranks of parameters in no other group; got {name_list(names)}")
-    policy, made = resolve_step(config), _Made(config, device, recorder)
+    policy, made = resolve_step(config), _CommunicatorMaker(config, device, recorder)
     groups = {name: _as_group(name, given.reduction[name], policy) for name in names}
     replicated = {name: group for name, group in groups.items() if group.replicate is not None}
     candidates = {name: group.ranks for name, group in groups.items()}
@@ -327,7 +327,7 @@ def communicator_for(
     return with_same_host_copies(made, device) if resolve_step(config).copies_on_host else made
 
 
-class _Made:
+class _CommunicatorMaker:
     """Makes one communicator per group."""
 
     def __init__(self, config: DistributedDataParallelConfig, device: torch.device, recorder: Recorder | None) -> None:
