@@ -294,8 +294,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_learning_rates(self.torch_optimizer.param_groups)
             hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
             sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes)
-            if self._changes:
-                self._check_nothing_is_lost()
+            self._check_nothing_is_lost()
             self.sharding.refresh()
         except Exception as error:
             if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else a later optimizer has replaced it
@@ -332,8 +331,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise error
             slot.in_buffer.copy_(grad)
             slot.publish()
-        if self._changes:
-            self._check_nothing_is_lost()
+        self._check_nothing_is_lost()
 
     def _answer_norm(self) -> None:
         """Contribute nan to the norm that ranks with other parts of the model wait for, so that none of them updates."""
