@@ -294,7 +294,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_learning_rates(self.torch_optimizer.param_groups)
             hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
             sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes)
-            self._check_nothing_is_lost()
+            if self._changes:
+                self._check_nothing_is_lost()
             self.sharding.refresh()
         except Exception as error:
             if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else a later optimizer has replaced it
@@ -331,7 +332,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise error
             slot.in_buffer.copy_(grad)
             slot.publish()
-        self._check_nothing_is_lost()
+        if self._changes:
+            self._check_nothing_is_lost()
 
     def _answer_norm(self) -> None:
         """Contribute nan to the norm that ranks with other parts of the model wait for, so that none of them updates."""
@@ -500,7 +502,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [grad for grad, shard in zip(grads, self.sharding.shards, strict=True) if shard.counts]
 
     def _check_nothing_is_lost(self) -> None:
-        if self._changes and self._versions != self._versions_of_widened():
+        if self._versions != self._versions_of_widened():
             raise PhaseError(
                 "16-bit gradients were changed, by scale_gradients() or through param.grad, after they were unscaled or "
                 "clipped in float32, so the change would be lost. Make it before; clip with clip_grad_norm_() of the optimizer."
