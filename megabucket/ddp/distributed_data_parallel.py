@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, Exchange
+from megabucket.comm.communicator import Progress
 from megabucket.comm.device import profiler_range
 from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_arguments
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
@@ -103,11 +104,11 @@ class DistributedDataParallel(torch.nn.Module):
         if isinstance(process_group, DeviceMesh):
             groups, process_group = {DENSE: process_group}, None
         self._groups = groups if isinstance(groups, ParallelGroups | None) else ParallelGroups(groups)
+        device, progress = exchange_device(module), Progress(given_recorders=() if recorder is None else (recorder,))
         if self._groups is not None:
-            self.ranks = discover(self._groups, self.ddp_config, device=exchange_device(module), recorder=recorder)
+            self.ranks = discover(self._groups, self.ddp_config, device=device, progress=progress)
         else:
-            device = exchange_device(module)
-            found = communicator or communicator_for(process_group, self.ddp_config, device=device, recorder=recorder)
+            found = communicator or communicator_for(process_group, self.ddp_config, device=device, progress=progress)
             self.ranks = single(found, resolve_step(self.ddp_config), is_owned=communicator is None)
         self.communicator = self.ranks.step
         """Of the ranks that agree on steps."""

@@ -501,7 +501,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [grad for grad, shard in zip(grads, self.sharding.shards, strict=True) if shard.counts]
 
     def _check_nothing_is_lost(self) -> None:
-        if self._changes and self._versions != self._versions_of_widened():
+        if self._versions != self._versions_of_widened():
             raise PhaseError(
                 "16-bit gradients were changed, by scale_gradients() or through param.grad, after they were unscaled or "
                 "clipped in float32, so the change would be lost. Make it before; clip with clip_grad_norm_() of the optimizer."
