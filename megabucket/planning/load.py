@@ -121,17 +121,45 @@ def explain_validation_error(
     problems = []
     for detail in error.errors(include_url=False)[:MAX_PROBLEMS]:
         path = _path_in_data(detail["loc"], data)
-        outer = [path[:length] for length in range(len(path), 0, -1)]
-        place = next((f"command line, {quoted(arguments[each])}" for each in outer if arguments and each in arguments), None)
+        argument = _argument_for(path, arguments or {}, document.data)
+        place = document.place(path) if argument is None else f"command line, {quoted(argument)}"
         dotted = ".".join(str(part) for part in path)
         text = f"{dotted}: {_message(detail)}" if dotted else _message(detail)
-        problems.append(printable(f"{place or document.place(path)}: {text}", _PROBLEM_CHARS))
+        problems.append(printable(f"{place}: {text}", _PROBLEM_CHARS))
     count = error.error_count()
     if count == 1:
         return ConfigError(problems[0], problems=problems)
     if count > MAX_PROBLEMS:
         problems.append(f"and {count - MAX_PROBLEMS} more problems")
     return ConfigError("\n  ".join([f"{document.source}: {count} problems", *problems]), problems=problems)
+
+
+def _argument_for(path: KeyPath, arguments: Mapping[KeyPath, str], data: Any) -> str | None:
+    """Return the override that a problem comes from, or ``None`` if it comes from the file.
+
+    It is the one that set the innermost value on the path. Where the file's own values end, it may also be one that made the
+    section, or that chose its ``kind``.
+
+    Args:
+        data: the values of the file.
+    """
+    depth = 0  # of the path, as far as it is in the file
+    while depth < len(path):
+        try:
+            data = data[path[depth]]
+        except (TypeError, LookupError):
+            break
+        depth += 1
+    for length in range(len(path), 0, -1):
+        outer = path[:length]
+        found = [
+            text
+            for key, text in arguments.items()
+            if key == outer or (length > depth and key[:length] == outer) or (length >= depth and key == (*outer, "kind"))
+        ]
+        if found:
+            return found[-1]
+    return None
 
 
 def _path_in_data(loc: KeyPath, data: Any) -> KeyPath:

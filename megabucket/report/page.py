@@ -83,7 +83,7 @@ def page_data(report: Report) -> dict[str, Any]:
     names = ("title", "summary", "mode", "dp_size", "lower_bound_s", "memory", "scaling", "scaling_gaps", "measured")
     return {
         **{name: figures[name] for name in names},
-        "facts": _facts(report.setting, figures["link"]),
+        "facts": _facts(report.setting, json.dumps({key: value for key, value in figures["link"].items() if key != "tables"})),
         "plans": plans,
         "bucket_count": len(report.buckets),
         "buckets": report.buckets[:first] + report.buckets[-last:] if is_long else report.buckets,

@@ -107,7 +107,7 @@ def test_a_damaged_manifest_is_exit_code_6_with_the_steps_that_are_left(root, co
 
     assert result.exit_code == 6
     assert "manifest.json: it does not end with a seal" in result.stderr
-    assert "step 1 can be tried" in result.stderr
+    assert "step 1 can be tried: name one as the step to read" in result.stderr
 
 
 def test_an_empty_directory_is_exit_code_6(tmp_path):
@@ -249,6 +249,18 @@ def test_weights_go_to_safetensors_and_back(trained):
     found = compare(first, second)
     assert found.num_equal_tensors == len(second.tensors) == sum(name.startswith("model.") for name in first.tensors)
     assert {difference.what for difference in found.tensors} == {"only in the first"}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "megabucket"])
+def test_weights_that_are_there_are_replaced_only_if_allowed(root, tmp_path, to):
+    invoke("convert", root, tmp_path / "hf", "--to", "safetensors", "--step", 1)
+    source = root if to == "safetensors" else tmp_path / "hf"
+    again = ["convert", source, tmp_path / "out", "--to", to]
+
+    results = [invoke(*again), invoke(*again), invoke(*again, "--overwrite")]
+
+    assert [result.exit_code for result in results] == [0, 6, 0]
+    assert "overwrite" in results[1].stderr
 
 
 def test_imported_weights_load_into_a_model_without_an_optimizer(trained):

@@ -9,6 +9,7 @@ from megabucket.config.resolve import resolve_step
 from megabucket.ddp.fence import Fence, Report
 from megabucket.ddp.guards import Problem
 from megabucket.errors import CallMismatchError, LayoutMismatchError, PeerFailedError, PhaseError
+from megabucket.planning.simulate import FENCE as PLANNED_FENCE
 from megabucket.testing import LoopbackWorld
 
 CPU = torch.device("cpu")
@@ -92,6 +93,11 @@ class TestWhatHolds:
 
 
 class TestWhatIsSent:
+    def test_the_planner_counts_the_bytes_of_this_message(self):
+        kind, num_bytes = PLANNED_FENCE
+
+        assert f"fence [{kind.value} max of {num_bytes // 8} x int64]" == FENCE
+
     def test_a_fence_that_holds_is_one_small_collective(self):
         world, fences = ranks_of(2)
 

@@ -315,6 +315,30 @@ def test_a_wrong_sort_of_value_is_told_in_the_words_of_the_file(write, text, mes
     assert lines_of(refusal(path), path) == [message]
 
 
+@pytest.mark.parametrize(
+    ("text", "override", "problem"),
+    [
+        ("", "dpd.bucket_size=1", "dpd: unknown key 'dpd'; did you mean 'ddp'?"),
+        ("ddp: {fence: true}", "ddp.bucket_sise=1", "ddp.bucket_sise: unknown key 'bucket_sise'; did you mean 'bucket_size'?"),
+        ("", "fabric.latency_s=1", "fabric.bytes_per_s: is required"),
+        ("link: {latency_s: 1, seconds_per_byte: 0}", "link.kind=rign", "link: tag 'rign' found using 'kind' does not match"),
+        (f"model: {GPT}", "model.kind=params", "model.params: is required"),
+    ],
+)
+def test_what_only_an_override_can_have_caused_is_blamed_on_it(write, text, override, problem):
+    error = refusal(write(text), override)
+
+    assert any(each.startswith(f"command line, '{override}': {problem}") for each in error.problems)
+
+
+def test_a_problem_of_the_file_is_not_blamed_on_an_override_beside_it(write):
+    path = write("link: {kind: ring, latency_s: -1}\n")
+
+    error = refusal(path, "link.kind=flat", "link.seconds_per_byte=0", "ddp.fence=false")
+
+    assert lines_of(error, path) == ["run.yaml:1: link.latency_s: should be greater than or equal to 0 (got -1)"]
+
+
 def test_what_is_missing_is_placed_at_the_section_that_lacks_it(write):
     path = write(
         "mode: all_reduce\n\nmodel:\n  kind: llama\n  vocab_size: 8\n  num_layers: 1\n  hidden_size: 8\n  num_heads: 1\n"

@@ -47,7 +47,7 @@ def test_a_step_sends_what_the_grid_of_shards_and_replicas_needs():
         ("bucket 1 over replicas", "all_reduce", 2, dense / 4),
         ("bucket 2", "reduce_scatter", 4, dense / 2 * 3 / 4),
         ("bucket 2 over replicas", "all_reduce", 2, dense / 2 / 4),
-        ("step collective 0", "all_reduce", 8, 2 * 144 * 7 / 8),
+        ("step collective 0", "all_reduce", 8, 2 * 48 * 7 / 8),
         ("step collective 1", "all_reduce", 8, 2 * 8 * 7 / 8),
         ("param gather 2", "all_gather", 4, dense / 2 * 3 / 4),
         ("param gather 1", "all_gather", 4, dense * 3 / 4),
