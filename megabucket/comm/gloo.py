@@ -135,7 +135,9 @@ class Plan:
             if isinstance(first, AllReduce) and len(calls) == 1 and _is_small(first, room_bytes, size=self._size):
                 self._add_small(first)
                 return 0 if room_bytes is None else _room_bytes(first, size=self._size)
-        self.add_plain([_in_place(call) for call in calls], can_coalesce_gathers=False)
+        # Gloo runs a reduce-scatter as clone, all-reduce and copy.
+        in_place = [AllReduce(one.full, one.op, one.divisor) if isinstance(one, ReduceScatter) else one for one in calls]
+        self.add_plain(in_place, can_coalesce_gathers=False)
         return 0
 
     def _add_scatters(self, calls: Sequence[ReduceScatter]) -> None:
@@ -248,11 +250,6 @@ def _options(kind: Callable[[], Any], *, op: ReduceOp | None = None, root: int =
 def can_exchange_among(num_ranks: int) -> bool:
     """Return whether collectives of ``num_ranks`` ranks may run as exchanges."""
     return 2 <= num_ranks <= _MOST_RANKS
-
-
-def _in_place(call: Call) -> Call:
-    """Return an all-reduce in place of a reduce-scatter, which gloo runs as clone, all-reduce and copy."""
-    return AllReduce(call.full, call.op, call.divisor) if isinstance(call, ReduceScatter) else call
 
 
 def _room_bytes(call: AllReduce, *, size: int) -> int:

@@ -28,8 +28,9 @@ class Rank:
         config = DistributedDataParallelConfig(**switches)
         (layout,) = build_layout(specs, config, dp_size=world.size).buffers
         self.buffer = ParamAndGradBuffer(layout, self.params)
+        communicator, policy = world.communicator(rank), resolve_step(config)
         self.group = _ParamAndGradBucketGroup(
-            self.buffer.buckets, index=1, communicator=world.communicator(rank), policy=resolve_step(config)
+            self.buffer.buckets, index=1, communicator=communicator, policy=policy, divisor=world.size
         )
 
     def grad(self, name, value):
