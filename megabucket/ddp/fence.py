@@ -12,9 +12,10 @@ import hashlib
 import json
 import marshal
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Final
 
 import torch
@@ -486,8 +487,8 @@ def _disagreements(step: int, reports: Sequence[Report]) -> Iterator[MegabucketE
     for name, kind, what in _COMPARED:
         values = [getattr(report, name) for report in reports]
         if name == "kept":
-            in_order = dict.fromkeys(kept for value in values for kept in value)
-            odd = [kept for kept in in_order if any(kept not in value for value in values)]
+            num_ranks = Counter(chain.from_iterable(map(frozenset, values)))
+            odd = [kept for kept in dict.fromkeys(chain.from_iterable(values)) if num_ranks[kept] < len(values)]
             values = [int(bool(odd) and odd[0] in value) for value in values]
             what = what.format(names=name_list(odd))  # noqa: PLW2901 - the same text with names
         by_rank = tuple(map(int, values))
@@ -514,8 +515,9 @@ def _differing_hyperparameters(reports: Sequence[Report]) -> Iterator[tuple[str,
 
 def _unused(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
     found = _problems_of(reports, errors.UnusedParameterError)
+    names = [(rank, frozenset(fields["params"])) for rank, fields in found]
     for _, fields in found[:1]:
-        ranks_of = {name: [rank for rank, other in found if name in other["params"]] for name in fields["params"]}
+        ranks_of = {name: [rank for rank, others in names if name in others] for name in fields["params"]}
         ranks = ranks_of[fields["params"][0]]
         yield errors.UnusedParameterError(
             step=step,
