@@ -117,7 +117,7 @@ class DistributedDataParallel(torch.nn.Module):
         forward = functools.partial(type(self).forward, self)
         self.forward = functools.wraps(module.forward)(forward)  # type: ignore[method-assign]
         try:
-            self._wrapping = self._wrap()
+            self._wrapping = self._wrap(self.ddp_config)
             self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
             self._add_recorders()
@@ -129,8 +129,8 @@ class DistributedDataParallel(torch.nn.Module):
             self.detach()  # leaves the module as it was
             raise
 
-    def _wrap(self) -> Wrapping:
-        return Wrapping(self.module, self.ddp_config, self.ranks, groups=self._groups, on_load=self._note_load)
+    def _wrap(self, config: DistributedDataParallelConfig) -> Wrapping:
+        return Wrapping(self.module, config, self.ranks, groups=self._groups, on_load=self._note_load)
 
     def _add_recorders(self) -> None:
         progress, device = self.communicator.progress, self.param_and_grad_buffers[0].param_data.device
@@ -429,7 +429,8 @@ class DistributedDataParallel(torch.nn.Module):
         and ``rebuild`` is called again.
 
         Args:
-            config: with new fields for cutting buckets; all other fields must be unchanged.
+            config: with new fields for cutting buckets; all other fields must be unchanged. A rebuild that fails leaves the
+                old config.
 
         Raises:
             ConfigError: ``config`` differs in other fields, or cannot be honoured for the module.
@@ -449,14 +450,14 @@ class DistributedDataParallel(torch.nn.Module):
             optimizer.before_rebuild()
         try:
             self._wrapping.undo()
-            self.ddp_config = config
             torch.nn.Module.zero_grad(self.module)  # also parameters that were in no buffer
-            self._wrapping = self._wrap()
+            self._wrapping = self._wrap(config)
             self.sync.continue_from(before)
             if self.ddp_config.init_sync:
                 self._broadcast()
             for optimizer in optimizers:
                 optimizer.after_rebuild()
+            self.ddp_config = config
         except BaseException as error:
             self._wrapping.undo()
             self._wrapping = Unwrapped(self.module, before, reason=f"{type(error).__name__}: {error}")
