@@ -39,7 +39,7 @@ from megabucket.ddp.wrap import (
 )
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once
 from megabucket.layout import ModelLayout
-from megabucket.layout.identity import ParamIdentity
+from megabucket.layout.identity import ParamIdentity, by_place
 from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
 
 
@@ -377,10 +377,11 @@ class DistributedDataParallel(torch.nn.Module):
         self.sync.counters.note_broadcast()
 
     def _broadcast_copies(self) -> None:
-        """Make tied weights on different ranks equal, in the same order on all ranks."""
-        for param, name in sorted(self.param_names.items(), key=lambda item: self.identities[item[1]].global_name):
+        """Make tied weights on different ranks equal, frozen ones included, in the same order on all ranks."""
+        params = {name: param for name, param in self.module.named_parameters() if not param.is_meta}
+        for name in by_place(params.keys() & self.identities.keys(), self.identities):
             for along in self.identities[name].partial:
-                broadcast_replica(param.data, self.ranks.copies[along])
+                broadcast_replica(params[name], self.ranks.copies[along])
 
     # The wrapper as a module #
 
@@ -455,6 +456,7 @@ class DistributedDataParallel(torch.nn.Module):
             self.sync.continue_from(before)
             if self.ddp_config.init_sync:
                 self._broadcast()
+                self._broadcast_copies()
             for optimizer in optimizers:
                 optimizer.after_rebuild()
             self.ddp_config = config
