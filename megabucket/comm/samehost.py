@@ -381,7 +381,7 @@ class PeerSockets:
                 if must_stop():
                     raise ConnectionError from None
                 if time.monotonic() > deadline_s:
-                    raise RuntimeError("Timed out waiting for another rank to read what this one has") from None
+                    raise RuntimeError("Timed out waiting for another rank to read the memory of this one") from None
                 continue
             if not part:
                 raise ConnectionError

@@ -48,7 +48,7 @@ from megabucket.errors import (
     ProcessGroupMissingError,
 )
 from megabucket.trace.clock import Clock, DeviceClock, HostClock
-from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
+from megabucket.trace.recorder import CollectiveRecord, Launch
 
 FABRIC: Final = "megabucket_fabric"
 """Name of the emulated fabric as a torch back-end."""
@@ -69,18 +69,14 @@ _is_completed: Final = operator.methodcaller("is_completed")
 
 
 def discover_communicator(
-    process_group: dist.ProcessGroup | None,
-    recorder: Recorder | None = None,
-    liveness: Liveness | None = None,
-    *,
-    progress: Progress | None = None,
+    process_group: dist.ProcessGroup | None, liveness: Liveness | None = None, *, progress: Progress | None = None
 ) -> Communicator:
     """Return the communicator of a wrapper for a group: the given one, the default one, or a single process.
 
     Over gloo it has groups of its own, so every rank of the group calls this, in the same order.
 
     Args:
-        progress: shared by the communicators of a wrapper; it holds the recorder.
+        progress: shared by the communicators of a wrapper; it has the recorders.
 
     Raises:
         ProcessGroupMissingError: a launcher started several processes but ``torch.distributed`` is not initialized.
@@ -88,7 +84,7 @@ def discover_communicator(
         MegabucketError: another rank does not come, or is in another call.
     """
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
-        return ProcessGroupCommunicator(process_group, recorder, liveness=liveness, owns_groups=True, progress=progress)
+        return ProcessGroupCommunicator(process_group, liveness=liveness, owns_groups=True, progress=progress)
     # Read only to refuse: without init_process_group() each process would silently train alone.
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
@@ -193,7 +189,7 @@ class ProcessGroupCommunicator(_Channel):
         liveness: how the ranks watch each other; ``None``: without heartbeats, so only dead processes of the same host are
             noticed.
         owns_groups: whether to make groups of its own, where that is possible. Then all ranks make the communicator together.
-        progress: shared by the communicators of a wrapper; it holds the recorder.
+        progress: shared by the communicators of a wrapper; it has the recorders.
 
     Raises:
         CollectiveError: this process is not a member of the group.
@@ -204,7 +200,6 @@ class ProcessGroupCommunicator(_Channel):
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        recorder: Recorder | None = None,
         *,
         liveness: Liveness | None = None,
         owns_groups: bool = False,
@@ -216,7 +211,7 @@ class ProcessGroupCommunicator(_Channel):
                 "group's members only, or pass a group that contains this rank."
             )
         living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
-        link = Link(living, liveness, progress or Progress(given_recorders=() if recorder is None else (recorder,)))
+        link = Link(living, liveness, progress or Progress())
         super().__init__(link, None if group is dist.group.WORLD else group)
         self.members = dist.get_process_group_ranks(living)
         self.process_group = self._group
@@ -439,7 +434,7 @@ class WorkHandle(Handle):
             for work in works:
                 work.wait()  # over NCCL the current stream waits; with a time limit the host would wait, then abort the group
         if self._unread and link.watch is not None:
-            raise link.watch.lose(self._unread, label=self._label, number=number)
+            raise link.watch.report_unreachable(self._unread, label=self._label, number=number)
         self._complete(plan)
         self._plan = None
         if self._passing:

@@ -110,7 +110,7 @@ def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: 
     delayed = [name for name, param in params.items() if getattr(param, "skip_backward_post_hook", False)]
     why = f"gradients of {name_list(delayed)} may come after backward (skip_backward_post_hook=True)" if delayed else ""
     if not ranks.copies.keys().isdisjoint(("pp", "embd")):
-        why = "an earlier pipeline stage waits for what backward of a later one returns"
+        why = "an earlier pipeline stage waits for the result of backward on a later one"
     if why:
         raise ConfigError(
             f"{why}, but with finish='auto' and all-reduce backward waits for the gradient sync of all ranks. Set "

@@ -105,7 +105,7 @@ class GradSync:
     Args:
         groups: bucket groups in launch order.
         watch: finds changes of the module; ``None``: no check.
-        backward_hooks: of the module and its submodules. While there are any, no gradient is staged, as they may read others.
+        backward_hooks: of the module and its submodules. While there are any, no gradient is staged: they may read gradients.
         ranks: of the wrapper.
     """
 
@@ -139,7 +139,7 @@ class GradSync:
         self.broken: MegabucketError | None = None
         """Why nothing more can be sent."""
         self.dropped: MegabucketError | None = None
-        """The error about gradients that were not cleared since: no optimizer may step on them."""
+        """The error of a step whose gradients were not cleared since: no optimizer may step on them."""
         self.skip_reason = ""
         """Why no optimizer steps on the gradients of this step (``nonfinite_gradients="skip_step"``); otherwise empty."""
         self.force_all_reduce = False
@@ -431,17 +431,17 @@ class GradSync:
         self.pause()
 
     def _count_backward(self, *, has_received: bool) -> bool:
-        """Count the backward, even without gradients if these mean zeros.
+        """Count the backward; one without gradients counts if missing gradients are zeros, or delayed.
 
         Returns whether it had no gradients because the module has changed: an optimizer over the new parameters would never
         call this wrapper.
         """
-        may_bring_none = self.policy.unused_is_zero or bool(self._delayed)
-        counts = has_received or (self._has_reached_outputs and may_bring_none)
+        may_be_empty = self.policy.unused_is_zero or bool(self._delayed)
+        counts = has_received or (self._has_reached_outputs and may_be_empty)
         self.counters.num_microbatches += counts
-        is_odd = self._has_reached_outputs and not has_received and self._no_sync_depth == 0
-        has_changed = is_odd and self._watch is not None and self._watch.find_change() is not None
-        if is_odd and (counts or has_changed):
+        is_empty = self._has_reached_outputs and not has_received and self._no_sync_depth == 0
+        has_changed = is_empty and self._watch is not None and self._watch.find_change() is not None
+        if is_empty and (counts or has_changed):
             # The other ranks wait for this one: it takes part when an optimizer or the caller asks for gradients.
             if self.is_reduced:
                 self._vote_to_drop()
@@ -494,7 +494,7 @@ class GradSync:
         if is_committing:
             self._communicator.progress.enter(self.step, "fence")
         if self.state is StepState.AGREED and is_committing and self.policy.is_sharded:
-            # The fence was at ``finish_grad_sync()``; not every rank may have come here since.
+            # The fence was at ``finish_grad_sync()``; since then a rank may have decided not to step.
             self._vote(is_committing=True)
         with self.failing_on_all_ranks("the gradient sync", UPDATING if is_committing else REPORTED):
             if not self.is_reduced:
@@ -557,9 +557,10 @@ class GradSync:
     def _nonfinite_fields(self, tests: Sequence[tuple[int, FiniteTest]]) -> dict[str, Any]:
         """Return the fields of the error about findings of the tests; empty if all gradients are finite."""
         is_bad = any_beyond(test for _, test in tests)
-        for _, test in tests if is_bad is not None and self._communicator.read(is_bad, label="finite test") else ():
-            if bool(any_beyond([test])):
-                test.name_culprits()  # only now does the host know of them
+        if is_bad is not None and self._communicator.read(is_bad, label="finite test"):
+            for _, test in tests:
+                if bool(any_beyond([test])):
+                    test.name_culprits()  # only now does the host know of them
         found = [(index, one) for index, test in tests for one in test.found]
         if not found:
             return {}
@@ -652,7 +653,7 @@ class GradSync:
             self.enter(StepState.AGREED)
 
     def _vote_to_drop(self) -> None:
-        """Report that this rank does not step on its reduced gradients, in case other ranks do."""
+        """Tell the ranks that this one does not step on its reduced gradients, in case others do."""
         if self.state is StepState.AGREED and self.policy.is_sharded:
             self.counters.note_dropped_step()
             self._vote(is_committing=False)

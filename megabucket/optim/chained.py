@@ -5,7 +5,7 @@ by one factor, updates and gathers::
 
     agree on each wrapper -> one norm -> clip -> update each and gather
 
-If the step of one wrapper is dropped, the steps of all are. Megatron's name.
+If the step of one wrapper is dropped, those of all others are dropped as well. The class has Megatron's name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             no rank updates anything.
         clip_grad: clip gradients to this global norm, over all of them; 0 switches clipping off. May be changed between steps.
 
-    Every rank makes one at the same time.
+    A collective call: every rank constructs one at the same time.
 
     Raises:
         ConfigError: the optimizers do not go together, or an argument is out of range.

@@ -74,8 +74,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         OptimizerParametersError: the optimizer's parameters are not the wrapper's, or its state does not fit into shards.
-        ConfigError: an argument is out of range, the kernels are not there, or the optimizer cannot work on flat shards; or a
-            norm is asked for and the wrapper does not know which ranks hold the other parts of the model.
+        ConfigError: an argument is out of range, the kernels are not installed, or the optimizer cannot work on flat shards; or
+            a norm is requested and the wrapper does not know which ranks hold the other parts of the model.
         LayoutMismatchError: the optimizer is not the same on all ranks.
         PeerFailedError: another rank has failed.
     """
@@ -503,7 +503,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [grad for grad, shard in zip(grads, self.sharding.shards, strict=True) if shard.counts]
 
     def _check_nothing_is_lost(self) -> None:
-        if self._changes and self._versions != self._versions_of_widened():
+        if self._versions != self._versions_of_widened():
             raise PhaseError(
                 "16-bit gradients were changed, by scale_gradients() or through param.grad, after they were unscaled or "
                 "clipped in float32, so the change would be lost. Make it before; clip with clip_grad_norm_() of the optimizer."

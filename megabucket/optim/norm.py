@@ -73,7 +73,7 @@ class GlobalNorm:
         self.of_grad = l2_norm if norm_type == 2 else partial(p_norm, norm_type=norm_type)
         """Returns the norm of one of this rank's gradients."""
         op = ReduceOp.MAX if norm_type == math.inf else ReduceOp.SUM
-        self._power = 1.0 if norm_type == math.inf else norm_type  # of the local norms that ranks add, or compare
+        self._power = 1.0 if norm_type == math.inf else norm_type  # of local norms in the collective
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
         self._calls = communicator.prepare([AllReduce(self._total, op)])
 

@@ -95,7 +95,7 @@ class ShardGrad(WithheldGrad):
 
 
 def _withheld(like: torch.Tensor, what: str, unscale: Unscale | None) -> WithheldGrad:
-    grad = ShardGrad(like, what=what, reason=_WITHHELD_BECAUSE, accumulates=bool)  # never
+    grad = ShardGrad(like, what=what, reason=_WITHHELD_BECAUSE, accumulates=bool)  # bool() is False: never
     grad.unscale = unscale
     return grad
 
@@ -437,8 +437,8 @@ class Sharding:
             settings: the arguments of ``DistributedOptimizer`` by name, the same on all ranks.
 
         Raises:
-            ConfigError: the optimizer cannot work on flat shards, a setting is out of range, the kernels are not there, or the
-                norm would be wrong.
+            ConfigError: the optimizer cannot work on flat shards, a setting is out of range, the kernels are not installed, or
+                the norm would be wrong.
             OptimizerParametersError: the groups do not hold the trainable parameters, or some state cannot be cut. Nothing was
                 changed.
             LayoutMismatchError: groups, hyperparameters, step counts or kinds of state are not the same on all ranks.

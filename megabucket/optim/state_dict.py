@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from megabucket.ddp.step import GradSync
     from megabucket.optim.shards import MainShard
 
-KNOWN_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})  # of all, of NAdam, and two of ASGD
-"""Keys of torch's own optimizers that hold a number. For a scalar parameter the two kinds of entries look the same."""
+KNOWN_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})  # mu_product: NAdam; eta, mu: ASGD
+"""Keys of torch's own optimizers with one number for a whole parameter. For a scalar parameter its shape does not show that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
