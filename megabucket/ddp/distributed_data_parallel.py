@@ -40,7 +40,7 @@ from megabucket.ddp.wrap import (
 )
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once
 from megabucket.layout import ModelLayout
-from megabucket.layout.identity import ParamIdentity
+from megabucket.layout.identity import ParamIdentity, by_place
 from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
 
 
@@ -118,7 +118,7 @@ class DistributedDataParallel(torch.nn.Module):
         forward = functools.partial(type(self).forward, self)
         self.forward = functools.wraps(module.forward)(forward)  # type: ignore[method-assign]
         try:
-            self._wrapping = self._wrap()
+            self._wrapping = self._wrap(self.ddp_config)
             self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
             self._add_recorders()
@@ -130,8 +130,8 @@ class DistributedDataParallel(torch.nn.Module):
             self.detach()  # leaves the module as it was
             raise
 
-    def _wrap(self) -> Wrapping:
-        return Wrapping(self.module, self.ddp_config, self.ranks, groups=self._groups, on_load=self._note_load)
+    def _wrap(self, config: DistributedDataParallelConfig) -> Wrapping:
+        return Wrapping(self.module, config, self.ranks, groups=self._groups, on_load=self._note_load)
 
     def _add_recorders(self) -> None:
         progress, device = self.communicator.progress, self.param_and_grad_buffers[0].param_data.device
@@ -378,10 +378,11 @@ class DistributedDataParallel(torch.nn.Module):
         self.sync.counters.note_broadcast()
 
     def _broadcast_copies(self) -> None:
-        """Make tied weights on different ranks equal, in the same order on all ranks."""
-        for param, name in sorted(self.param_names.items(), key=lambda item: self.identities[item[1]].global_name):
+        """Make tied weights on different ranks equal, frozen ones included, in the same order on all ranks."""
+        params = {name: param for name, param in self.module.named_parameters() if not param.is_meta}
+        for name in by_place(params.keys() & self.identities.keys(), self.identities):
             for along in self.identities[name].partial:
-                broadcast_replica(param.data, self.ranks.copies[along])
+                broadcast_replica(params[name], self.ranks.copies[along])
 
     # The wrapper as a module #
 
@@ -430,7 +431,8 @@ class DistributedDataParallel(torch.nn.Module):
         and ``rebuild`` is called again.
 
         Args:
-            config: with new fields for cutting buckets; all other fields must be unchanged.
+            config: with new fields for cutting buckets; all other fields must be unchanged. A rebuild that fails leaves the
+                old config.
 
         Raises:
             ConfigError: ``config`` differs in other fields, or cannot be honoured for the module.
@@ -450,14 +452,15 @@ class DistributedDataParallel(torch.nn.Module):
             optimizer.before_rebuild()
         try:
             self._wrapping.undo()
-            self.ddp_config = config
             torch.nn.Module.zero_grad(self.module)  # also parameters that were in no buffer
-            self._wrapping = self._wrap()
+            self._wrapping = self._wrap(config)
             self.sync.continue_from(before)
             if self.ddp_config.init_sync:
                 self._broadcast()
+                self._broadcast_copies()
             for optimizer in optimizers:
                 optimizer.after_rebuild()
+            self.ddp_config = config
         except BaseException as error:
             self._wrapping.undo()
             self._wrapping = Unwrapped(self.module, before, reason=f"{type(error).__name__}: {error}")

@@ -242,6 +242,32 @@ def test_unused_parameters_are_named_with_the_ranks_that_miss_them():
     assert "'c' got no gradient on ranks 1, 2 of 3 ranks (first in bucket 3 of 4, counted from 0). They require" in str(error)
 
 
+class CountedName(str):
+    """A name that counts how often it is compared."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    num_comparisons = 0
+
+    def __eq__(self, other):
+        CountedName.num_comparisons += 1
+        return str.__eq__(self, other)
+
+
+@pytest.mark.parametrize(
+    "change_of", [lambda names: problem(UnusedParameterError, params=names, bucket=0), lambda names: {"kept": tuple(names)}]
+)
+def test_the_names_of_all_ranks_are_compared_in_linear_time(change_of):
+    names = [f"experts.{index}" for index in range(50)]
+    reports = reports_of(*(change_of(list(map(CountedName, names))) for _ in range(20)), {})
+    CountedName.num_comparisons = 0
+
+    error = error_of(reports)
+
+    assert "experts.0" in str(error)
+    assert CountedName.num_comparisons <= 4 * 50 * 20  # a search in each list of 50 would take 25 * 50 * 20
+
+
 COMMITTING = {"is_committing": True, "hyperparameters": ("lr of group 0=0.1",)}
 
 
