@@ -59,7 +59,7 @@ AREAS = {
     ),
     "config": Area(
         ("megabucket/config/*.py",),
-        ("tests/config", "-k", "not bounded_time"),
+        ("tests/config", "tests/ddp/test_bad_input.py::TestArgumentsOfTorch"),
     ),
     "fence": Area(
         ("megabucket/ddp/fence.py",),
