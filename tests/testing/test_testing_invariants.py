@@ -15,6 +15,7 @@ from megabucket.testing import (
     assert_views_are_a_bijection,
     invariants,
 )
+from megabucket.testing.invariants import layout_diff
 
 # b [0, 100) and a [128, 228), one bucket of 256, two shards of 128.
 SPECS = [ParamSpec("a", (10, 10)), ParamSpec("b", (100,))]
@@ -232,6 +233,15 @@ def test_assert_layouts_equal_shows_the_diff():
     other = build_layout(SPECS, DistributedDataParallelConfig(), dp_size=4)
 
     assert failure(assert_layouts_equal, LAYOUT, other) == "the layouts differ\n  buffer 0: num_shards: 2 != 4"
+
+
+def test_a_buffer_that_one_layout_lacks_differs_in_values_that_are_none_as_well():
+    config = DistributedDataParallelConfig(bucket_cuts=[])  # so that bucket_size is None
+    two = build_layout([*SPECS, ParamSpec("c", (1,), "float64")], config, dp_size=2)
+    one = build_layout(SPECS, config, dp_size=2)
+
+    assert "buffer 1: bucket_size: missing != None" in layout_diff(one, two)
+    assert "buffer 1: bucket_size: None != missing" in layout_diff(two, one)
 
 
 class Odd(ModelLayout):
