@@ -221,10 +221,14 @@ class TestCalls:
         )
         assert [(error.to_dict(), has_sent) for error, has_sent in answers] == [(expected.to_dict(), False)] * 3
 
-    def test_of_ranks_with_the_same_entries_one_is_shown(self):
-        answers = self.answers(*(("wrap", [("w", numel)], None) for numel in (4, 4, 5)))
+    def test_of_ranks_with_the_same_entries_one_sends_its_own(self):
+        world, fences = ranks_of(3)
+
+        answers = world.run(lambda rank: fences[rank].call("wrap", [("w", (4, 4, 5)[rank])], None))
 
         assert [error.differences for error, _ in answers] == [("entry 0: rank 0 has w 4, rank 2 has w 5",)] * 3
+        labels = [line.partition(" [")[0] for line in world.schedule(0)]
+        assert labels == ["wrap", "step report", "wrap texts length", "wrap texts"]
 
     def test_what_all_ranks_refuse_alike_is_their_own_error(self):
         refusals = [ConfigError("no"), ConfigError("no")]
@@ -262,7 +266,28 @@ class TestCalls:
         assert [report.doing for report in reports] == ["check_replicas()", "the end of a step"]
 
 
+class Named(LocalCommunicator):
+    """One rank, and the names under which it waits for its device: they stand in errors about lost ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def read(self, values, *, label):
+        self.names.append(label)
+        return super().read(values, label=label)
+
+
 class TestWithoutOthers:
+    def test_the_wait_for_a_device_has_a_name(self):
+        communicator = Named()
+        fence = fence_on(communicator)
+
+        fence.send(Report(0), torch.tensor(False))
+        fence.take(lambda: None)
+
+        assert communicator.names == ["finite test"]
+
     @pytest.mark.parametrize("is_alone", [True, False], ids=["is alone", "asks nobody"])
     def test_a_rank_is_whole_unless_it_has_a_fault_itself(self, is_alone):
         world = LoopbackWorld(2)
