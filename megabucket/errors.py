@@ -42,7 +42,7 @@ values, why it matters, and what to do. All errors pickle, so they cross process
     ├── CollectiveError (RuntimeError)         a collective that cannot give the right result
     ├── CheckpointError (RuntimeError)         a checkpoint that cannot be written or read
     │   ├── CheckpointNotSavedError            a save that failed on some rank
-    │   ├── CheckpointInvalidError             files that are not what was written
+    │   ├── CheckpointInvalidError             files that have changed since they were written
     │   ├── CheckpointMissingError             no such checkpoint
     │   └── CheckpointMismatchError            a checkpoint of another model
     ├── CheckpointUnavailableError (RuntimeError) flat shards asked for as the state of a model
@@ -249,16 +249,16 @@ _CALLS: Final = {
     "wrap": ("the model", "No rank was wrapped."),
     "groups=": ("groups=", "No rank was wrapped."),
     "DistributedOptimizer()": ("the optimizer", "The optimizer was changed on no rank."),
-    "ChainedOptimizer()": ("the chained optimizers", _NOTHING_CHANGED),
+    "ChainedOptimizer()": ("the list of chained optimizers", _NOTHING_CHANGED),
     "rebuild": (
-        "what is to be rebuilt",
+        "the module to rebuild",
         "Repair it and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept.",
     ),
-    "state_dict()": ("what is to be saved", _NOTHING_CHANGED),
-    "save_checkpoint()": ("what is to be saved", "Nothing was saved."),
+    "state_dict()": ("the state to save", _NOTHING_CHANGED),
+    "save_checkpoint()": ("the state to save", "Nothing was saved."),
     "load_state_dict()": ("the optimizer state to load", "Nothing was loaded on any rank."),
     "finalize_grads()": (
-        "what finalize_grads() is given",
+        "the argument of finalize_grads()",
         "Gradients of copies are not added up: drop the step with zero_grad() on every rank.",
     ),
 }
@@ -645,7 +645,7 @@ class CheckpointNotSavedError(CheckpointError):
     def __init__(self, *, step: int, ranks: Sequence[int], path: str, reason: str, last_good_step: int) -> None:
         self.step, self.ranks, self.path, self.reason = step, tuple(ranks), path, reason
         self.last_good_step = last_good_step
-        others = f" ({rank_list(self.ranks[1:])} failed, too)" if len(self.ranks) > 1 else ""
+        others = f" ({rank_list(self.ranks[1:])} failed as well)" if len(self.ranks) > 1 else ""
         good = f"the last good checkpoint is that of step {last_good_step}" if last_good_step >= 0 else "no good one is known"
         super().__init__(
             f"step {step}: the checkpoint was not saved: rank {self.ranks[0]}: {reason}: {path}{others}. Nothing was committed "
@@ -654,7 +654,7 @@ class CheckpointNotSavedError(CheckpointError):
 
 
 class CheckpointInvalidError(CheckpointError):
-    """A checkpoint's files are not what was written, so nothing of them is used.
+    """The files of a checkpoint have changed since they were written, so nothing of them is used.
 
     Args:
         file: the file that is wrong, within ``path``.
@@ -684,7 +684,7 @@ class CheckpointMissingError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A whole checkpoint, but not of what is to be restored; the text lists up to twenty problems."""
+    """A complete checkpoint of other objects than those to restore; the text lists up to twenty problems."""
 
     def __init__(self, *, path: str, problems: Sequence[str]) -> None:
         self.path, self.problems = path, tuple(problems)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import nullcontext
 from typing import Final
 
@@ -120,6 +120,22 @@ class Staging(list[torch.Tensor]):
         self.room = 0
         """Number of gradients that may be staged before the group must check them; 0 before the first one of a backward."""
 
+    def make_hook(self, receive: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """Return a parameter hook that stages the gradient while there is room, and otherwise calls ``receive``.
+
+        It is the only Python code for most small gradients, so it makes as few calls as possible.
+        """
+
+        def stage(param: torch.Tensor) -> None:
+            if len(self) < self.room and not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                self.append(param)
+                self.grads.append(param.grad)  # type: ignore[arg-type]
+                param.grad = None
+            else:
+                receive(param)
+
+        return stage
+
 
 class _ParamAndGradBucketGroup:
     """One or more buckets that are reduced and gathered as one batch.
@@ -128,7 +144,7 @@ class _ParamAndGradBucketGroup:
         index: position in the launch order.
         buckets: at least one; their order is the order of the calls in the batch.
         communicator: the ranks to reduce with.
-        divisor: of the mean; ``None``: the number of ranks.
+        divisor: of the mean.
         replicas: over which the reduced shards are summed, if other ranks hold the same ones.
     """
 
@@ -139,7 +155,7 @@ class _ParamAndGradBucketGroup:
         index: int,
         communicator: Communicator,
         policy: StepPolicy,
-        divisor: float | None = None,
+        divisor: float,
         replicas: ReplicaReducer | None = None,
     ) -> None:
         self.buckets = list(buckets)
@@ -193,15 +209,13 @@ class _ParamAndGradBucketGroup:
                 slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withheld_because, accumulates=accumulates)
         self._prepare(divisor)
 
-    def _prepare(self, divisor: float | None) -> None:
+    def _prepare(self, divisor: float) -> None:
         """Make the batches."""
         communicator, policy, replicas, rank = self.communicator, self.policy, self._replicas, self.communicator.rank
         num_ranks = communicator.size * (1 if replicas is None else replicas.communicator.size)
         op = ReduceOp.AVG if policy.averages_in_collective else ReduceOp.SUM
         if not policy.averages:
             divisor = 1.0
-        elif divisor is None:
-            divisor = num_ranks
         reductions: list[Call] = []
         over_replicas: list[Call] = []
         gathers: list[Call] = []

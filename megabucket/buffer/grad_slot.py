@@ -195,24 +195,24 @@ class GradSlot:
         """
         grad, state = self.param.grad, self.state
         self.state = _STALE
-        if grad is self.view and state is not _KERNEL:  # the usual case
-            self.param.grad = None
-            return state is _HELD
-        if grad is self.in_buffer and grad is not self.view:  # reduced in an earlier step, and kept or zeroed since
+        if type(grad) is WithheldGrad:  # it stands for the view, and stays
+            return state in (_STAGED, _HELD, _KERNEL)
+        if grad is self.view:
+            has_grad = state in (_HELD, _KERNEL)
+        elif grad is None:
+            has_grad = state in (_STAGED, _KERNEL)
+            if state in (_STALE, _HELD):
+                self.view.zero_()
+        elif grad is self.in_buffer:  # reduced in an earlier step, and kept or zeroed since
+            has_grad = False
             self.view.copy_(grad)
-            self.param.grad = None
-            return False
-        is_withheld = isinstance(grad, WithheldGrad)
-        if not (grad is None or is_withheld or grad is self.view):  # set by the caller
+        else:  # set by the caller
+            has_grad = True
             self.state = state
             self._store_grad(grad)
-            self.state, self.param.grad = _STALE, None
-            return True
-        if grad is None and state in (_STALE, _HELD):
-            self.view.zero_()
-        if not is_withheld:
-            self.param.grad = None
-        return state in (_STAGED, _KERNEL) or (is_withheld and state is _HELD)
+            self.state = _STALE
+        self.param.grad = None
+        return has_grad
 
     def withhold(self, *, is_sent: bool) -> None:
         """Make the gradient unusable until the next ``publish``, ``forget`` or ``withdraw``.
@@ -254,7 +254,7 @@ class WithheldGrad(torch.Tensor):
 
     With ``None`` in ``.grad``, functions such as ``torch.nn.utils.clip_grad_norm_`` would silently do nothing; with the
     gradient there, they would work on one rank's part of it, in memory that a collective may own. It has no memory of its own.
-    See docs/decisions/withheld-gradients.md.
+    See docs/decisions/gradients.md.
 
     Args:
         like: the tensor that it replaces.

@@ -18,7 +18,7 @@ class GradPhase(enum.Enum):
     """Where one bucket group's gradients are within a step."""
 
     ACCUMULATING = "accumulating"  # backward may still add into the buffer
-    IN_FLIGHT = "in flight"  # a collective owns the buffer; nobody else may touch it
+    IN_FLIGHT = "in flight"  # a collective owns the buffer; no other code may touch it
     REDUCED = "already reduced"  # reduced values: everywhere (all-reduce) or in this rank's shard (reduce-scatter)
 
 

@@ -32,12 +32,12 @@ from megabucket.layout.identity import ParamIdentity
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import (
-    KNOWN_NUMBERS,
     NUMBER_TYPES,
     Description,
     StateEntry,
     describe_number,
     describe_shards,
+    is_per_element,
     main_dtype,
     merge_descriptions,
 )
@@ -341,11 +341,6 @@ def _entry(name: str, key: str, value: Any, param: torch.Tensor, keep: Keep) -> 
         keep(tensor_name, value)
         return StateEntry(key, "other", dtype_name(value.dtype), shape=tuple(value.shape))
     return StateEntry(key, "plain", number=("json", json.dumps(encode(value, tensor_name, keep))))
-
-
-def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
-    """Return whether an optimizer keeps one value per element under a key."""
-    return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
 
 
 def values_of_state(optimizer: Json = None) -> dict[str, Json]:

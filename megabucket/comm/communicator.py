@@ -386,4 +386,4 @@ class LocalCommunicator(Communicator):
         super().__init__(rank=0, size=1)
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
-        raise InvariantError(f"{record.label}: one rank has nobody to talk to, got {len(batch)} calls")
+        raise InvariantError(f"{record.label}: a single rank launches no collectives, got {len(batch)} calls")

@@ -17,7 +17,7 @@ from megabucket.errors import CollectiveError
 
 _LENGTH_BYTES: Final = 8
 _MOST_BYTES: Final = 1 << 30
-"""Per rank and exchange. A longer length does not come from this package."""
+"""Limit per rank and exchange. No message of this package is longer."""
 
 
 class Answer(NamedTuple):

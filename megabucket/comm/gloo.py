@@ -9,7 +9,7 @@ all-gather              every rank sends its part to each other rank; a larger o
                         each part, because gloo gathers into new memory and copies it
 ======================  =================================================================================================
 
-The bits are always those of gloo's own collectives. Figures: docs/decisions/gloo-exchanges.md.
+The bits are always those of gloo's own collectives. Figures: docs/decisions/gloo.md.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Plan:
     Collectives get aliases of tensors that C++ owns as well, so that gloo's threads never need the GIL to release them. A gloo
     thread drops its reference after the waiting thread has gone on. If Python were the only other owner, the drop would need
     the GIL: the thread would compete with backward for it, and at the end of the program it might never get it, which aborts
-    the process ("terminate called without an active exception"). See docs/decisions/gloo-tensors.md.
+    the process ("terminate called without an active exception"). See docs/decisions/gloo.md.
 
     Args:
         is_gloo: whether works behave like gloo's: C++ threads hold their tensors, and a wait may time out without harm.
@@ -75,7 +75,7 @@ class Plan:
         """Plan calls of one kind as torch's own collectives, as few as possible.
 
         Args:
-            can_coalesce_gathers: false over gloo, where it corrupts the heap (docs/decisions/gloo-coalesced-gather.md).
+            can_coalesce_gathers: false over gloo, where it corrupts the heap (docs/decisions/gloo.md).
         """
         alone = isinstance(calls[0], Broadcast) or (isinstance(calls[0], AllGather) and not can_coalesce_gathers)
         batches: dict[object, list[Call]] = {}
@@ -135,7 +135,9 @@ class Plan:
             if isinstance(first, AllReduce) and len(calls) == 1 and _is_small(first, room_bytes, size=self._size):
                 self._add_small(first)
                 return 0 if room_bytes is None else _room_bytes(first, size=self._size)
-        self.add_plain([_in_place(call) for call in calls], can_coalesce_gathers=False)
+        # Gloo runs a reduce-scatter as clone, all-reduce and copy.
+        in_place = [AllReduce(one.full, one.op, one.divisor) if isinstance(one, ReduceScatter) else one for one in calls]
+        self.add_plain(in_place, can_coalesce_gathers=False)
         return 0
 
     def _add_scatters(self, calls: Sequence[ReduceScatter]) -> None:
@@ -248,11 +250,6 @@ def _options(kind: Callable[[], Any], *, op: ReduceOp | None = None, root: int =
 def can_exchange_among(num_ranks: int) -> bool:
     """Return whether collectives of ``num_ranks`` ranks may run as exchanges."""
     return 2 <= num_ranks <= _MOST_RANKS
-
-
-def _in_place(call: Call) -> Call:
-    """Return an all-reduce in place of a reduce-scatter, which gloo runs as clone, all-reduce and copy."""
-    return AllReduce(call.full, call.op, call.divisor) if isinstance(call, ReduceScatter) else call
 
 
 def _room_bytes(call: AllReduce, *, size: int) -> int:

@@ -705,7 +705,7 @@ class PeerWatch:
         finally:
             self._leave_board(wait)
 
-    def lose(self, states: Mapping[int, str], *, label: str, number: int) -> Finding:
+    def report_unreachable(self, states: Mapping[int, str], *, label: str, number: int) -> Finding:
         """Return the error to raise because ranks cannot be reached by other means than gloo. The same on all ranks."""
         return self._conclude(self._settle(self._begin(label, number), states))
 

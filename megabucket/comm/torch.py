@@ -48,7 +48,7 @@ from megabucket.errors import (
     ProcessGroupMissingError,
 )
 from megabucket.trace.clock import Clock, DeviceClock, HostClock
-from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
+from megabucket.trace.recorder import CollectiveRecord, Launch
 
 FABRIC: Final = "megabucket_fabric"
 """Name of the emulated fabric as a torch back-end."""
@@ -69,18 +69,14 @@ _is_completed: Final = operator.methodcaller("is_completed")
 
 
 def discover_communicator(
-    process_group: dist.ProcessGroup | None,
-    recorder: Recorder | None = None,
-    liveness: Liveness | None = None,
-    *,
-    progress: Progress | None = None,
+    process_group: dist.ProcessGroup | None, liveness: Liveness | None = None, *, progress: Progress | None = None
 ) -> Communicator:
     """Return the communicator of a wrapper for a group: the given one, the default one, or a single process.
 
     Over gloo it has groups of its own, so every rank of the group calls this, in the same order.
 
     Args:
-        progress: shared by the communicators of a wrapper; it holds the recorder.
+        progress: shared by the communicators of a wrapper; it has the recorders.
 
     Raises:
         ProcessGroupMissingError: a launcher started several processes but ``torch.distributed`` is not initialized.
@@ -88,7 +84,7 @@ def discover_communicator(
         MegabucketError: another rank does not come, or is in another call.
     """
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
-        return ProcessGroupCommunicator(process_group, recorder, liveness=liveness, owns_groups=True, progress=progress)
+        return ProcessGroupCommunicator(process_group, liveness=liveness, owns_groups=True, progress=progress)
     # Read only to refuse: without init_process_group() each process would silently train alone.
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
@@ -193,7 +189,7 @@ class ProcessGroupCommunicator(_Channel):
         liveness: how the ranks watch each other; ``None``: without heartbeats, so only dead processes of the same host are
             noticed.
         owns_groups: whether to make groups of its own, where that is possible. Then all ranks make the communicator together.
-        progress: shared by the communicators of a wrapper; it holds the recorder.
+        progress: shared by the communicators of a wrapper; it has the recorders.
 
     Raises:
         CollectiveError: this process is not a member of the group.
@@ -204,7 +200,6 @@ class ProcessGroupCommunicator(_Channel):
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        recorder: Recorder | None = None,
         *,
         liveness: Liveness | None = None,
         owns_groups: bool = False,
@@ -216,7 +211,7 @@ class ProcessGroupCommunicator(_Channel):
                 "group's members only, or pass a group that contains this rank."
             )
         living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
-        link = Link(living, liveness, progress or Progress(given_recorders=() if recorder is None else (recorder,)))
+        link = Link(living, liveness, progress or Progress())
         super().__init__(link, None if group is dist.group.WORLD else group)
         self.members = dist.get_process_group_ranks(living)
         self.process_group = self._group
@@ -320,7 +315,7 @@ class Link:
     def _abandon(self) -> None:
         self.worker.give_up()
         # The destructor of a gloo group joins threads that wait for the other ranks, up to the group's time limit. With a
-        # frozen rank, destroy_process_group() and the end of the program would take that long. See docs/decisions/liveness.md.
+        # frozen rank, destroy_process_group() and the end of the program would take that long. See docs/decisions/agreement.md.
         given = self._given()
         kept = self.own_groups or ([given] if given is not None else [])
         is_aborted = threading.Event()
@@ -379,7 +374,7 @@ class WorkHandle(Handle):
             self._job = Job(self._complete_in_background)
         is_passing = plan.is_gloo and not plan.is_kept
         self._passing = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_passing else []
-        self._sent: list[Any] = []  # number of the launch, then its works: filled by a single C call
+        self._sent: list[Any] = []  # the number of the launch, then its works: filled by a single C call
         self._completed: list[None] = []  # not empty once the operations after the works are done
 
     @property
@@ -406,13 +401,14 @@ class WorkHandle(Handle):
             launch.note("launched")
         self._sent.extend(map(_call, steps))
         link.progress.num_launched += 1
+        number, *results = self._sent
         if link.watch is not None:
-            link.watch.heartbeat.num_launched = self._sent[0]
+            link.watch.heartbeat.num_launched = number
         if launch is not None:
             for recorder in link.progress.recorders:
                 recorder.record_launch(launch)
             if self._job is None and launch.clock is not None:
-                self._sent[-1].get_future().add_done_callback(lambda _: launch.note("done"))
+                results[-1].get_future().add_done_callback(lambda _: launch.note("done"))
 
     def wait(self) -> None:
         """Return when the results are there. A wait that was interrupted may be repeated and continues.
@@ -429,18 +425,20 @@ class WorkHandle(Handle):
             raise CollectiveError(f"[rank {link.rank}] {self._label} was not launched, so there is nothing to wait for")
         if self._launch is not None:
             self._launch.note("wait_start")
-        works: Sequence[Work] = self._sent[1:] if self._job is None else (self._job,)
+        number, *works = self._sent
+        if self._job is not None:
+            works = [self._job]
         if plan.is_gloo and link.watch is not None:
-            link.watch.wait(works, label=self._label, number=self._sent[0])
+            link.watch.wait(works, label=self._label, number=number)
         else:
             for work in works:
                 work.wait()  # over NCCL the current stream waits; with a time limit the host would wait, then abort the group
         if self._unread and link.watch is not None:
-            raise link.watch.lose(self._unread, label=self._label, number=self._sent[0])
+            raise link.watch.report_unreachable(self._unread, label=self._label, number=number)
         self._complete(plan)
         self._plan = None
         if self._passing:
-            works, self._sent = (), self._sent[:1]  # works hold the tensors
+            works, self._sent = [], [number]  # works hold the tensors
             _await_release(self._passing)
         if self._launch is not None:
             self._launch.note("wait_stop")
@@ -451,7 +449,8 @@ class WorkHandle(Handle):
         if self._accelerator is None:
             return result
         copy = HostCopy(self._accelerator, result)
-        self._link.wait_for(copy, label=self._label, number=self._sent[0])
+        number, *_ = self._sent
+        self._link.wait_for(copy, label=self._label, number=number)
         return copy.values
 
     def poll(self) -> bool:

@@ -147,7 +147,7 @@ _TORCH_ARGUMENTS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "bucket_cap_mb_list": ((None,), "bucket_cuts in the config names the parameters that close a bucket"),
     "batched_grad_copy": ((False, True), "gradients are copied in batches"),
 }
-"""Arguments of torch DDP: the values that mean what happens here anyway, and what to do in place of others."""
+"""Arguments of torch DDP: the values that describe this wrapper's behaviour, and the remedy for other values."""
 
 
 class DistributedDataParallelConfig(Section):
@@ -305,7 +305,7 @@ def with_torch_arguments(
     """Return a config with the arguments of torch DDP that are fields of it.
 
     Raises:
-        ConfigError: an argument asks for something else than what happens here; the text says what to do instead.
+        ConfigError: an argument asks for another behaviour; the text says what to do instead.
         TypeError: torch DDP has no such argument.
     """
     for name in sorted(arguments.keys() - set(_TORCH_FIELDS)):

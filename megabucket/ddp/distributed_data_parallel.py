@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, Exchange
+from megabucket.comm.communicator import Progress
 from megabucket.comm.device import profiler_range
 from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_arguments
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
@@ -61,8 +62,8 @@ class DistributedDataParallel(torch.nn.Module):
         communicator: an implementation of the port instead of a process group, for example of a ``LoopbackWorld``.
         groups: instead of ``process_group``, if parameters are reduced over different ranks or the model has other kinds of
             parallelism: ``ParallelGroups``, or a dict of its ``reduction`` groups alone.
-        torch_arguments: arguments of torch DDP by name: those that mean what this wrapper does anyway, and the fields
-            ``bucket_cap_mb`` and ``init_sync``. Each other one is a ``ConfigError`` that says what to do instead.
+        torch_arguments: arguments of torch DDP by name, with values that describe what this wrapper does anyway; and the
+            fields ``bucket_cap_mb`` and ``init_sync``. Any other one is a ``ConfigError`` that names the alternative.
         disable_bucketing: one bucket per buffer, regardless of the config: for all pipeline stages but the first, whose
             reductions end while the first stage still computes. Must be equal on the ranks of a reduction group.
 
@@ -97,11 +98,11 @@ class DistributedDataParallel(torch.nn.Module):
         if isinstance(process_group, DeviceMesh):
             groups, process_group = {DENSE: process_group}, None
         self._groups = groups if isinstance(groups, ParallelGroups | None) else ParallelGroups(groups)
+        device, progress = exchange_device(module), Progress(given_recorders=() if recorder is None else (recorder,))
         if self._groups is not None:
-            self.ranks = discover(self._groups, self.ddp_config, device=exchange_device(module), recorder=recorder)
+            self.ranks = discover(self._groups, self.ddp_config, device=device, progress=progress)
         else:
-            device = exchange_device(module)
-            found = communicator or communicator_for(process_group, self.ddp_config, device=device, recorder=recorder)
+            found = communicator or communicator_for(process_group, self.ddp_config, device=device, progress=progress)
             self.ranks = single(found, resolve_step(self.ddp_config), is_owned=communicator is None)
         self.communicator = self.ranks.step
         """Of the ranks that agree on steps."""

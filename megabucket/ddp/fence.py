@@ -268,8 +268,8 @@ class Fence:
 
     def __init__(self, communicator: Communicator, *, num_buckets: int, policy: StepPolicy, device: torch.device) -> None:
         self._communicator, self._device, self._num_buckets = communicator, device, num_buckets
-        self._asks = policy.has_fence and communicator.size > 1
         self._gate = Gate(communicator, device=device) if communicator.size > 1 else None
+        self._step_gate = self._gate if policy.has_fence else None  # at the end of a step
         self._report: Report | None = None  # of the pending message
         self._is_nonfinite: torch.Tensor | None = None
         self._exchange: Exchange | None = None
@@ -279,23 +279,23 @@ class Fence:
     @property
     def is_sent(self) -> bool:
         """Whether a message is pending."""
-        return self._report is not None and (not self._asks or (self._gate is not None and self._gate.is_sent))
+        return self._report is not None and (self._step_gate is None or self._step_gate.is_sent)
 
     def send(self, report: Report, nonfinite: torch.Tensor | None = None) -> None:
         """Send this rank's fingerprint and flags without waiting. A rank with a problem sends its report right after.
 
         Args:
             nonfinite: 0D flag on the device, set if gradients are not finite, where only the device knows.
-
         """
         self._is_nonfinite = nonfinite
         self._report = report
-        if self._asks and self._gate is not None:
+        if self._step_gate is not None:
             self._communicator.progress.phase = "fence"
-            is_finite = "nonfinite" not in self.counters.problems
-            flag = _IS_BROKEN if len(report.problems) > (not is_finite) else _STOP_IS_WANTED * self.counters.wants_stop
-            is_nonfinite = self._is_nonfinite if is_finite else torch.ones(())
-            self._gate.send(_END_KIND, report.fingerprint, flag=flag, label="fence", nonfinite=is_nonfinite)
+            num_others = len(report.problems)
+            if "nonfinite" in self.counters.problems:  # the answer has a place of its own for it
+                num_others, nonfinite = num_others - 1, torch.ones(())
+            flag = _IS_BROKEN if num_others > 0 else _STOP_IS_WANTED * self.counters.wants_stop
+            self._step_gate.send(_END_KIND, report.fingerprint, flag=flag, label="fence", nonfinite=nonfinite)
             if report.problems:
                 self._start_exchange(report)
 
@@ -311,8 +311,8 @@ class Fence:
         report = self._report
         if report is None:
             raise errors.PhaseError("there is no fence to wait for")
-        if self._asks and self._gate is not None:
-            is_alike, flag, is_nonfinite = self._gate.take()
+        if self._step_gate is not None:
+            is_alike, flag, is_nonfinite = self._step_gate.take()
             self.counters.stop_is_wanted = flag == _STOP_IS_WANTED
             is_whole = is_alike and flag != _IS_BROKEN and not is_nonfinite
         else:
@@ -341,7 +341,7 @@ class Fence:
         return self._exchange
 
     def _exchange_reports(self, report: Report) -> list[Report]:
-        if self._gate is None or (not self._asks and report.doing == _END_OF_STEP):
+        if self._gate is None or (self._step_gate is None and report.doing == _END_OF_STEP):
             return [Report.from_bytes(report.to_bytes())]
         payloads = self._start_exchange(report).wait()
         self._exchange = None

@@ -57,10 +57,10 @@ def finalize_grads(
         ddp.sync.call("finalize_grads()", [("num_tokens is given:", num_tokens is not None)], failure)
     for ddp in wrappers:
         if not ddp.sync.skip_reason:
-            with ddp.sync.leaving_no_mess("finalize_grads()", UPDATING):
+            with ddp.sync.failing_on_all_ranks("finalize_grads()", UPDATING):
                 _sum_over_copies(ddp)
     if num_tokens is not None and wrappers:
-        with wrappers[0].sync.leaving_no_mess("finalize_grads()", UPDATING):
+        with wrappers[0].sync.failing_on_all_ranks("finalize_grads()", UPDATING):
             total = _total_tokens(wrappers[0], num_tokens)
         for ddp in wrappers:
             ddp.scale_gradients(1.0 / max(total, 1.0))

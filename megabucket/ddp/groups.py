@@ -42,7 +42,6 @@ from megabucket.errors import (
     values_by_rank,
 )
 from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities, megatron_identity, plain_identity
-from megabucket.trace import Recorder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -266,12 +265,13 @@ def single(communicator: Communicator, policy: StepPolicy, *, is_owned: bool = F
 
 
 def discover(
-    given: ParallelGroups, config: DistributedDataParallelConfig, *, device: torch.device, recorder: Recorder | None = None
+    given: ParallelGroups, config: DistributedDataParallelConfig, *, device: torch.device, progress: Progress
 ) -> RankGroups:
     """Return the ranks of a wrapper with several groups. All ranks of each group call it, with the same names.
 
     Args:
         device: of the parameters.
+        progress: has the recorders. Given communicators have their own.
 
     Raises:
         ConfigError: there is no group ``dense``, a value is no group, no given group contains all others, the ranks of the norm
@@ -282,7 +282,7 @@ def discover(
     names = sorted(given.reduction, key=lambda name: (name != DENSE, name))
     if DENSE not in names:
         raise ConfigError(f"groups need {DENSE!r}, the ranks of parameters in no other group; got {name_list(names)}")
-    policy, made = resolve_step(config), _Made(config, device, recorder)
+    policy, made = resolve_step(config), _CommunicatorMaker(config, device, progress)
     groups = {name: _as_group(name, given.reduction[name], policy) for name in names}
     replicated = {name: group for name, group in groups.items() if group.replicate is not None}
     candidates = {name: group.ranks for name, group in groups.items()}
@@ -296,7 +296,7 @@ def discover(
     _check_contains("step_group=", step_ranks, candidates, "all of them agree on each step")
     # First, because the others share its progress.
     step = made.communicator(step_ranks)
-    made.step, step.progress.members = step, step.members
+    made.progress, step.progress.members = step.progress, step.members
     facts = {name: f", divisor={one.divisor}, unused_parameters={one.unused_parameters!r}" for name, one in groups.items()}
     _check_alike(step, {name: (members_of(ranks), facts.get(name, "")) for name, ranks in candidates.items()}, device)
     by_name: dict[str, Reduction] = {}
@@ -311,41 +311,35 @@ def discover(
 
 
 def communicator_for(
-    process_group: ProcessGroup | None,
-    config: DistributedDataParallelConfig,
-    *,
-    device: torch.device,
-    recorder: Recorder | None = None,
-    progress: Progress | None = None,
+    process_group: ProcessGroup | None, config: DistributedDataParallelConfig, *, device: torch.device, progress: Progress
 ) -> Communicator:
     """Return the communicator of a process group by the config. Arguments and errors: see ``discover_communicator``.
 
     Args:
         device: of the parameters.
     """
-    made = discover_communicator(process_group, recorder, Liveness.from_config(config), progress=progress)
+    made = discover_communicator(process_group, Liveness.from_config(config), progress=progress)
     return with_same_host_copies(made, device) if resolve_step(config).copies_on_host else made
 
 
-class _Made:
+class _CommunicatorMaker:
     """Makes one communicator per group."""
 
-    def __init__(self, config: DistributedDataParallelConfig, device: torch.device, recorder: Recorder | None) -> None:
-        self._config, self._device, self._recorder = config, device, recorder
-        self.step: Communicator | None = None
-        """Of all ranks. The others share its progress, and errors number ranks by their place in it."""
+    def __init__(self, config: DistributedDataParallelConfig, device: torch.device, progress: Progress) -> None:
+        self._config, self._device = config, device
+        self.progress = progress
+        """Shared by all communicators; errors number ranks by their place in its ``members``."""
         self._made: dict[Any, Communicator] = {}
         self._replicas: dict[Communicator, ReplicaReducer] = {}
         self.owned: list[Communicator] = []
 
     def communicator(self, ranks: Any) -> Communicator:
         group = process_group_of(ranks)
-        progress = None if self.step is None else self.step.progress
         if isinstance(group, Communicator):
-            group.progress.members = () if progress is None else progress.members
+            group.progress.members = self.progress.members
             return group
         if group not in self._made:
-            made = communicator_for(group, self._config, device=self._device, recorder=self._recorder, progress=progress)
+            made = communicator_for(group, self._config, device=self._device, progress=self.progress)
             self._made[group] = made
             self.owned.append(made)
         return self._made[group]
@@ -457,8 +451,11 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
     for name, param in module.named_parameters():
         own = identity(name, param) if identity is not None else None
         found[name] = own or plain_identity(name, tuple(param.shape))
-        claims = [_group_in(group_of, name, param)] if group_of is not None else []
-        claims += [found[name].group if found[name].group != DENSE else None, _EXPERT if _is_expert(param) else None]
+        claims = (
+            None if group_of is None else _group_in(group_of, name, param),
+            None if found[name].group == DENSE else found[name].group,
+            _EXPERT if getattr(param, "allreduce", True) is False else None,
+        )
         groups = list(dict.fromkeys(claim for claim in claims if claim is not None)) or [DENSE]
         if len(groups) > 1:
             raise ConfigError(f"parameter {name!r} is claimed by the groups {name_list(groups)}; it can be in one")
@@ -476,10 +473,6 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
         raise ConfigError(f"identities have copies along {name_list(unknown)}: pass copies={{name: ranks}} for each of them")
     check_identities(found, {name: tuple(param.shape) for name, param in module.named_parameters()})
     return found
-
-
-def _is_expert(param: torch.Tensor) -> bool:
-    return getattr(param, "allreduce", True) is False
 
 
 def _group_in(group_of: GroupOf, name: str, tensor: torch.Tensor) -> str | None:

@@ -359,7 +359,7 @@ def check_learning_rates(groups: Iterable[Mapping[str, Any]]) -> None:
         if isinstance(rate, float) and not math.isfinite(rate):
             raise ConfigError(
                 f"the learning rate of parameter group {index} is {rate}: every weight of the group would be nan or infinite "
-                "after this step. Look at the scheduler, or at what has computed the rate; nothing was updated."
+                "after this step. Look at the scheduler, or at the code that computes the rate; nothing was updated."
             )
 
 

@@ -69,7 +69,7 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
     """
     # None of these refers to a parameter.
     reference, index, position_of = weakref.ref(sync), group.index, group.position_of
-    staging, streams = group.staging, group.streams
+    streams = group.streams
 
     def receive(param: torch.Tensor) -> None:
         sync = reference()
@@ -80,14 +80,7 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
             )
         sync.receive(index, position_of[id(param)])
 
-    def stage(param: torch.Tensor) -> None:
-        # The only Python code for most small gradients, so it makes as few calls as possible.
-        if len(staging) < staging.room and not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
-            staging.append(param)
-            staging.grads.append(param.grad)  # type: ignore[arg-type]
-            param.grad = None
-        else:
-            receive(param)
+    stage = group.staging.make_hook(receive)
 
     def stage_on_stream(param: torch.Tensor) -> None:
         if streams is not None and streams.is_here():
@@ -117,7 +110,7 @@ def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: 
     delayed = [name for name, param in params.items() if getattr(param, "skip_backward_post_hook", False)]
     why = f"gradients of {name_list(delayed)} may come after backward (skip_backward_post_hook=True)" if delayed else ""
     if not ranks.copies.keys().isdisjoint(("pp", "embd")):
-        why = "an earlier pipeline stage waits for what backward of a later one returns"
+        why = "an earlier pipeline stage waits for the result of backward on a later one"
     if why:
         raise ConfigError(
             f"{why}, but with finish='auto' and all-reduce backward waits for the gradient sync of all ranks. Set "
@@ -269,6 +262,6 @@ class _EndOfBackward:
         if follower is not None and self.watch.running == self.backward:
             self.watch.has_failed = True
             # In a device thread of autograd, unknown to Python, the caller may already have the exception and go on: its next
-            # call notifies the other ranks. See docs/decisions/failed-backwards.md.
+            # call notifies the other ranks. See docs/decisions/agreement.md.
             if not isinstance(threading.current_thread(), threading._DummyThread):
                 follower.abandon_backward()

@@ -54,8 +54,8 @@ def unbuffered_state(
 def naming_replaced(params: Mapping[torch.nn.Parameter, str], communicator: Communicator) -> Iterator[None]:
     """Log which parameters a broadcast inside has replaced by other values, if it has left others as they were.
 
-    Where all of them are replaced, the ranks were seeded apart, and the broadcast is what the caller wants. Some among equal
-    ones are parts of a model that is not the same on all ranks, such as experts.
+    If all parameters are replaced, the ranks had different seeds, and the broadcast is intended. If only some are, these may be
+    parts that each rank has of its own, such as experts.
     """
     if communicator.size == 1:
         yield

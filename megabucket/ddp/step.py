@@ -3,19 +3,23 @@
 ::
 
     IDLE      -> OPEN       a training forward or a gradient
-    OPEN      -> LAUNCHING  a gradient of the last microbatch, or a flush (also from IDLE); may stay here between backward and
-                            step()
+    IDLE      -> LAUNCHING  a gradient of the last microbatch, or a flush, without a forward before
+    OPEN      -> LAUNCHING  the same; may stay here between backward and step()
+    OPEN      -> IDLE       cleared before anything was sent
     LAUNCHING -> FENCED     the last bucket and the fence are sent
     FENCED    -> AGREED     all ranks are whole and the buckets are reduced (an overflow of the sum is found here)
-    FENCED    -> IDLE       a rank has a problem: buckets reduced and forgotten, the same error on all ranks
+    FENCED    -> IDLE       a rank has a problem: buckets reduced and forgotten, the same error on all ranks; or all ranks have
+                            cleared their gradients
     AGREED    -> IDLE       updated and the gather sent; or cleared
-    AGREED    -> OPEN       all-reduced: plain torch accumulates on reduced gradients
+    AGREED    -> OPEN       all-reduced: the next step begins, perhaps on gradients that were kept
     AGREED    -> FENCED     a second vote: explicit finish and then step() or zero_grad()
-    any       -> GIVING_UP  this rank failed before its fence: it sends the rest of the schedule and a fence that reports the
-                            failure; may stay here until the next call
     GIVING_UP -> IDLE       the same error on all ranks
-    IDLE      -> CALL       a collective call outside a step; and back
-    any       -> BROKEN     interrupted after the fence was sent, or a peer was lost; only detach() is left
+    CALL      -> IDLE       another rank has sent the buckets of a step, which is dropped on all ranks
+
+    IDLE, OPEN, LAUNCHING, AGREED -> GIVING_UP   this rank failed before its fence: it sends the rest of the schedule and a
+                                                 fence that reports the failure; may stay here until the next call
+    IDLE, OPEN, LAUNCHING, AGREED -> CALL        a collective call; and back
+    any -> BROKEN                                interrupted after the fence was sent, or a peer was lost; only detach() is left
 
 Hooks never raise about the open step and never change the order of launches; they note problems. Whatever goes wrong, each rank
 sends the same collectives in the same order: all buckets, then the fence. The phases of the buckets (``buffer/phases.py``) say
@@ -36,7 +40,7 @@ from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.fence import Entry, Fence, Report, describe, resolve_error
-from megabucket.ddp.groups import RankGroups, single
+from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.guards import ModelWatch, Problem
 from megabucket.ddp.hooks import BackwardWatch
 from megabucket.errors import (
@@ -74,18 +78,18 @@ class StepState(enum.Enum):
 _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType(
     {
         StepState.IDLE: frozenset({StepState.OPEN, StepState.LAUNCHING, StepState.GIVING_UP, StepState.CALL}),
-        StepState.OPEN: frozenset({StepState.LAUNCHING, StepState.GIVING_UP, StepState.IDLE}),
-        StepState.LAUNCHING: frozenset({StepState.FENCED, StepState.GIVING_UP}),
+        StepState.OPEN: frozenset({StepState.LAUNCHING, StepState.GIVING_UP, StepState.CALL, StepState.IDLE}),
+        StepState.LAUNCHING: frozenset({StepState.FENCED, StepState.GIVING_UP, StepState.CALL}),
         StepState.FENCED: frozenset({StepState.AGREED, StepState.IDLE}),
         StepState.AGREED: frozenset({StepState.IDLE, StepState.OPEN, StepState.FENCED, StepState.GIVING_UP, StepState.CALL}),
         StepState.GIVING_UP: frozenset({StepState.IDLE}),
-        StepState.CALL: frozenset({StepState.IDLE, StepState.AGREED, StepState.GIVING_UP}),
+        StepState.CALL: frozenset({StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, StepState.AGREED}),
         StepState.BROKEN: frozenset(),
     }
 )
 
 
-CALLING: Final = (StepState.FENCED, StepState.CALL)
+REPORTED: Final = (StepState.FENCED, StepState.CALL)
 """States in which the other ranks have this rank's report, so that a failure breaks the wrapper."""
 UPDATING: Final = (StepState.FENCED, StepState.AGREED)
 """States in which the other ranks update and gather, so that an optimizer that fails breaks the wrapper."""
@@ -101,8 +105,8 @@ class GradSync:
     Args:
         groups: bucket groups in launch order.
         watch: finds changes of the module; ``None``: no check.
-        backward_hooks: of the module and its submodules. While there are any, no gradient is staged, as they may read others.
-        ranks: of the wrapper; ``None``: those of the bucket groups.
+        backward_hooks: of the module and its submodules. While there are any, no gradient is staged: they may read gradients.
+        ranks: of the wrapper.
     """
 
     def __init__(
@@ -111,11 +115,11 @@ class GradSync:
         policy: StepPolicy,
         watch: ModelWatch | None = None,
         *,
+        ranks: RankGroups,
         backward_hooks: Sequence[Sized] = (),
-        ranks: RankGroups | None = None,
     ) -> None:
         self.groups = groups
-        self.ranks = ranks or single(groups[0].communicator, policy)
+        self.ranks = ranks
         self.policy = policy
         self._watch = watch
         self._backward_hooks = backward_hooks
@@ -135,7 +139,7 @@ class GradSync:
         self.broken: MegabucketError | None = None
         """Why nothing more can be sent."""
         self.dropped: MegabucketError | None = None
-        """The error about gradients that were not cleared since: no optimizer may step on them."""
+        """The error of a step whose gradients were not cleared since: no optimizer may step on them."""
         self.skip_reason = ""
         """Why no optimizer steps on the gradients of this step (``nonfinite_gradients="skip_step"``); otherwise empty."""
         self.force_all_reduce = False
@@ -292,7 +296,7 @@ class GradSync:
         if self._backward.running is None:
             self._open_backward()
         if self.is_reduced:
-            self._start_unasked(group, position)
+            self._start_implicitly(group, position)
         self._is_taking, self._is_last = True, self._no_sync_depth == 0
         # With create_graph=True autograd makes a new sum, which needs the previous gradient in param.grad.
         self._may_stage = not (torch.is_grad_enabled() or any(self._backward_hooks))
@@ -301,7 +305,7 @@ class GradSync:
         elif self.state is not StepState.LAUNCHING:
             self.enter(StepState.OPEN)
 
-    def _start_unasked(self, group: _ParamAndGradBucketGroup, position: int) -> None:
+    def _start_implicitly(self, group: _ParamAndGradBucketGroup, position: int) -> None:
         """Start a step because a gradient arrives: plain torch code may clear gradients without calling the wrapper.
 
         After an all-reduce a cleared gradient (``None``) starts from zero. One that was zeroed in place, or kept, accumulates
@@ -355,7 +359,7 @@ class GradSync:
             )
         self.settle()
         position = group.position_of[id(param)]
-        with self.leaving_no_mess("grad_ready()"):
+        with self.failing_on_all_ranks("grad_ready()"):
             if group.grad_phase is GradPhase.REDUCED:
                 raise PhaseError(
                     f"grad_ready() was called for {group.slots[position].name!r} when the gradients of the step were reduced: "
@@ -411,10 +415,10 @@ class GradSync:
         Raises:
             MegabucketError: the step is not whole on some rank.
         """
-        with self.leaving_no_mess("backward"):
+        with self.failing_on_all_ranks("backward"):
             self._backward.running = None
             has_received, self._is_taking = self._is_taking, False
-            has_changed = self._look_for_what_is_missing(has_received=has_received)
+            has_changed = self._count_backward(has_received=has_received)
             if has_changed or (self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received):
                 self.finish()  # stores the staged gradients as well
             else:
@@ -426,18 +430,18 @@ class GradSync:
                     self._launch_delayed()
         self.pause()
 
-    def _look_for_what_is_missing(self, *, has_received: bool) -> bool:
-        """Count the backward, even without gradients if these mean zeros.
+    def _count_backward(self, *, has_received: bool) -> bool:
+        """Count the backward; one without gradients counts if missing gradients are zeros, or delayed.
 
         Returns whether it had no gradients because the module has changed: an optimizer over the new parameters would never
         call this wrapper.
         """
-        may_bring_none = self.policy.unused_is_zero or bool(self._delayed)
-        counts = has_received or (self._has_reached_outputs and may_bring_none)
+        may_be_empty = self.policy.unused_is_zero or bool(self._delayed)
+        counts = has_received or (self._has_reached_outputs and may_be_empty)
         self.counters.num_microbatches += counts
-        is_odd = self._has_reached_outputs and not has_received and self._no_sync_depth == 0
-        has_changed = is_odd and self._watch is not None and self._watch.find_change() is not None
-        if is_odd and (counts or has_changed):
+        is_empty = self._has_reached_outputs and not has_received and self._no_sync_depth == 0
+        has_changed = is_empty and self._watch is not None and self._watch.find_change() is not None
+        if is_empty and (counts or has_changed):
             # The other ranks wait for this one: it takes part when an optimizer or the caller asks for gradients.
             if self.is_reduced:
                 self._vote_to_drop()
@@ -463,7 +467,7 @@ class GradSync:
         """Launch every group that was not launched yet."""
         self.settle()
         if not self.is_reduced:
-            with self.leaving_no_mess("start_grad_sync()"):
+            with self.failing_on_all_ranks("start_grad_sync()"):
                 self._flush()
 
     def finish(self, *, is_committing: bool = False) -> None:
@@ -473,7 +477,7 @@ class GradSync:
             MegabucketError: the step is not whole on some rank. All ranks raise the same error, the gradients are forgotten,
                 and the next step may run.
         """
-        with self.leaving_no_mess("the gradient sync"):
+        with self.failing_on_all_ranks("the gradient sync"):
             for _ in self.agree(is_committing=is_committing):
                 pass
 
@@ -490,9 +494,9 @@ class GradSync:
         if is_committing:
             self._communicator.progress.enter(self.step, "fence")
         if self.state is StepState.AGREED and is_committing and self.policy.is_sharded:
-            # The fence was at ``finish_grad_sync()``; not every rank may have come here since.
+            # The fence was at ``finish_grad_sync()``; since then a rank may have decided not to step.
             self._vote(is_committing=True)
-        with self.leaving_no_mess("the gradient sync", UPDATING if is_committing else CALLING):
+        with self.failing_on_all_ranks("the gradient sync", UPDATING if is_committing else REPORTED):
             if not self.is_reduced:
                 self._send_fence(is_committing=is_committing, unused_counts=True)
                 for group in self.groups:
@@ -553,9 +557,10 @@ class GradSync:
     def _nonfinite_fields(self, tests: Sequence[tuple[int, FiniteTest]]) -> dict[str, Any]:
         """Return the fields of the error about findings of the tests; empty if all gradients are finite."""
         is_bad = any_beyond(test for _, test in tests)
-        for _, test in tests if is_bad is not None and self._communicator.read(is_bad, label="finite test") else ():
-            if bool(any_beyond([test])):
-                test.name_culprits()  # only now does the host know of them
+        if is_bad is not None and self._communicator.read(is_bad, label="finite test"):
+            for _, test in tests:
+                if bool(any_beyond([test])):
+                    test.name_culprits()  # only now does the host know of them
         found = [(index, one) for index, test in tests for one in test.found]
         if not found:
             return {}
@@ -569,11 +574,11 @@ class GradSync:
         Raises:
             MegabucketError: the same error on all ranks. The step is over, and forgotten, on all of them.
         """
-        is_vote = self.is_reduced
+        is_counted = self.is_reduced  # a second vote, on a step that all ranks had agreed on
         reports = self._fence.take(self._note_nonfinite)
         if not reports:
             return
-        error = resolve_error(self.step - is_vote, len(self.groups), reports)
+        error = resolve_error(self.step - 1 if is_counted else self.step, len(self.groups), reports)
         if error is None:
             raise InvariantError(
                 f"[rank {self._communicator.rank}] the fence of step {self.step} failed, but no report has a reason"
@@ -581,15 +586,16 @@ class GradSync:
         if isinstance(error, NonFiniteGradientError) and self.policy.skips_nonfinite:
             self.skip_reason = str(error)
             return
-        self._drop(error, takes_part=any(report.sent_buckets for report in reports), is_vote=is_vote)
+        self._drop(error, takes_part=any(report.sent_buckets for report in reports), is_counted=is_counted)
         raise error
 
-    def _drop(self, error: MegabucketError | None, *, takes_part: bool = False, is_vote: bool = False) -> None:
+    def _drop(self, error: MegabucketError | None, *, takes_part: bool = False, is_counted: bool = False) -> None:
         """Forget a step together with all ranks.
 
         Args:
             error: why; ``None``: all of them cleared their gradients.
             takes_part: whether some rank has sent its buckets, so that this rank must send them as well.
+            is_counted: whether ``step`` counts this step already, because all ranks had agreed on it.
         """
         was_late = self.counters.late_phase == GradPhase.IN_FLIGHT.value
         if takes_part:
@@ -604,7 +610,8 @@ class GradSync:
                 group.readiness.end_step(unlearns=True)  # the number of gradients has changed, probably in other groups too
         if error is not None:
             self.last_error = self.dropped = error
-        self.step += not is_vote
+        if not is_counted:
+            self.step += 1
         self.counters.start_step(is_over=error is not None)
         self._forget()
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
@@ -638,7 +645,7 @@ class GradSync:
 
     def _vote(self, *, is_committing: bool) -> None:
         """Agree once more, after the sync: either every rank steps, or every rank drops the step."""
-        with self.leaving_no_mess("the gradient sync"):
+        with self.failing_on_all_ranks("the gradient sync"):
             self._fence.send(self._report(is_committing=is_committing))
             self.enter(StepState.FENCED)
             self._resolve_fence()
@@ -646,7 +653,7 @@ class GradSync:
             self.enter(StepState.AGREED)
 
     def _vote_to_drop(self) -> None:
-        """Report that this rank does not step on its reduced gradients, in case other ranks do."""
+        """Tell the ranks that this one does not step on its reduced gradients, in case others do."""
         if self.state is StepState.AGREED and self.policy.is_sharded:
             self.counters.note_dropped_step()
             self._vote(is_committing=False)
@@ -668,7 +675,7 @@ class GradSync:
         was_open = self.state is StepState.OPEN
         if self.state is StepState.LAUNCHING:
             self.counters.note_dropped_step()
-            with self.leaving_no_mess("zero_grad()"):
+            with self.failing_on_all_ranks("zero_grad()"):
                 self._send_fence()
                 self._resolve_fence()
                 self._drop(None)
@@ -701,7 +708,7 @@ class GradSync:
         """
         if self._backward.running is not None and self._backward.is_gone():
             self.abandon_backward()
-        if self.state in (StepState.FENCED, StepState.CALL) or (self.state is StepState.LAUNCHING and self._fence.is_sent):
+        if self.state in REPORTED or (self.state is StepState.LAUNCHING and self._fence.is_sent):
             # One interrupt has ended the operation, and another one has prevented its report.
             self.break_off(self._communicator.progress.phase, "it was interrupted twice")
         if self.broken is not None:
@@ -721,9 +728,7 @@ class GradSync:
         Args:
             error: the cause; ``None`` if autograd does not reveal it.
         """
-        if self.state not in (StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, StepState.AGREED):
-            return
-        if self._fence.is_sent or error is self.last_error is not None:
+        if StepState.GIVING_UP not in _TRANSITIONS[self.state] or self._fence.is_sent or error is self.last_error is not None:
             return
         # Inside a ``step()`` block the exception is known at its end, unless the caller catches it before.
         is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
@@ -731,7 +736,7 @@ class GradSync:
         self.counters.note_failure(phase, cause + _CAUGHT * is_deferred)
         if self.is_reduced and not (self.state is StepState.AGREED and self.policy.is_sharded):
             self._reopen()  # a new step has begun
-        self.state = StepState.GIVING_UP
+        self.enter(StepState.GIVING_UP)
         # Last, so that ``settle`` finds the failed backward if another interrupt comes before this line.
         self._is_taking, self._backward.running = False, None
         if not is_deferred:
@@ -752,7 +757,7 @@ class GradSync:
 
     def conclude_giving_up(self) -> MegabucketError:
         """Wait for the other ranks; return the error that all ranks raise about the step that this rank has given up."""
-        with self.leaving_no_mess("the gradient sync", (StepState.GIVING_UP,)):
+        with self.failing_on_all_ranks("the gradient sync", (StepState.GIVING_UP,)):
             self._send_failure()
             if self.broken is not None:
                 raise self.broken.copy()
@@ -787,8 +792,8 @@ class GradSync:
         self.fail("abort_step()", reason)
 
     @contextmanager
-    def leaving_no_mess(self, phase: str, final: Sequence[StepState] = CALLING) -> Iterator[None]:
-        """If an exception ends the block, even an interrupt, leave this rank in a state that the other ranks know.
+    def failing_on_all_ranks(self, phase: str, final: Sequence[StepState] = REPORTED) -> Iterator[None]:
+        """Report an exception that ends the block, even an interrupt, to the other ranks.
 
         Before the fence this rank gives up its step; after it the wrapper is broken.
 
@@ -811,10 +816,11 @@ class GradSync:
 
     def break_off(self, phase: str, cause: str) -> None:
         """Break the wrapper: this rank sends nothing more. Waits of the other ranks end within two seconds."""
-        step = self.step - (self.state is StepState.AGREED)  # it was counted when the ranks agreed
+        step = self.step - 1 if self.state is StepState.AGREED else self.step  # it was counted when the ranks agreed
         self._break(WrapperBrokenError(step=step, rank=self._communicator.rank, phase=phase, cause=cause))
 
     def _break(self, error: MegabucketError) -> None:
+        # From any state, and in one statement: after an interrupt both are set or neither is.
         self.state, self.broken = StepState.BROKEN, error
         if isinstance(error, PeerLostError | WrapperBrokenError):
             for communicator in self.ranks.communicators:
@@ -845,15 +851,16 @@ class GradSync:
             Exception: ``failure`` itself, where all ranks failed alike.
         """
         self.settle()
-        before, self.state = self.state, StepState.CALL
-        with self.leaving_no_mess(label):
+        before = self.state
+        self.enter(StepState.CALL)
+        with self.failing_on_all_ranks(label):
             error, sent_buckets = self.ranks.agree(
                 self._fence, label, entries, by_group, failure, device=self._device, step=self.step
             )
             if isinstance(error, CallMismatchError | ReplicasDivergedError) and sent_buckets:
                 self._drop(error, takes_part=True)
             else:
-                self.state = before
+                self.enter(before)
         if error is not None:
             raise error from failure
 
@@ -944,7 +951,7 @@ class GradSync:
         elif not is_agreed:
             self.fail("optimizer.step()", cause)
         elif self.state is StepState.AGREED:
-            self._drop(PhaseError(cause), is_vote=True)
+            self._drop(PhaseError(cause), is_counted=True)
 
     def check_not_in_flight(self, operation: str) -> None:
         """Refuse an operation on gradients that a collective owns.

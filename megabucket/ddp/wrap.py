@@ -333,18 +333,6 @@ class Wrapping:
             "call ddp.rebuild(); and call ddp.finish_param_sync() before you touch parameters outside forward."
         )
 
-    def drop_step(self) -> None:
-        """Forget the gradients of the open step, together with all ranks, and wait until parameters may be read.
-
-        Raises:
-            StepMismatchError: other ranks take the step.
-            PeerFailedError: another rank has failed in it.
-        """
-        # The gradients are not wanted, and a changed module is why the caller rebuilds.
-        with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):
-            self.sync.reset()
-        self.gather.finish()
-
     def undo(self) -> None:
         """Give the parameters their own storage again and remove all hooks. A second call does nothing."""
         if not self._is_attached:
@@ -456,8 +444,11 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
         sync.call("rebuild", [optimizers, (description,)], obstacle)
         return sync
     failure = obstacle or wrapping.find_obstacle()
-    # First, because in an open step ranks may have launched different numbers of buckets.
-    wrapping.drop_step()
+    # First, because in an open step ranks may have launched different numbers of buckets. Its gradients are not wanted, and a
+    # changed module is why the caller rebuilds.
+    with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):
+        wrapping.sync.reset()
+    wrapping.gather.finish()
     wrapping.sync.call("rebuild", [optimizers, ("a wrapped module",)], failure)
     return wrapping.sync
 

@@ -5,7 +5,7 @@ by one factor, updates and gathers::
 
     agree on each wrapper -> one norm -> clip -> update each and gather
 
-If the step of one wrapper is dropped, the steps of all are. Megatron's name.
+If the step of one wrapper is dropped, those of all others are dropped as well. The class has Megatron's name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             no rank updates anything.
         clip_grad: clip gradients to this global norm, over all of them; 0 switches clipping off. May be changed between steps.
 
-    Every rank makes one at the same time.
+    A collective call: every rank constructs one at the same time.
 
     Raises:
         ConfigError: the optimizers do not go together, or an argument is out of range.
@@ -104,7 +104,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """
         with self._all_or_none() as agreed:
             for optimizer in self.optimizers:
-                optimizer.check_may_step()
+                optimizer.prepare_step()
             self.optimizers[0].ddp.sync.counters.hyperparameters += (("clip_grad of all", float(self.clip_grad)),)
             for optimizer in self.optimizers:
                 optimizer.ddp.sync.finish(is_committing=optimizer.ddp.policy.is_sharded)
@@ -116,7 +116,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 optimizer.ddp.communicator.progress.enter(optimizer.ddp.sync.step, "optimizer")
-                stack.enter_context(optimizer.ddp.sync.leaving_no_mess("optimizer.step()", UPDATING))
+                stack.enter_context(optimizer.ddp.sync.failing_on_all_ranks("optimizer.step()", UPDATING))
             self.last_step = self._skip(reason) if reason else self._update()
         return self.last_step
 

@@ -16,7 +16,7 @@ import torch
 
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
-from megabucket.ddp.step import CALLING, UPDATING, StepState
+from megabucket.ddp.step import REPORTED, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
@@ -74,8 +74,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         OptimizerParametersError: the optimizer's parameters are not the wrapper's, or its state does not fit into shards.
-        ConfigError: an argument is out of range, the kernels are not there, or the optimizer cannot work on flat shards; or a
-            norm is asked for and the wrapper does not know which ranks hold the other parts of the model.
+        ConfigError: an argument is out of range, the kernels are not installed, or the optimizer cannot work on flat shards; or
+            a norm is requested and the wrapper does not know which ranks hold the other parts of the model.
         LayoutMismatchError: the optimizer is not the same on all ranks.
         PeerFailedError: another rank has failed.
     """
@@ -248,12 +248,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 value = closure()
         sync = self.ddp.sync
-        self.check_may_step()
+        self.prepare_step()
         needs_norm = self._computes_norm or self.clip_grad > 0
         measures_early = needs_norm and self._is_sharded and not self._changes
         norms: list[torch.Tensor] = []
         # With shards, other ranks update and gather after the agreement, even if this rank fails.
-        with sync.leaving_no_mess("optimizer.step()", UPDATING if self._is_sharded else CALLING):
+        with sync.failing_on_all_ranks("optimizer.step()", UPDATING if self._is_sharded else REPORTED):
             for group in sync.agree(is_committing=self._is_sharded):
                 if measures_early:  # while other buckets are in flight
                     norms += map(self.global_norm.of_grad, self.sharding.counted_grads[group.index])
@@ -263,7 +263,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 if not self._is_sharded:
                     self.take_published_grads()
-                with sync.leaving_no_mess("optimizer.step()", UPDATING):
+                with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
                     grads = list(map(_grad if self._changes else MainShard.load_grad, self.sharding.shards))
                     norm = math.nan
                     if needs_norm:
@@ -274,8 +274,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         self.update(grads, norm, max_norm=self.clip_grad)
         return self.last_step if closure is None else value
 
-    def check_may_step(self) -> None:
-        """Check this rank before the step, while the fence can still report an error to all ranks."""
+    def prepare_step(self) -> None:
+        """Check and update everything a step or a change of gradients needs, while the fence can still report an error.
+
+        Raises:
+            MegabucketError: this rank cannot step; reported to the other ranks where they wait for it.
+        """
         sync = self.ddp.sync
         sync.check_not_dropped()
         if self._changes and not (sync.is_reduced and self._changed_step == sync.step):
@@ -423,10 +427,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "nonfinite_gradients='error' (the default) makes each of them an error before the reduction. Wrap the module "
                 "with DistributedDataParallelConfig(nonfinite_gradients='allow'), or 'skip_step'."
             )
-        self.check_may_step()
+        self.prepare_step()
         if any(name == _LOSS_SCALE for name, _ in self._changes):
             raise PhaseError("the gradients of this step were unscaled already; unscale them once per step().")
-        with sync.leaving_no_mess("unscaling gradients", UPDATING if self._is_sharded else CALLING):
+        with sync.failing_on_all_ranks("unscaling gradients", UPDATING if self._is_sharded else REPORTED):
             grads = self._take_grads()
             found_inf = torch.full((), float(bool(sync.skip_reason)), device=device)
             factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
@@ -464,8 +468,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.sharding.check_norm(is_wanted=True)
         if self.ddp.sync.skip_reason:
             return torch.tensor(math.nan)
-        self.check_may_step()
-        with self.ddp.sync.leaving_no_mess("clip_grad_norm_()", UPDATING if self._is_sharded else CALLING):
+        self.prepare_step()
+        with self.ddp.sync.failing_on_all_ranks("clip_grad_norm_()", UPDATING if self._is_sharded else REPORTED):
             grads, over_ranks = self._take_grads(), self._norm_of_type(kind)
             norm = over_ranks.of(map(over_ranks.of_grad, self._counted(grads)))
             if math.isfinite(norm):
@@ -498,7 +502,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [grad for grad, shard in zip(grads, self.sharding.shards, strict=True) if shard.counts]
 
     def _check_nothing_is_lost(self) -> None:
-        if self._changes and self._versions != self._versions_of_widened():
+        if self._versions != self._versions_of_widened():
             raise PhaseError(
                 "16-bit gradients were changed, by scale_gradients() or through param.grad, after they were unscaled or "
                 "clipped in float32, so the change would be lost. Make it before; clip with clip_grad_norm_() of the optimizer."

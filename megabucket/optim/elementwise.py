@@ -1,8 +1,8 @@
-"""Whether an optimizer updates each element by itself, which flat shards need: a copy of it is asked, on small tensors.
+"""Tests whether an optimizer updates each element independently of the others, as flat shards require.
 
-Its class and its name say nothing, and neither does its documentation to a program. So copies of the optimizer step on the same
-values, whole and cut into flat shards as ranks would hold them, and the results are compared. The optimizer itself, its
-parameters and its state, and the states of random number generators stay as they are.
+Neither the class nor the name of an optimizer tells. So copies of it step on the same small tensors, once as whole parameters
+and once cut into flat shards, and the results are compared. The optimizer itself, its parameters and state, and the random
+number generators are not changed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megabucket.errors import ConfigError
 from megabucket.optim.state_dict import is_per_element
 
 _SHAPES: Final = ((12,), (8, 6), (4, 3, 2, 2), (140, 130))
-"""Of whole parameters. The last is large: some optimizers look at the rows and columns of large matrices only."""
+"""Of whole parameters. The last is large: some optimizers treat only large matrices by rows and columns."""
 _NUMELS: Final = tuple(map(prod, _SHAPES))
 _SHARD_COUNTS: Final = (1, 2, 5)
 _GRAD_SCALES: Final = (1.0, 30.0, 0.3)
-"""By step. A sudden large gradient makes clipping inside an optimizer bite."""
+"""By step. A sudden large gradient triggers clipping inside an optimizer."""
 _TOLERANCE: Final = 1e-4
-"""Of the largest update: fused kernels round the last elements of a tensor in another way."""
+"""Relative to the largest update: fused kernels round the last elements of a tensor in another way."""
 _OVERRIDDEN: Final = {"lr": 0.01, "weight_decay": 0.1}
-"""A warmup begins at 0, where nothing could be seen; and some optimizers are layer-wise only with weight decay."""
+"""A warmup may begin at a learning rate of 0, which changes nothing; some optimizers are layer-wise only with weight decay."""
 _IN_NO_COMPARISON: Final = frozenset({"params", "param_names", "initial_lr", *_OVERRIDDEN})
 
 
@@ -36,8 +36,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose update of one element depends on others. ``optimizer.is_elementwise`` overrides the trial.
 
     Raises:
-        ConfigError: it is one, declares to be one, or cannot be tried and declares nothing; it requires a closure, or keeps
-            float32 copies of the parameters itself.
+        ConfigError: the trial or ``is_elementwise`` says that it does, or the trial fails and there is no ``is_elementwise``;
+            or the optimizer requires a closure, or keeps float32 copies of the parameters itself.
     """
     kind = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -49,7 +49,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if getattr(optimizer, "master_weights", None) is True:
         raise ConfigError(
             f"{kind}(master_weights=True) keeps float32 copies of the parameters, and so does a DistributedOptimizer, which "
-            "steps on its own: the two would part. Leave master_weights out."
+            "steps on its own: the two would drift apart. Leave master_weights out."
         )
     declared = getattr(optimizer, "is_elementwise", None)
     if declared:
@@ -88,7 +88,7 @@ def _values(device: torch.device, *, step: int | None = None) -> torch.Tensor:
     at = torch.arange(sum(_NUMELS), dtype=torch.float32, device=device)
     if step is None:
         return torch.sin(0.7 * at) * (1 + 3 * at / len(at))
-    # Small in small tensors: of equally large ones the maxima would be alike wherever an optimizer bounds its update.
+    # Larger from tensor to tensor: with equal maxima, a bound that depends on the largest gradient would be equal everywhere.
     return torch.cos(1.3 * at + step) * (0.01 + at / len(at)) * _GRAD_SCALES[step]
 
 
@@ -103,7 +103,7 @@ def _shard(num_shards: int, index: int) -> Callable[[torch.Tensor], list[torch.T
 def _results(
     optimizer: torch.optim.Optimizer, device: torch.device, cut: Callable[[torch.Tensor], list[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """Step on what ``cut`` makes of the values; return what has become of them, 1D, for each kind of group."""
+    """Step on the values, cut by ``cut``; return the updated values for each kind of group, 1D."""
     tried = _copy_of(optimizer, cut(_values(device)))
     for step in range(len(_GRAD_SCALES)):
         for group in tried.param_groups:
@@ -114,12 +114,12 @@ def _results(
 
 
 def _copy_of(optimizer: torch.optim.Optimizer, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return a copy over other tensors: with one group of each kind there is, without hooks, made without its constructor."""
+    """Return a copy over other tensors, with one group of each kind and no hooks. The constructor is not called."""
     tried = type(optimizer).__new__(type(optimizer))
     state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
     memo: dict[int, Any] = {id(optimizer): tried, id(optimizer.state): state}
     for group in optimizer.param_groups:
-        # Other attributes may lead to the parameters, too: none of them leads to the user's, or copies them.
+        # Other attributes may refer to the parameters: in the copy they refer to empty ones.
         memo |= {id(param): torch.nn.Parameter(torch.empty(0)) for param in group["params"]}
     own = {key: value for key, value in vars(optimizer).items() if key != "step" and not key.startswith("_optimizer_")}
     tried.__setstate__(copy.deepcopy(own, memo))
@@ -137,24 +137,28 @@ def _copy_of(optimizer: torch.optim.Optimizer, values: Sequence[torch.Tensor]) -
                 copied[key] = torch.full_like(old, value)
             elif isinstance(old, int | float):
                 copied[key] = value
-        # Some constructors begin the state of each parameter, and steps before wrapping do.
-        begun = next((param for param in group["params"] if param.numel() and optimizer.state.get(param)), None)
-        if begun is not None:
+        # Parameters have state already if the constructor initializes it, or after steps before wrapping.
+        like = next((param for param in group["params"] if param.numel() and optimizer.state.get(param)), None)
+        if like is not None:
             for param in copied["params"]:
-                state[param] = {key: _state_like(key, value, begun, param) for key, value in optimizer.state[begun].items()}
+                state[param] = {key: _state_like(key, value, like, param) for key, value in optimizer.state[like].items()}
     tried.param_groups[:] = kinds.values()
     return tried
 
 
 def _state_like(key: str, value: Any, of: torch.Tensor, param: torch.Tensor) -> Any:
-    """Return the state of a small parameter that resembles the state of one of the user's."""
+    """Return an entry of the state of a small parameter, like that of the parameter ``of`` of the user."""
     if is_per_element(key, value, of):
         return torch.full_like(param, float(value.flatten()[0]))
     return copy.deepcopy(value)
 
 
 def _difference(before: torch.Tensor, whole: torch.Tensor, cut: torch.Tensor, num_shards: int) -> str:
-    """Return what is wrong with the values after all steps, as whole parameters or cut."""
+    """Return how the values of whole and of cut parameters differ after all steps; empty if they agree.
+
+    Args:
+        before: the values before the first step.
+    """
     if torch.equal(whole, before):
         return f"{len(_GRAD_SCALES)} steps of a copy of it on small tensors changed nothing, so there is nothing to compare"
     for shape, old, ours, theirs in zip(_SHAPES, *(flat.split(_NUMELS) for flat in (before, whole, cut)), strict=True):

@@ -1,7 +1,7 @@
 """Kernels that take gradient norms and scale gradients: torch's, or those of ``amp_C``, the extension of NVIDIA apex.
 
 ``amp_C`` is called as apex's ``multi_tensor_applier`` calls it. apex itself is never imported: the package of that name on
-PyPI is another project. Recorded from its source and tested with a stand-in; no GPU has run this yet.
+PyPI is another project. The calls follow apex's source and are tested with a stand-in, not yet on a GPU.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ class Kernels(NamedTuple):
 
 TORCH: Final = Kernels(l2_norm, torch._foreach_mul_)
 _AMP_C_DEVICES: Final = ("cuda",)
-_AMP_C_CHUNK_NUMEL: Final = 1 << 16  # what apex's own optimizers ask for
+_AMP_C_CHUNK_NUMEL: Final = 1 << 16  # as in apex's own optimizers
 _AMP_C_LARGEST_NUMEL: Final = 1 << 30
-"""Elements of one tensor given to ``amp_C``, which counts them in 32 bits with a sign."""
+"""Most elements of one tensor given to ``amp_C``, which counts them in signed 32-bit integers."""
 
 
 def find_kernels(name: str, device: torch.device) -> Kernels:
-    """Return ``"torch"``'s kernels, or those of NVIDIA's ``"apex"``, by its extension ``amp_C``.
+    """Return the kernels of ``"torch"``, or those of NVIDIA's ``"apex"`` from its extension ``amp_C``.
 
-    Its norm is a float32 sum of squares: the last bits depend on how gradients are cut, and a norm above 1.8e19 is infinite.
+    The norm of apex is a float32 sum of squares: its last bits depend on how gradients are cut, and above 1.8e19 it is
+    infinite.
 
     Raises:
         ConfigError: there is no such name, the gradients are not on a GPU, or the extension cannot be imported.
@@ -54,7 +55,7 @@ def find_kernels(name: str, device: torch.device) -> Kernels:
 
 
 def about_apex(device: torch.device) -> str:
-    """Return in words whether ``kernels="apex"`` works on a device; empty where nothing is installed that looks like it."""
+    """Return in words whether ``kernels="apex"`` works on a device; empty if no package of either name is installed."""
     if device.type not in _AMP_C_DEVICES or not (_is_installed("amp_C") or _is_installed("apex")):
         return ""
     try:
@@ -78,7 +79,7 @@ def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ValueError:
-        return True  # imported, by something that gave it no spec
+        return True  # imported, but without a spec
 
 
 def _amp_c_norm(amp_c: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -101,5 +102,5 @@ def _amp_c_scale(amp_c: Any, grads: list[torch.Tensor], factor: float) -> None:
 
 
 def _unset_flag(like: torch.Tensor) -> torch.Tensor:
-    """Return an overflow flag that is not set. Kernels set it for what is not finite; some do nothing while it is set."""
+    """Return an overflow flag that is not set. Kernels set it if a value is not finite; some do nothing while it is set."""
     return torch.zeros(1, dtype=torch.int32, device=like.device)

@@ -73,7 +73,7 @@ class GlobalNorm:
         self.of_grad = l2_norm if norm_type == 2 else partial(p_norm, norm_type=norm_type)
         """Returns the norm of one of this rank's gradients."""
         op = ReduceOp.MAX if norm_type == math.inf else ReduceOp.SUM
-        self._power = 1.0 if norm_type == math.inf else norm_type  # of the local norms that ranks add, or compare
+        self._power = 1.0 if norm_type == math.inf else norm_type  # of local norms in the collective
         self._total = torch.zeros(1, dtype=torch.float64, device=device)
         self._calls = communicator.prepare([AllReduce(self._total, op)])
 
@@ -131,11 +131,13 @@ def check_norm_settings(clip_grad: Any, norm_type: float, grad_norm_skip_thresho
     Raises:
         ConfigError: one of them is not a number, or out of range.
     """
-    is_number = isinstance(clip_grad, numbers.Real) and not isinstance(clip_grad, bool)
-    if not is_number or not math.isfinite(clip_grad) or clip_grad < 0:
+    if not _is_number(clip_grad) or not 0 <= clip_grad < math.inf:
         raise ConfigError(f"clip_grad must be a finite number >= 0 (0 switches clipping off), got {clip_grad!r}")
-    if isinstance(norm_type, bool) or not isinstance(norm_type, numbers.Real) or not norm_type >= 1:
+    if not _is_number(norm_type) or not norm_type >= 1:
         raise ConfigError(f"norm_type must be a number >= 1, or infinite, got {norm_type!r}")
-    is_number = isinstance(grad_norm_skip_threshold, numbers.Real) and not isinstance(grad_norm_skip_threshold, bool)
-    if not is_number or not grad_norm_skip_threshold > 0:
+    if not _is_number(grad_norm_skip_threshold) or not grad_norm_skip_threshold > 0:
         raise ConfigError(f"grad_norm_skip_threshold must be a number > 0, or infinite, got {grad_norm_skip_threshold!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -118,28 +118,28 @@ class DynamicGradScaler(ConstantGradScaler):
         self._min_scale, self._growth_factor = _float32(min_scale), _float32(growth_factor)
         self._backoff_factor = _float32(backoff_factor)
         self._growth_interval, self._hysteresis = growth_interval, hysteresis
-        self._num_good, self._num_borne = 0, hysteresis
+        self._num_good, self._num_bad_left = 0, hysteresis  # good steps in a row; bad ones until the scale is lowered
 
     def _follow(self, *, found_inf: bool) -> None:
         if found_inf:
             self._num_good = 0
-            self._num_borne -= 1
-            if self._num_borne <= 0:
+            self._num_bad_left -= 1
+            if self._num_bad_left <= 0:
                 self._scale = max(_float32(self._scale * self._backoff_factor), self._min_scale)
             return
         self._num_good += 1
         if self._num_good == self._growth_interval:
-            self._num_good, self._num_borne = 0, self._hysteresis
+            self._num_good, self._num_bad_left = 0, self._hysteresis
             self._scale = _float32(self._scale * self._growth_factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and both counts, under Megatron's names."""
-        return {"scale": self._scale, "growth_tracker": self._num_good, "hysteresis_tracker": self._num_borne}
+        return {"scale": self._scale, "growth_tracker": self._num_good, "hysteresis_tracker": self._num_bad_left}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a ``state_dict`` of this class or of Megatron's."""
         self._scale = float(state_dict["scale"])
-        self._num_good, self._num_borne = int(state_dict["growth_tracker"]), int(state_dict["hysteresis_tracker"])
+        self._num_good, self._num_bad_left = int(state_dict["growth_tracker"]), int(state_dict["hysteresis_tracker"])
 
 
 def _float32(number: float) -> float:

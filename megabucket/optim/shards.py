@@ -95,7 +95,7 @@ class ShardGrad(WithheldGrad):
 
 
 def _withheld(like: torch.Tensor, what: str, unscale: Unscale | None) -> WithheldGrad:
-    grad = ShardGrad(like, what=what, reason=_WITHHELD_BECAUSE, accumulates=bool)  # never
+    grad = ShardGrad(like, what=what, reason=_WITHHELD_BECAUSE, accumulates=bool)  # bool() is False: never
     grad.unscale = unscale
     return grad
 
@@ -154,27 +154,17 @@ class MainShard:
         self.main.grad = self.withheld
 
     @torch.no_grad()
-    def reload_values(self) -> None:
-        """Copy the values from the parameter buffer after a write there by other code.
-
-        A main value that still rounds to the value in the buffer keeps its precision.
-        """
-        if self.has_own_values:
-            self.restore_values(self.main.clone(), Span(0, self.segment.span.numel))
-
-    @torch.no_grad()
     def restore_values(self, earlier: torch.Tensor, in_segment: Span) -> None:
         """Restore saved main values in a range, except where the parameter buffer has changed since.
 
-        A saved value that does not round to the value in the buffer is replaced by it.
+        A saved value that does not round to the value in the buffer is replaced by it. Only for a shard with values of its own.
 
         Args:
             earlier: 1D, dtype of main, one value per element of the range.
         """
-        if self.has_own_values:
-            written = self.model_values[in_segment.start : in_segment.stop]
-            is_kept = earlier.to(written.dtype) == written
-            self.main[in_segment.start : in_segment.stop] = torch.where(is_kept, earlier, written.to(earlier.dtype))
+        written = self.model_values[slice(*in_segment)]
+        is_kept = earlier.to(written.dtype) == written
+        self.main[slice(*in_segment)] = torch.where(is_kept, earlier, written.to(earlier.dtype))
 
     def params_with_nonfinite_grad(self) -> Sequence[str]:
         """Return the parameters whose gradient in this segment is not finite. Slow; for reports."""
@@ -269,16 +259,13 @@ class GroupMembers:
     def _has_left(self, tensor: torch.nn.Parameter, params: Collection[torch.nn.Parameter]) -> bool:
         return tensor in self._once_in_module and tensor not in params
 
-    def by_name(self, names: Mapping[torch.nn.Parameter, str], params: Collection[torch.nn.Parameter]) -> dict[str, int]:
-        """Return the group of each parameter of the wrapper.
-
-        Args:
-            names: of the parameters in the buffers.
-            params: all parameters of the module, frozen ones included.
+    def by_name(self, ddp: DistributedDataParallel) -> dict[str, int]:
+        """Return the group of each parameter in the buffers of the wrapper.
 
         Raises:
             OptimizerParametersError: groups and wrapper do not hold the same trainable parameters, each once.
         """
+        names, params = ddp.param_names, set(ddp.module.parameters())
         group_of: dict[str, int] = {}
         foreign, twice = [], []
         for index, group in enumerate(self.by_group()):
@@ -332,8 +319,8 @@ class Sharding:
         self._num_value_changes = 0  # of the wrapper, when main values last were those of its parameters
         optimizer.register_step_pre_hook(_refuse_withheld_grads)
         itself = weakref.ref(self)
-        optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself(), held, "state_dict()"))
-        optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself(), held, "load_state_dict()"))
+        optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself, held, "state_dict()"))
+        optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself, held, "load_state_dict()"))
         self.shards: list[MainShard] = []
         """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
         self.stepped: list[MainShard | Placeholder] = []
@@ -349,7 +336,7 @@ class Sharding:
         params = {name: param for param, name in self._ddp.param_names.items()}
         cutter = StateCutter(whole, params)
         signature_of = {name: cutter.signature(name) for name in params}
-        group_of = self._group_of()
+        group_of = self.members.by_name(self._ddp)
         shards = self._make_shards(group_of, signature_of)
         for shard in shards:
             cutter.restore_main_values(shard)
@@ -372,9 +359,6 @@ class Sharding:
             for along in ranks.copies.keys() & identity.copies:
                 found[copies_key(along)].append((identity.global_name, *entries[name][1:]))
         return {name: [*of_group, *((text,) for text in texts)] for name, of_group in found.items()}
-
-    def _group_of(self) -> dict[str, int]:
-        return self.members.by_name(self._ddp.param_names, set(self._ddp.module.parameters()))
 
     def _make_shards(self, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]) -> list[MainShard]:
         ranks, is_sharded, identities = self._ddp.ranks, self._is_sharded, self._ddp.identities
@@ -453,8 +437,8 @@ class Sharding:
             settings: the arguments of ``DistributedOptimizer`` by name, the same on all ranks.
 
         Raises:
-            ConfigError: the optimizer cannot work on flat shards, a setting is out of range, the kernels are not there, or the
-                norm would be wrong.
+            ConfigError: the optimizer cannot work on flat shards, a setting is out of range, the kernels are not installed, or
+                the norm would be wrong.
             OptimizerParametersError: the groups do not hold the trainable parameters, or some state cannot be cut. Nothing was
                 changed.
             LayoutMismatchError: groups, hyperparameters, step counts or kinds of state are not the same on all ranks.
@@ -493,10 +477,14 @@ class Sharding:
             self.reload()
 
     def reload(self) -> None:
-        """Copy parameter values from the model after a write there by other code."""
+        """Copy parameter values from the model after a write there by other code.
+
+        A main value that still rounds to the value in the buffer keeps its precision.
+        """
         self.check_is_current()
         for shard in self.shards:
-            shard.reload_values()
+            if shard.has_own_values:
+                shard.restore_values(shard.main.detach().clone(), Span(0, shard.segment.span.numel))
         self._num_value_changes = self._ddp.num_value_changes
 
     def settle(self, operation: str) -> None:
@@ -574,7 +562,7 @@ class Sharding:
         Args:
             signature_of: by parameter; equal for parameters that may share a shard.
         """
-        return self._make_shards(self._group_of(), signature_of)
+        return self._make_shards(self.members.by_name(self._ddp), signature_of)
 
     def take_loaded(
         self, state: Mapping[MainShard, ShardState], groups: Sequence[Mapping[str, Any]], others: WholeState
@@ -616,17 +604,6 @@ class Sharding:
                 state[key] = copy.deepcopy(values)  # torch would keep the caller's tensors
         self._main_values = {param: main.clone() for param, main in whole.main_values.items() if param in others}
         set_groups(self._optimizer, groups)
-
-    def refuse_shards_of(self, held: torch.optim.Optimizer, method: str) -> None:
-        """Refuse a method that would treat shards as parameters.
-
-        Raises:
-            CheckpointUnavailableError: the optimizer holds the shards.
-        """
-        if held is self._optimizer and self._buffers:
-            dense = self._buffers[0].layout
-            rank, num_shards = self._ddp.communicator.rank, dense.num_shards if self._is_sharded else 1
-            raise CheckpointUnavailableError(optimizer=type(held).__name__, method=method, rank=rank, num_shards=num_shards)
 
     def check_is_current(self) -> None:
         """Check that the shards cover all that is trained.
@@ -701,10 +678,13 @@ def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter
     return chain.from_iterable(map(_params, optimizer.param_groups))
 
 
-def _refuse_shards(sharding: Sharding | None, held: torch.optim.Optimizer, method: str) -> None:
+def _refuse_shards(reference: weakref.ref[Sharding], held: torch.optim.Optimizer, method: str) -> None:
     """Refuse to save or load flat shards as the state of a model. Shells over whole parameters share the hook."""
-    if sharding is not None:
-        sharding.refuse_shards_of(held, method)
+    sharding = reference()
+    if sharding is not None and sharding._optimizer is held and sharding._buffers:
+        rank = sharding._ddp.communicator.rank
+        num_shards = sharding._buffers[0].layout.num_shards if sharding._is_sharded else 1
+        raise CheckpointUnavailableError(optimizer=type(held).__name__, method=method, rank=rank, num_shards=num_shards)
 
 
 def _refuse_withheld_grads(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from megabucket.ddp.step import GradSync
     from megabucket.optim.shards import MainShard
 
-KNOWN_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})  # of all, of NAdam, and two of ASGD
-"""Keys of torch's own optimizers that hold a number. For a scalar parameter the two kinds of entries look the same."""
+KNOWN_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})  # mu_product: NAdam; eta, mu: ASGD
+"""Keys of torch's own optimizers with one number for a whole parameter. For a scalar parameter its shape does not show that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +171,9 @@ class StateEntry(NamedTuple):
     """The description of one key of a shard's state."""
 
     key: str
-    kind: str  # "elements", "number" or "tensor" (of one number)
+    kind: str
+    """``elements`` (one value per element), ``number``, or ``tensor`` (of one number). A checkpoint also has, for parameters
+    without a shard, ``other`` (any other tensor) and ``plain`` (data as JSON)."""
     dtype: str = ""
     device: str = ""
     shape: tuple[int, ...] = ()
@@ -452,7 +454,8 @@ def unpack(
     _refuse(_group_problems(members, state_dict))
     # Torch converts floating state to the dtype of the parameter, which for 16-bit ones is not the dtype of computation. It
     # does not convert the state of integer "parameters"; these stand-ins have no memory.
-    stand_ins = [[_stand_in(param) for param in of_group] for of_group in members]
+    byte = torch.zeros(1, dtype=torch.int8)
+    stand_ins = [[byte.to(param.device).expand(param.shape or (1,)) for param in of_group] for of_group in members]
     groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
     shell = _shell(optimizer, groups, defaultdict(dict))
     shell.load_state_dict(dict(state_dict))
@@ -489,10 +492,6 @@ def _shell(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state
     shell.__dict__.update(optimizer.__dict__)
     shell.param_groups, shell.state = groups, state  # type: ignore[assignment]
     return shell
-
-
-def _stand_in(param: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int8, device=param.device).expand(param.shape or (1,))
 
 
 def _follow(value: Any, param: torch.Tensor, computed_in: torch.dtype | None, dtype: torch.dtype) -> Any:

@@ -31,7 +31,7 @@ SCATTER_MEAN = {"use_distributed_optimizer": True}
 class Rank:
     """Two parameters of 100 elements on one rank; ``b`` lies at [0, 100), ``a`` at [128, 228), the bucket ends at 256."""
 
-    def __init__(self, communicator, switches, *, dtype=torch.float32, delayed="", **fields):
+    def __init__(self, communicator, switches, *, dtype=torch.float32, delayed="", divisor=0, replicas=None):
         self.params = {name: torch.nn.Parameter(torch.zeros(100, dtype=dtype)) for name in "ab"}
         for name in delayed:
             self.params[name].skip_backward_post_hook = True
@@ -39,8 +39,14 @@ class Rank:
         config = DistributedDataParallelConfig(**switches)
         (layout,) = build_layout(specs, config, dp_size=communicator.size).buffers
         self.buffer = ParamAndGradBuffer(layout, self.params)
+        num_ranks = communicator.size * (1 if replicas is None else replicas.communicator.size)
         self.group = _ParamAndGradBucketGroup(
-            self.buffer.buckets, index=1, communicator=communicator, policy=resolve_step(config), **fields
+            self.buffer.buckets,
+            index=1,
+            communicator=communicator,
+            policy=resolve_step(config),
+            divisor=divisor or num_ranks,
+            replicas=replicas,
         )
 
     def grad(self, name, value):

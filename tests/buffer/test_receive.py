@@ -42,7 +42,7 @@ class Group:
         (layout,) = build_layout(specs, config, dp_size=1).buffers
         self.buffer = ParamAndGradBuffer(layout, named)
         communicator, policy = LocalCommunicator(), resolve_step(config)
-        self.group = _ParamAndGradBucketGroup(self.buffer.buckets, index=0, communicator=communicator, policy=policy)
+        self.group = _ParamAndGradBucketGroup(self.buffer.buckets, index=0, communicator=communicator, policy=policy, divisor=1)
         self.group.streams = streams
         assert self.group.params == self.params
         for param in self.params:
@@ -64,15 +64,12 @@ class Group:
 
     def hook(self, param):
         """What the hook does that the wrapper installs (``ddp/hooks.py``)."""
-        staging, is_small = self.staging, param.nbytes <= LARGE_BYTES
-        if is_small and len(staging) < staging.room and not param.grad_added_to_main_grad:
-            staging.append(param)
-            staging.grads.append(param.grad)
-            param.grad = None
-        else:
-            position = self.group.position_of[id(param)]
-            if self.group.receive(position, counts=self.counts, may_stage=self.may_stage):
-                self.completed_by.append(position)
+        (self.staging.make_hook(self.receive) if param.nbytes <= LARGE_BYTES else self.receive)(param)
+
+    def receive(self, param):
+        position = self.group.position_of[id(param)]
+        if self.group.receive(position, counts=self.counts, may_stage=self.may_stage):
+            self.completed_by.append(position)
 
     def arrive(self, position, value, *, counts=True):
         """Do what autograd and the hook do; return whether the group is complete."""

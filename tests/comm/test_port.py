@@ -215,7 +215,7 @@ class TestOneRank:
         with pytest.raises(InvariantError) as caught:
             LocalCommunicator()._handle(Batch([AllReduce(torch.ones(1))]), RECORD, is_kept=False)
 
-        assert str(caught.value) == "bucket 0: one rank has nobody to talk to, got 1 calls"
+        assert str(caught.value) == "bucket 0: a single rank launches no collectives, got 1 calls"
 
 
 def test_waiting_again_does_nothing():

@@ -166,9 +166,9 @@ TEXTS = {
     "CollectiveError": "text",
     "CheckpointError": "text",
     "CheckpointNotSavedError": (
-        "step 120: the checkpoint was not saved: rank 3: [Errno 28] No space left on device: run/file (rank 5 failed, "
-        "too). Nothing was committed on any rank; the last good checkpoint is that of step 100. Training may go on; remove "
-        "the cause and save again."
+        "step 120: the checkpoint was not saved: rank 3: [Errno 28] No space left on device: run/file (rank 5 failed "
+        "as well). Nothing was committed on any rank; the last good checkpoint is that of step 100. Training may go on; "
+        "remove the cause and save again."
     ),
     "CheckpointInvalidError": (
         "run/step-00000120: manifest.json: it is empty. The file was damaged or changed after it was written, or is not a "

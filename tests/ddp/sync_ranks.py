@@ -9,6 +9,7 @@ import torch
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import resolve_step
+from megabucket.ddp.groups import single
 from megabucket.ddp.hooks import grad_hooks
 from megabucket.ddp.step import GradSync
 from megabucket.layout import build_layout, launch_order
@@ -40,14 +41,14 @@ class Rank:
         }
         layout = build_layout(specs, config, dp_size=world.size)
         self.buffers = [ParamAndGradBuffer(buffer, self.params) for buffer in layout.buffers]
-        policy = resolve_step(config)
+        policy, communicator = resolve_step(config), world.communicator(rank)
         buckets = [self.buffers[i].buckets[j] for i, j in launch_order(layout)]
         batches = [buckets] if config.bucket_groups == "single" else [[bucket] for bucket in buckets]
         self.groups = [
-            _ParamAndGradBucketGroup(batch, index=index, communicator=world.communicator(rank), policy=policy)
+            _ParamAndGradBucketGroup(batch, index=index, communicator=communicator, policy=policy, divisor=world.size)
             for index, batch in enumerate(batches)
         ]
-        self.sync = GradSync(self.groups, policy)
+        self.sync = GradSync(self.groups, policy, ranks=single(communicator, policy))
         for group in self.groups:
             for slot, hook in zip(group.slots, grad_hooks(self.sync, group), strict=True):
                 slot.param.register_post_accumulate_grad_hook(hook)

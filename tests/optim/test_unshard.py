@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megabucket import DistributedDataParallelConfig, ParamSpec, build_layout
 from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
 from megabucket.config.resolve import resolve_step
+from megabucket.ddp.groups import single
 from megabucket.ddp.step import GradSync
 from megabucket.errors import OptimizerParametersError, PeerFailedError
 from megabucket.layout.segments import plan_segments
@@ -26,10 +27,10 @@ class RankState:
         self.buffers = [ParamAndGradBuffer(buffer, params) for buffer in layout.buffers]
         policy = resolve_step(config)
         groups = [
-            _ParamAndGradBucketGroup([bucket], index=index, communicator=communicator, policy=policy)
+            _ParamAndGradBucketGroup([bucket], index=index, communicator=communicator, policy=policy, divisor=communicator.size)
             for index, bucket in enumerate(bucket for buffer in self.buffers for bucket in buffer.buckets)
         ]
-        sync = GradSync(groups, policy)
+        sync = GradSync(groups, policy, ranks=single(communicator, policy))
         self.holder = ShardHolder(self.buffers, sync, config.use_distributed_optimizer)
         self.group_of = group_of
         self.shards, self.state = self.cut(whole)

@@ -67,7 +67,7 @@ def copies_of(rank: Rank) -> Iterator[SameHostCommunicator]:
 
 
 def copying(group: dist.ProcessGroup, liveness: Liveness | None = None) -> Communicator:
-    return with_same_host_copies(discover_communicator(group, None, liveness), torch.device("cpu"))
+    return with_same_host_copies(discover_communicator(group, liveness), torch.device("cpu"))
 
 
 def can_copy(rank: Rank) -> bool:
