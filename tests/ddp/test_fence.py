@@ -85,15 +85,18 @@ class TestWhatHolds:
 
         assert all(taken(world, fences, {}, {"problems": (FAILED,)}))
 
-    def test_gradients_that_are_not_finite_hide_no_wish_to_stop(self):
+    @pytest.mark.parametrize(
+        ("problems", "is_heard"), [((NONFINITE,), True), ((NONFINITE, FAILED), False)], ids=["alone", "both"]
+    )
+    def test_gradients_that_are_not_finite_hide_no_wish_to_stop_unlike_other_faults(self, problems, is_heard):
         world, fences = ranks_of(3)
         fences[0].counters.wants_stop = True
         fences[1].counters.problems["nonfinite"] = NONFINITE
 
-        answers = taken(world, fences, {}, {"problems": (NONFINITE,)}, {})
+        answers = taken(world, fences, {}, {"problems": problems}, {})
 
         assert [[bool(report.problems) for report in reports] for reports in answers] == [[False, True, False]] * 3
-        assert [fence.counters.stop_is_wanted for fence in fences] == [True] * 3
+        assert [fence.counters.stop_is_wanted for fence in fences] == [is_heard] * 3
 
     def test_nobody_stops_unasked(self):
         world, fences = ranks_of(2)
