@@ -5,6 +5,7 @@ import pytest
 from megabucket.ddp.fence import Report, resolve_error
 from megabucket.ddp.guards import Problem
 from megabucket.errors import (
+    CallMismatchError,
     DetachedGradError,
     HyperparameterMismatchError,
     LateGradientError,
@@ -213,8 +214,9 @@ def test_of_several_faults_the_one_that_explains_the_others_is_named(first):
     assert text in str(error)
 
 
-def test_updates_that_differ_are_explained_by_the_first_rank_that_failed():
-    error = error_of(reports_of({"num_updates": 1}, FAILED, failed_in("backward", "other")))
+@pytest.mark.parametrize("end", [{}, {"sent_buckets": True}], ids=["in a step", "beside its buckets"])
+def test_updates_that_differ_are_explained_by_the_first_rank_that_failed(end):
+    error = error_of(reports_of({"num_updates": 1, **end}, FAILED, failed_in("backward", "other")))
 
     assert said(error) == said(
         ReplicasDivergedError(
@@ -275,6 +277,23 @@ def test_hyperparameters_that_differ_before_an_update_are_an_error_that_has_spoi
     error = error_of(reports_of(COMMITTING, COMMITTING, COMMITTING | {"hyperparameters": ("lr of group 0=0.2",)}))
 
     assert said(error) == said(HyperparameterMismatchError(step=7, what="lr of group 0", by_rank=("0.1", "0.1", "0.2")))
+
+
+def test_of_hyperparameters_the_first_that_differs_is_named_whatever_its_name():
+    with_equals = [COMMITTING | {"hyperparameters": ("lr=0.1", f"a=b={value}")} for value in (1, 2)]
+
+    error = error_of(reports_of(*with_equals))
+
+    assert said(error) == said(HyperparameterMismatchError(step=7, what="a=b", by_rank=("1", "2")))
+
+
+def test_ranks_in_different_calls_are_named_and_not_those_in_parts_of_one():
+    parts = [Report(0, "wrap: parameters"), Report(1, "wrap: config")]
+
+    error = error_of([Report(0, "save_checkpoint()"), *parts[1:]])
+
+    assert said(error) == said(CallMismatchError(step=7, by_rank=("save_checkpoint()", "wrap: config")))
+    assert error_of(parts) is None
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,8 @@ def test_a_cut_at_a_name_the_model_does_not_have_is_refused_also_where_cuts_are_
 
 
 def test_an_order_with_a_name_the_model_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match="bucket_order names 'z', not among the 4 trainable parameters of the model"):
+    text = "bucket_order names 'z', not among the 4 trainable parameters of the model. It fits one model only: record the order"
+    with pytest.raises(ConfigError, match=text):
         layout_of(bucket_order=[*"dcbaz"])
 
 
