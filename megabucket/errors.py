@@ -243,6 +243,8 @@ class InvariantError(MegabucketError, RuntimeError):
 # A step: all ranks raise the same error with the same text, which names the rank at fault #
 
 _DROPPED: Final = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
+END_OF_STEP: Final = "the end of a step"
+"""What a rank is doing, in a ``CallMismatchError``, that is in no collective call."""
 _NOTHING_CHANGED: Final = "Nothing was changed on any rank."
 # By collective call: what ranks compare in it, and the consequence if it differs or a rank fails.
 _CALLS: Final = {
@@ -254,6 +256,11 @@ _CALLS: Final = {
         "the module to rebuild",
         "Repair it and call ddp.rebuild() again on every rank; parameters, moments and main parameters are kept.",
     ),
+    "param_norms()": ("the list of parameters", "No norm was computed."),
+    "broadcast_params()": ("the module", "Nothing was copied on any rank."),
+    "check_replicas()": ("the module", "Nothing was compared."),
+    "train()": ("the optimizer", "The weights were switched on no rank."),
+    "eval()": ("the optimizer", "The weights were switched on no rank."),
     "state_dict()": ("the state to save", _NOTHING_CHANGED),
     "save_checkpoint()": ("the state to save", "Nothing was saved."),
     "load_state_dict()": ("the optimizer state to load", "Nothing was loaded on any rank."),
@@ -302,10 +309,11 @@ class CallMismatchError(RanksDisagreeError):
 
     def __init__(self, *, step: int, by_rank: Sequence[str]) -> None:
         self.step, self.by_rank = step, tuple(by_rank)
+        dropped = " the step was dropped on all ranks," * (END_OF_STEP in self.by_rank)
         super().__init__(
             f"step {step}: ranks are in different calls: {values_by_rank(self.by_rank)}. Each of them needs every rank: make "
             "it on all, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these calls "
-            "has done anything, a step that was open was dropped on all ranks, and the next call of all ranks may run."
+            f"has done anything,{dropped} and the next call of all ranks may run."
         )
 
 

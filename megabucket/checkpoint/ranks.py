@@ -55,8 +55,9 @@ class GroupRanks:
         """
         if self.size == 1:
             return [payload]
-        self._sync.call(self._call)
-        return exchange(self._communicator, payload, device=self._device, label=self._call)
+        with self._sync.call(self._call) as call:
+            call.open()
+            return exchange(self._communicator, payload, device=self._device, label=self._call)
 
 
 def check_one_group(ddp: DistributedDataParallel, user: str) -> None:

@@ -11,7 +11,6 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,9 +23,16 @@ from megabucket.comm.communicator import Progress
 from megabucket.comm.device import profiler_range
 from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_arguments
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
-from megabucket.ddp.fence import step_number_of
+from megabucket.ddp.fence import Call, step_number_of
 from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
-from megabucket.ddp.replicas import broadcast_replica, find_divergence, naming_replaced, unbuffered_state
+from megabucket.ddp.replicas import (
+    broadcast_replica,
+    entries_by_group,
+    find_divergence,
+    naming_replaced,
+    params_of,
+    unbuffered_state,
+)
 from megabucket.ddp.step import GradSync
 from megabucket.ddp.wrap import (
     Detached,
@@ -123,9 +129,10 @@ class DistributedDataParallel(torch.nn.Module):
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
             self._add_recorders()
             if self.ddp_config.init_sync:
-                with naming_replaced(self.param_names, self.communicator):
-                    self._broadcast()
-                self._broadcast_copies()
+                with self.sync.call("wrap: parameters") as call:
+                    with naming_replaced(self.param_names, self.communicator):
+                        self._broadcast(call)
+                    self._broadcast_copies()
         except BaseException:
             self.detach()  # leaves the module as it was
             raise
@@ -361,17 +368,24 @@ class DistributedDataParallel(torch.nn.Module):
 
         Raises:
             ConfigError: a frozen parameter or module buffer is sparse.
+            LayoutMismatchError: ranks hold other frozen parameters or module buffers.
+            PhaseError: a step is open, or parameters were added after wrapping.
+            PeerFailedError: another rank has failed.
         """
-        self.sync.call("broadcast_params()")
-        self._broadcast()
-        self._broadcast_copies()
+        with self.sync.call("broadcast_params()") as call:
+            self.sync.check_between_steps("broadcast_params()")
+            self._broadcast(call)
+            self._broadcast_copies()
 
     @torch.no_grad()
-    def _broadcast(self) -> None:
+    def _broadcast(self, call: Call) -> None:
         self.finish_param_sync()
         flats = [(buffer.layout.key.group, buffer.param_data) for buffer in self.param_and_grad_buffers]
-        others = unbuffered_state(self.module, self.param_names, self.identities) if self.communicator.size > 1 else ()
-        for group, tensor in chain(flats, others):
+        is_alone = self.communicator.size == 1
+        others = [] if is_alone else list(unbuffered_state(self.module, self.param_names, self.identities))
+        call.by_group = entries_by_group(others)
+        call.open()
+        for group, tensor in [*flats, *((group, tensor) for _, group, tensor in others)]:
             for communicator in self.ranks.by_name[group].communicators:
                 broadcast_replica(tensor, communicator)
         self.num_value_changes += 1
@@ -455,9 +469,11 @@ class DistributedDataParallel(torch.nn.Module):
             torch.nn.Module.zero_grad(self.module)  # also parameters that were in no buffer
             self._wrapping = self._wrap(config)
             self.sync.continue_from(before)
+            before = self.sync  # if the broadcast breaks it, the next rebuild is refused
             if self.ddp_config.init_sync:
-                self._broadcast()
-                self._broadcast_copies()
+                with self.sync.call("rebuild: parameters") as call:
+                    self._broadcast(call)
+                    self._broadcast_copies()
             for optimizer in optimizers:
                 optimizer.after_rebuild()
             self.ddp_config = config
@@ -483,12 +499,21 @@ class DistributedDataParallel(torch.nn.Module):
 
         Raises:
             ReplicasDivergedError: some parameter differs; the text names the first.
+            LayoutMismatchError: ranks hold different parameters.
+            PhaseError: a step is open, or parameters were added after wrapping.
+            PeerFailedError: another rank has failed.
         """
-        self.sync.call("check_replicas()")
-        self.finish_param_sync()
-        failure = find_divergence(dict(self.module.named_parameters()), self.identities, self.ranks, step=self.sync.step)
+        with self.sync.call("check_replicas()") as call:
+            self.sync.check_between_steps("check_replicas()")
+            self.finish_param_sync()
+            params = params_of(self.module, self.identities)
+            call.by_group = entries_by_group((name, self.identities[name].group, param) for name, param in params.items())
+            call.open()
+            failure = find_divergence(params, self.identities, self.ranks, step=self.sync.step)
         if not self.ranks.has_same_params:
-            self.sync.call("check_replicas()", failure=failure)
+            with self.sync.call("check_replicas()"):
+                if failure is not None:
+                    raise failure
         if failure is not None:
             raise failure
 

@@ -14,6 +14,7 @@ import marshal
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any, Final
@@ -24,7 +25,7 @@ from megabucket import errors
 from megabucket.comm import Communicator, Exchange, Gate, exchange
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.guards import Hyperparameters, Problem, texts_of
-from megabucket.errors import MegabucketError, name_list
+from megabucket.errors import END_OF_STEP, MegabucketError, name_list
 
 RECORD_BYTES: Final = 16_384
 """Room for one report on up to 4,096 ranks; lists of names are cut to fit."""
@@ -38,7 +39,6 @@ _DIFFERENCES_SHOWN: Final = 5
 _MOST_SPEAKERS: Final = 8  # every rank receives the texts of all speakers, each perhaps megabytes long
 _STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem hides a request to stop, which the next fence repeats
 _SCALE: Final = "scale_gradients()"
-_END_OF_STEP: Final = "the end of a step"
 
 Entry = tuple[object, ...]
 """A name and values that must be equal on all ranks: text, numbers, tuples of these."""
@@ -49,7 +49,7 @@ class Report:
     """Report of one rank about a step or a collective call. Sent as JSON."""
 
     rank: int
-    doing: str = _END_OF_STEP
+    doing: str = END_OF_STEP
     sent_buckets: bool = False
     """Whether this message ends a step whose buckets were sent, so that every rank must take part in them."""
     problems: tuple[Problem, ...] = ()
@@ -72,6 +72,11 @@ class Report:
     is_committing: bool = False
     """Whether the optimizer updates right after this fence."""
     force_all_reduce: bool = False
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the rank is at the end of a step, not in a call."""
+        return self.doing == END_OF_STEP
 
     def to_bytes(self, capacity_bytes: int = RECORD_BYTES) -> bytes:
         """Return the report as JSON of at most ``capacity_bytes``; names and texts are cut as far as needed."""
@@ -106,6 +111,53 @@ def _cut(value: Any, num_names: int) -> Any:
         shown = [name if len(name) <= num_chars else f"{name[:num_chars]}..." for name in value[:num_names]]
         return shown if len(value) <= len(shown) else [*shown, f"... {len(value)} in all"]
     return value[: min(_TEXT_CHARS, 16 * num_names)] if isinstance(value, str) else value
+
+
+class Call:
+    """One collective call on this rank: prepared first, then opened by all ranks together.
+
+    Args:
+        agree: enters the call, or raises the error of all ranks. Takes the call, and why this rank cannot make it.
+    """
+
+    def __init__(self, agree: Callable[[Call, Exception | None], None]) -> None:
+        self._agree = agree
+        self.entries: list[Entry] = []
+        """Must be equal on all ranks."""
+        self.by_group: Mapping[str, Sequence[Entry]] = {}
+        """Must be equal on the ranks of each reduction group, and of each of ``copies``, by ``copies_key``."""
+        self.is_open = False
+
+    def open(self, failure: Exception | None = None) -> None:
+        """Return when all ranks have made the same call with equal entries.
+
+        Args:
+            failure: why this rank cannot; reported, so that the others do not wait for it.
+
+        Raises:
+            MegabucketError: the same error on all ranks.
+            Exception: ``failure`` itself, where all ranks failed alike.
+        """
+        self.is_open = True
+        self._agree(self, failure)
+
+
+@contextmanager
+def opening(agree: Callable[[Call, Exception | None], None]) -> Iterator[Call]:
+    """Return a call for the block to prepare and open. It is opened at the end otherwise, with the exception of the block.
+
+    Args:
+        agree: as for ``Call``.
+    """
+    call = Call(agree)
+    try:
+        yield call
+    except Exception as error:
+        if not call.is_open:
+            call.open(error)
+        raise
+    if not call.is_open:
+        call.open()
 
 
 class StepCounters:
@@ -344,7 +396,7 @@ class Fence:
         return self._exchange
 
     def _exchange_reports(self, report: Report) -> list[Report]:
-        if self._gate is None or (self._step_gate is None and report.doing == _END_OF_STEP):
+        if self._gate is None or (self._step_gate is None and report.ends_step):
             return [Report.from_bytes(report.to_bytes())]
         payloads = self._start_exchange(report).wait()
         self._exchange = None
@@ -352,10 +404,10 @@ class Fence:
 
     def call(
         self, label: str, entries: Sequence[Entry], failure: Exception | None, *, step: int = 0
-    ) -> tuple[MegabucketError | None, bool]:
-        """Open a collective call outside a step, or continue it, together with all ranks.
+    ) -> tuple[MegabucketError | None, Sequence[Report]]:
+        """Open a collective call together with all ranks.
 
-        Returns the error that all ranks raise, and whether some rank has sent the buckets of a step.
+        Returns the error that all ranks raise, and the reports of all ranks, if they have exchanged them.
 
         Args:
             label: of the call; the part before a colon names it in errors.
@@ -368,18 +420,17 @@ class Fence:
             self._gate.send(_kind(label), fingerprint, flag=flag, label=label)
             is_alike, flag, _ = self._gate.take()
         if is_alike and flag != _IS_BROKEN:
-            return None, False
+            return None, ()
         if is_alike and isinstance(failure, MegabucketError):
-            return failure, False  # all ranks have failed alike
+            return failure, ()  # all ranks have failed alike
         failed = Problem(errors.PeerFailedError.__name__, {"phase": _phase_of(label), "cause": text})
         problems = (failed,) if failure is not None else ()
         reports = self._exchange_reports(self.counters.call_report(label, problems, fingerprint))
-        sent_buckets = any(report.sent_buckets for report in reports)
         error = resolve_error(step, self._num_buckets, reports)
         if error is None:
             lines = [" ".join(map(str, entry)) for entry in entries]
             error = agree_on_difference(self._communicator, reports, lines, device=self._device, label=label)
-        return error, sent_buckets
+        return error, reports
 
 
 _END_KIND: Final = 1
@@ -436,7 +487,7 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
     if any(report.sent_buckets for report in reports):
         # A rank in a call forgets its gradients when it drops the step of the others, so a missed update is final.
         yield from _updates_that_differ(step, reports)
-    if len({_phase_of(report.doing) for report in reports}) > 1:
+    if len({report.doing for report in reports}) > 1:
         yield errors.CallMismatchError(step=step, by_rank=[report.doing for report in reports])
     # First: whatever else happened in this step, the weights are wrong already.
     yield from _divergences(step, reports)
@@ -445,9 +496,7 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
     yield from _problems(step, reports, (errors.LateGradientError, errors.DelayedGradientError))
     yield from _unused(step, num_buckets, reports)
     yield from _problems(step, reports, (errors.NonFiniteGradientError,))
-    if all(report.doing == _END_OF_STEP for report in reports) and (
-        by_rank := _differing(reports, lambda one: one.fingerprint)
-    ):
+    if all(report.ends_step for report in reports) and (by_rank := _differing(reports, lambda one: one.fingerprint)):
         # The reports do not show the difference, because their lists are cut.
         yield errors.StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
 

@@ -48,13 +48,13 @@ def finalize_grads(
         ddp.start_grad_sync()
     for ddp in wrappers:
         ddp.finish_grad_sync()
-        failure = None
-        if num_tokens is not None and ddp.policy.averages:
-            failure = ConfigError(
-                "finalize_grads() got num_tokens, but grad_reduction='mean' has divided the gradients by the number of ranks: "
-                "they would be divided twice. Set grad_reduction='sum', and let the loss be a sum over tokens."
-            )
-        ddp.sync.call("finalize_grads()", [("num_tokens is given:", num_tokens is not None)], failure)
+        with ddp.sync.call("finalize_grads()") as call:
+            call.entries = [("num_tokens is given:", num_tokens is not None)]
+            if num_tokens is not None and ddp.policy.averages:
+                raise ConfigError(
+                    "finalize_grads() got num_tokens, but grad_reduction='mean' has divided the gradients by the number of "
+                    "ranks: they would be divided twice. Set grad_reduction='sum', and let the loss be a sum over tokens."
+                )
     for ddp in wrappers:
         if not ddp.sync.skip_reason:
             with ddp.sync.failing_on_all_ranks("finalize_grads()", UPDATING):

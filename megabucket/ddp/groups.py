@@ -31,7 +31,7 @@ from megabucket.comm.communicator import Progress
 from megabucket.comm.torch import default_group_of, levels_of, members_of, process_group_of
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy, resolve_step
-from megabucket.ddp.fence import Entry, Fence
+from megabucket.ddp.fence import Call, Entry, Fence, Report
 from megabucket.errors import (
     ConfigError,
     LayoutMismatchError,
@@ -220,24 +220,19 @@ class RankGroups:
         self,
         fence: Fence,
         label: str,
-        entries: Sequence[Entry],
-        by_group: Mapping[str, Sequence[Entry]],
+        call: Call,
         failure: Exception | None,
         *,
         device: torch.device,
         step: int = 0,
-    ) -> tuple[MegabucketError | None, bool]:
-        """Open a call, and compare its entries. See ``Fence.call``.
-
-        Args:
-            entries: must be equal on all ranks.
-            by_group: must be equal on the ranks of each reduction group, and of each of ``copies``, by ``copies_key``.
-        """
+    ) -> tuple[MegabucketError | None, Sequence[Report]]:
+        """Open a call, and compare its entries. See ``Fence.call``."""
+        by_group = call.by_group
         if self.has_same_params:
-            return fence.call(label, [*entries, *by_group.get(DENSE, ())], failure, step=step)
-        error, sent_buckets = fence.call(label, entries, failure, step=step)
+            return fence.call(label, [*call.entries, *by_group.get(DENSE, ())], failure, step=step)
+        error, reports = fence.call(label, call.entries, failure, step=step)
         if error is not None or not by_group:
-            return error, sent_buckets
+            return error, reports
         found: MegabucketError | None = None
         inner: list[tuple[Communicator, Sequence[Entry]]] = [
             (communicator, [*by_group.get(name, ()), *place])
@@ -250,7 +245,7 @@ class RankGroups:
             error, _ = inside.call(label, equal, None, step=step)
             found = found or error
         error, _ = fence.call(label, [], found, step=step)
-        return found or error, False
+        return found or error, ()
 
 
 def copies_key(along: str) -> str:

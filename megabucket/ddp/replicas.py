@@ -10,9 +10,11 @@ from itertools import chain
 
 import torch
 
+from megabucket.buffer import dtype_name
 from megabucket.comm import AllReduce, Broadcast, Communicator, Exchange, ReduceOp
+from megabucket.ddp.fence import Entry
 from megabucket.ddp.groups import RankGroups, buffer_groups
-from megabucket.errors import ConfigError, ReplicasDivergedError, log_once, name_list
+from megabucket.errors import ConfigError, PhaseError, ReplicasDivergedError, log_once, name_list
 from megabucket.layout.identity import ParamIdentity, by_place
 
 
@@ -27,19 +29,49 @@ def broadcast_replica(tensor: torch.Tensor, communicator: Communicator) -> None:
             single.copy_(dense)
 
 
+def params_of(module: torch.nn.Module, identities: Mapping[str, ParamIdentity]) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of a wrapped module by name, frozen ones included.
+
+    Raises:
+        PhaseError: some were added after wrapping.
+    """
+    params = dict(module.named_parameters())
+    if added := [name for name in params if name not in identities]:
+        raise PhaseError(
+            f"{name_list(added)} came into the module after wrapping, so the wrapper does not know which ranks hold the same "
+            "parameter. Call ddp.rebuild() on every rank after changing the module."
+        )
+    return params
+
+
+def entries_by_group(tensors: Iterable[tuple[str, str, torch.Tensor]]) -> dict[str, Sequence[Entry]]:
+    """Return, by reduction group, the entries that must be equal on its ranks before the tensors are exchanged.
+
+    Args:
+        tensors: each with its name and group.
+    """
+    entries: dict[str, list[Entry]] = {}
+    for name, group, tensor in tensors:
+        facts = ("meta",) * tensor.is_meta
+        entries.setdefault(group, []).append((name, tuple(tensor.shape), dtype_name(tensor.dtype), *facts))
+    return dict(entries)
+
+
 def unbuffered_state(
     module: torch.nn.Module, buffered: Container[torch.nn.Parameter], identities: Mapping[str, ParamIdentity]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return frozen parameters and module buffers that have values, each with its reduction group.
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Return frozen parameters and module buffers that have values, each with its name and reduction group.
 
     Args:
         buffered: the parameters in buffers, which are sent as a whole.
 
     Raises:
         ConfigError: one of them is sparse.
+        PhaseError: as ``params_of``.
     """
+    params = params_of(module, identities)
     group_of = {**buffer_groups(module, identities), **{name: identity.group for name, identity in identities.items()}}
-    frozen = [(name, param) for name, param in module.named_parameters() if param not in buffered]
+    frozen = [(name, param) for name, param in params.items() if param not in buffered]
     for name, tensor in [*frozen, *module.named_buffers()]:
         if tensor.layout is not torch.strided:
             raise ConfigError(
@@ -47,7 +79,7 @@ def unbuffered_state(
                 "equal yourself and pass init_sync=False, or use a dense tensor."
             )
         if not tensor.is_meta:
-            yield group_of[name], tensor
+            yield name, group_of[name], tensor
 
 
 @contextmanager

@@ -14,11 +14,13 @@
     AGREED    -> OPEN       all-reduced: the next step begins, perhaps on gradients that were kept
     AGREED    -> FENCED     a second vote: explicit finish and then step() or zero_grad()
     GIVING_UP -> IDLE       the same error on all ranks
-    CALL      -> IDLE       another rank has sent the buckets of a step, which is dropped on all ranks
+    CALL      -> IDLE       another rank has sent the buckets of a step, or votes on it: it is dropped on all ranks
 
     IDLE, OPEN, LAUNCHING, AGREED -> GIVING_UP   this rank failed before its fence: it sends the rest of the schedule and a
                                                  fence that reports the failure; may stay here until the next call
-    IDLE, OPEN, LAUNCHING, AGREED -> CALL        a collective call; and back
+    IDLE, OPEN, LAUNCHING, AGREED -> CALL        a collective call, until its exchange is over; and back. In OPEN and LAUNCHING,
+                                                 where other buckets may be sent on other ranks, calls only compare entries, or
+                                                 are refused on all ranks
     any -> BROKEN                                interrupted after the fence was sent, or a peer was lost; only detach() is left
 
 Hooks never raise about the open step and never change the order of launches; they note problems. Whatever goes wrong, each rank
@@ -39,12 +41,11 @@ import torch
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
-from megabucket.ddp.fence import Entry, Fence, Report, describe, resolve_error
+from megabucket.ddp.fence import Call, Fence, Report, describe, opening, resolve_error
 from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.guards import ModelWatch, Problem
 from megabucket.ddp.hooks import BackwardWatch
 from megabucket.errors import (
-    CallMismatchError,
     ConfigError,
     DelayedGradientError,
     ForkedProcessError,
@@ -54,7 +55,6 @@ from megabucket.errors import (
     NonFiniteGradientError,
     PeerLostError,
     PhaseError,
-    ReplicasDivergedError,
     UnreducedGradientsError,
     UnusedParameterError,
     WrapperBrokenError,
@@ -828,66 +828,64 @@ class GradSync:
             for communicator in self.ranks.communicators:
                 communicator.break_off(error)  # no effect on the one that has found the error
 
-    # Calls outside a step #
+    # Collective calls #
 
-    def call(
-        self,
-        label: str,
-        entries: Sequence[Entry] = (),
-        failure: Exception | None = None,
-        *,
-        by_group: Mapping[str, Sequence[Entry]] = MappingProxyType({}),
-    ) -> None:
-        """Open a collective call, or continue it: return when all ranks have made the same call with equal entries.
+    @contextmanager
+    def call(self, label: str) -> Iterator[Call]:
+        """Make a collective call: the block prepares this rank's side, opens the call, and exchanges.
+
+        An exception before ``open`` fails the call on all ranks, which go on. One after it, even an interrupt, breaks the
+        wrapper on all ranks, because the others are in the exchange. Errors that all ranks find alike in the exchange are
+        raised after the block.
 
         Args:
             label: of the call; the part before a colon is its name.
-            entries: must be equal on all ranks.
-            failure: why this rank cannot continue; reported, so that the others do not wait for it.
-            by_group: entries that must be equal on the ranks of each reduction group.
 
         Raises:
             CallMismatchError: some rank is in another call, or in a step.
             LayoutMismatchError: entries differ.
             PeerFailedError: some ranks failed, or all but with different errors.
-            Exception: ``failure`` itself, where all ranks failed alike.
+            Exception: that of the block, where all ranks failed alike.
         """
         self.settle()
         before = self.state
+
+        def agree(call: Call, failure: Exception | None) -> None:
+            nonlocal before
+            before = self._agree_on_call(label, call, failure)
+
+        try:
+            with opening(agree) as call:
+                yield call
+            self.enter(before)
+        except BaseException as error:
+            if isinstance(error, _GROUP_ERRORS):
+                self._break(self.broken or error)
+            elif self.state is StepState.CALL:
+                self.break_off(label, describe(error))
+            raise
+
+    def _agree_on_call(self, label: str, call: Call, failure: Exception | None) -> StepState:
+        """Enter the call together with all ranks. Return the state to go back to at its end."""
+        self.settle()
+        before = self.state
         self.enter(StepState.CALL)
-        with self.failing_on_all_ranks(label):
-            error, sent_buckets = self.ranks.agree(
-                self._fence, label, entries, by_group, failure, device=self._device, step=self.step
-            )
-            if isinstance(error, CallMismatchError | ReplicasDivergedError) and sent_buckets:
-                self._drop(error, takes_part=True)
-            else:
-                self.enter(before)
+        may_vote = before is StepState.AGREED and self.policy.is_sharded  # other ranks, on the step that was counted last
+        step = self.step - may_vote
+        error, reports = self.ranks.agree(self._fence, label, call, failure, device=self._device, step=step)
+        if any(report.ends_step for report in reports):
+            takes_part = any(report.sent_buckets for report in reports)
+            self._drop(error, takes_part=takes_part, is_counted=not takes_part)
+        elif error is not None:
+            self.enter(before)
         if error is not None:
             raise error from failure
-
-    @contextmanager
-    def preparing_call(self, label: str) -> Iterator[dict[str, Sequence[Entry]]]:
-        """Open a collective call after the block, which prepares this rank's side; an exception in the block fails the call.
-
-        Yields the entries that must be equal on the ranks of each reduction group, for the block to fill in.
-
-        Raises:
-            MegabucketError: as ``call``.
-            Exception: that of the block, where all ranks failed alike.
-        """
-        by_group: dict[str, Sequence[Entry]] = {}
-        failure = None
-        try:
-            yield by_group
-        except Exception as error:
-            failure = error
-        self.call(label, failure=failure, by_group=by_group)
+        return before
 
     # Checks before an operation #
 
     def check_between_steps(self, operation: str) -> None:
-        """Refuse to save or load in the middle of a step.
+        """Refuse an operation in the middle of a step.
 
         Raises:
             PhaseError: a step has begun, and no optimizer has ended it.

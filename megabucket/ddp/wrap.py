@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from fnmatch import fnmatchcase
 from typing import Any, Final, NoReturn, Protocol
 
@@ -22,7 +22,7 @@ from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
 from megabucket.comm import exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import fp32_local_params, resolve_step
-from megabucket.ddp.fence import Entry, Fence
+from megabucket.ddp.fence import Call, Entry, Fence, opening
 from megabucket.ddp.groups import DENSE, ParallelGroups, RankGroups, buffer_groups, copies_key, identify
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
 from megabucket.ddp.hooks import check_finish, register_hooks
@@ -32,6 +32,7 @@ from megabucket.errors import (
     AlreadyWrappedError,
     ConfigError,
     LateGradientError,
+    MegabucketError,
     ModelChangedError,
     NonFiniteGradientError,
     NoTrainableParametersError,
@@ -439,19 +440,21 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
         StepMismatchError: other ranks take a step.
         PeerFailedError: another rank cannot rebuild its module, or has failed in the step.
     """
-    optimizers: Entry = ("optimizers to take along:", num_optimizers)
+    failure: MegabucketError | None = obstacle
     if isinstance(wrapping, Unwrapped):
         sync, description = wrapping.sync_before, "a module that no rebuild has wrapped yet"
-        sync.call("rebuild", [optimizers, (description,)], obstacle)
-        return sync
-    failure = obstacle or wrapping.find_obstacle()
-    # First, because in an open step ranks may have launched different numbers of buckets. Its gradients are not wanted, and a
-    # changed module is why the caller rebuilds.
-    with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):
-        wrapping.sync.reset()
-    wrapping.gather.finish()
-    wrapping.sync.call("rebuild", [optimizers, ("a wrapped module",)], failure)
-    return wrapping.sync
+    else:
+        sync, description, failure = wrapping.sync, "a wrapped module", obstacle or wrapping.find_obstacle()
+        # First, because in an open step ranks may have launched different numbers of buckets. Its gradients are not wanted, and
+        # a changed module is why the caller rebuilds.
+        with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):
+            sync.reset()
+        wrapping.gather.finish()
+    with sync.call("rebuild") as call:
+        call.entries = [("optimizers to take along:", num_optimizers), (description,)]
+        if failure is not None:
+            raise failure
+    return sync
 
 
 def _agree_on_model(
@@ -465,18 +468,19 @@ def _agree_on_model(
         PeerFailedError: some rank cannot wrap its module.
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
-    with _preparing_call("wrap", ranks, exchange_device(module)) as (entries, by_group):
+    with _call("wrap", ranks, exchange_device(module)) as call:
         params = discover_params(module)
         check_finish(params, resolve_step(config), ranks)
         identities = identify(module, ranks, groups)
         sizes = {name: group.communicator.size for name, group in ranks.by_name.items()}
         layout = build_layout(_specs(params, identities), config, dp_size=sizes[DENSE], group_sizes=sizes)
         order = [layout.buffers[index].key.group for index, _ in launch_order(layout)]
-        entries.extend(config_entries(config))
-        by_group.update(model_entries(module, config, identities))
+        call.entries = config_entries(config)
+        by_group = model_entries(module, config, identities)
         for of_group in by_group.values() if len(ranks.by_name) > 1 else ():
             of_group.append(("groups of the buckets, in launch order", *order))
-        by_group.update(partial_entries(dict(module.named_parameters()), identities, layout, ranks))
+        copies = partial_entries(dict(module.named_parameters()), identities, layout, ranks)
+        call.by_group = {**by_group, **copies}
     if not ranks.has_same_params:
         _check_claims(module, identities, ranks, None if groups is None else groups.identity)
     return params, identities, layout
@@ -502,25 +506,16 @@ def _check_claims(
     )
 
 
-@contextmanager
-def _preparing_call(
-    label: str, ranks: RankGroups, device: torch.device
-) -> Iterator[tuple[list[Entry], dict[str, list[Entry]]]]:
-    """Open a collective call after the block, as ``GradSync.preparing_call``, before there is a step.
+def _call(label: str, ranks: RankGroups, device: torch.device) -> AbstractContextManager[Call]:
+    """Return a context like ``GradSync.call``, for when there is no step yet."""
 
-    Yields the entries that must be equal on all ranks, and on those of each reduction group, for the block to fill in.
-    """
-    entries: list[Entry] = []
-    by_group: dict[str, list[Entry]] = {}
-    failure = None
-    try:
-        yield entries, by_group
-    except Exception as error:
-        failure = error
-    fence = Fence(ranks.step, num_buckets=0, policy=ranks.by_name[DENSE].policy, device=device)
-    agreed, _ = ranks.agree(fence, label, entries, by_group, failure, device=device)
-    if agreed is not None:
-        raise agreed from failure
+    def agree(call: Call, failure: Exception | None) -> None:
+        fence = Fence(ranks.step, num_buckets=0, policy=ranks.by_name[DENSE].policy, device=device)
+        error, _ = ranks.agree(fence, label, call, failure, device=device)
+        if error is not None:
+            raise error from failure
+
+    return opening(agree)
 
 
 def _attach(
@@ -535,7 +530,7 @@ def _attach(
         if pattern != "all" and not any(fnmatchcase(name, pattern) for name in params):
             log_once(f"param_name_patterns_for_fp32_local_accumulation: no parameter on this rank matches {pattern!r}")
     with ExitStack() as undo:
-        with _preparing_call("wrap: buffers", ranks, device):
+        with _call("wrap: buffers", ranks, device):
             for buffer_layout in layout.buffers:
                 buffers.append(ParamAndGradBuffer(buffer_layout, params, fp32_local=fp32_local))
                 undo.callback(buffers[-1].detach)

@@ -94,25 +94,28 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
     yield found
     if optimizer.last_step is None or optimizer.last_step is last or not optimizer.last_step.updated:
         return
-    optimizer.sharding.settle("param_norms()")
     ddp = optimizer.ddp
-    ddp.sync.call("param_norms()")
     names = list(ddp.param_names.values())
     device = ddp.param_and_grad_buffers[0].grad_data.device
-    squared_norms = torch.zeros(len(names), 3, dtype=torch.float64, device=device)
-    row_of = dict(zip(names, squared_norms, strict=True))
-    for shard, values in before.items():
-        main = shard.main.detach()
-        for piece in shard.pieces():
-            here = slice(*piece.in_segment)
-            parts = shard.grad[here], main[here], main[here] - values[here]
-            row_of[piece.param] += torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
-    for group, reduction in ddp.ranks.by_name.items():
-        rows = [index for index, name in enumerate(names) if ddp.identities[name].group == group]
-        if ddp.policy.is_sharded and rows:
-            of_group = squared_norms[rows].flatten()
-            handle = reduction.communicator.control.launch([AllReduce(of_group)], label="norms of each parameter")
-            squared_norms[rows] = handle.read(of_group).to(device).view(-1, 3)
+    with ddp.sync.call("param_norms()") as call:
+        optimizer.sharding.settle("param_norms()")
+        squared_norms = torch.zeros(len(names), 3, dtype=torch.float64, device=device)
+        row_of = dict(zip(names, squared_norms, strict=True))
+        for shard, values in before.items():
+            main = shard.main.detach()
+            for piece in shard.pieces():
+                here = slice(*piece.in_segment)
+                parts = shard.grad[here], main[here], main[here] - values[here]
+                row_of[piece.param] += torch.stack(
+                    [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+                ).square()
+        call.open()
+        for group, reduction in ddp.ranks.by_name.items():
+            rows = [index for index, name in enumerate(names) if ddp.identities[name].group == group]
+            if ddp.policy.is_sharded and rows:
+                of_group = squared_norms[rows].flatten()
+                handle = reduction.communicator.control.launch([AllReduce(of_group)], label="norms of each parameter")
+                squared_norms[rows] = handle.read(of_group).to(device).view(-1, 3)
     found |= {name: ParamNorms(*norms) for name, norms in zip(names, squared_norms.sqrt().tolist(), strict=True)}
 
 

@@ -57,15 +57,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self.answered: torch.Tensor | None = None
         if not self.optimizers:
             raise ConfigError("a ChainedOptimizer needs at least one DistributedOptimizer")
-        failure = None
-        try:
+        with self.optimizers[0].ddp.sync.call("ChainedOptimizer()") as call:
             check_norm_settings(clip_grad, 2.0, math.inf)
             self.clip_grad = float(clip_grad)
             self._check_members()
-        except ConfigError as error:
-            failure = error
-        entries = [(f"{len(self.optimizers)} optimizers,", "clip_grad", self.clip_grad)]
-        self.optimizers[0].ddp.sync.call("ChainedOptimizer()", entries, failure)
+            call.entries = [(f"{len(self.optimizers)} optimizers,", "clip_grad", self.clip_grad)]
         for optimizer in self.optimizers:
             optimizer.scaled_with = self
 

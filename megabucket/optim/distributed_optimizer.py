@@ -206,11 +206,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
             return  # frameworks call this before each forward
-        with self.ddp.sync.preparing_call(f"{name}()"):
+        with self.ddp.sync.call(f"{name}()") as call:
             self.sharding.settle(f"{name}()")
-        try:
+            call.open()
             switch()
-        finally:
             self.sharding.store_values()
             for group in self.ddp.sync.groups if self._is_sharded else ():
                 group.mark_params_stale()
@@ -542,7 +541,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerParametersError: the state of a shard cannot be split by parameter.
             PeerFailedError: another rank has failed.
         """
-        with self.ddp.sync.preparing_call("state_dict()"):
+        with self.ddp.sync.call("state_dict()"):
             self.sharding.settle("state_dict()")
         return pack(self.torch_optimizer, self.sharding.members.by_group(), self.sharding.whole_state())
 

@@ -444,7 +444,7 @@ class Sharding:
             LayoutMismatchError: groups, hyperparameters, step counts or kinds of state are not the same on all ranks.
             PeerFailedError: another rank could not shard.
         """
-        with self._ddp.sync.preparing_call(label) as by_group:
+        with self._ddp.sync.call(label) as call:
             clip_grad, threshold = settings["clip_grad"], settings["grad_norm_skip_threshold"]
             check_norm_settings(clip_grad, settings["norm_type"], threshold)
             find_kernels(settings["kernels"], self._ddp.param_and_grad_buffers[0].grad_data.device)
@@ -454,8 +454,9 @@ class Sharding:
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes))
             check_elementwise(self._optimizer)  # after the errors about its parameters
             own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]
-            by_group.update(self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers]))))
-        self._take(cut)
+            call.by_group = self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers])))
+            call.open()
+            self._take(cut)
 
     def check_norm(self, *, is_wanted: bool) -> bool:
         """Return whether a norm over these parameters can be computed.
@@ -543,16 +544,17 @@ class Sharding:
             LayoutMismatchError: the state is not the same on all ranks.
             PeerFailedError: another rank has failed.
         """
-        with self._ddp.sync.preparing_call("load_state_dict()") as by_group:
+        with self._ddp.sync.call("load_state_dict()") as call:
             self.settle("load_state_dict()")
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
             whole, groups = unpack(self._optimizer, self.members.by_group(), names, state_dict)
             cut = self._cut(whole)
             self._fill_main_values(cut.shards, whole)
             sums = _checksums(whole, self._ddp.param_names)
-            by_group.update(self._by_group(cut.entries, texts_of([read_hyperparameters(groups, waits=True)]), sums))
-        self._take(cut)
-        self._take_others(whole, groups)
+            call.by_group = self._by_group(cut.entries, texts_of([read_hyperparameters(groups, waits=True)]), sums)
+            call.open()
+            self._take(cut)
+            self._take_others(whole, groups)
         # Weights may be loaded later: the next step replaces main values that do not round to them.
         self._num_value_changes = -1
 

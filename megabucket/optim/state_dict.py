@@ -269,17 +269,21 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
         PeerFailedError: another rank has failed.
     """
     label = f"{holder.label}: optimizer state"
-    with holder.sync.preparing_call(label):
-        own = describe_shards(shards, state)
-    described = merge_descriptions(_of_all_ranks(shards, own, holder, label))
     values: dict[torch.Tensor, Mapping[str, Any]] = {}
     main_values: dict[torch.Tensor, torch.Tensor] = {}
     dtypes: dict[torch.Tensor, torch.dtype] = {}
-    for buffer in holder.buffers:
-        inside = [shard for shard in shards if shard.buffer is buffer]
-        values |= _put_together(buffer, inside, state, described, holder)
-        main_values |= _main_values(buffer, inside, holder)
-        dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
+    with holder.sync.call(label) as call:
+        own = describe_shards(shards, state)
+        call.open()
+        answers = _of_all_ranks(shards, own, holder, label)
+    with holder.sync.call(label) as call:
+        described = merge_descriptions(answers)
+        call.open()
+        for buffer in holder.buffers:
+            inside = [shard for shard in shards if shard.buffer is buffer]
+            values |= _put_together(buffer, inside, state, described, holder)
+            main_values |= _main_values(buffer, inside, holder)
+            dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
     return WholeState(values, main_values, dtypes)
 
 

@@ -35,7 +35,7 @@ TEXTS = {
     "CallMismatchError": (
         "step 3: ranks are in different calls: save() on rank 0; step() on rank 1. Each of them needs every rank: make it on "
         "all, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these calls "
-        "has done anything, a step that was open was dropped on all ranks, and the next call of all ranks may run."
+        "has done anything, and the next call of all ranks may run."
     ),
     "StepMismatchError": (
         "step 3: dropped steps differ between ranks: 0 on rank 0; 1 on rank 1. Some rank has skipped or dropped a"

@@ -194,7 +194,7 @@ class TestCalls:
     def test_ranks_in_the_same_call_go_on(self, has_fence):
         fields = {} if has_fence else {"fence": False, "nonfinite_gradients": "allow"}
 
-        assert self.answers(*[("save_checkpoint()", [("a", 1)], None)] * 2, **fields) == [(None, False)] * 2
+        assert self.answers(*[("save_checkpoint()", [("a", 1)], None)] * 2, **fields) == [(None, ())] * 2
 
     def test_ranks_in_different_calls_all_hear_who_is_in_which(self):
         (error, _), (other, _) = self.answers(("save_checkpoint()", [], None), ("check_replicas()", [], None))
@@ -203,6 +203,14 @@ class TestCalls:
         assert error.step == 3
         assert str(error) == str(other)
         assert "'save_checkpoint()' on rank 0" in str(error) or "save_checkpoint() on rank 0" in str(error)
+        assert str(error).endswith("None of these calls has done anything, and the next call of all ranks may run.")
+
+    def test_ranks_at_different_places_of_one_call_hear_who_is_where(self):
+        (error, _), (other, _) = self.answers(("state_dict()", [], None), ("state_dict(): optimizer state", [], None))
+
+        assert isinstance(error, CallMismatchError)
+        assert str(error) == str(other)
+        assert "state_dict() on rank 0; state_dict(): optimizer state on rank 1" in str(error)
 
     def test_a_call_is_one_small_collective_with_its_name(self):
         world, fences = ranks_of(2)
@@ -222,7 +230,7 @@ class TestCalls:
             num_entries=2,
             phase="rebuild",
         )
-        assert [(error.to_dict(), has_sent) for error, has_sent in answers] == [(expected.to_dict(), False)] * 3
+        assert [error.to_dict() for error, _ in answers] == [expected.to_dict()] * 3
 
     def test_of_ranks_with_the_same_entries_one_sends_its_own(self):
         world, fences = ranks_of(3)
@@ -236,7 +244,7 @@ class TestCalls:
     def test_what_all_ranks_refuse_alike_is_their_own_error(self):
         refusals = [ConfigError("no"), ConfigError("no")]
 
-        assert self.answers(*(("wrap", [], refusal) for refusal in refusals)) == [(refusal, False) for refusal in refusals]
+        assert self.answers(*(("wrap", [], refusal) for refusal in refusals)) == [(refusal, ()) for refusal in refusals]
 
     @pytest.mark.parametrize("failures", [[ConfigError("a"), ConfigError("b")], [ValueError("a"), ValueError("a")]], ids=str)
     def test_of_ranks_that_fail_differently_or_for_no_reason_of_ours_the_first_is_named(self, failures):
@@ -244,7 +252,7 @@ class TestCalls:
 
         text = f"{type(failures[0]).__name__}: a"
         expected = PeerFailedError(step=3, rank=0, phase="wrap", cause=text).to_dict()
-        assert [(error.to_dict(), has_sent) for error, has_sent in answers] == [(expected, False)] * 2
+        assert [error.to_dict() for error, _ in answers] == [expected] * 2
 
     def test_a_rank_that_failed_is_named_on_all(self):
         answers = self.answers(("wrap", [], None), ("wrap", [], ValueError("boom")))
@@ -261,11 +269,14 @@ class TestCalls:
             fences[1].send(Report(1, sent_buckets=True))
             return fences[1].take(lambda: Report(1))
 
-        (error, has_sent_buckets), reports = world.run(play)
+        (error, seen), reports = world.run(play)
 
         assert isinstance(error, CallMismatchError)
         assert error.step == 0  # the call has not said which
-        assert has_sent_buckets  # so rank 0 takes part in the buckets
+        assert str(error).endswith(
+            "has done anything, the step was dropped on all ranks, and the next call of all ranks may run."
+        )
+        assert [report.sent_buckets for report in seen] == [False, True]  # so rank 0 takes part in the buckets
         assert [report.doing for report in reports] == ["check_replicas()", "the end of a step"]
 
 
@@ -321,5 +332,5 @@ class TestWithoutOthers:
     def test_a_call_fails_by_a_failure_of_its_own_only(self):
         fence, refusal = fence_on(LocalCommunicator()), ConfigError("no")
 
-        assert fence.call("wrap", [("a", 1)], None) == (None, False)
-        assert fence.call("wrap", [("a", 1)], refusal) == (refusal, False)
+        assert fence.call("wrap", [("a", 1)], None) == (None, ())
+        assert fence.call("wrap", [("a", 1)], refusal) == (refusal, ())

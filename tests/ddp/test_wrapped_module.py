@@ -87,7 +87,7 @@ class TestReplicas:
 
         ranks = Ranks(2, model)
 
-        assert ranks.launched_by_wrapping() == [*AGREEMENT, "initial broadcast"]  # of the buffer of a
+        assert ranks.launched_by_wrapping() == [*AGREEMENT, "wrap: parameters", "initial broadcast"]  # of the buffer of a
 
     def test_a_frozen_sparse_parameter_cannot_be_made_equal(self):
         def prepare(_, module):

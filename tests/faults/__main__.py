@@ -16,7 +16,7 @@ from rich.console import Console
 
 from .cells import Cell
 from .checkpoints.campaigns import app as checkpoints
-from .interrupts import COMBOS, interrupt_at_lines
+from .interrupts import CALLS, COMBOS, interrupt_at_lines
 from .judge import Name, Run, Verdict, judge
 from .kinds import KINDS, fault_of, select
 from .loopback import run_in_threads
@@ -80,12 +80,13 @@ def interrupts(
     every: Annotated[int, typer.Option(min=1, help="Interrupt at every nth line of the step.")] = 1,
     first: Annotated[int, typer.Option(min=1, help="The first line.")] = 1,
 ) -> None:
-    """Interrupt one step at its lines, in each mode, over the loopback world."""
+    """Interrupt one step at its lines, in each mode, and collective calls before it, over the loopback world."""
     has_failed = False
-    for combo in COMBOS:
-        result = interrupt_at_lines(combo, every=every, first=first)
+    runs = [(str(combo), combo, None) for combo in COMBOS] + [(name, COMBOS[1], call) for name, call in CALLS.items()]
+    for name, combo, call in runs:
+        result = interrupt_at_lines(combo, every=every, first=first, call=call)
         has_failed |= bool(result.failures)
-        typer.echo(f"{combo}: {result.describe()}")
+        typer.echo(f"{name}: {result.describe()}")
         for failure in result.failures:
             typer.echo(f"  {failure[:600]}")
     raise typer.Exit(int(has_failed))

@@ -60,6 +60,8 @@ class Trainer:
     size: int
     ddp: Any
     make_optimizer: Callable[[Any], Any]
+    call: Callable[[Trainer], object] | None = None
+    """A collective call before each step."""
     snapshot: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: Any = None
     seen: list[str] = field(default_factory=list)
@@ -75,6 +77,8 @@ class Trainer:
         torch.set_grad_enabled(True)  # torch's own contexts leave it off when an interrupt meets their first line
         inputs, targets = make_batch(seed=0, batch=batch, rank=self.rank, microbatch=0)
         self.optimizer.zero_grad()
+        if self.call is not None:
+            self.call(self)
         self.ddp.step_number = batch
         loss_of(self.ddp(inputs, ALL_LAYERS), targets).backward()
         self.optimizer.step()
@@ -134,6 +138,14 @@ class Trainer:
         except MegabucketError:
             return
         self.wrong = "a broken wrapper took one more step"
+
+
+CALLS: dict[str, Callable[[Trainer], object]] = {
+    "broadcast_params": lambda trainer: trainer.ddp.broadcast_params(),
+    "check_replicas": lambda trainer: trainer.ddp.check_replicas(),
+    "state_dict": lambda trainer: trainer.optimizer.state_dict(),
+}
+"""Collective calls between two steps, for the second of ``COMBOS``, whose optimizer has shards."""
 
 
 _EXPECTED: dict[int, dict[str, torch.Tensor]] = {}
@@ -242,9 +254,14 @@ class InterruptResult:
 
 
 def interrupt_at_lines(
-    combo: Combo, *, every: int = 1, first: int = 1, config: dict[str, Any] | None = None
+    combo: Combo,
+    *,
+    every: int = 1,
+    first: int = 1,
+    config: dict[str, Any] | None = None,
+    call: Callable[[Trainer], object] | None = None,
 ) -> InterruptResult:
-    """Interrupt one step at every line, or every nth, each in a loopback world of its own."""
+    """Interrupt one step, or the call before it, at every line, or every nth, each in a loopback world of its own."""
     result = InterruptResult()
     position, ends = first, False
     unraisable, sys.unraisablehook = (
@@ -254,7 +271,8 @@ def interrupt_at_lines(
     try:
         while not ends:
             at_line = _AtLine(position)
-            trainers = _train_in_threads(combo, config or {}, culprit=position % combo.num_ranks, at_line=at_line)
+            culprit = position % combo.num_ranks
+            trainers = _train_in_threads(combo, config or {}, call, culprit=culprit, at_line=at_line)
             ends = not at_line.has_come
             if not ends:
                 name, text = verdict_of(trainers)
@@ -265,13 +283,15 @@ def interrupt_at_lines(
     return result
 
 
-def _train_in_threads(combo: Combo, config: dict[str, Any], *, culprit: int, at_line: _AtLine) -> list[Trainer]:
+def _train_in_threads(
+    combo: Combo, config: dict[str, Any], call: Callable[[Trainer], object] | None, *, culprit: int, at_line: _AtLine
+) -> list[Trainer]:
     world = LoopbackWorld(combo.num_ranks, timeout_s=20.0)
     ours = Ours(combo)
 
     def run(rank: int) -> Trainer:
         ddp = ours.wrap(FaultModel(), config, world.communicator(rank))
-        trainer = Trainer(rank, combo.num_ranks, ddp, lambda ddp: ours.make_optimizer(ddp.module, ddp, 0.0))
+        trainer = Trainer(rank, combo.num_ranks, ddp, lambda ddp: ours.make_optimizer(ddp.module, ddp, 0.0), call)
         trainer.step(0)
         trainer.save()
         trainer.train(at_line if rank == culprit else _nothing)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from faults.interrupts import COMBOS, Trainer, interrupt_at_lines, verdict_of
+from faults.interrupts import CALLS, COMBOS, Trainer, interrupt_at_lines, verdict_of
 from faults.judge import Name, judge
 from faults.kinds import fault_of, select
 from faults.player import Play
@@ -19,6 +19,16 @@ EVERY = int(os.environ.get("FAULTS_EVERY_LINE", "53"))
 @pytest.mark.parametrize("combo", COMBOS, ids=str)
 def test_an_interrupt_at_any_line_of_a_step_is_right_or_named_or_breaks_all_ranks(combo):
     result = interrupt_at_lines(combo, every=EVERY, first=1)
+
+    assert result.failures == []
+    assert set(result.counts) == {Name.RIGHT, Name.NAMED, Name.BROKEN}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3_000)
+@pytest.mark.parametrize("call", CALLS)
+def test_an_interrupt_at_any_line_of_a_call_is_right_or_named_or_breaks_all_ranks(call):
+    result = interrupt_at_lines(COMBOS[1], every=EVERY, first=2, call=CALLS[call])
 
     assert result.failures == []
     assert set(result.counts) == {Name.RIGHT, Name.NAMED, Name.BROKEN}

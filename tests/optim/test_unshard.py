@@ -217,6 +217,7 @@ class TestExamples:
             "rebuild: optimizer state",  # can every rank tell?
             "rebuild: optimizer state length",
             "rebuild: optimizer state",
+            "rebuild: optimizer state",  # do the descriptions go together?
         ]
 
 

@@ -100,12 +100,17 @@ def test_a_step_launches_and_sends_the_same_whatever_the_number_of_ranks(config)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_wrapping_asks_three_times_with_48_bytes_whatever_the_number_of_ranks(config):
+def test_wrapping_asks_four_times_with_48_bytes_whatever_the_number_of_ranks(config):
     for size in SIZES:
         setup, _ = records_of(size, config)
 
         sent = [(record.label, record.payload_bytes) for record in setup if record.label != "initial broadcast"]
-        assert sent == [("wrap", 48), ("wrap: buffers", 48), ("DistributedOptimizer()", 48)]
+        assert sent == [
+            ("wrap", 48),
+            ("wrap: buffers", 48),
+            ("wrap: parameters", 48),  # only with init_sync=True
+            ("DistributedOptimizer()", 48),
+        ]
 
 
 @pytest.mark.parametrize(("size", "record_bytes"), [(2, 16_384), (4_096, 16_384), (8_192, 8_192), (32_768, 4_096)])
@@ -196,8 +201,14 @@ class TestWhatRanksTellWhenTheyDiffer:
         def ask(rank):
             ddp = mb.DistributedDataParallel(linears(1), communicator=world.communicator(rank))
             before = len(world.schedule(rank))
+
+            def call():
+                with ddp.sync.call("wrap") as call:
+                    call.entries = entry_of(rank)
+                    call.open(failure_of(rank))
+
             with pytest.raises(MegabucketError) as caught:
-                ddp.sync.call("wrap", entry_of(rank), failure_of(rank))
+                call()
             return caught.value, world.schedule(rank)[before:]
 
         answers = world.run(ask)
