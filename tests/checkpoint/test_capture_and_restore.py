@@ -629,8 +629,22 @@ NO_STATE_OF_AN_OPTIMIZER = {
     "no groups": (changed("groups", to=None), "its values cannot be read: TypeError"),
     "no class": (lambda optimizer: optimizer.pop("class"), "its values cannot be read: KeyError: 'class'"),
     "no entry": (changed("state", 0, "entries", 0, to=[1]), "its values cannot be read: ValueError"),
-    "a number in words": (changed("state", 0, "entries", 0, 5, to=["float", "many"]), "rank 0: ValueError: could not convert"),
+    "a number in words": (changed("state", 0, "entries", 0, 5, to=["float", "many"]), "its values cannot be read: ValueError"),
     "a dtype of no kind": (changed("state", 0, "entries", 1, 2, to="float33"), "its values cannot be read: AttributeError"),
+    "no state": (
+        changed("state", to=[]),
+        "'optim.state.bias.exp_avg' is in the checkpoint, and its optimizer does not know it",
+    ),
+    "no moment": (
+        lambda optimizer: optimizer["state"][0]["entries"].pop(1),
+        "'optim.state.weight.exp_avg' is in the checkpoint, and its optimizer does not know it",
+    ),
+    "no learning rate": (
+        changed("groups", 0, "hyperparameters", "lr", to=None),
+        "'lr' of group 0 is None in the checkpoint and 0.1 here",
+    ),
+    "a learning rate in words": (changed("groups", 0, "hyperparameters", "lr", to="0.1"), "'lr' of group 0 is '0.1' in the"),
+    "one beta": (changed("groups", 0, "hyperparameters", "betas", to={"!tuple": [0.9]}), r"'betas' of group 0 is \(0.9,\)"),
 }
 
 
