@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from megabucket.buffer import dtype_named
 from megabucket.checkpoint.canonical import whole_piece
 from megabucket.checkpoint.capture import Prefix, values_of_state
+from megabucket.checkpoint.file_system import check_regular
 from megabucket.checkpoint.format import Piece, Snapshot
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.restore import Staging, source_of
@@ -133,6 +134,7 @@ def _files(source: Path) -> dict[Path, list[str]]:
         return {source / FILE_NAME: []}
     found: dict[Path, list[str]] = {}
     try:
+        check_regular(index)
         for tensor, name in json.loads(index.read_bytes())["weight_map"].items():
             found.setdefault(source / Path(name).name, []).append(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -142,6 +144,7 @@ def _files(source: Path) -> dict[Path, list[str]]:
 
 def _pieces(path: Path, names: list[str]) -> Iterator[Piece]:
     try:
+        check_regular(path)
         with safe_open(path, "pt") as file:
             for name in names or file.keys():
                 yield whole_piece(f"{Prefix.MODEL}{name}", file.get_tensor(name))
