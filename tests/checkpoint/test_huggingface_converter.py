@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -99,3 +100,21 @@ def test_a_pipe_in_the_place_of_a_file_is_an_error_at_once(tmp_path, name):
 
     with pytest.raises(ConfigError, match=f"not a regular file: .*{name}"):
         import_weights(tmp_path, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "problem"),
+    [
+        ({"a": "sub/../../elsewhere/x.safetensors"}, "'sub/../../elsewhere/x.safetensors' is no name of a file beside it"),
+        ({}, "it names no tensor"),
+    ],
+)
+def test_an_index_that_leads_elsewhere_or_nowhere_is_an_error(kept, tmp_path, weight_map, problem):
+    (path,) = export_weights(kept, tmp_path)
+    path.rename(tmp_path / "x.safetensors")
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        import_weights(tmp_path, tmp_path / "run")
+
+    assert not (tmp_path / "run").exists()

@@ -132,14 +132,19 @@ def _files(source: Path) -> dict[Path, list[str]]:
     index = source / INDEX_NAME
     if not index.exists():
         return {source / FILE_NAME: []}
-    found: dict[Path, list[str]] = {}
+    found: dict[str, list[str]] = {}
     try:
         check_regular(index)
         for tensor, name in json.loads(index.read_bytes())["weight_map"].items():
-            found.setdefault(source / Path(name).name, []).append(tensor)
+            found.setdefault(name, []).append(tensor)
+        elsewhere = [name for name in found if Path(name).name != name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index}: no index of safetensors files: {error}") from None
-    return found
+    if elsewhere:
+        raise ConfigError(f"{index}: {elsewhere[0]!r} is no name of a file beside it")
+    if not found:
+        raise ConfigError(f"{index}: it names no tensor")
+    return {source / name: tensors for name, tensors in found.items()}
 
 
 def _pieces(path: Path, names: list[str]) -> Iterator[Piece]:
