@@ -28,7 +28,7 @@ from megabucket.checkpoint.capture import (
 from megabucket.checkpoint.format import Piece, TensorInfo
 from megabucket.checkpoint.ranks import GroupRanks, gather_results, together
 from megabucket.checkpoint.stored import Stored, find_difference
-from megabucket.checkpoint.values import Find, capture_rng, decode, restore_rng
+from megabucket.checkpoint.values import UNREADABLE, Find, capture_rng, decode, restore_rng
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout.identity import ParamIdentity
@@ -199,7 +199,7 @@ def mismatches(stored: Stored, parts: TrainingParts, *, cast: bool) -> list[str]
 def _mismatches(stored: Stored, parts: TrainingParts, names: GlobalNames, model: WholeModel | None, *, cast: bool) -> list[str]:
     try:
         return _find_mismatches(stored, parts, names, model, cast=cast)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:  # a seal does not prove that values make sense
+    except UNREADABLE as error:  # a seal does not prove that values make sense
         return [f"its values cannot be read: {type(error).__name__}: {error}"]
 
 
@@ -218,9 +218,13 @@ def _find_mismatches(
         for name in stored.tensors
         if model is not None and name.startswith(Prefix.MODEL) and name.removeprefix(Prefix.MODEL) not in model.names
     ]
+    plain = [values["data_position"], values["extras"], *values["module_extra_state"].values()]
     if parts.optimizer is not None:
+        plain += values["stateful"].values()
         problems += _optimizer_problems(stored, parts.optimizer, names, model, cast=cast)
         problems += _name_problems(set(values["stateful"]), set(parts.stateful), "of the training run")
+    for value in plain:
+        decode(value, _without_values(stored))
     extra_state, own = set(values["module_extra_state"]), set(names.stateful)
     elsewhere = extra_state - own if model is None else model.modules.keys() - own
     return problems + _name_problems(extra_state - elsewhere, own, "that module.get_extra_state() gives")
@@ -374,7 +378,7 @@ class StoredOptimizer:
         """Return the stored state that no parameter would get.
 
         Raises:
-            ValueError: a number of the state is none; or another error that ``decode`` raises.
+            ValueError: a number of the state is none; or another of ``UNREADABLE``.
         """
         known, plain = set(), []
         for name, description in self.state.items():

@@ -690,17 +690,22 @@ def test_switches_that_were_set_otherwise_or_not_at_all_are_taken_over_as_torch_
 
 
 MALFORMED_VALUES = {
-    "no state of others": (lambda values: values.pop("stateful"), "its values cannot be read: KeyError: 'stateful'"),
-    "no optimizer's": (changed("optimizer", to=[1]), "its values cannot be read: TypeError"),
-    "a tensor that is not there": (changed("data_position", to={"!tensor": "gone"}), "rank 0: KeyError: 'gone'"),
-    "a number of no shape": (changed("extras", to={"a": {"!number": ["float32", "x", 1]}}), "rank 0: TypeError"),
+    "no state of others": (lambda values: values.pop("stateful"), "KeyError: 'stateful'"),
+    "no optimizer's": (changed("optimizer", to=[1]), "TypeError"),
+    "a tensor that is not there": (changed("data_position", to={"!tensor": "gone"}), "KeyError: 'gone'"),
+    "bytes that are none": (changed("data_position", to={"!bytes": "zz"}), "ValueError: non-hexadecimal number"),
+    "an unknown tag": (changed("data_position", to={"!nope": 1}), "KeyError: '!nope'"),
+    "a number of no shape": (changed("extras", to={"a": {"!number": ["float32", "x", 1]}}), "TypeError"),
+    "a number of no dtype": (changed("extras", to={"a": {"!number": ["nn", [], 1]}}), "AssertionError"),
+    "no state of a scheduler": (changed("stateful", "scheduler 0", to={"!float": "x"}), "ValueError: could not convert"),
 }
 
 
 @pytest.mark.parametrize(("change", "text"), MALFORMED_VALUES.values(), ids=MALFORMED_VALUES)
 def test_values_that_somebody_else_has_written_are_one_error(change, text):
     ddp = DistributedDataParallel(torch.nn.Linear(4, 3), DistributedDataParallelConfig(use_distributed_optimizer=True))
-    parts = TrainingParts(ddp, DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.1), ddp))
+    optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.1), ddp)
+    parts = TrainingParts(ddp, optimizer, schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 1))
     stored = KeptInMemory([to_host(capture(parts))])
     assert mismatches(stored, parts, cast=False) == []
     stored.values = copy.deepcopy(stored.values)
@@ -708,5 +713,5 @@ def test_values_that_somebody_else_has_written_are_one_error(change, text):
 
     with pytest.raises(CheckpointError, match=text):
         restore(stored, parts)
-    if "cannot be read" in text:
-        assert text in mismatches(stored, parts, cast=False)[0]
+    (problem,) = mismatches(stored, parts, cast=False)
+    assert f"its values cannot be read: {text}" in problem
