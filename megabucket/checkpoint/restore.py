@@ -129,10 +129,17 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
     model = WholeModel.of(gather_results(ranks, lambda: model_summary(parts, names, "loading a checkpoint")))
     together(ranks, lambda: _refuse(stored, _mismatches(stored, parts, names, model, cast=cast)))
     found = together(ranks, lambda: _read(staging, parts, names, with_rng=with_rng))
+    touched: list[tuple[Restore, Any]] = []
+
+    def set_states() -> None:
+        for set_state, before, state in staging.states:
+            touched.append((set_state, before))
+            set_state(state)
+
     try:
-        together(ranks, lambda: [set_state(state) for set_state, _, state in staging.states])
+        together(ranks, set_states)
     except BaseException:
-        for set_state, before, _ in reversed(staging.states):
+        for set_state, before in reversed(touched):
             with suppress(Exception):  # an object that cannot take its own state back has failed before
                 set_state(before)
         raise

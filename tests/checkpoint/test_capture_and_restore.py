@@ -557,6 +557,32 @@ class TestRefused:
 
         assert run_ranks(2, program, mode=mode) == [True, True]
 
+    def test_after_a_refusal_only_what_was_set_is_set_back(self):
+        class Watched(Counter):
+            def __init__(self, **options):
+                super().__init__(**options)
+                self.taken = []
+
+            def load_state_dict(self, state):
+                self.taken.append(state["n"])
+                super().load_state_dict(state)
+
+        def saved(_, run):
+            counters = {name: Counter() for name in "abc"}
+            for counter in counters.values():
+                counter.state = {"n": 7}
+            return to_host(capture(TrainingParts(run.ddp, run.optimizer, schedulers=counters)))
+
+        kept = KeptInMemory(run_ranks(1, saved, mode="all_reduce"))
+
+        def program(_, run):
+            counters = {"a": Watched(), "b": Watched(refuses=True), "c": Watched()}
+            with pytest.raises(CheckpointError, match="ValueError: no"):
+                restore(kept, TrainingParts(run.ddp, run.optimizer, schedulers=counters))
+            return [counter.taken for counter in counters.values()]
+
+        assert run_ranks(1, program, mode="all_reduce") == [[[7, 0], [7, 0], []]]
+
     def test_state_that_belongs_to_no_parameter_is_refused_on_all_ranks(self):
         def program(rank, run):
             run.train(range(1))
