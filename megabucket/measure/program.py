@@ -28,7 +28,7 @@ from megabucket.buffer import dtype_name
 from megabucket.checkpoint.capture import TrainingParts
 from megabucket.checkpoint.restore import mismatches
 from megabucket.checkpoint.stored import StoredCheckpoint
-from megabucket.checkpoint.values import decode
+from megabucket.checkpoint.values import UNREADABLE, decode
 from megabucket.comm import Communicator, LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
@@ -183,6 +183,6 @@ def load_problems(workload: WorkloadFunction, config: RunConfig, stored: StoredC
         trainee.ddp.detach()
     try:
         position = decode(stored.values.get("data_position"))
-    except LookupError:  # with tensors in it, which are not read
+    except UNREADABLE:  # with tensors in it, which are not read; what makes no sense is among the problems
         position = None
     return [*problems, *trainee.program.check_resume(stored.step, position)]

@@ -14,7 +14,7 @@ from examples.bytegpt.checkpoints import BATCH_FACT, CORPUS_FACT, config_facts
 from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.model import next_byte_loss
 from examples.bytegpt.task import initial_model, make_optimizer
-from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo, seal_body
 from megabucket.checkpoint.offline import compare
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
@@ -217,6 +217,20 @@ def test_can_load_says_that_a_checkpoint_is_not_of_this_program(trained):
 
     assert result.exit_code == 6
     assert "it was not saved by the demo" in result.stdout
+
+
+@pytest.mark.parametrize("position", [{"!bytes": "zz"}, {"!number": ["float32", "x", 1]}])
+def test_can_load_names_a_position_that_makes_no_sense(trained, position):
+    path = open_checkpoint(trained / "run").path / "manifest.json"
+    fields = json.loads(path.read_bytes())
+    del fields["seal"]
+    fields["values"]["data_position"] = position
+    path.write_bytes(seal_body(json.dumps(fields)[:-1].encode()))
+
+    result = invoke("can-load", path.parent, *DEMO, "-c", trained / "run.yaml")
+
+    assert result.exit_code == 6, result.output
+    assert "its values cannot be read" in result.stdout
 
 
 def test_can_load_refuses_a_checkpoint_beyond_the_last_step(trained):
