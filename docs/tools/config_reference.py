@@ -64,8 +64,8 @@ _HEAD: Final = """\
 
 A config is a YAML file; `key=value` arguments override it, for example `ddp.bucket_size=40M`. Numbers and booleans follow
 YAML 1.2: `3e-4` is a number, `yes` is text. Unknown keys, anchors, aliases, tags, repeated keys, octal numbers (`010`) and
-files over 1 MiB are errors. A *count* is a whole number, also written `4e7` or `40M`. The fields of `program` belong to the training program;
-those of `make demo` are in [its config](../../examples/bytegpt/config.py).
+files over 1 MiB are errors. A *count* is a whole number, also written `4e7` or `40M`. The fields of `program` belong to the
+training program; those of `make demo` are in [its config](../../examples/bytegpt/config.py).
 """
 
 # Bounds beyond this only keep arithmetic finite; nobody needs to read them.
