@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.errors import ConfigError
-from megabucket.planning.documents import MAX_BYTES, Document, parse_yaml, read_yaml
+from megabucket.planning.documents import MAX_BYTES, Document, parse_yaml, read_json, read_yaml
 
 
 def load(text):
@@ -227,6 +227,14 @@ def test_bytes_that_are_not_utf_8_are_refused_with_their_line(tmp_path):
         read_yaml(path)
 
     assert str(caught.value).startswith(f"{path}: not valid YAML: unacceptable character #x00ff: invalid start byte")
+
+
+def test_json_with_a_number_of_thousands_of_digits_is_refused(tmp_path):
+    path = tmp_path / "big.json"
+    path.write_text("1" * 5_000)
+
+    with pytest.raises(ConfigError, match=r"big\.json: not valid JSON: Exceeds the limit"):
+        read_json(path, max_bytes=MAX_BYTES, what="a test")
 
 
 # Any input at all
