@@ -72,8 +72,8 @@ def joined_ranks(environment: Mapping[str, str], fabric: FabricConfig | None = N
         note: called on the first rank only.
 
     Raises:
-        ConfigError: a variable is missing, not a number or out of range, or the ranks are not all on one machine and a fabric is
-            given.
+        ConfigError: a variable is missing, not a number or out of range, or the ranks are not all on one machine and a fabric
+            is given.
     """
     is_launched = "RANK" in environment or "WORLD_SIZE" in environment
     rank, num_ranks, local_rank, num_local_ranks = (

@@ -275,7 +275,7 @@ def model_section(text: str) -> dict[str, Any] | None:
     """Return the section of a model that is named by a ``config.json`` or by ``module:function``, or ``None``."""
     if text.endswith(".json"):
         return {"kind": "hf_config", "path": text}
-    if ":" in text:
+    if ":" in text and Path(text).suffix not in {".yaml", ".yml"} and not Path(text).exists():
         return {"kind": "factory", "factory": text}
     return None
 
