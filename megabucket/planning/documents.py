@@ -155,8 +155,9 @@ def read_json(path: Path, *, max_bytes: int, what: str) -> Any:
     Raises:
         ConfigError: the file cannot be read, is larger than ``max_bytes``, or is not JSON.
     """
+    raw = read_limited(path, max_bytes=max_bytes, advice=f", the limit for {what}")
     try:
-        return json.loads(read_limited(path, max_bytes=max_bytes, advice=f", the limit for {what}"))
+        return json.loads(raw)
     except (ValueError, RecursionError) as error:  # of a number of thousands of digits as well
         raise ConfigError(f"{path}: not valid JSON: {printable(str(error))}") from None
 

@@ -74,13 +74,18 @@ def load_run(source: Path | str | None, overrides: Sequence[str], schema: type[C
 def _open(source: Path | str | None, schema: type[Section]) -> Document:
     if source is None:
         return Document({}, "command line")
-    if (path := Path(source)).suffix == ".json" and path.is_file():
-        data = read_json(path, max_bytes=MAX_BYTES, what="a config")
-        if isinstance(data, dict) and "model_type" not in data and data.keys() & schema.model_fields.keys():
-            return read_yaml(path)  # a config of ours; JSON is YAML, which has lines
-    if model := model_section(str(source)):
+    if not _has_sections(Path(source), schema) and (model := model_section(str(source))):
         return Document({"model": model}, str(source))
-    return read_yaml(find_file(source, kind="models"))
+    return read_yaml(find_file(source, kind="models"))  # JSON is YAML as well
+
+
+def _has_sections(path: Path, schema: type[Section]) -> bool:
+    """Return whether a file is JSON with sections of ours, not a model's ``config.json``."""
+    try:
+        data = read_json(path, max_bytes=MAX_BYTES, what="a config") if path.suffix == ".json" else None
+    except ConfigError:  # which is raised again where the model is read
+        return False
+    return isinstance(data, dict) and "model_type" not in data and not data.keys().isdisjoint(schema.model_fields)
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
