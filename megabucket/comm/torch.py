@@ -89,7 +89,9 @@ def discover_communicator(
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ProcessGroupMissingError(world_size=int(launched))
-    return LocalCommunicator()
+    alone = LocalCommunicator()
+    alone.progress = progress or alone.progress
+    return alone
 
 
 def process_group_of(ranks: Any) -> Communicator | dist.ProcessGroup:

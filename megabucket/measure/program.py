@@ -97,9 +97,15 @@ def load_workload_config(workload: WorkloadFunction, path: Path | None, override
     """Read a config with the class that the workload's annotation names.
 
     Raises:
-        ConfigError: anything wrong with the file, an override or a value.
+        ConfigError: anything wrong with the file, an override or a value, or the annotations cannot be read.
     """
-    schema = get_type_hints(workload).get("config", RunConfig)
+    try:
+        schema = get_type_hints(workload).get("config", RunConfig)
+    except Exception as error:  # annotations are the user's own code
+        raise ConfigError(
+            f"--workload: the annotations of the function cannot be read: {type(error).__name__}: {printable(str(error))}. "
+            "Give a plain function, and import what its annotations name at run time, not under TYPE_CHECKING"
+        ) from error
     is_known = isinstance(schema, type) and issubclass(schema, RunConfig)
     config: RunConfig = load_run(path, overrides, schema if is_known else RunConfig)
     return config

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megabucket.config.ddp import Section
 from megabucket.errors import ConfigError, printable, quoted
-from megabucket.planning.documents import Document, KeyPath, find_file, parse_yaml, read_yaml
+from megabucket.planning.documents import MAX_BYTES, Document, KeyPath, find_file, parse_yaml, read_json, read_yaml
 from megabucket.planning.model_config import model_section
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def load_run(source: Path | str | None, overrides: Sequence[str], schema: type[C
     """Return a validated run, with ``key=value`` overrides applied.
 
     Args:
-        source: a YAML file; the name of a preset (``gpt2-124m``); a Hugging Face ``config.json`` or ``module:function``, which
-            give the model alone; ``None``: the overrides say everything.
+        source: a YAML file, or the same as JSON; the name of a preset (``gpt2-124m``); a Hugging Face ``config.json`` or
+            ``module:function``, which give the model alone; ``None``: the overrides say everything.
         overrides: for example ``ddp.bucket_size=40M``; a later one wins over an earlier one, all win over the source.
         schema: ``RunConfig``, or a subclass that gives ``program`` a type.
 
@@ -56,7 +56,7 @@ def load_run(source: Path | str | None, overrides: Sequence[str], schema: type[C
         ConfigError: anything wrong with the source, an override or a value. The text lists at most 20 problems, each with
             its dotted path and the line or the argument it comes from; ``problems`` holds them one by one.
     """
-    document = _open(source)
+    document = _open(source, schema)
     data = copy.deepcopy(document.data) if document.data is not None else {}
     if not isinstance(data, dict):
         raise ConfigError(f"{document.place(())}: a config is a mapping with keys such as 'ddp:'")
@@ -71,12 +71,21 @@ def load_run(source: Path | str | None, overrides: Sequence[str], schema: type[C
         raise explain_validation_error(error, data=data, document=document, arguments=arguments) from None
 
 
-def _open(source: Path | str | None) -> Document:
+def _open(source: Path | str | None, schema: type[Section]) -> Document:
     if source is None:
         return Document({}, "command line")
-    if model := model_section(str(source)):
+    if not _has_sections(Path(source), schema) and (model := model_section(str(source))):
         return Document({"model": model}, str(source))
-    return read_yaml(find_file(source, kind="models"))
+    return read_yaml(find_file(source, kind="models"))  # JSON is YAML as well
+
+
+def _has_sections(path: Path, schema: type[Section]) -> bool:
+    """Return whether a file is JSON with sections of ours, not a model's ``config.json``."""
+    try:
+        data = read_json(path, max_bytes=MAX_BYTES, what="a config") if path.suffix == ".json" else None
+    except ConfigError:  # which is raised again where the model is read
+        return False
+    return isinstance(data, dict) and "model_type" not in data and not data.keys().isdisjoint(schema.model_fields)
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

@@ -424,8 +424,9 @@ def _facts(layout: ModelLayout) -> Iterator[tuple[str, object]]:
     for index, buffer in enumerate(layout.buffers):
         for field in ("key", "num_shards", "bucket_size", "start_alignment", "end_multiple", "numel"):
             yield f"buffer {index}: {field}", getattr(buffer, field)
-        for name in buffer.cuts or ():
-            yield f"buffer {index}: cut {name!r}", "yes"
+        yield f"buffer {index}: is cut by name", buffer.cuts is not None
+        for position, name in enumerate(buffer.cuts or ()):
+            yield f"buffer {index}: cut {name!r}", f"number {position}"
         for name, slot in buffer.params.items():
             yield f"buffer {index}: parameter {name!r}", slot
         for bucket in buffer.buckets:

@@ -48,6 +48,16 @@ def are_whole(*changes, flags=None):
 
 
 class TestWhatHolds:
+    def test_a_default_device_of_torch_changes_nothing(self):
+        with torch.device("meta"):
+            world, fences = ranks_of(2)
+            for rank, fence in enumerate(fences):
+                fence.counters.problems["nonfinite"] = NONFINITE
+                fence.send(Report(rank, problems=(NONFINITE,)))
+            reports = world.run(lambda rank: fences[rank].take(lambda: None))
+
+        assert [len(each) for each in reports] == [2, 2]
+
     @pytest.mark.parametrize("size", [1, 2, 3])
     @pytest.mark.parametrize("report", [{}, {"fingerprint": 2**62 - 1}], ids=["zero", "the largest"])
     def test_equal_reports_without_faults(self, size, report):

@@ -210,6 +210,10 @@ def test_the_diff_names_cuts_that_only_one_layout_has_and_places():
 
     more_cuts = layout_diff(ours, layout_of(bucket_cuts=["c", "b"], bucket_order=["d", "c", "b", "a"]))
     by_size = layout_diff(ours, layout_of(bucket_size=200))
-    assert "buffer 0: cut 'b': missing != yes" in more_cuts
-    assert by_size[:2] == ("buffer 0: bucket_size: None != 200", "buffer 0: cut 'c': yes != missing")
-    assert [line.count("ready_index=None") for line in by_size[2:]] == [1] * 4
+    assert "buffer 0: cut 'b': missing != number 1" in more_cuts
+    assert by_size[:3] == (
+        "buffer 0: bucket_size: None != 200",
+        "buffer 0: is cut by name: True != False",
+        "buffer 0: cut 'c': number 0 != missing",
+    )
+    assert [line.count("ready_index=None") for line in by_size[3:]] == [1] * 4

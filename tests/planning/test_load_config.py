@@ -48,6 +48,37 @@ def test_an_empty_file_is_a_run_of_defaults(write):
     assert run.optimizer.name == "adamw"
 
 
+@pytest.mark.parametrize("name", ["12:30.yaml", "at:noon"])
+def test_a_file_with_a_colon_in_its_name_is_a_file(name, tmp_path):
+    (tmp_path / name).write_text("ddp: {num_buckets: 3}")
+
+    assert load_config(tmp_path / name).ddp.num_buckets == 3
+
+
+def test_a_missing_yaml_file_with_a_colon_in_its_name_is_no_function(tmp_path):
+    assert str(refusal(tmp_path / "12:30.yaml")).endswith("12:30.yaml: cannot be read: No such file or directory")
+
+
+def test_json_with_our_sections_is_a_config_of_ours_with_lines(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"ddp":\n {"num_buckets": 3}}')
+
+    assert load_config(path).ddp.num_buckets == 3
+    path.write_text('{"ddp":\n {"num_buckets": "x"}}')
+    assert str(refusal(path)).startswith(f"{path}:2: ddp.num_buckets: ")
+
+
+def test_a_model_s_json_stays_one_whatever_else_it_says(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "gpt2", "optimizer": {"name": "sgd"}}')
+
+    run = load_config(path)
+
+    assert run.model is not None
+    assert run.model.kind == "hf_config"
+    assert run.optimizer.name == "adamw"
+
+
 def test_without_a_file_the_overrides_say_everything():
     run = load_config(None, ["fabric.latency_s=1e-4", "fabric.bytes_per_s=2e9"])
 

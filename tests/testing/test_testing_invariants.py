@@ -31,6 +31,22 @@ def with_buffer(**changes) -> ModelLayout:
     return ModelLayout((replace(LAYOUT.buffers[0], **changes),))
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "line"),
+    [
+        (("b", "a"), ("a", "b"), "buffer 0: cut 'b': number 0 != number 1"),
+        (None, (), "buffer 0: is cut by name: False != True"),
+    ],
+)
+def test_layouts_whose_cuts_alone_differ_are_different(ours, theirs, line):
+    one, two = with_buffer(cuts=ours), with_buffer(cuts=theirs)
+
+    assert one != two
+    assert line in layout_diff(one, two)
+    with pytest.raises(AssertionError):
+        assert_layouts_equal(one, two)
+
+
 def failure(check, *args, **kwargs) -> str:
     with pytest.raises(AssertionError) as caught:
         check(*args, **kwargs)
